@@ -32,7 +32,7 @@ from solrl_jax.models.loading.weights import Params
 from solrl_jax.parallel import sharding
 from solrl_jax.quant.formats import FORMATS, resolve_format
 from solrl_jax.rl.experiment import Experiment, fresh_state
-from solrl_jax.rl.explore.monitor import ExplorationSetting
+from solrl_jax.rl.explore.setting import ExplorationSetting
 from solrl_jax.rl.generate import SeedBatch, generate
 from solrl_jax.rl.sampler import Sampler
 from solrl_jax.rl.state import TrainState

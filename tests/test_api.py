@@ -77,7 +77,7 @@ BAD = {  # unwrapped where the types are wrong, which these tests check before
         lambda e: solrl.rank(e, {}, prompts=27),
         "prompts=27: accepted: 1 to 26",
     ),
-    "a text for formats": (lambda e: solrl.rank(e, {}, formats="int4"), "--formats int4: expected"),
+    "a text for formats": (lambda e: solrl.rank(e, {}, formats="int4"), "formats int4: expected"),
 }
 WRONG = {  # of functions on arrays
     "words for a matrix": (

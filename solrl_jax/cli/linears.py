@@ -11,7 +11,7 @@ from solrl_jax.models.locate import mhla_override, open_model
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.quant.formats import resolve_format
 from solrl_jax.rl.experiment import build, load_prompt_sets, local_device
-from solrl_jax.rl.explore import linears
+from solrl_jax.rl.explore import quantized_layers
 from solrl_jax.rl.sensitivity import measure, proposed, table
 from solrl_jax.runs.directory import configuration, find_checkpoint, load_policy
 
@@ -81,13 +81,15 @@ def command(
     pipeline = open_model(config.model.path, mhla=mhla_override(config.model))
     shapes = pipeline.transformer.abstract_params(DTYPES[config.rollout.precision])
     with in_one_line():
-        rows = linears.report(shapes, config.model.quantization, form, config.rollout.explore)
+        rows = quantized_layers.report(
+            shapes, config.model.quantization, form, config.rollout.explore
+        )
     if others["errors"]:
         backbone = load_backbone(pipeline, config.rollout.precision, make_mesh(-1, 1))
         adapters, _ = load_policy(run, config, backbone)
-        rows = linears.with_errors(
+        rows = quantized_layers.with_errors(
             rows, backbone.transformer, adapters, config.lora.alpha / config.lora.rank, form
         )
-    summary = {"exploration": form.describe(device), **linears.totals(rows)}
+    summary = {"exploration": form.describe(device), **quantized_layers.totals(rows)}
     summary["per_linear"] = list(map(dataclasses.asdict, rows))
-    finish(summary, as_json, linears.table(rows, form))
+    finish(summary, as_json, quantized_layers.table(rows, form))

@@ -61,7 +61,7 @@ def command(
     solrl rank tiny prompts.test=embedded:shapes-train --prompts 64 --explore paper,best --formats nvfp4,fp8,bf16
     """
     config, run = configuration(target, overrides, None, trust=others.pop("trust_run"))
-    settings = rank.sweep(config, **others)
+    settings = rank.sweep(config, prefix="--", **others)
     if prompts > (there := len(load_prompt_sets(config)[1])):
         raise InputError(f"--prompts {prompts}: there are {there} test prompts")
     folder = out or run or Path("runs/rank")

@@ -37,8 +37,8 @@ from solrl_jax.parallel import hosts
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.quant.formats import Format, resolve_format, scoring_dtypes
 from solrl_jax.rl.experiment import local_device, prompt_seeds
-from solrl_jax.rl.explore.linears import quantized_paths
-from solrl_jax.rl.explore.sync import Quantizer, merged
+from solrl_jax.rl.explore.quantized_layers import quantized_paths
+from solrl_jax.rl.explore.sync import Quantizer, sync_policy
 from solrl_jax.rl.generate import SeedBatch, generate, prepare
 from solrl_jax.rl.sampler import Sampler, Segment
 from solrl_jax.rl.trainable.lora_files import import_lora
@@ -163,7 +163,7 @@ def sample(
         scale = config.lora.alpha / config.lora.rank
     policy = attach(backbone.transformer, adapters, scale)
     if form.quantize is not None:
-        policy = merged(backbone, adapters, scale, quantized, Quantizer(form.quantize))
+        policy = sync_policy(backbone, adapters, scale, quantized, Quantizer(form.quantize))
     chunk = min(request.chunk, math.ceil(len(prompts) / backbone.mesh.size))
     stage = Sampler("sample", (Segment(policy, grid),), backbone.decoder, shape, chunk)
     rows = SeedBatch(np.arange(len(prompts)), seeds, noise)

@@ -83,7 +83,7 @@ def _check_objective(name: str) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantization(Section):
-    """Which linear layers a quantizing format converts (`rl/explore/linears.py`).
+    """Which linear layers a quantizing format converts (`rl/explore/quantized_layers.py`).
 
     A linear layer is quantized unless one of the first two rules keeps it in the training
     precision. The defaults are the authors' rules for SANA, in the parameter names of diffusers.

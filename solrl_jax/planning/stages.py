@@ -172,7 +172,9 @@ class Stages:
             for path in explorer.quantized
         }
         quantizer = shaped_quantizer(explorer.explore, Quantizer(explorer.format.quantize), weights)
-        quantizer = Quantizer(quantizer.quantize, abstract(quantizer.beside, self.mesh, self.whole))
+        quantizer = Quantizer(
+            quantizer.quantize, abstract(quantizer.extra_arrays, self.mesh, self.whole)
+        )
         return self.mesh, base, self.state.old, experiment.scale, explorer.quantized, quantizer
 
     @property

@@ -27,8 +27,8 @@ from solrl_jax.rewards.host import trial
 from solrl_jax.rewards.protocol import Reward, check_prompts
 from solrl_jax.rewards.registry import open_rewards
 from solrl_jax.rl.explore.explorer import Explorer
-from solrl_jax.rl.explore.linears import quantized_paths
 from solrl_jax.rl.explore.option import Calibration
+from solrl_jax.rl.explore.quantized_layers import quantized_paths
 from solrl_jax.rl.generate import PromptBatch, SeedBatch, prepare
 from solrl_jax.rl.gradient_checkpointing import open_for_training
 from solrl_jax.rl.memory_check import device_memory, refuse_what_cannot_fit
@@ -166,7 +166,7 @@ class Experiment:
             sampler=self.sampler("calibrate", {}, config.rollout.num_steps),
             prompts=prompts,
             prompt_batch=cache(lambda: self.encode_prompts(prompts)),
-            rows=SeedBatch.from_seeds(self.seeds("calibration seeds", prompts, 1)),
+            seed_batch=SeedBatch.from_seeds(self.seeds("calibration seeds", prompts, 1)),
             micro_batch=config.optimizer.per_device_batch_size,
         )
         return Explorer(

@@ -22,7 +22,7 @@ from solrl_jax.diffusion.seeds import prompt_uid, seed_numbers
 from solrl_jax.parallel import hosts, sharding
 from solrl_jax.rl.advantages import TIE, advantages, optimality
 from solrl_jax.rl.experiment import Experiment
-from solrl_jax.rl.explore.monitor import ExplorationSetting
+from solrl_jax.rl.explore.setting import ExplorationSetting
 from solrl_jax.rl.fidelity import rank_correlations
 from solrl_jax.rl.generate import PromptBatch, Samples, SeedBatch, generate
 from solrl_jax.rl.phase_timer import PhaseTimer

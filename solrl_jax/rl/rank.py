@@ -1,4 +1,6 @@
-"""How well exploration ranks candidates: whole pools, explored and regenerated in full (docs/method.md, section 2)."""
+"""Measures how well exploration ranks candidates: explores and regenerates all candidates of some
+prompts (docs/method.md, section 2).
+"""
 
 import dataclasses
 import itertools
@@ -15,39 +17,41 @@ from solrl_jax.config.values import MAX_STEPS
 from solrl_jax.errors import InputError
 from solrl_jax.quant.formats import AUTO, FORMATS, resolve_format
 from solrl_jax.rl.experiment import Experiment, local_device, select_parameters
-from solrl_jax.rl.explore.monitor import ExplorationSetting
+from solrl_jax.rl.explore.setting import ExplorationSetting
 from solrl_jax.rl.fidelity import mean_true_rank, overlap, rank_correlations, regret
-from solrl_jax.rl.generate import SeedBatch, generate
+from solrl_jax.rl.generate import PromptBatch, SeedBatch, generate
 from solrl_jax.rl.iteration import Progress
 from solrl_jax.rl.sampler import Sampler
 from solrl_jax.rl.trainable.trainable import Trainable
 from solrl_jax.storage.readers import is_number
 
-TOP = 4  # of the paper's "top-4 match"
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """One way to explore."""
-
-    explore: str  # a recipe of `configs/explore/`, or "" for the run's own
-    precision: str
-    steps: int
-
-    @property
-    def name(self) -> str:
-        """The setting in a few words."""
-        recipe = f"{self.explore}: " if self.explore else ""
-        return f"{recipe}{self.precision}, {self.steps} steps"
+# The number of truly best candidates that the paper's "top-4 match" looks for.
+TOP = 4
+# The columns of the table, and the digits after the decimal point of each.
+COLUMNS = {
+    "spearman": 3,
+    "kendall": 3,
+    "top_k_match": 3,
+    "top_k_regret": 4,
+    "bottom_k_match": 3,
+    "true_rank_best": 1,
+    "true_rank_worst": 1,
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Pools:
-    """Rewards of the same candidates: regenerated in the training precision at full steps, and explored in several ways."""
+    """The rewards of the same candidates, regenerated and explored in several ways.
+
+    Attributes:
+        prompts: The prompts.
+        true: The rewards after regeneration, in the training precision with all steps.
+        proxies: The rewards after exploration with each setting.
+    """
 
     prompts: Sequence[str]
     true: Float[np.ndarray, "p n"]
-    proxies: Mapping[Setting, Float[np.ndarray, "p n"]]
+    proxies: Mapping[ExplorationSetting, Float[np.ndarray, "p n"]]
 
 
 def sweep(
@@ -56,43 +60,68 @@ def sweep(
     explore: str | None = None,
     formats: str | None = None,
     steps: str | None = None,
-) -> list[Setting]:
-    """Every combination of the lists "a,b,..." that a command line gives; None: the run's own value.
+    prefix: str = "",
+) -> list[ExplorationSetting]:
+    """Lists every combination of recipes, formats and numbers of steps.
 
-    Raises InputError or ConfigError in one line for an entry that cannot be.
+    Each list is given as text, separated by commas; None stands for the value of the run or of the
+    recipe.
+
+    Args:
+        config: The configuration of the run.
+        explore: Names of files in `configs/explore/`.
+        formats: Names of exploration formats. "auto" stands for the best one of this device.
+        steps: Numbers of exploration steps.
+        prefix: Text before the name of an argument in error messages, for callers whose users know
+            the argument by another name.
+
+    Raises:
+        InputError: If an entry is not accepted. Also ConfigError, if a recipe does not exist or a
+            run could not be configured in this way.
     """
 
-    def format_name(text):
+    def format_name(text: str) -> str:
         return resolve_format(text, local_device()).name
 
-    numbers = _listed("--steps", steps, None, _count, "integers of at least 1")
-    found = []
-    for recipe in _listed("--explore", explore, "", str, "recipes"):
+    numbers = _parse_list(f"{prefix}steps", steps, None, _step_count, "integers of at least 1")
+    settings = []
+    for recipe in _parse_list(f"{prefix}explore", explore, "", str, "recipes"):
         chosen = override(config, (f"explore={recipe}",)) if recipe else config
-        own = chosen.rollout.explore
-        accepted = _listed(
-            "--formats",
+        default = chosen.rollout.explore
+        names = _parse_list(
+            f"{prefix}formats",
             formats,
-            format_name(own.precision),
+            format_name(default.precision),
             format_name,
             ", ".join((*FORMATS, AUTO)),
         )
         for number in filter(None, numbers):
-            override(
-                chosen, (f"rollout.explore.num_steps={number}",)
-            )  # raises what a run would be told
-        found += [
-            Setting(recipe, form, number or own.num_steps)
-            for form, number in itertools.product(accepted, numbers)
+            # Raises the error that a run with this number of steps would raise.
+            override(chosen, (f"rollout.explore.num_steps={number}",))
+        settings += [
+            ExplorationSetting(name, number or default.num_steps, recipe)
+            for name, number in itertools.product(names, numbers)
         ]
-    return found
+    return settings
 
 
-def _listed(
-    option: str, text: str | None, own: Any, parse: Callable[[str], Any], expected: str
+def _parse_list(
+    name: str, text: str | None, default: Any, parse: Callable[[str], Any], expected: str
 ) -> list[Any]:
+    """Parses a list that is separated by commas, without its repetitions.
+
+    Args:
+        name: The name of the argument, for the message.
+        text: The list. None stands for `default` alone.
+        default: The only entry if there is no list.
+        parse: Parses an entry; raises ValueError or KeyError if it is not accepted.
+        expected: What entries are accepted, for the message.
+
+    Raises:
+        InputError: If an entry is empty or not accepted.
+    """
     if text is None:
-        return [own]
+        return [default]
     parts = [part.strip() for part in text.split(",")]
     try:
         if not all(parts):
@@ -101,123 +130,188 @@ def _listed(
     except InputError:  # it says more
         raise
     except (ValueError, KeyError):
-        raise InputError(
-            f"{option} {text}: expected a comma-separated list of {expected}"
-        ) from None
+        raise InputError(f"{name} {text}: expected a comma-separated list of {expected}") from None
 
 
-def _count(text: str) -> int:
-    if not (is_number(text) and 1 <= (number := int(text)) <= MAX_STEPS):
+def _step_count(text: str) -> int:
+    """Parses a number of steps. Raises ValueError if it is not an integer in 1..`MAX_STEPS`."""
+    if not (is_number(text) and 1 <= int(text) <= MAX_STEPS):
         raise ValueError
-    return number
+    return int(text)
 
 
 def explore_and_regenerate(
     experiment: Experiment,
     adapters: Trainable,
     prompts: int,
-    settings: Sequence[Setting],
+    settings: Sequence[ExplorationSetting],
     progress: Progress,
 ) -> Pools:
-    """Both rewards of the candidates of the first `prompts` test prompts: 1 + `len(settings)` passes over all of them."""
+    """Computes the rewards of the candidates of some test prompts, regenerated and explored.
+
+    All candidates are generated `1 + len(settings)` times.
+
+    Args:
+        experiment: The run.
+        adapters: The trainable parameters of the policy.
+        prompts: The number of test prompts, counted from the first.
+        settings: How candidates are explored.
+        progress: Called as samples are generated.
+    """
+    prompt_batch, seed_batch = draw_candidates(experiment, prompts)
+    regeneration = experiment.sampler("regenerate", adapters, experiment.config.rollout.num_steps)
+    true = pool_rewards(experiment, regeneration, prompt_batch, seed_batch, progress)
+    # One explorer per recipe, so that it measures once what its options need.
+    explorers = {
+        recipe: with_recipe(experiment, recipe).explorer
+        for recipe in dict.fromkeys(setting.recipe for setting in settings)
+    }
+    proxies = {}
+    for setting in settings:
+        sampler = explorers[setting.recipe].sampler(adapters, setting)
+        proxies[setting] = pool_rewards(experiment, sampler, prompt_batch, seed_batch, progress)
+    return Pools(experiment.test_prompts[:prompts], true, proxies)
+
+
+def draw_candidates(experiment: Experiment, prompts: int) -> tuple[PromptBatch, SeedBatch]:
+    """Encodes the first test prompts, and draws the seeds of their candidates.
+
+    The seeds depend on `eval.seed`, not on the seed of the run.
+
+    Args:
+        experiment: The run.
+        prompts: The number of test prompts.
+    """
     config = experiment.config
     chosen = experiment.test_prompts[:prompts]
     seeds = experiment.seeds("ranking", chosen, config.rollout.candidates, seed=config.eval.seed)
-    prompted = experiment.encode_prompts(chosen, experiment.reward)
-    seed_batch = SeedBatch.from_seeds(seeds)
-
-    def rewards(stage: Sampler) -> Float[np.ndarray, "p n"]:
-        total = len(seed_batch)
-        progress(stage.name, total, 0)
-        samples = generate(
-            experiment.backbone,
-            stage,
-            prompted,
-            seed_batch,
-            experiment.reward,
-            progress=partial(progress, stage.name, total),
-        )
-        return samples.reward.reshape(seeds.shape[:2])
-
-    true = rewards(experiment.sampler("regenerate", adapters, config.rollout.num_steps))
-    explorers = {
-        name: with_recipe(experiment, name).explorer
-        for name in dict.fromkeys(s.explore for s in settings)
-    }
-
-    def stage(s):
-        return explorers[s.explore].sampler(adapters, ExplorationSetting(s.precision, s.steps))
-
-    return Pools(chosen, true, {setting: rewards(stage(setting)) for setting in settings})
+    prompt_batch = experiment.encode_prompts(chosen, experiment.reward)
+    return prompt_batch, SeedBatch.from_seeds(seeds)
 
 
-def with_recipe(experiment: Experiment, name: str) -> Experiment:
-    """The same experiment exploring by another recipe of `configs/explore/`; "" is its own."""
-    if not name:
+def pool_rewards(
+    experiment: Experiment,
+    sampler: Sampler,
+    prompt_batch: PromptBatch,
+    seed_batch: SeedBatch,
+    progress: Progress,
+) -> Float[np.ndarray, "p n"]:
+    """Generates candidates and returns their rewards, one row per prompt.
+
+    Args:
+        experiment: The run, whose reward is computed.
+        sampler: How the candidates are sampled.
+        prompt_batch: The prompts, from `draw_candidates`.
+        seed_batch: The candidates, from `draw_candidates`.
+        progress: Called as samples are generated.
+    """
+    total = len(seed_batch)
+    progress(sampler.name, total, 0)
+    samples = generate(
+        experiment.backbone,
+        sampler,
+        prompt_batch,
+        seed_batch,
+        experiment.reward,
+        progress=partial(progress, sampler.name, total),
+    )
+    return samples.reward.reshape(-1, experiment.config.rollout.candidates)
+
+
+def with_recipe(experiment: Experiment, recipe: str) -> Experiment:
+    """Returns the same experiment with other exploration options.
+
+    Args:
+        experiment: The run.
+        recipe: The name of a file in `configs/explore/`. "" returns `experiment` itself.
+    """
+    if not recipe:
         return experiment
-    config = override(experiment.config, (f"explore={name}",))
+    config = override(experiment.config, (f"explore={recipe}",))
     quantized = experiment.quantized
     if config.model.quantization != experiment.config.model.quantization:
         _, quantized = select_parameters(config, experiment.backbone.pipeline, experiment.device)
     return dataclasses.replace(experiment, config=config, quantized=quantized)
 
 
-def summarise(pools: Pools, setting: Setting, kept: int) -> dict[str, Any]:
-    """Means over prompts, and a row a prompt.
+def summarise(pools: Pools, setting: ExplorationSetting, kept: int) -> dict[str, Any]:
+    """Computes how well a setting ranks the candidates.
 
-    spearman, kendall: rank correlations of proxy and true rewards. top_k_match: share of the truly best `TOP` that are among
-    the proxy's kept / 2 best; bottom_k_match: the same at the other end. top_k_regret: what the missed ones cost
-    (`fidelity.regret`). true_rank_best, true_rank_worst: mean true rank of the proxy's kept / 2 best and worst; rank 1 is the
-    best. perfect_rank_best, perfect_rank_worst: the same for a proxy without error.
+    Args:
+        pools: The rewards of the candidates.
+        setting: One of the settings of `pools`.
+        kept: How many candidates of each prompt a run keeps, one half from each end.
+
+    Returns:
+        The setting ("explore", "precision", "steps"), the counts "candidates", "kept", "top_k" and
+        "prompts", and these means over prompts, which "per_prompt" has for each prompt:
+
+        * "spearman", "kendall": The rank correlations of proxy and true rewards.
+        * "top_k_match": The share of the truly best `TOP` candidates among the kept / 2 best by
+          proxy. "bottom_k_match" is the same at the other end.
+        * "top_k_regret": The reward that the missed ones cost, see `fidelity.regret`.
+        * "true_rank_best", "true_rank_worst": The mean true rank of the kept / 2 best and worst by
+          proxy; rank 1 is the best. "perfect_rank_best" and "perfect_rank_worst" are those of a
+          perfect proxy.
     """
     true = pools.true
     proxy = pools.proxies[setting]
     candidates = true.shape[1]
-    ends = max(kept // 2, 1)
+    half = max(kept // 2, 1)
     spearman, kendall = zip(*rank_correlations(proxy, true).per_prompt, strict=True)
     columns: dict[str, Any] = {
         "spearman": spearman,
         "kendall": kendall,
-        "top_k_match": overlap(proxy, true, TOP, ends),
-        "bottom_k_match": overlap(proxy, true, TOP, ends, best=False),
-        "top_k_regret": regret(proxy, true, TOP, ends),
-        "true_rank_best": mean_true_rank(proxy, true, ends),
-        "true_rank_worst": mean_true_rank(proxy, true, ends, best=False),
+        "top_k_match": overlap(proxy, true, TOP, half),
+        "bottom_k_match": overlap(proxy, true, TOP, half, best=False),
+        "top_k_regret": regret(proxy, true, TOP, half),
+        "true_rank_best": mean_true_rank(proxy, true, half),
+        "true_rank_worst": mean_true_rank(proxy, true, half, best=False),
     }
-    known = {
-        name: [value for value in values if not np.isnan(value)] for name, values in columns.items()
-    }
-    means = {name: float(np.mean(values)) if values else np.nan for name, values in known.items()}
-    perfect = {
-        "perfect_rank_best": (ends + 1) / 2,
-        "perfect_rank_worst": candidates - (ends - 1) / 2,
-    }
-    facts = {"candidates": candidates, "kept": kept, "top_k": TOP, "prompts": len(pools.prompts)}
-    rows = [
-        {"prompt": p, **{name: float(columns[name][i]) for name in columns}}
-        for i, p in enumerate(pools.prompts)
+    means = {}
+    for name, values in columns.items():
+        defined = [value for value in values if not np.isnan(value)]
+        means[name] = float(np.mean(defined)) if defined else np.nan
+    per_prompt = [
+        {"prompt": prompt, **{name: float(columns[name][i]) for name in columns}}
+        for i, prompt in enumerate(pools.prompts)
     ]
-    return dataclasses.asdict(setting) | facts | means | perfect | {"per_prompt": rows}
+    return {
+        "explore": setting.recipe,
+        "precision": setting.precision,
+        "steps": setting.steps,
+        "candidates": candidates,
+        "kept": kept,
+        "top_k": TOP,
+        "prompts": len(pools.prompts),
+        **means,
+        "perfect_rank_best": (half + 1) / 2,
+        "perfect_rank_worst": candidates - (half - 1) / 2,
+        "per_prompt": per_prompt,
+    }
 
 
-def table(results: Sequence[dict[str, Any]], settings: Sequence[Setting]) -> str:
-    """The results for a terminal: a row a setting; for a single setting, a row a prompt before it."""
-    columns = (
-        "spearman", "kendall", "top_k_match", "top_k_regret", "bottom_k_match", "true_rank_best", "true_rank_worst",
-    )  # fmt: skip
+def table(results: Sequence[dict[str, Any]], settings: Sequence[ExplorationSetting]) -> str:
+    """Formats results for a terminal: one line per setting.
 
-    def digits(name):
-        return 1 if name.startswith("true_rank") else 4 if name.endswith("regret") else 3
+    If there is a single setting, one line per prompt comes before it.
 
-    def line(name, row):
-        return f"{name[:46]:<48}" + "".join(f"{row[c]:>19.{digits(c)}f}" for c in columns)
+    Args:
+        results: The results of `summarise`.
+        settings: Their settings.
+    """
 
-    lines = [f"{'':<48}" + "".join(f"{name:>19}" for name in columns)]
+    def line(name: str, result: dict[str, Any]) -> str:
+        values = "".join(f"{result[column]:>19.{digits}f}" for column, digits in COLUMNS.items())
+        return f"{name[:46]:<48}{values}"
+
+    lines = [f"{'':<48}" + "".join(f"{name:>19}" for name in COLUMNS)]
     if len(results) == 1:
         lines += [line(row["prompt"], row) for row in results[0]["per_prompt"]]
     lines += [line(setting.name, result) for setting, result in zip(settings, results, strict=True)]
-    perfect = ", ".join(
-        f"{results[0][name]:g}" for name in ("perfect_rank_best", "perfect_rank_worst")
+    first = results[0]
+    lines.append(
+        f"{first['kept']} of {first['candidates']} kept; true ranks of a perfect proxy: "
+        f"{first['perfect_rank_best']:g}, {first['perfect_rank_worst']:g}"
     )
-    kept = "{kept} of {candidates} kept".format(**results[0])
-    return "\n".join([*lines, f"{kept}; true ranks of a perfect proxy: {perfect}"])
+    return "\n".join(lines)

@@ -1,28 +1,35 @@
-"""Which linears stand a format: what quantising each group of them does to the ranking of candidates.
+"""Measures how much quantizing each group of linear layers affects the ranking of candidates.
 
-A group is a module of the blocks, in all of them (`attn`, `ff`), or a linear outside of them. The errors of matrices say
-little: the linears that read the time have small ones, and steer every token.
+A group is a module of the blocks, in all blocks together (`attn`, `ff`), or a linear layer outside
+of the blocks. The error of a quantized matrix is a poor guide: the layers that embed the timestep
+have small errors, but they affect every token.
 """
 
 import dataclasses
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 
 from solrl_jax.errors import RunError
 from solrl_jax.rl.experiment import Experiment
-from solrl_jax.rl.explore.linears import Linear, report
-from solrl_jax.rl.explore.monitor import ExplorationSetting
+from solrl_jax.rl.explore.quantized_layers import LinearLayer, report
+from solrl_jax.rl.explore.setting import ExplorationSetting
 from solrl_jax.rl.fidelity import rank_correlations
-from solrl_jax.rl.generate import SeedBatch, generate
 from solrl_jax.rl.iteration import Progress
+from solrl_jax.rl.rank import draw_candidates, pool_rewards
 from solrl_jax.rl.trainable.trainable import Trainable
 
 
 @dataclasses.dataclass(frozen=True)
 class Sensitivity:
-    """A group of linears. share: of the multiplications that a token takes; spearman: with this group alone quantised."""
+    """What quantizing one group of linear layers does.
+
+    Attributes:
+        group: The name of the group, see `group_of`.
+        linears: The number of linear layers in it.
+        share: The share of all multiplications per token that is in these layers, in [0, 1].
+        spearman: The rank correlation with only this group quantized.
+    """
 
     group: str
     linears: int
@@ -31,105 +38,127 @@ class Sensitivity:
 
 
 def group_of(path: str) -> str:
-    """The group of a linear's path, as a part of it that no other group's paths have: `/attn/`, `proj_out/`."""
+    """Returns the group of a linear layer, e.g. "/attn/" or "proj_out/".
+
+    The name is a part of the paths of this group and of no other, so that it can stand in
+    `model.quantization.modules_to_not_convert`.
+
+    Args:
+        path: The path of the layer's kernel.
+    """
     first, *others = path.split("/")
     if not first.endswith("blocks"):
         return f"{first}/"
-    return f"/{others[1] if others[0].replace('-', '').isdigit() else others[0]}/"
+    is_part_of_stack = others[0].replace("-", "").isdigit()
+    return f"/{others[1] if is_part_of_stack else others[0]}/"
 
 
 def measure(
     experiment: Experiment, adapters: Trainable, prompts: int, progress: Progress
 ) -> tuple[float, list[Sensitivity]]:
-    """Mean Spearman correlations over prompts, and first that of exploration with nothing quantised.
+    """Measures the rank correlation with each group of linear layers quantized alone.
 
-    The candidates of the first test prompts, explored in the run's format and steps, against their regeneration. Raises
-    RunError if all rewards tie.
+    The candidates of some test prompts are regenerated, and explored once per group with the
+    configured format and number of steps.
+
+    Args:
+        experiment: The run.
+        adapters: The trainable parameters of the policy.
+        prompts: The number of test prompts, counted from the first.
+        progress: Called as samples are generated.
+
+    Returns:
+        The mean Spearman correlation over prompts if nothing is quantized, and the results of all
+        groups.
+
+    Raises:
+        RunError: If the rewards of all candidates are equal.
     """
     config = experiment.config
-    chosen = experiment.test_prompts[:prompts]
-    seeds = experiment.seeds("ranking", chosen, config.rollout.candidates, seed=config.eval.seed)
-    prompted = experiment.encode_prompts(chosen, experiment.reward)
-    seed_batch = SeedBatch.from_seeds(seeds)
+    prompt_batch, seed_batch = draw_candidates(experiment, prompts)
     steps = config.rollout.explore.num_steps
     form = experiment.explorer.format
+    regeneration = experiment.sampler("regenerate", adapters, config.rollout.num_steps)
+    true = pool_rewards(experiment, regeneration, prompt_batch, seed_batch, progress)
 
-    def rewards(stage):
-        total = len(seed_batch)
-        progress(stage.name, total, 0)
-        samples = generate(
-            experiment.backbone,
-            stage,
-            prompted,
-            seed_batch,
-            experiment.reward,
-            progress=partial(progress, stage.name, total),
-        )
-        return samples.reward.reshape(seeds.shape[:2])
-
-    true = rewards(experiment.sampler("regenerate", adapters, config.rollout.num_steps))
-
-    def agreement(paths: Sequence[str], precision: str) -> float:
+    def correlation(paths: Sequence[str], precision: str) -> float:
+        """The mean over prompts with only `paths` quantized; NaN if all rewards are equal."""
         explorer = dataclasses.replace(experiment, quantized=tuple(paths)).explorer
-        correlations = rank_correlations(
-            rewards(explorer.sampler(adapters, ExplorationSetting(precision, steps))), true
-        )
-        known = [spearman for spearman, _ in correlations.per_prompt if not np.isnan(spearman)]
-        return float(np.mean(known)) if known else np.nan
+        sampler = explorer.sampler(adapters, ExplorationSetting(precision, steps))
+        proxy = pool_rewards(experiment, sampler, prompt_batch, seed_batch, progress)
+        pairs = rank_correlations(proxy, true).per_prompt
+        defined = [spearman for spearman, _ in pairs if not np.isnan(spearman)]
+        return float(np.mean(defined)) if defined else np.nan
 
-    exact = agreement((), config.rollout.precision)
+    exact = correlation((), config.rollout.precision)
     if np.isnan(exact):
         raise RunError(
-            f"the rewards of all candidates of {prompts} prompt(s) tie, so nothing ranks them; take more prompts"
+            f"the rewards of all candidates of {prompts} prompt(s) tie, so nothing ranks them; "
+            "take more prompts"
         )
-    rule = dataclasses.replace(
+    all_layers = dataclasses.replace(
         config.model.quantization, modules_to_not_convert=(), min_width_ratio=0.0
     )
-    groups: dict[str, list[Linear]] = {}
-    for row in report(experiment.backbone.transformer, rule, form):
-        groups.setdefault(group_of(row.path), []).append(row)
+    groups: dict[str, list[LinearLayer]] = {}
+    for layer in report(experiment.backbone.transformer, all_layers, form):
+        groups.setdefault(group_of(layer.path), []).append(layer)
     sizes = {
-        name: sum(row.layers * row.n_in * row.n_out for row in rows)
-        for name, rows in groups.items()
+        name: sum(layer.layers * layer.n_in * layer.n_out for layer in layers)
+        for name, layers in groups.items()
     }
-    found = [
+    results = [
         Sensitivity(
             group=name,
-            linears=sum(row.layers for row in rows),
+            linears=sum(layer.layers for layer in layers),
             share=sizes[name] / sum(sizes.values()),
-            spearman=agreement([row.path for row in rows], form.name),
+            spearman=correlation([layer.path for layer in layers], form.name),
         )
-        for name, rows in groups.items()
+        for name, layers in groups.items()
     ]
-    return exact, found
+    return exact, results
 
 
 def proposed(exact: float, groups: Sequence[Sensitivity], floor: float) -> list[str]:
-    """`model.quantization.modules_to_not_convert`: groups are quantised in the order of what they cost for their share, until `floor` is reached.
+    """Proposes the groups that should stay in the training precision.
 
-    exact: Spearman with nothing quantised. What groups cost is taken to add up.
+    Groups are quantized in the order of their loss of correlation per share of multiplications,
+    as long as the sum of the losses allows it. Losses are assumed to add up.
+
+    Args:
+        exact: The Spearman correlation with nothing quantized.
+        groups: The results of all groups.
+        floor: The smallest acceptable correlation.
+
+    Returns:
+        The value of `model.quantization.modules_to_not_convert`, sorted.
     """
-    cost = {g.group: max(exact - g.spearman, 0.0) for g in groups}
+    loss = {g.group: max(exact - g.spearman, 0.0) for g in groups}
     left = exact - floor
     skip = []
-    for g in sorted(groups, key=lambda g: cost[g.group] / g.share):
-        if cost[g.group] <= left:
-            left -= cost[g.group]
+    for g in sorted(groups, key=lambda g: loss[g.group] / g.share):
+        if loss[g.group] <= left:
+            left -= loss[g.group]
         else:
             skip.append(g.group)
     return sorted(skip)
 
 
 def table(exact: float, groups: Sequence[Sensitivity], skip: Sequence[str]) -> str:
-    """For a terminal."""
-    lines = [f"{'nothing':<24}{'':>30}spearman {exact:.3f}"]
-    lines += [
-        f"{g.group:<24}{g.linears:>5} linears, {g.share:>6.1%} of all, spearman {g.spearman:.3f}"
-        for g in groups
-    ]
-    return "\n".join(
-        [
-            *lines,
-            f"proposed: model.quantization.modules_to_not_convert=[{','.join(skip)}] model.quantization.min_width_ratio=0",
-        ]
+    """Formats the results for a terminal: one line per group, then the proposed setting.
+
+    Args:
+        exact: The Spearman correlation with nothing quantized.
+        groups: The results of all groups.
+        skip: The groups that are proposed to stay in the training precision.
+    """
+    lines = [f"{'nothing':<24}{'':>36}spearman {exact:.3f}"]
+    for g in groups:
+        lines.append(
+            f"{g.group:<24}{g.linears:>5} linear layers, {g.share:>6.1%} of all, "
+            f"spearman {g.spearman:.3f}"
+        )
+    lines.append(
+        f"proposed: model.quantization.modules_to_not_convert=[{','.join(skip)}] "
+        "model.quantization.min_width_ratio=0"
     )
+    return "\n".join(lines)

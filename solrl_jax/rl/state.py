@@ -89,7 +89,8 @@ def read_start(lora: Lora, adapted: Collection[str], table: Table) -> dict[str, 
         raise InputError(f"{name}: {error}") from error
     if outside := sorted(adapters.keys() - set(adapted)):
         raise InputError(
-            f"{name}: has adapters on what has none by lora.target_modules and train.parameters: {', '.join(outside)}"
+            f"{name}: has adapters on parameters that lora.target_modules and train.parameters "
+            f"do not adapt: {', '.join(outside)}"
         )
     pairs = (("rank", settings.rank, lora.rank), ("alpha", settings.alpha, lora.alpha))
     if other := [

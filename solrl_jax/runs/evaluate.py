@@ -11,7 +11,7 @@ from jaxtyping import Float, Int, UInt32
 from solrl_jax.config.sizes import evaluation_size
 from solrl_jax.data.prompts import Prompt, draw_prompts
 from solrl_jax.rl.experiment import Experiment
-from solrl_jax.rl.explore.monitor import ExplorationSetting
+from solrl_jax.rl.explore.setting import ExplorationSetting
 from solrl_jax.rl.generate import Samples, SeedBatch, generate
 from solrl_jax.rl.sampler import Sampler
 from solrl_jax.rl.trainable.trainable import Trainable

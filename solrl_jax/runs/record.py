@@ -14,9 +14,9 @@ from solrl_jax.config.batch import describe_batch
 from solrl_jax.parallel import hosts
 from solrl_jax.parallel.sharding import row_groups
 from solrl_jax.rl.experiment import Experiment
-from solrl_jax.rl.explore.linears import report as report_linears
-from solrl_jax.rl.explore.linears import totals
 from solrl_jax.rl.explore.options.registry import active_options
+from solrl_jax.rl.explore.quantized_layers import report as report_linears
+from solrl_jax.rl.explore.quantized_layers import totals
 from solrl_jax.rl.trainable.trainable import Trainable
 from solrl_jax.runs import image_files
 from solrl_jax.runs.evaluate import pool_images, setting

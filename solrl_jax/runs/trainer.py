@@ -34,7 +34,7 @@ from solrl_jax.data.prompts import Prompt, draw_prompts
 from solrl_jax.errors import InputError, RunError, first_line
 from solrl_jax.parallel import hosts
 from solrl_jax.rl.experiment import Experiment, build, fresh_state, state_shapes
-from solrl_jax.rl.explore.monitor import WINDOW, level_after
+from solrl_jax.rl.explore.monitor import WINDOW, next_setting
 from solrl_jax.rl.iteration import iterate
 from solrl_jax.rl.state import TrainState
 from solrl_jax.runs import checkpoint, image_files, ledger, profiling, record
@@ -412,7 +412,7 @@ def _choose_setting(this: _Run) -> int:
         return 0
     settings = this.experiment.explorer.settings
     history = exploration_history(this.metrics.rows, len(settings))
-    index = level_after(history, floor, len(settings) - 1)
+    index = next_setting(history, floor, len(settings) - 1)
     if history and index != history[-1][0]:
         values = ", ".join(f"{correlation:.2f}" for _, correlation in history[-WINDOW:])
         chosen = settings[index]

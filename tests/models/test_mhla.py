@@ -18,7 +18,7 @@ from solrl_jax.models.loading.weights import parameter_table
 from solrl_jax.models.locate import mhla_override, open_model
 from solrl_jax.models.sana.transformer import LinearAttention
 from solrl_jax.quant.lazy import LazyActivation
-from solrl_jax.rl.explore.linears import why_kept
+from solrl_jax.rl.explore.quantized_layers import why_kept
 from solrl_jax.rl.trainable.trainable import Targets, find_targets, flatten, replace, within_bounds
 from tests.cases import first_is_quick
 

@@ -122,7 +122,7 @@ def test_parts_are_what_arrays_hold():
     backbone = built.backbone
     explorer = built.explorer
     quantizer = explorer.quantizer(explorer.format.name)
-    assert quantizer.beside.keys() == set(
+    assert quantizer.extra_arrays.keys() == set(
         explorer.quantized
     )  # what the correction keeps is part of the copy
     with jax.set_mesh(backbone.mesh):

@@ -29,7 +29,7 @@ from solrl_jax.models.locate import open_model
 from solrl_jax.parallel.sharding import jit, make_mesh, parameter_sharding, rows
 from solrl_jax.quant.formats import AUTO, FORMATS, DeviceInfo, resolve_format, scoring_dtypes
 from solrl_jax.quant.matmul import dequantize, matmul
-from solrl_jax.rl.explore.linears import quantized_paths
+from solrl_jax.rl.explore.quantized_layers import quantized_paths
 from solrl_jax.rl.explore.sync import Quantizer, quantize_policy
 from solrl_jax.rl.trainable.trainable import attach, flatten
 from tests.lowering import cuda_text

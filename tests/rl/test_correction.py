@@ -15,7 +15,7 @@ from solrl_jax.rl.experiment import build, fresh_state
 from solrl_jax.rl.explore.option import Calibration
 from solrl_jax.rl.explore.options import correction
 from solrl_jax.rl.explore.options.correction import PASSES, Corrected, correct, principal_inputs
-from solrl_jax.rl.explore.sync import Quantizer, merged
+from solrl_jax.rl.explore.sync import Quantizer, sync_policy
 from solrl_jax.rl.trainable.trainable import flatten
 from tests.cases import first_is_quick
 from tests.small import small_config
@@ -42,7 +42,8 @@ def bases(experiment):
 
 def bases_of(explorer):
     return {
-        path: np.asarray(basis) for path, (basis,) in explorer.quantizer("nvfp4").beside.items()
+        path: np.asarray(basis)
+        for path, (basis,) in explorer.quantizer("nvfp4").extra_arrays.items()
     }
 
 
@@ -101,7 +102,6 @@ def test_directions_are_those_of_the_sigmas_that_are_explored(experiment, bases,
 
 def test_a_run_that_goes_on_finds_those_that_it_began_with(experiment, bases):
     again = dataclasses.replace(experiment.explorer)
-    assert "quantizer" not in vars(again)
     for path, basis in bases_of(again).items():
         np.testing.assert_array_equal(basis, bases[path], err_msg=path)
 
@@ -121,13 +121,13 @@ def test_they_hold_more_of_what_the_network_sees_than_others_do(experiment, base
     backbone = experiment.backbone
     adapters = fresh_state(experiment).old
     calibration = experiment.explorer.calibration
-    prompts = experiment.test_prompts[: len(calibration.rows)]
+    prompts = experiment.test_prompts[: len(calibration.seed_batch)]
     conditioning = backbone.encode(prompts, experiment.config.model.max_sequence_length)
     other_prompts = dataclasses.replace(
         calibration,
-        prompted=lambda: experiment.encode_prompts(prompts),
-        rows=dataclasses.replace(
-            calibration.rows, seeds=experiment.seeds("candidate", prompts, 1)[:, 0]
+        prompt_batch=lambda: experiment.encode_prompts(prompts),
+        seed_batch=dataclasses.replace(
+            calibration.seed_batch, seeds=experiment.seeds("candidate", prompts, 1)[:, 0]
         ),
     )
     pictures = other_prompts.generate(
@@ -165,7 +165,7 @@ def test_they_hold_more_of_what_the_network_sees_than_others_do(experiment, base
         return float(jnp.linalg.norm(predict(params) - exact) / jnp.linalg.norm(exact))
 
     def explored(quantizer):
-        return merged(
+        return sync_policy(
             backbone, adapters, experiment.scale, experiment.explorer.quantized, quantizer
         )
 

@@ -42,13 +42,13 @@ def test_without_a_format_the_two_products_are_the_whole_one(basis):
     """As `W - U U^T W` has nothing along U, if U is orthonormal; rounded to BF16, off by what it is from that."""
     w = correct(lambda w: w, W, basis)
     assert (
-        relative(w.basis.astype(jnp.float32) @ w.carried.astype(jnp.float32) + w.remainder, W)
+        relative(w.basis.astype(jnp.float32) @ w.basis_weight.astype(jnp.float32) + w.remainder, W)
         < 1e-6
     )
     error = relative(matmul(X, w), X @ W)
     orthonormal = relative(basis.astype(jnp.float32).T @ basis.astype(jnp.float32), jnp.eye(RANK))
     assert error < max(1e-6, 3 * orthonormal)
-    assert relative(X @ w.remainder, X @ W) > 0.1  # what is carried counts
+    assert relative(X @ w.remainder, X @ W) > 0.1  # the branch matters
 
 
 @pytest.mark.parametrize("name", first_is_quick(QUANTISING))

@@ -265,12 +265,12 @@ def test_rules_that_leave_nothing_are_refused_before_anything_is_loaded(monkeypa
         experiments, "load_backbone", lambda *_, **__: pytest.fail("weights are loaded")
     )
     with pytest.raises(
-        InputError, match=r"^model\.quantization: leaves no linear to quantise \(.*\)$"
+        InputError, match=r"^model\.quantization: leaves no linear layer to quantize \(.*\)$"
     ):
         experiments.build(small_config("unused", "model.quantization.min_width_ratio=100"))
     with pytest.raises(
         InputError,
-        match=r"^model\.quantization\.modules_to_not_convert: 'nothing' is in no linear's name; there are ",
+        match=r"^model\.quantization\.modules_to_not_convert: 'nothing' is in the name of no linear layer; there are ",
     ):
         experiments.build(
             small_config("unused", "model.quantization.modules_to_not_convert=[nothing]")

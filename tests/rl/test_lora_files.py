@@ -442,7 +442,7 @@ def test_a_file_that_is_not_the_runs_is_refused_with_both_values(
     other = "transformer_blocks/attn2/to_q/kernel"
     export_diffusers(file, adapters | randomise(backbone.transformer, [other]), SETTINGS, table)
     refused(
-        f"has adapters on what has none by lora.target_modules and train.parameters: {other}$",
+        f"has adapters on parameters that lora.target_modules and train.parameters do not adapt: {other}$",
         start_of,
         backbone,
         file,

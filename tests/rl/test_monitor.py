@@ -6,13 +6,8 @@ import pyarrow.parquet as parquet
 import pytest
 
 from solrl_jax.quant.formats import FORMATS
-from solrl_jax.rl.explore.monitor import (
-    FIRST_RETURN,
-    WINDOW,
-    ExplorationSetting,
-    level_after,
-    levels,
-)
+from solrl_jax.rl.explore.monitor import FIRST_RETURN, WINDOW, next_setting, setting_ladder
+from solrl_jax.rl.explore.setting import ExplorationSetting
 from solrl_jax.runs import metrics
 from solrl_jax.runs import trainer as trainer
 from solrl_jax.runs.progress import TerminalProgress
@@ -23,23 +18,23 @@ def run(quality, floor=0.8, highest=3):
     """The levels of as many iterations as `quality(iteration, level)` is asked for."""
     history = []
     for iteration in range(120):
-        level = level_after(history, floor, highest)
+        level = next_setting(history, floor, highest)
         history.append((level, quality(iteration, level)))
     return [level for level, _ in history]
 
 
 def test_levels_are_more_steps_and_then_finer_formats():
-    names = [(x.precision, x.steps) for x in levels(FORMATS["nvfp4"], 6, 10, "bf16")]
+    names = [(x.precision, x.steps) for x in setting_ladder(FORMATS["nvfp4"], 6, 10, "bf16")]
     assert names == [("nvfp4", 6), ("nvfp4", 10), ("fp8", 10), ("bf16", 10)]
-    assert levels(FORMATS["fp8"], 10, 10, "bf16") == (
+    assert setting_ladder(FORMATS["fp8"], 10, 10, "bf16") == (
         ExplorationSetting("fp8", 10),
         ExplorationSetting("bf16", 10),
     )
-    assert levels(FORMATS["bf16"], 6, 10, "bf16") == (
+    assert setting_ladder(FORMATS["bf16"], 6, 10, "bf16") == (
         ExplorationSetting("bf16", 6),
         ExplorationSetting("bf16", 10),
     )
-    assert levels(FORMATS["bf16"], 10, 10, "bf16") == (ExplorationSetting("bf16", 10),)
+    assert setting_ladder(FORMATS["bf16"], 10, 10, "bf16") == (ExplorationSetting("bf16", 10),)
 
 
 def test_a_good_proxy_is_left_alone():
@@ -81,8 +76,8 @@ def test_what_is_not_finite_says_nothing(value):
 
 def test_a_history_of_other_levels_is_taken_as_it_is():
     """A run that went on with a floor, after a start without one; and one whose ladder has become shorter."""
-    assert level_after([(0, 0.1)] * 21, 0.8, 3) == 1
-    assert level_after([(2, 0.9)] * 3, 0.8, 1) == 1
+    assert next_setting([(0, 0.1)] * 21, 0.8, 3) == 1
+    assert next_setting([(2, 0.9)] * 3, 0.8, 1) == 1
 
 
 @pytest.mark.exhaustive

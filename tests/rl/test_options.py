@@ -14,10 +14,10 @@ from solrl_jax.quant.formats import FORMATS
 from solrl_jax.quant.low_rank import LowRank
 from solrl_jax.quant.nvfp4 import NVFP4Tensor
 from solrl_jax.rl.experiment import fresh_state
-from solrl_jax.rl.explore.monitor import ExplorationSetting
 from solrl_jax.rl.explore.option import Calibration
 from solrl_jax.rl.explore.options import registry
 from solrl_jax.rl.explore.options.correction import Corrected
+from solrl_jax.rl.explore.setting import ExplorationSetting
 from solrl_jax.rl.explore.sync import Quantizer, quantize_policy
 from solrl_jax.rl.iteration import iterate
 from solrl_jax.rl.trainable.trainable import flatten
@@ -231,7 +231,7 @@ def test_what_there_is_to_calibrate(paper, names, extra, expected, monkeypatch):
     explorer.sampler(fresh_state(paper).old, explorer.settings[0])
     assert len(sampled) == count
     assert explorer.calibration.prompts == paper.train_prompts[:16]
-    assert len(explorer.calibration.rows) == 16
+    assert len(explorer.calibration.seed_batch) == 16
 
 
 def test_quantisers_are_one_object_so_that_nothing_is_traced_again(paper, adapters):
@@ -259,7 +259,9 @@ def test_shapes_stand_for_arrays_where_nothing_is_measured(paper, adapters):
         made = flatten(explorer.policy(adapters, "nvfp4"))
         for path, weight in weights.items():
             single = jax.ShapeDtypeStruct(weight.shape, jnp.float32)
-            shaped = jax.eval_shape(quantizer.quantize, single, *quantizer.beside.get(path, ()))
+            shaped = jax.eval_shape(
+                quantizer.quantize, single, *quantizer.extra_arrays.get(path, ())
+            )
             assert facts(shaped) == facts(made[path])
 
 

@@ -10,7 +10,8 @@ from solrl_jax.errors import InputError
 from solrl_jax.quant.formats import DeviceInfo
 from solrl_jax.rl import rank
 from solrl_jax.rl.experiment import fresh_state
-from solrl_jax.rl.rank import Pools, Setting, explore_and_regenerate, summarise, sweep, with_recipe
+from solrl_jax.rl.explore.setting import ExplorationSetting
+from solrl_jax.rl.rank import Pools, explore_and_regenerate, summarise, sweep, with_recipe
 from tests.toys import toy_experiment
 
 NAN = np.nan
@@ -25,8 +26,8 @@ def toy():
 
 
 def test_pools_are_the_same_candidates_explored_and_regenerated(toy):
-    ways = (("", "nvfp4", 2), ("", "nvfp4", 4), ("", "bf16", 4), ("best", "nvfp4", 2))
-    short, long, exact, best = settings = [Setting(*way) for way in ways]
+    ways = (("nvfp4", 2), ("nvfp4", 4), ("bf16", 4), ("nvfp4", 2, "best"))
+    short, long, exact, best = settings = [ExplorationSetting(*way) for way in ways]
     told = []
     pools = explore_and_regenerate(
         toy, fresh_state(toy).ema, 3, settings, lambda *facts: told.append(facts)
@@ -69,7 +70,7 @@ TRUE = np.array(
 
 
 def figures(proxy, true=TRUE, kept=4):
-    setting = Setting("", "nvfp4", 6)
+    setting = ExplorationSetting("nvfp4", 6)
     return summarise(
         Pools(("a", "b"), np.asarray(true), {setting: np.asarray(proxy)}), setting, kept
     )
@@ -139,7 +140,7 @@ def test_rewards_that_are_not_finite_are_left_out():
 
 
 def test_the_table_has_a_row_a_setting_and_for_a_single_one_a_row_a_prompt():
-    settings = [Setting("", "nvfp4", 6), Setting("best", "bf16", 10)]
+    settings = [ExplorationSetting("nvfp4", 6), ExplorationSetting("bf16", 10, "best")]
     pools = Pools(("a", "b"), TRUE, dict.fromkeys(settings, TRUE))
     results = [summarise(pools, setting, 4) for setting in settings]
     both = rank.table(results, settings).splitlines()
@@ -154,13 +155,16 @@ def test_the_table_has_a_row_a_setting_and_for_a_single_one_a_row_a_prompt():
 
 
 def test_without_lists_there_is_the_runs_own_setting(toy):
-    assert sweep(toy.config) == [Setting("", "nvfp4", 2)]
+    assert sweep(toy.config) == [ExplorationSetting("nvfp4", 2)]
 
 
 def test_a_sweep_is_every_combination_each_once(toy):
     got = sweep(toy.config, explore="paper, best", formats="nvfp4,bf16,nvfp4", steps="2,4")
     assert got == [
-        Setting(e, f, n) for e in ("paper", "best") for f in ("nvfp4", "bf16") for n in (2, 4)
+        ExplorationSetting(precision, steps, recipe)
+        for recipe in ("paper", "best")
+        for precision in ("nvfp4", "bf16")
+        for steps in (2, 4)
     ]
 
 
@@ -174,14 +178,14 @@ def test_auto_stands_for_a_format(toy, monkeypatch):
     [
         (
             {"formats": "nvfp4,fp5"},
-            r"^--formats nvfp4,fp5: expected a comma-separated list of fp32, bf16, .*nvfp4, auto$",
+            r"^formats nvfp4,fp5: expected a comma-separated list of fp32, bf16, .*nvfp4, auto$",
         ),
         (
             {"steps": "2,x"},
-            r"^--steps 2,x: expected a comma-separated list of integers of at least 1$",
+            r"^steps 2,x: expected a comma-separated list of integers of at least 1$",
         ),
-        ({"steps": "0"}, r"^--steps 0: expected a comma-separated list of integers of at least 1$"),
-        ({"steps": ""}, r"^--steps : expected a comma-separated list of integers of at least 1$"),
+        ({"steps": "0"}, r"^steps 0: expected a comma-separated list of integers of at least 1$"),
+        ({"steps": ""}, r"^steps : expected a comma-separated list of integers of at least 1$"),
         ({"explore": "best,papr"}, r"^unknown explore 'papr': did you mean 'paper'\?$"),
     ],
 )

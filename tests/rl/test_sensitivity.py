@@ -7,9 +7,9 @@ import pytest
 
 from solrl_jax.config.presets import resolve
 from solrl_jax.errors import RunError
-from solrl_jax.rl import sensitivity
+from solrl_jax.rl import rank, sensitivity
 from solrl_jax.rl.experiment import build, fresh_state
-from solrl_jax.rl.explore import linears
+from solrl_jax.rl.explore import quantized_layers
 from solrl_jax.rl.sensitivity import Sensitivity, group_of, measure, proposed, table
 from tests.toys import toy_experiment
 
@@ -45,7 +45,7 @@ def test_the_proposal_takes_what_costs_least_for_its_share():
 def test_each_group_is_measured_alone(monkeypatch):
     def some(*of):
         return [
-            row for row in linears.report(*of) if group_of(row.path) in GROUPS
+            row for row in quantized_layers.report(*of) if group_of(row.path) in GROUPS
         ]  # each is a program to compile
 
     monkeypatch.setattr(sensitivity, "report", some)
@@ -64,7 +64,7 @@ def test_each_group_is_measured_alone(monkeypatch):
 def test_rewards_that_all_tie_rank_nothing(value, monkeypatch):
     toy = toy_experiment("rollout.num_steps=2", "rollout.explore.num_steps=2", "eval.num_prompts=2")
     monkeypatch.setattr(
-        sensitivity,
+        rank,
         "generate",
         lambda backbone, sampler, prompts, seeds, *_, **__: SimpleNamespace(
             reward=np.full(len(seeds), value)

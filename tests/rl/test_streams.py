@@ -10,6 +10,7 @@ from solrl_jax.diffusion.seeds import key, seed_numbers
 from solrl_jax.rl import iteration as iterations
 from solrl_jax.rl import rank
 from solrl_jax.rl.experiment import fresh_state, prompt_seeds
+from solrl_jax.rl.explore.setting import ExplorationSetting
 from solrl_jax.rl.iteration import iterate
 from solrl_jax.rl.trainable.trainable import init_adapters
 from solrl_jax.runs import evaluate as evaluation
@@ -73,7 +74,7 @@ def test_an_evaluation_and_its_picture_draw_from_their_own_seed_and_stream(toy, 
 
 
 def test_a_ranking_draws_from_its_own_stream(toy, drawn):
-    settings = [rank.Setting("", "nvfp4", 2), rank.Setting("", "nvfp4", 3)]
+    settings = [ExplorationSetting("nvfp4", 2), ExplorationSetting("nvfp4", 3)]
     rank.explore_and_regenerate(toy, fresh_state(toy).ema, 2, settings, iterations.no_progress)
     want = prompt_seeds(
         SEED, "ranking", toy.test_prompts[:2], toy.config.rollout.candidates
@@ -84,7 +85,7 @@ def test_a_ranking_draws_from_its_own_stream(toy, drawn):
 
 
 def test_a_calibration_draws_from_its_own_stream(toy):
-    rows = toy.explorer.calibration.rows
+    rows = toy.explorer.calibration.seed_batch
     prompts = toy.train_prompts[:16]
     np.testing.assert_array_equal(
         rows.seeds, prompt_seeds(SEED, "calibration seeds", prompts, 1)[:, 0]

@@ -10,7 +10,7 @@ import pytest
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.quant.matmul import LowRank, dequantize
 from solrl_jax.quant.nvfp4 import NVFP4Tensor, quantize
-from solrl_jax.rl.explore.sync import Quantizer, merged, quantize_policy
+from solrl_jax.rl.explore.sync import Quantizer, quantize_policy, sync_policy
 from solrl_jax.rl.trainable.trainable import attach, flatten, init_adapters
 from tests.rl.test_lora import OUT, RANK, SCALE, K, Q, adapters, base
 from tests.toys import KERNELS, toy_backbone
@@ -91,11 +91,11 @@ def test_the_policy_of_a_backbone_is_merged_where_it_is_told(mesh):
     backbone = toy_backbone(*mesh)
     fresh = init_adapters(jax.random.key(0), backbone.transformer, list(KERNELS), 2)
     trained = jax.tree.map(lambda x: x + 0.1, fresh)
-    flat = flatten(merged(backbone, trained, SCALE, KERNELS[:1], Quantizer(quantize)))
+    flat = flatten(sync_policy(backbone, trained, SCALE, KERNELS[:1], Quantizer(quantize)))
     assert isinstance(flat[KERNELS[0]], NVFP4Tensor)
     assert isinstance(flat[KERNELS[1]], LowRank)
     assert flat[KERNELS[1]].base is flatten(backbone.transformer)[KERNELS[1]]  # nothing is copied
-    one = flatten(merged(toy_backbone(), trained, SCALE, KERNELS[:1], Quantizer(quantize)))
+    one = flatten(sync_policy(toy_backbone(), trained, SCALE, KERNELS[:1], Quantizer(quantize)))
     same(flat[KERNELS[0]], one[KERNELS[0]])  # to the bit on any mesh
 
 

@@ -18,7 +18,7 @@ from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.quant.formats import FORMATS
 from solrl_jax.quant.matmul import LowRank, dequantize
 from solrl_jax.rl import memory_check
-from solrl_jax.rl.explore.sync import Quantizer, merged
+from solrl_jax.rl.explore.sync import Quantizer, sync_policy
 from solrl_jax.rl.gradient_checkpointing import saved_residual_bytes
 from solrl_jax.rl.state import init_state
 from solrl_jax.rl.trainable.trainable import Targets, attach, find_targets, flatten
@@ -159,7 +159,7 @@ def test_exploration_quantises_the_arrays_that_are_trained_and_reads_them_elsewh
     backbone = toy_backbone()
     form = FORMATS["nvfp4"]
     own = {path: leaf + 0.5 for path, leaf in flatten(backbone.transformer).items()}
-    policy = flatten(merged(backbone, own, 2.0, (BLOCK,), Quantizer(form.quantize)))
+    policy = flatten(sync_policy(backbone, own, 2.0, (BLOCK,), Quantizer(form.quantize)))
     np.testing.assert_array_equal(
         dequantize(policy[BLOCK]), dequantize(jax.jit(form.quantize)(own[BLOCK]))
     )

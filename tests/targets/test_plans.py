@@ -14,7 +14,7 @@ from solrl_jax.planning.hlo import parse
 from solrl_jax.planning.kernels import kernels
 from solrl_jax.planning.targets import TARGETS
 from solrl_jax.quant.formats import FORMATS
-from solrl_jax.rl.explore.linears import report
+from solrl_jax.rl.explore.quantized_layers import report
 from tests.targets.conftest import (
     ATTENTIONS,
     PRESETS,

@@ -21,7 +21,7 @@ from solrl_jax.config.presets import resolve
 from solrl_jax.planning.hlo import parse
 from solrl_jax.planning.kernels import kernels, native
 from solrl_jax.rl.experiment import Experiment, build, fresh_state
-from solrl_jax.rl.explore.monitor import ExplorationSetting
+from solrl_jax.rl.explore.setting import ExplorationSetting
 from solrl_jax.rl.fidelity import rank_correlations
 from solrl_jax.rl.generate import SeedBatch, generate
 from solrl_jax.rl.iteration import iterate

@@ -15,7 +15,7 @@ from solrl_jax.parallel.sharding import row_groups
 from solrl_jax.planning.stages import Program, Stages
 from solrl_jax.quant.formats import FORMATS
 from solrl_jax.rl.experiment import Experiment, fresh_state
-from solrl_jax.rl.explore.monitor import ExplorationSetting
+from solrl_jax.rl.explore.setting import ExplorationSetting
 from solrl_jax.rl.sampler import Sampler
 from solrl_jax.rl.trainable.trainable import Trainable
 

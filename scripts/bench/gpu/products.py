@@ -20,7 +20,7 @@ from solrl_jax.planning.abstract import open_configurations
 from solrl_jax.planning.stages import Program
 from solrl_jax.quant.formats import FORMATS
 from solrl_jax.quant.matmul import matmul
-from solrl_jax.rl.explore.linears import report
+from solrl_jax.rl.explore.quantized_layers import report
 
 product = sharding.jit(matmul)
 _quantized = jax.jit(lambda w, form: FORMATS[form].quantize(w), static_argnums=1)

@@ -1,38 +1,53 @@
-"""The monitor: if exploration ranks too badly, the next iterations explore more faithfully, and return when they can.
+"""The monitor: makes exploration more faithful while it ranks candidates badly.
 
-Fidelity falls along training: rewards within a prompt come closer together, and the error of a format does not. The monitor
-reads what every iteration reports anyway: the Spearman correlation of proxy and regenerated rewards over the kept samples.
-These are the extremes of the pool, so the correlation is above that of the whole pool (`solrl rank RUN` measures the latter).
+Ranking gets harder during training: the rewards within a prompt come closer together, while the
+error of a format stays the same. The monitor reads the Spearman correlation of proxy and
+regenerated rewards over the kept samples, which every iteration reports. The kept samples are the
+extremes of all candidates, so this correlation is higher than that over all of them, which
+`solrl rank RUN` measures.
 
-There is no state: the level of an iteration is a function of what the iterations before it reported.
+The monitor has no state. The setting of an iteration is a function of what the iterations before it
+reported, so a resumed run continues in the same way.
 """
 
-import dataclasses
 import math
 import statistics
 from collections.abc import Sequence
 
 from solrl_jax.quant.formats import FORMATS, Format
+from solrl_jax.rl.explore.setting import ExplorationSetting
 
-WINDOW = 3  # iterations whose median is compared with the floor, so that a single bad one changes nothing
-FIRST_RETURN = 10  # iterations after which a lower level is tried again; doubled each time that the lower level fails
-FINER = ("fp8",)  # formats between those of four bits and the training precision
-
-
-@dataclasses.dataclass(frozen=True)
-class ExplorationSetting:
-    """How an iteration explores."""
-
-    precision: str
-    steps: int
+# The median over this many iterations is compared with the floor, so that a single bad iteration
+# changes nothing.
+WINDOW = 3
+# After this many good iterations a less faithful setting is tried again. The number doubles each
+# time that the trial fails.
+FIRST_RETURN = 10
+# The formats between those of four bits and the training precision.
+FINER = ("fp8",)
 
 
-def levels(
-    form: Format, steps: int, full_steps: int, training: str
+def setting_ladder(
+    form: Format, steps: int, full_steps: int, training_precision: str
 ) -> tuple[ExplorationSetting, ...]:
-    """The ladder: as configured; with all steps; then in finer formats, up to the training precision."""
+    """Lists the settings that the monitor chooses from, the most faithful one last.
+
+    The configured setting is followed by the same format with all steps, and then by finer formats
+    with all steps, up to the training precision.
+
+    Args:
+        form: The configured format.
+        steps: The configured number of exploration steps.
+        full_steps: The number of steps of the regeneration.
+        training_precision: The name of the training precision, "bf16" or "fp32".
+
+    Returns:
+        The settings, each once.
+    """
     finer = [
-        name for name in (*FINER, training) if FORMATS[name].bits_per_weight > form.bits_per_weight
+        name
+        for name in (*FINER, training_precision)
+        if FORMATS[name].bits_per_weight > form.bits_per_weight
     ]
     ladder = [
         ExplorationSetting(form.name, steps),
@@ -42,29 +57,41 @@ def levels(
     return tuple(dict.fromkeys(ladder))
 
 
-def level_after(history: Sequence[tuple[int, float]], floor: float, highest: int) -> int:
-    """The level of the next iteration. history: level and correlation of each iteration so far, from the first.
+def next_setting(history: Sequence[tuple[int, float]], floor: float, last: int) -> int:
+    """Chooses the setting of the next iteration.
 
-    The level rises by one when the median of the last `WINDOW` correlations at that level is below `floor`. It falls by one, as
-    a trial, after `FIRST_RETURN` good iterations. Correlations that are not finite are left out.
+    The index rises by one when the median of the last `WINDOW` correlations with that setting is
+    below `floor`. It falls by one, as a trial, after `FIRST_RETURN` good iterations.
+
+    Args:
+        history: For each iteration so far, from the first: the index of its setting and the
+            Spearman correlation that it reported. Non-finite correlations are left out.
+        floor: The smallest acceptable correlation.
+        last: The index of the most faithful setting.
+
+    Returns:
+        The index of the setting in the `setting_ladder`.
     """
-    level = 0
+    index = 0
     patience = FIRST_RETURN
-    tried = -1
-    seen = list[float]()
-    for at, value in history:
-        if at != level:  # the run explored at another level, e.g. because the floor was set later
-            level = at
-            seen = []
-        if not math.isfinite(value):
+    tried = -1  # the setting that was last returned to as a trial
+    correlations: list[float] = []
+    for explored_with, correlation in history:
+        # The run may have explored with another setting, e.g. because the floor was set later.
+        if explored_with != index:
+            index = explored_with
+            correlations = []
+        if not math.isfinite(correlation):
             continue
-        seen.append(value)
-        enough = len(seen) >= WINDOW
-        good = enough and statistics.median(seen[-WINDOW:]) >= floor
-        if enough and not good and level < highest:
-            patience = 2 * patience if level == tried else FIRST_RETURN
-            level = level + 1
-            seen = []
-        elif good and level and len(seen) >= patience:
-            level, tried, seen = level - 1, level - 1, []
-    return min(level, highest)
+        correlations.append(correlation)
+        enough = len(correlations) >= WINDOW
+        good = enough and statistics.median(correlations[-WINDOW:]) >= floor
+        if enough and not good and index < last:
+            patience = 2 * patience if index == tried else FIRST_RETURN
+            index += 1
+            correlations = []
+        elif good and index and len(correlations) >= patience:
+            index -= 1
+            tried = index
+            correlations = []
+    return min(index, last)

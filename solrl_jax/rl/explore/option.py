@@ -26,23 +26,23 @@ from solrl_jax.rl.sampler import Sampler, Segment
 class Calibration:
     """The base policy and a few prompts, on which options are measured before the first iteration.
 
-    Measurements depend on the base and the configuration alone, so a resumed run repeats those that it
-    began with.
+    Measurements depend on the base and the configuration alone, so a resumed run repeats those that
+    it began with.
 
     Attributes:
-      backbone: the loaded pipeline.
-      sampler: the regeneration sampler of the base policy.
-      prompts: the prompts that are measured on.
-      prompt_batch: returns the encoded prompts. Called only when something is measured.
-      rows: one sample per prompt.
-      micro_batch: the largest number of samples that a device differentiates at once.
+        backbone: The loaded pipeline.
+        sampler: The regeneration sampler of the base policy.
+        prompts: The prompts that are measured on.
+        prompt_batch: Returns the encoded prompts. Called only when something is measured.
+        seed_batch: One sample per prompt.
+        micro_batch: The largest number of samples that a device differentiates at once.
     """
 
     backbone: Backbone
     sampler: Sampler
     prompts: Sequence[Prompt]
     prompt_batch: Callable[[], PromptBatch]
-    rows: SeedBatch
+    seed_batch: SeedBatch
     micro_batch: int
 
     @property
@@ -53,19 +53,19 @@ class Calibration:
     def generate(
         self, schedule: Schedule, noise: Float[np.ndarray, "b h w c"] | None = None
     ) -> Float[np.ndarray, "b h w c"]:
-        """Samples the latents of all rows with the base policy.
+        """Samples the latents of `seed_batch` with the base policy.
 
         Args:
-          schedule: the steps to take.
-          noise: the initial latents. None: those of the rows' seeds.
+            schedule: The steps to take.
+            noise: The initial latents. None: those of the seeds.
 
         Returns:
-          The clean latents, float32.
+            The clean latents, float32.
         """
         segments = (Segment(self.backbone.transformer, schedule),)
         sampler = dataclasses.replace(self.sampler, segments=segments)
-        rows = dataclasses.replace(self.rows, noise=noise)
-        return generate(self.backbone, sampler, self.prompt_batch(), rows).latents
+        seed_batch = dataclasses.replace(self.seed_batch, noise=noise)
+        return generate(self.backbone, sampler, self.prompt_batch(), seed_batch).latents
 
 
 class ExplorationOption(abc.ABC):
@@ -82,21 +82,21 @@ class ExplorationOption(abc.ABC):
         """Returns whether the option needs a measurement on the base policy.
 
         Args:
-          explore: the configuration of exploration.
-          full_steps: number of steps of the regeneration.
-          quantizes: whether the exploration format quantizes weights.
+            explore: The configuration of exploration.
+            full_steps: The number of steps of the regeneration.
+            quantizes: Whether the exploration format quantizes weights.
         """
         return False
 
-    def schedule(self, explore: Explore, calibration: Calibration, grid: Schedule) -> Schedule:
+    def schedule(self, explore: Explore, calibration: Calibration, schedule: Schedule) -> Schedule:
         """Returns the schedule to explore on.
 
         Args:
-          explore: the configuration of exploration.
-          calibration: what to measure on.
-          grid: the configured schedule with as many steps.
+            explore: The configuration of exploration.
+            calibration: What to measure on.
+            schedule: The configured schedule with as many steps.
         """
-        return grid
+        return schedule
 
     def quantizer(
         self,
@@ -104,16 +104,16 @@ class ExplorationOption(abc.ABC):
         calibration: Calibration,
         paths: tuple[str, ...],
         quantizer: Quantizer,
-        grid: Schedule,
+        schedule: Schedule,
     ) -> Quantizer:
         """Returns the quantizer of the exploration policy.
 
         Args:
-          explore: the configuration of exploration.
-          calibration: what to measure on.
-          paths: parameter paths of the quantized linear layers.
-          quantizer: the quantizer without this option.
-          grid: the schedule that is explored on.
+            explore: The configuration of exploration.
+            calibration: What to measure on.
+            paths: The parameter paths of the quantized linear layers.
+            quantizer: The quantizer without this option.
+            schedule: The schedule that is explored on.
         """
         return quantizer
 
@@ -123,9 +123,9 @@ class ExplorationOption(abc.ABC):
         """Returns the segments to explore in.
 
         Args:
-          explore: the configuration of exploration.
-          segments: the segments without this option.
-          exact: the unquantized policy that regenerates.
+            explore: The configuration of exploration.
+            segments: The segments without this option.
+            exact: The unquantized policy that regenerates.
         """
         return segments
 
@@ -137,8 +137,8 @@ class ExplorationOption(abc.ABC):
         Nothing is measured.
 
         Args:
-          explore: the configuration of exploration.
-          weights: shapes of the quantized weights by parameter path.
-          quantizer: the quantizer without this option.
+            explore: The configuration of exploration.
+            weights: The shapes of the quantized weights by parameter path.
+            quantizer: The quantizer without this option.
         """
         return quantizer

@@ -1,4 +1,7 @@
-"""Sync: the old policy merged into the base and quantised, for the next exploration (docs/method.md, sections 1 and 7)."""
+"""Sync: merges the old policy into the base and quantizes it, for the next exploration.
+
+See docs/method.md, sections 1 and 7.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -15,17 +18,20 @@ from solrl_jax.quant.matmul import Quantized
 from solrl_jax.rl.trainable.trainable import Params, Trainable, attach, flatten, map_layers
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["beside"], meta_fields=["quantize"])
+@partial(jax.tree_util.register_dataclass, data_fields=["extra_arrays"], meta_fields=["quantize"])
 @dataclasses.dataclass(frozen=True)
 class Quantizer:
-    """How the linears are quantised.
+    """How linear layers are quantized.
 
-    quantize(w [in, out] float32, *arrays) -> leaf. It is static: one function object for the whole run, or programs are
-    compiled anew. beside: by path, the arrays that `quantize` takes after the weight; a stack of layers has them stacked.
+    Attributes:
+        quantize: (weight [in, out] in float32, *extra arrays) -> leaf. It is static: pass the same
+            function object during a whole run, otherwise programs recompile.
+        extra_arrays: By parameter path, the arrays that `quantize` takes after the weight. For a
+            stack of layers they have a leading axis of layers too.
     """
 
     quantize: Callable[..., Quantized]
-    beside: Mapping[str, tuple[jax.Array | jax.ShapeDtypeStruct, ...]] = dataclasses.field(
+    extra_arrays: Mapping[str, tuple[jax.Array | jax.ShapeDtypeStruct, ...]] = dataclasses.field(
         default_factory=dict
     )
 
@@ -39,11 +45,22 @@ def quantize_policy(
     paths: Sequence[str],
     quantizer: Quantizer,
 ) -> dict[str, Quantized]:
-    """Quantised copies of the linears at `paths`, adapters merged in float32 first: `quantize(W + scale A B)`.
+    """Merges adapters in float32 and quantizes the result: `quantize(W + scale A B)`.
 
-    One program. The base is read and never copied; codes are split over devices as the weights are. The other linears keep
-    the base's array and the adapter beside it, which is exact and takes no memory. Stacks are done a layer at a time: merged
-    whole, in float32, a stack would take twice the base's memory.
+    The base is not copied. A stack is processed one layer at a time, because a merged stack in
+    float32 would take twice the memory of the base.
+
+    Args:
+        mesh: The mesh, which must also be the ambient mesh; static. The codes are sharded over it
+            as the weights are.
+        base: The parameters of the base.
+        adapters: The trainable parameters of the policy.
+        scale: The factor of the product of LoRA factors, alpha / rank; static.
+        paths: The paths of the linear layers to quantize, as a tuple; static.
+        quantizer: How they are quantized.
+
+    Returns:
+        The quantized leaves by path.
     """
     flat = flatten(base)
     codes: dict[str, Any] = {
@@ -52,21 +69,32 @@ def quantize_policy(
             flat[path],
             adapters.get(path),
             scale,
-            *map(jnp.asarray, quantizer.beside.get(path, ())),
+            *map(jnp.asarray, quantizer.extra_arrays.get(path, ())),
         )
         for path in paths
     }
     return jax.lax.with_sharding_constraint(codes, sharding.parameter_sharding(mesh, codes))
 
 
-def merged(
+def sync_policy(
     backbone: Backbone,
     adapters: Trainable,
     scale: float,
     paths: Sequence[str],
     quantizer: Quantizer,
 ) -> Params:
-    """The policy of `adapters` with the linears at `paths` merged and quantised."""
+    """Returns the parameters of a policy with some linear layers merged and quantized.
+
+    The other linear layers keep the array of the base and the adapter beside it. That is exact and
+    takes no memory.
+
+    Args:
+        backbone: The base and its mesh.
+        adapters: The trainable parameters of the policy.
+        scale: The factor of the product of LoRA factors, alpha / rank.
+        paths: The paths of the linear layers to quantize.
+        quantizer: How they are quantized.
+    """
     with jax.set_mesh(backbone.mesh):
         codes = quantize_policy(
             backbone.mesh, backbone.transformer, adapters, scale, tuple(paths), quantizer

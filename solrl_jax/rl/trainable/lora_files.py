@@ -351,7 +351,8 @@ def _to_modules(
         for key, shape in slot.shapes(settings.rank).items():
             if ab[key].shape != shape:
                 raise InputError(
-                    f"adapter {slot.path}: {key} is {list(ab[key].shape)}; this network wants {list(shape)}"
+                    f"adapter {slot.path}: {key} is {list(ab[key].shape)}; this network wants "
+                    f"{list(shape)}"
                 )
         a = ab["a"][slot.layer]
         b = ab["b"][slot.layer]
@@ -400,7 +401,8 @@ def _save(
         raise RunError(f"{target}: does not read back as it was written")
     if endless := sorted(k for k, t in read.items() if not np.isfinite(t).all()):
         raise InputError(
-            f"{target}: {len(endless)} adapter(s) are not finite in {jnp.dtype(dtype)}: {', '.join(endless)}"
+            f"{target}: {len(endless)} adapter(s) are not finite in {jnp.dtype(dtype)}: "
+            f"{', '.join(endless)}"
         )
     pairs = [(read[f"{prefix}{m}.{_A}"], read[f"{prefix}{m}.{_B}"]) for m in modules]
     # A product B A is not zero if a nonzero row of A meets a nonzero column of B.
@@ -408,7 +410,8 @@ def _save(
         (a.reshape(len(a), -1).any(1) & b.reshape(b.shape[:2]).any(0)).any() for a, b in pairs
     ):
         raise InputError(
-            f"{target}: nothing to export: these adapters change nothing (every product B A is zero; untrained?)"
+            f"{target}: nothing to export: these adapters change nothing (every product B A is "
+            "zero; untrained?)"
         )
 
 
@@ -422,7 +425,8 @@ def _find_file(path: Path) -> Path:
         if len(named or found) != 1:
             there = ", ".join(f.name for f in path.iterdir()) or "nothing"
             raise InputError(
-                f"{path}: expected one of {PEFT_FILE}, {DIFFUSERS_FILE}, or one .safetensors file; found {there}"
+                f"{path}: expected one of {PEFT_FILE}, {DIFFUSERS_FILE}, or one .safetensors file; "
+                f"found {there}"
             )
         return (named or found)[0]
     if not path.is_file():

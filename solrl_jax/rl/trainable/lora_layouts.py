@@ -1,9 +1,9 @@
 """Reads the names in LoRA files: which linear layers of a network a key belongs to.
 
-diffusers and PEFT use the module names of diffusers. Other trainers (kohya's sd-scripts, ai-toolkit)
-and ComfyUI use the names of the model's authors, in which query, key and value are one fused layer.
-`LAYOUTS` is the table of those names. The factor B of a fused layer is split by outputs; all parts
-share its factor A.
+diffusers and PEFT use the module names of diffusers. Other trainers (kohya's sd-scripts,
+ai-toolkit) and ComfyUI use the names of the model's authors, in which query, key and value are one
+fused layer. `LAYOUTS` is the table of those names. The factor B of a fused layer is split by
+outputs; all parts share its factor A.
 """
 
 import dataclasses
@@ -36,7 +36,8 @@ _DORA = re.compile(r".*(dora_scale|lora_magnitude_vector(\.default\.weight)?|\.w
 _BIAS = re.compile(r".*(lora_[AB](\.default)?\.bias|lora_(up|down)\.bias|\.diff_b|\.diff)")
 
 # The names of the model's authors, with the diffusers modules whose outputs the layer holds one
-# after another. `#` is the index of a block. An entry applies where the network has all its modules.
+# after another. `#` is the index of a block. An entry applies where the network has all its
+# modules.
 _ATTENTION = "transformer_blocks.#.attn."
 _QKV = (f"{_ATTENTION}to_q", f"{_ATTENTION}to_k", f"{_ATTENTION}to_v")
 _TEXT_QKV = (

@@ -10,7 +10,6 @@ merged `Quantized` leaves for exploration. No layer knows which policy it belong
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -64,7 +63,8 @@ def find_targets(transformer: Component, config: Config) -> Targets:
     }
     if chosen != "adapters" and not whole:
         raise ValueError(
-            f"{field}: {chosen!r} matches no parameter; there are {', '.join(sorted(flatten(params)))}"
+            f"{field}: {chosen!r} matches no parameter; there are "
+            f"{', '.join(sorted(flatten(params)))}"
         )
     whole |= {e.key for e in parameter_table(transformer.state) if e.start is not None}
     adapted = matching(params, config.lora.target_modules, "lora.target_modules")
@@ -97,7 +97,8 @@ def matching(params: Params, patterns: Sequence[str], field: str) -> list[str]:
         for p in hits:
             if not p.endswith("/kernel") or paths[p].ndim > 3:
                 raise ValueError(
-                    f"{field}: {pattern!r} matches {p} of shape {paths[p].shape}; must be the kernel of a linear layer"
+                    f"{field}: {pattern!r} matches {p} of shape {paths[p].shape}; must be the "
+                    "kernel of a linear layer"
                 )
         matched |= hits
     return sorted(matched)
@@ -146,15 +147,14 @@ def attach(
     """
     flat = flatten(base)
 
-    def leaf(w, own):
-        return (
-            LowRank(w, own["a"], own["b"], scale) if isinstance(own, dict) else own.astype(w.dtype)
-        )
-
-    return replace(
-        base,
-        {path: leaf(flat[path], own) for path, own in adapters.items()} | dict(quantized or {}),
-    )
+    leaves: dict[str, Any] = {}
+    for path, adapter in adapters.items():
+        w = flat[path]
+        if isinstance(adapter, dict):
+            leaves[path] = LowRank(w, adapter["a"], adapter["b"], scale)
+        else:
+            leaves[path] = adapter.astype(w.dtype)
+    return replace(base, leaves | dict(quantized or {}))
 
 
 def within_bounds(trained: Trainable, table: Sequence[ParameterEntry]) -> Trainable:
@@ -166,41 +166,48 @@ def within_bounds(trained: Trainable, table: Sequence[ParameterEntry]) -> Traina
     """
     bounds = {e.key: e.bounds for e in table if e.bounds is not None}
 
-    def clip(path, own):
-        return jnp.clip(own, *bounds[path]) if path in bounds else own
+    def clip(path: str, value: Any) -> Any:
+        return jnp.clip(value, *bounds[path]) if path in bounds else value
 
-    return {path: clip(path, own) for path, own in trained.items()}
+    return {path: clip(path, value) for path, value in trained.items()}
 
 
 def map_layers(
     f: Callable[..., Any],
     w: Array,
-    own: dict[str, Array] | Array | None,
+    trained: dict[str, Array] | Array | None,
     scale: float,
-    *beside: Array,
+    *extra_arrays: Array,
 ) -> Any:
     """Applies `f` to a weight with its LoRA adapter merged in, in float32.
 
     A stacked weight is processed one layer at a time, so that no float32 copy of the stack exists.
 
     Args:
-        f: Takes a weight [in, out], and one layer of each array in `beside`.
+        f: Takes a weight [in, out], and one layer of each of the extra arrays.
         w: The weight [in, out], or a stack of them [layers, in, out].
-        own: The adapter of the weight, the array that replaces it, or None.
+        trained: The adapter of the weight, the array that replaces it, or None.
         scale: The factor of the product of LoRA factors, alpha / rank.
-        *beside: Further arrays that `f` takes, stacked as `w` is.
+        *extra_arrays: Further arrays that `f` takes, stacked as `w` is.
 
     Returns:
         The result of `f`; the stacked results for a stacked weight.
     """
-    w, adapter = (w, own or {}) if own is None or isinstance(own, dict) else (own, {})
+    adapter: dict[str, Array] = {}
+    if isinstance(trained, dict):
+        adapter = trained
+    elif trained is not None:
+        w = trained
 
     def layer(matrices: tuple[Array, dict[str, Array], tuple[Array, ...]]) -> Any:
-        w, ab, beside = matrices
+        w, adapter, extra_arrays = matrices
         w = w.astype(jnp.float32)
-        return f(w + scale * ab["a"] @ ab["b"] if ab else w, *beside)
+        if adapter:
+            w = w + scale * adapter["a"] @ adapter["b"]
+        return f(w, *extra_arrays)
 
-    return (partial(jax.lax.map, layer) if w.ndim == 3 else layer)((w, adapter, beside))
+    matrices = (w, adapter, extra_arrays)
+    return jax.lax.map(layer, matrices) if w.ndim == 3 else layer(matrices)
 
 
 def flatten(params: Params) -> dict[str, Any]:

@@ -47,7 +47,8 @@ def check_directory(folder: Path) -> None:
         strange := sorted(f.name for f in folder.iterdir() if not mine(f.name))
     ):
         raise InputError(
-            f"{folder}: holds {', '.join(strange)}, which an export would remove; name another directory"
+            f"{folder}: holds {', '.join(strange)}, which an export would remove; name another "
+            "directory"
         )
 
 

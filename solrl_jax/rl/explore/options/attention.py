@@ -1,6 +1,7 @@
-"""`rollout.explore.attention=fp8`: softmax attention in eight bits (`models/layers/attention_fp8.py`), where linears are quantised.
+"""`rollout.explore.attention=fp8`: softmax attention in FP8 (`models/layers/attention_fp8.py`).
 
-GPUs from Hopper on multiply eight bits twice as fast as BF16, and queries, keys, values and results take half of the memory.
+GPUs from Hopper on multiply 8-bit numbers twice as fast as BF16. Queries, keys, values and results
+take half of the memory. The option applies only if the exploration format quantizes weights.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ from solrl_jax.rl.sampler import Segment
 
 
 class Attention(ExplorationOption):
-    """Marks the exploring segments."""
+    """Makes the network attend in FP8 during exploration."""
 
     def active(self, explore: Explore) -> bool:
         return explore.attention == "fp8"

@@ -1,14 +1,16 @@
-"""`rollout.explore.correction_rank=RANK`: the principal directions of a linear's inputs go past its quantised product.
+"""`rollout.explore.correction_rank=RANK`: a low-rank branch in full precision beside each matmul.
 
     y = (x U) (U^T W) + Q(x - x U U^T) Q(W - U U^T W)                 U [n_in, rank], orthonormal
 
-Inputs of a linear hold most of their energy in few directions, and rounding errors are in proportion to what is rounded. The
-first product takes these directions in the precision of `x`. The second is the format's own, of remainders that are smaller
-on both sides. SVDQuant (arXiv 2411.05007, eq. 4) gives such a branch the largest directions of the weight instead.
+The inputs of a linear layer have most of their energy in few directions, and rounding errors are
+proportional to what is rounded. The first term computes these directions in the precision of `x`.
+The second is the matmul of the low-precision format, whose operands have become smaller. SVDQuant
+(arXiv 2411.05007, equation 4) has such a branch for the largest directions of the weight instead.
 
-U is measured once, on the base, by orthogonal iteration: `U <- orthonormal(X^T X U)`. The gradient of a network whose linears
-are `Probe`s is `X^T X U` of all of them at once. Every device computes it whole, from the same rows in the same order, so U
-does not depend on the mesh.
+U is measured once, on the base, by orthogonal iteration: `U <- orthonormal(X^T X U)`. The gradient
+of a network whose weights are `Probe` leaves is `X^T X U` of all linear layers at once. Every
+device computes it as a whole, from the same samples in the same order, so U does not depend on the
+mesh.
 """
 
 import dataclasses
@@ -38,67 +40,79 @@ from solrl_jax.rl.explore.sync import Quantizer
 from solrl_jax.rl.generate import SeedBatch
 from solrl_jax.rl.trainable.trainable import flatten, replace
 
-PASSES = 3  # of the orthogonal iteration; the energy of inputs falls off fast enough
-TURNED = 3  # times the rank: directions that are iterated, of which the last are found worst
+# Passes of the orthogonal iteration. Few suffice, because the energy falls off fast.
+PASSES = 3
+# The iteration runs on this many times `rank` directions, because the smallest of its directions
+# converge last. They are dropped in the end.
+OVERSAMPLING = 3
 
-Bases: TypeAlias = dict[
-    str, Float[Array | np.ndarray, "... n_in r"]
-]  # by the linear's path, orthonormal columns
+# Orthonormal columns for each linear layer, by its parameter path.
+Bases: TypeAlias = dict[str, Float[Array | np.ndarray, "... n_in r"]]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Corrected(Quantized):
-    """A quantised weight matrix [in, out] with an exact product of low rank beside it.
+    """A quantized weight matrix [in, out] with an unquantized low-rank branch.
 
-    remainder: `W - U U^T W` in a format; basis: U [..., in, r]; carried: `U^T W` [..., r, out], both in the training precision.
+    Attributes:
+        remainder: `W - U U^T W` in a low-precision format.
+        basis: U, in the training precision.
+        basis_weight: `U^T W`, in the training precision.
     """
 
-    output_axes: ClassVar[Mapping[str, int]] = {"remainder": -1, "carried": -1}
+    output_axes: ClassVar[Mapping[str, int]] = {"remainder": -1, "basis_weight": -1}
 
     remainder: Weight
     basis: Float[Array, "... n_in r"]
-    carried: Float[Array, "... r n_out"]
+    basis_weight: Float[Array, "... r n_out"]
 
     def matmul(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
         basis = self.basis.astype(x.dtype)
         inner = x @ basis
-        along = jnp.dot(inner, basis.T, preferred_element_type=jnp.float32)
-        rest = (x.astype(jnp.float32) - along).astype(x.dtype)
-        return matmul_sharded(rest, self.remainder) + inner @ tensor_parallel.shard_weight(
-            self.carried, -1
-        ).astype(x.dtype)
+        along_basis = jnp.dot(inner, basis.T, preferred_element_type=jnp.float32)
+        rest = (x.astype(jnp.float32) - along_basis).astype(x.dtype)
+        basis_weight = tensor_parallel.shard_weight(self.basis_weight, -1).astype(x.dtype)
+        return matmul_sharded(rest, self.remainder) + inner @ basis_weight
 
     def dequantize(self) -> Float[Array, "... n_in n_out"]:
-        return dequantize(self.remainder) + self.basis.astype(jnp.float32) @ self.carried.astype(
-            jnp.float32
-        )
+        along_basis = self.basis.astype(jnp.float32) @ self.basis_weight.astype(jnp.float32)
+        return dequantize(self.remainder) + along_basis
 
 
 def correct(
     quantize: Callable[[Array], Any], w: Float[Array, "n_in n_out"], basis: Float[Array, "n_in r"]
 ) -> Corrected:
-    """`w` (float32), quantised except for the directions of `basis`, which are kept in the dtype of `basis`.
+    """Quantizes a weight except for its part along some input directions.
 
-    For use under jit, on the ambient mesh. Values are whole on every device: divided values would be added up in parts, and a
-    sum that is rounded otherwise in its last bit can change a code.
+    It is used under jit, on the ambient mesh. All values are complete on every device: sharded
+    values would be summed in parts, and a sum whose last bit is rounded differently can change a
+    code.
+
+    Args:
+        quantize: Quantizes a float32 matrix.
+        w: The weight, float32.
+        basis: The directions, orthonormal columns in the training precision.
     """
     exact = basis.astype(jnp.float32)
     w = sharding.replicate(w)
-    carried = sharding.replicate(exact.swapaxes(-1, -2) @ w).astype(
-        basis.dtype
-    )  # as stored, so that the parts add up to `x w`
-    return Corrected(
-        quantize(w - sharding.replicate(exact @ carried.astype(jnp.float32))), basis, carried
-    )
+    # Rounded as it is stored before it is subtracted, so that both parts add up to the whole.
+    basis_weight = sharding.replicate(exact.swapaxes(-1, -2) @ w).astype(basis.dtype)
+    along_basis = sharding.replicate(exact @ basis_weight.astype(jnp.float32))
+    return Corrected(quantize(w - along_basis), basis, basis_weight)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Probe(Leaf):
-    """A weight [in, out] whose product is the plain one, and whose `basis` [in, r], float32, has the gradient `X^T X basis`.
+    """A weight that measures its inputs: its `basis` has the gradient `X^T X basis`.
 
-    X are all rows that the weight multiplies. This gradient is not a derivative: it is the same for any loss.
+    X [rows, in] are all inputs that the weight multiplies. The gradient is not a derivative: it is
+    the same for any loss. The matmul is that of the plain weight.
+
+    Attributes:
+        weight: The matrix [..., in, out].
+        basis: Directions of the inputs [..., in, r], float32.
     """
 
     output_axes: ClassVar[Mapping[str, int]] = {"weight": -1, "basis": -1}
@@ -124,18 +138,20 @@ def _probe_forward(x, w, basis):
     return x @ w, (x, w, basis)
 
 
-def _probe_backward(saved, g):
-    x, w, basis = saved
-    # without these constraints the partitioner divides a product along its contraction, and the sum is rounded otherwise
-    rows = sharding.replicate(x.astype(jnp.float32))
-    return g @ w.T, jnp.zeros_like(w), sharding.replicate(rows.T @ sharding.replicate(rows @ basis))
+def _probe_backward(residuals, g):
+    x, w, basis = residuals
+    # Without these constraints, the partitioner splits a matmul along its contraction, and the sum
+    # is rounded differently.
+    x32 = sharding.replicate(x.astype(jnp.float32))
+    moments = sharding.replicate(x32.T @ sharding.replicate(x32 @ basis))
+    return g @ w.T, jnp.zeros_like(w), moments
 
 
 _probe.defvjp(_probe_forward, _probe_backward)
 
 
 class Correction(ExplorationOption):
-    """Wraps the quantiser of every linear."""
+    """Wraps the quantizer of every linear layer in `correct`."""
 
     def active(self, explore: Explore) -> bool:
         return explore.correction_rank > 0
@@ -149,9 +165,9 @@ class Correction(ExplorationOption):
         calibration: Calibration,
         paths: tuple[str, ...],
         quantizer: Quantizer,
-        grid: Schedule,
+        schedule: Schedule,
     ) -> Quantizer:
-        bases = principal_inputs(calibration, paths, explore.correction_rank, grid)
+        bases = principal_inputs(calibration, paths, explore.correction_rank, schedule)
         return Quantizer(
             partial(correct, quantizer.quantize), {path: (basis,) for path, basis in bases.items()}
         )
@@ -159,10 +175,9 @@ class Correction(ExplorationOption):
     def abstract_quantizer(
         self, explore: Explore, weights: dict[str, jax.ShapeDtypeStruct], quantizer: Quantizer
     ) -> Quantizer:
-        def basis(w):
-            return jax.ShapeDtypeStruct(
-                (*w.shape[:-1], min(explore.correction_rank, w.shape[-2])), w.dtype
-            )
+        def basis(w: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            rank = min(explore.correction_rank, w.shape[-2])
+            return jax.ShapeDtypeStruct((*w.shape[:-1], rank), w.dtype)
 
         return Quantizer(
             partial(correct, quantizer.quantize), {path: (basis(w),) for path, w in weights.items()}
@@ -170,106 +185,124 @@ class Correction(ExplorationOption):
 
 
 def principal_inputs(
-    calibration: Calibration, paths: tuple[str, ...], rank: int, grid: Schedule
+    calibration: Calibration, paths: tuple[str, ...], rank: int, schedule: Schedule
 ) -> Bases:
-    """The `rank` directions of largest energy of each linear's inputs, in the backbone's dtype, on every device.
+    """Measures the directions in which the inputs of linear layers have most energy.
 
-    grid: what the base is sampled on; inputs at every sigma of it are measured. Stacks of layers [layers, n_in, n_out] have
-    directions [layers, n_in, rank].
+    Args:
+        calibration: The base and the samples to measure on.
+        paths: The paths of the linear layers.
+        rank: The number of directions. A layer has at most as many as inputs.
+        schedule: The base is sampled on it, and inputs at all of its sigmas are measured.
+
+    Returns:
+        The directions in the dtype of the backbone, on every device. A stack of layers
+        [layers, in, out] has directions [layers, in, rank].
     """
     backbone = calibration.backbone
-    rows = calibration.rows
-    latents = calibration.generate(grid)
-    together = math.gcd(len(rows), min(calibration.micro_batch, len(rows)))
+    seed_batch = calibration.seed_batch
+    latents = calibration.generate(schedule)
+    batch_size = math.gcd(len(seed_batch), min(calibration.micro_batch, len(seed_batch)))
 
-    def place(tree):
+    def place(tree: Any) -> Any:
         return hosts.put(tree, sharding.replicated(backbone.mesh))
 
     conditioning = calibration.prompt_batch().conditions.positive
-    clean = place(SeedBatch(rows.prompt, rows.seeds, latents))
-    bases = _random_directions(backbone.transformer, paths, TURNED * rank)
-    grid = place(grid)
+    clean = place(SeedBatch(seed_batch.prompt, seed_batch.seeds, latents))
+    bases = _random_directions(backbone.transformer, paths, OVERSAMPLING * rank)
+    schedule = place(schedule)
     for _ in range(PASSES):
         with jax.set_mesh(backbone.mesh):
-            products = hosts.fetch(
-                probed(
+            moments = hosts.fetch(
+                input_moments(
                     backbone,
-                    together,
+                    batch_size,
                     backbone.transformer,
                     conditioning,
                     place(bases),
                     clean,
-                    grid,
+                    schedule,
                 )
             )
-        bases = {path: _orthonormal(product) for path, product in products.items()}
+        bases = {path: _orthonormal(moment) for path, moment in moments.items()}
     return place(
         {path: np.asarray(basis[..., :rank], backbone.dtype) for path, basis in bases.items()}
     )
 
 
 def _random_directions(base: Params, paths: tuple[str, ...], count: int) -> dict[str, np.ndarray]:
-    """Where the iteration starts: the same in every run."""
+    """Draws the directions that the iteration starts from, which are the same in every run."""
     flat = flatten(base)
     rng = np.random.default_rng(0)
-
-    def directions(shape):
-        return rng.standard_normal((*shape[:-1], min(count, shape[-2])))
-
-    return {path: _orthonormal(directions(flat[path].shape)) for path in paths}
+    bases = {}
+    for path in paths:
+        shape = flat[path].shape
+        bases[path] = _orthonormal(rng.standard_normal((*shape[:-1], min(count, shape[-2]))))
+    return bases
 
 
 def _orthonormal(x: Float[np.ndarray, "... n r"]) -> Float[np.ndarray, "... n r"]:
-    """Orthonormal columns that span those of `x`, the largest directions first.
+    """Orthonormal columns with the span of those of `x`, the largest directions first.
 
-    On the host: in jaxlib 0.10, stacks of factorisations side by side wait for each other for ever on few CPU cores.
+    They are computed on the host. In jaxlib 0.10, several stacks of factorizations in one program
+    can deadlock on few CPU cores.
     """
     return np.linalg.svd(x.astype(np.float64), full_matrices=False)[0].astype(np.float32)
 
 
 @partial(sharding.jit, static_argnums=(0, 1))
-def probed(
+def input_moments(
     backbone: Backbone,
-    together: int,
+    batch_size: int,
     base: Params,
     conditioning: Conditioning,
     bases: Bases,
     clean: SeedBatch,
-    grid: Schedule,
+    schedule: Schedule,
 ) -> Bases:
-    """`X^T X U` of each linear, for its inputs X at every sigma of `grid`.
+    """Computes `X^T X U` for the inputs X of each linear layer at every sigma of a schedule.
 
-    clean: samples at sigma 0 in the place of noise; `together` of them are noised to one sigma at a time.
+    Args:
+        backbone: The networks; static.
+        batch_size: How many samples are noised to one sigma at a time. It divides their number;
+            static.
+        base: The parameters of the transformer.
+        conditioning: The prompt embeddings.
+        bases: The directions U of each linear layer.
+        clean: The samples, with their clean latents in the place of the noise.
+        schedule: The sigmas and timesteps.
     """
     flat = flatten(base)
-    steps = grid.steps
+    steps = schedule.steps
 
-    def add(sums: Bases, at: Array) -> tuple[Bases, None]:
-        part = at // steps
-        step = at % steps
+    def add(sums: Bases, index: Array) -> tuple[Bases, None]:
+        batch = index // steps
+        step = index % steps
 
-        def take(x):
-            return sharding.replicate(jax.lax.dynamic_slice_in_dim(x, part * together, together))
+        def take(x: Any) -> Array:
+            part = jax.lax.dynamic_slice_in_dim(x, batch * batch_size, batch_size)
+            return sharding.replicate(part)
 
         x0 = take(clean.noise)
         prompt = take(clean.prompt)
         noise = normal(take(clean.seeds), "calibration", x0.shape[1:], step)
-        x = interpolate(x0, noise, jnp.full(together, grid.sigmas[step]))
-        of_rows = jax.tree.map(lambda c: c[prompt], conditioning)
+        x = interpolate(x0, noise, jnp.full(batch_size, schedule.sigmas[step]))
+        batch_conditioning = jax.tree.map(lambda c: c[prompt], conditioning)
 
         def summed_velocity(bases: Bases) -> Array:
             leaves = {path: Probe(flat[path], jnp.asarray(basis)) for path, basis in bases.items()}
             v = backbone.velocity(
                 replace(base, leaves),
                 x,
-                of_rows,
-                grid.timesteps[step],
-                jnp.asarray(grid.embedded_guidance),
+                batch_conditioning,
+                schedule.timesteps[step],
+                jnp.asarray(schedule.embedded_guidance),
             )
             return v.astype(jnp.float32).sum()
 
         return jax.tree.map(jnp.add, sums, jax.grad(summed_velocity)(bases)), None
 
-    parts = len(clean) // together
-    sums, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, bases), jnp.arange(parts * steps))
+    num_batches = len(clean) // batch_size
+    start = jax.tree.map(jnp.zeros_like, bases)
+    sums, _ = jax.lax.scan(add, start, jnp.arange(num_batches * steps))
     return jax.tree.map(sharding.replicate, sums)

@@ -1,7 +1,8 @@
-"""`rollout.explore.exact_steps=COUNT`: the policy that regenerates takes the first steps of a format that quantises.
+"""`rollout.explore.exact_steps=COUNT`: the first steps of exploration use the unquantized policy.
 
-A sample is decided at high noise, and the later steps follow. So the errors of a format cost the ranking most in the first
-step. The policy that regenerates is in memory anyway; the leaves that both policies have are held once.
+The content of a sample is decided at high noise, so quantization errors affect the ranking most in
+the first step. The policy that regenerates is in memory anyway, and the two policies share all
+leaves that are equal. The option applies only if the exploration format quantizes weights.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ from solrl_jax.rl.sampler import Segment
 
 
 class ExactSteps(ExplorationOption):
-    """Splits the exploring segment in two."""
+    """Splits the first segment in two, of which the first uses the unquantized policy."""
 
     def active(self, explore: Explore) -> bool:
         return explore.exact_steps > 0
@@ -22,7 +23,7 @@ class ExactSteps(ExplorationOption):
         self, explore: Explore, segments: tuple[Segment, ...], exact: Params
     ) -> tuple[Segment, ...]:
         count = explore.exact_steps
-        (first, *others) = segments
+        first, *others = segments
         return (
             Segment(exact, first.schedule.slice_steps(0, count)),
             dataclasses.replace(first, schedule=first.schedule.slice_steps(count)),

@@ -1,8 +1,10 @@
-"""`rollout.explore.sigmas=first`: explore on the full schedule's first sigmas, then in long fitted steps.
+"""`rollout.explore.sigmas=first`: explores on the first sigmas of the full schedule, and then takes
+long fitted steps.
 
-A schedule of its own with fewer steps leaves the full schedule at once. What a sample will show is decided at high noise. So
-half of the steps are the full schedule's first ones, and the others divide what is left of it. The solver's coefficients of
-the long steps are fitted once, on the base, by least squares (a solver fitted to a network: arXiv 2403.01329).
+A schedule with fewer steps normally leaves the full schedule at once, although the content of a
+sample is decided at high noise. With this option, half of the steps are the first ones of the full
+schedule, and the others divide the rest of it. The solver coefficients of the long steps are fitted
+once, on the base, by least squares (a solver fitted to a network: arXiv 2403.01329).
 """
 
 import itertools
@@ -17,15 +19,16 @@ from solrl_jax.diffusion.solver import Table
 from solrl_jax.rl.explore.option import Calibration, ExplorationOption
 
 Latents = Float[np.ndarray, " b *latent"]
-STAY = (1.0, 0.0, 0.0, 0.0, 0.0)  # the row of a step that ends where it starts
-PREDICT = (0.0, 1.0, 0.0, 0.0, 0.0)  # the row of a step that ends on the data prediction
-DIGITS = (
-    6  # of a fitted coefficient: the last bits of a sum on the host must not make two runs of one
-)
+# Rows of a solver table: a step that returns its input, and one that returns the data prediction.
+STAY = (1.0, 0.0, 0.0, 0.0, 0.0)
+PREDICT = (0.0, 1.0, 0.0, 0.0, 0.0)
+# Fitted coefficients are rounded to this many decimals, so that the last bits of sums on the host
+# do not make two runs differ.
+DIGITS = 6
 
 
 class Preview(ExplorationOption):
-    """Replaces the exploring grid."""
+    """Replaces the schedule of exploration."""
 
     def active(self, explore: Explore) -> bool:
         return explore.sigmas == "first"
@@ -33,40 +36,45 @@ class Preview(ExplorationOption):
     def measures(self, explore: Explore, full_steps: int, quantizes: bool) -> bool:
         return explore.num_steps < full_steps
 
-    def schedule(self, explore: Explore, calibration: Calibration, grid: Schedule) -> Schedule:
+    def schedule(self, explore: Explore, calibration: Calibration, schedule: Schedule) -> Schedule:
         full = calibration.schedule
-        if grid.steps >= full.steps:
+        if schedule.steps >= full.steps:
             return full
 
         def one_step(x: Latents | None, sigma: float, row: tuple[float, ...]) -> Latents:
-            return calibration.generate(
-                full.with_sigmas(np.array([sigma, 0.0]), np.array([row], np.float32)), x
-            )
+            step = full.with_sigmas(np.array([sigma, 0.0]), np.array([row], np.float32))
+            return calibration.generate(step, x)
 
-        sigmas = np.append(full.sigmas, np.float32(0))
-        chosen = first_sigmas(sigmas, grid.steps)
-
-        def predict(x, sigma):
+        def predict(x: Latents, sigma: float) -> Latents:
             return one_step(x, sigma, PREDICT)
 
-        return full.with_sigmas(
-            chosen,
-            fitted_table(
-                predict, one_step(None, 1.0, STAY), sigmas, np.asarray(full.table), chosen
-            ),
-        )
+        full_sigmas = np.append(full.sigmas, np.float32(0))
+        sigmas = first_sigmas(full_sigmas, schedule.steps)
+        noise = one_step(None, 1.0, STAY)
+        table = fitted_table(predict, noise, full_sigmas, np.asarray(full.table), sigmas)
+        return full.with_sigmas(sigmas, table)
 
 
 def first_sigmas(
     full: Float[np.ndarray, " full_plus_one"], steps: int
 ) -> Float[np.ndarray, " steps_plus_one"]:
-    """Half of `steps` are the first ones of `full`; the others divide the rest, rounded to the nearest sigmas of `full`."""
+    """Selects sigmas of a full schedule: half of them from its start, the others evenly spaced.
+
+    Args:
+        full: The sigmas of the full schedule, including the final 0.
+        steps: The number of steps of the selection. Half of them, rounded down, are the first steps
+            of the full schedule.
+
+    Returns:
+        The sigmas, including the final 0; `full` itself if it does not have more steps.
+    """
     last = len(full) - 1
     if steps >= last:
         return full
-    own = steps // 2
-    long = np.rint(np.arange(steps - own + 1) * (last - own) / (steps - own)).astype(int)
-    return full[[*range(own), *(own + long)]]
+    num_first = steps // 2
+    num_long = steps - num_first
+    offsets = np.rint(np.arange(num_long + 1) * (last - num_first) / num_long).astype(int)
+    return full[[*range(num_first), *(num_first + offsets)]]
 
 
 def fitted_table(
@@ -76,50 +84,75 @@ def fitted_table(
     table: Table,
     sigmas: Float[np.ndarray, " preview_steps_plus_one"],
 ) -> Float[np.ndarray, "preview_steps 5"]:
-    """The coefficients [steps, 5] float32 with which samples on `sigmas` come nearest to samples on the `full` schedule.
+    """Fits solver coefficients with which samples on few sigmas follow samples on all of them.
 
-    predict: latents and their sigma to data predictions of the base. noise: where the samples start. full, table: the full
-    schedule and its solver's coefficients, without noise. sigmas: some of `full`, its first and last among them.
-
-    Steps that both schedules take keep their row. Each longer step is fitted, after the steps before it, to where the full
-    schedule has arrived by then:
+    Steps that both schedules take keep their coefficients. Each longer step is fitted, after the
+    steps before it, to the latents that the full schedule reaches at the same sigma:
 
         min sum (a x + b x0[i] + c x0[i - 1] + d x0[i - 2] - x_full(sigma_next))^2
 
-    A row has four unknowns and every value of every latent is an equation, so a few samples suffice.
+    There are four unknowns, and every value of every latent is an equation, so a few samples
+    suffice.
+
+    Args:
+        predict: (latents, their sigma) -> data predictions of the base.
+        noise: The initial latents.
+        full: The sigmas of the full schedule, including the final 0.
+        table: The coefficients of the solver on the full schedule, without noise.
+        sigmas: Some of `full`, including its first and its last.
+
+    Returns:
+        The coefficients of each step, float32. See `diffusion.solver` for the columns.
     """
     x = noise
-    last = (np.zeros_like(noise),) * 3
-    there = {float(full[0]): noise}
-    predicted = []
-    for (sigma, after), row in zip(itertools.pairwise(full), table, strict=True):
-        predicted.append(predict(x, float(sigma)))
-        last = (predicted[-1], *last[:2])
-        there[float(after)] = x = _step(row, x, last)
-    rows = []
-    shared = list(
-        itertools.takewhile(lambda pair: pair[0] == pair[1], zip(sigmas, full, strict=False))
+    history = (np.zeros_like(noise),) * 3  # the last three data predictions, the newest first
+    latents_at = {float(full[0]): noise}
+    predictions = []
+    for (sigma, next_sigma), row in zip(itertools.pairwise(full), table, strict=True):
+        predictions.append(predict(x, float(sigma)))
+        history = (predictions[-1], *history[:2])
+        x = _step(row, x, history)
+        latents_at[float(next_sigma)] = x
+    num_shared = sum(
+        1
+        for _ in itertools.takewhile(
+            lambda pair: pair[0] == pair[1], zip(sigmas, full, strict=False)
+        )
     )
+    rows = []
     x = noise
-    last = (np.zeros_like(noise),) * 3
-    for i, (sigma, after) in enumerate(itertools.pairwise(sigmas)):
-        last = (predicted[i] if i < len(shared) else predict(x, float(sigma)), *last[:2])
-        row = table[i] if i + 1 < len(shared) else _fit((x, *last), there[float(after)])
-        x = _step(row, x, last)
+    history = (np.zeros_like(noise),) * 3
+    for i, (sigma, next_sigma) in enumerate(itertools.pairwise(sigmas)):
+        # In shared steps, the latents and predictions are those of the full schedule.
+        prediction = predictions[i] if i < num_shared else predict(x, float(sigma))
+        history = (prediction, *history[:2])
+        row = table[i]
+        if i + 1 >= num_shared:
+            row = _fit((x, *history), latents_at[float(next_sigma)])
+        x = _step(row, x, history)
         rows.append(row)
     return np.array(rows, np.float32)
 
 
-def _step(row: Float[np.ndarray, " 5"], x: Latents, last: Sequence[Latents]) -> Latents:
-    """The latents after a step without noise; last: the last three data predictions, the newest first."""
-    return row[0] * x + row[1] * last[0] + row[2] * last[1] + row[3] * last[2]
+def _step(row: Float[np.ndarray, " 5"], x: Latents, history: Sequence[Latents]) -> Latents:
+    """Takes one solver step without noise.
+
+    Args:
+        row: The coefficients of the step.
+        x: The latents before the step.
+        history: The last three data predictions, the newest first.
+    """
+    return row[0] * x + row[1] * history[0] + row[2] * history[1] + row[3] * history[2]
 
 
 def _fit(terms: Sequence[Latents], target: Latents) -> Float[np.ndarray, " 5"]:
-    """The row whose combination of `terms` is nearest to `target`; terms that are zero get no weight."""
+    """Fits the linear combination of `terms` that is nearest to `target` (least squares).
+
+    Returns:
+        The weights of the terms, and 0 for the noise. Terms that are zero get weight 0.
+    """
     terms = [term.astype(np.float64).reshape(-1) for term in terms]
-    products = np.array([[a @ b for b in terms] for a in terms])
-    weights = np.linalg.pinv(products, rcond=1e-12, hermitian=True) @ [
-        term @ target.reshape(-1) for term in terms
-    ]
+    gram = np.array([[a @ b for b in terms] for a in terms])
+    correlations = [term @ target.reshape(-1) for term in terms]
+    weights = np.linalg.pinv(gram, rcond=1e-12, hermitian=True) @ correlations
     return np.array([*weights.round(DIGITS), 0.0], np.float32)

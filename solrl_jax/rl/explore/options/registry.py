@@ -31,9 +31,9 @@ def shaped_quantizer(
     Nothing is measured.
 
     Args:
-      explore: the configuration of exploration.
-      quantizer: the quantizer without options.
-      weights: shapes of the quantized weights by parameter path.
+        explore: The configuration of exploration.
+        quantizer: The quantizer without options.
+        weights: The shapes of the quantized weights by parameter path.
     """
     for option in active_options(explore):
         quantizer = option.abstract_quantizer(explore, weights, quantizer)

@@ -25,7 +25,7 @@ from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.quant.formats import FORMATS
 from solrl_jax.quant.matmul import dequantize
 from solrl_jax.quant.nvfp4 import quantize
-from solrl_jax.rl.explore.linears import quantized_paths, report, table, totals, why_kept
+from solrl_jax.rl.explore.quantized_layers import quantized_paths, report, table, totals, why_kept
 from solrl_jax.rl.trainable.trainable import flatten
 
 NETWORKS = {  # the released ones, and small ones of the same kind
@@ -201,7 +201,9 @@ def test_bytes_before_and_after(name):
         )
     told = table(rows, FORMATS[name]).splitlines()
     assert len(told) == len(rows) + 1
-    assert told[-1].startswith(f"{sums['quantized']} of {sums['linears']} linears in {name}: ")
+    assert told[-1].startswith(
+        f"{sums['quantized']} of {sums['linears']} linear layers in {name}: "
+    )
 
 
 @pytest.mark.parametrize(
@@ -209,15 +211,15 @@ def test_bytes_before_and_after(name):
     [
         (
             {"modules_to_not_convert": ("time_embed", "atn1")},
-            r"^model\.quantization\.modules_to_not_convert: 'atn1' is in no linear's name; there are .*attn1/to_q",
+            r"^model\.quantization\.modules_to_not_convert: 'atn1' is in the name of no linear layer; there are .*attn1/to_q",
         ),
         (
             {"fused": ("attn2/to_[kv]",)},
-            r"^model\.quantization\.fused: 'attn2/to_\[kv\]' matches no linear; there are .*attn1/to_q",
+            r"^model\.quantization\.fused: 'attn2/to_\[kv\]' matches no linear layer; there are .*attn1/to_q",
         ),
         (
             {"min_width_ratio": 9.0},
-            r"^model\.quantization: leaves no linear to quantise \(.*3 by skip time_embed, .*7 by min_dim 1152.*\)$",
+            r"^model\.quantization: leaves no linear layer to quantize \(.*3 by skip time_embed, .*7 by min_dim 1152.*\)$",
         ),
     ],
 )
@@ -267,7 +269,7 @@ def test_the_command_lists_them_without_loading_weights(monkeypatch):
     text = call()
     assert "conv_point/kernel" in text
     assert "stays: skip attn1/to_q" in text
-    assert "16 of 46 linears in nvfp4" in text
+    assert "16 of 46 linear layers in nvfp4" in text
 
 
 def test_a_correction_counts_no_more_directions_than_a_linear_has_inputs():

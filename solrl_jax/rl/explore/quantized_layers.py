@@ -1,0 +1,295 @@
+"""Decides which linear layers exploration quantizes, and reports why the others are not quantized.
+
+The rules of `config.Quantization` are applied to the shapes of a network: names to skip, and a
+smallest width, as in the public recipe of the paper. `configs/model/` has the rules of each model.
+A linear layer is a parameter `.../kernel` of shape [in, out], or [layers, in, out] in a stack. A
+name in the rules is a part of a path.
+"""
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from solrl_jax.config.schema import Explore, Quantization
+from solrl_jax.parallel import sharding
+from solrl_jax.quant.formats import Format
+from solrl_jax.quant.leaf import nbytes
+from solrl_jax.quant.matmul import dequantize
+from solrl_jax.rl.explore.options.registry import shaped_quantizer
+from solrl_jax.rl.explore.sync import Quantizer
+from solrl_jax.rl.trainable.trainable import Params, Trainable, flatten, map_layers
+
+Shaped = Array | jax.ShapeDtypeStruct
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearLayer:
+    """The report on the linear layers of one parameter.
+
+    Attributes:
+        path: The path of the parameter.
+        layers: The number of layers in the stack; 1 if it is not a stack.
+        n_in: The number of inputs.
+        n_out: The number of outputs.
+        kept: Why the parameter stays in the training precision; "" if it is quantized.
+        bytes_before: The bytes of the parameter in the training precision.
+        bytes_after: The bytes that it takes during exploration.
+        errors: For each layer, |quantized - exact| / |exact| in the Frobenius norm. Empty if it was
+            not measured.
+    """
+
+    path: str
+    layers: int
+    n_in: int
+    n_out: int
+    kept: str
+    bytes_before: int
+    bytes_after: int
+    errors: tuple[float, ...] = ()
+
+
+def quantized_paths(params: Params, rules: Quantization, form: Format) -> tuple[str, ...]:
+    """Returns the paths of the linear layers that the rules leave to be quantized, sorted.
+
+    Args:
+        params: The parameters of the network, or their shapes.
+        rules: The rules of the model.
+        form: The exploration format.
+
+    Raises:
+        ValueError: If a rule matches no linear layer, or if the format quantizes and the rules
+            exclude every layer.
+    """
+    reasons = why_kept(params, rules)
+    if all(reasons.values()) and form.quantize:
+        counts = Counter(reasons.values())
+        summary = ", ".join(f"{count} by {reason}" for reason, count in counts.items())
+        raise ValueError(f"model.quantization: leaves no linear layer to quantize ({summary})")
+    return tuple(path for path, reason in reasons.items() if not reason)
+
+
+def why_kept(params: Params, rules: Quantization) -> dict[str, str]:
+    """Applies the rules to every linear layer.
+
+    Args:
+        params: The parameters of the network, or their shapes.
+        rules: The rules of the model.
+
+    Returns:
+        By path, sorted, the rule that keeps a layer in the training precision; "" if none does.
+
+    Raises:
+        ValueError: If a rule matches no linear layer.
+    """
+    kernels = _linear_kernels(params)
+    for name in rules.modules_to_not_convert:
+        if not any(name in path for path in kernels):
+            raise ValueError(
+                f"model.quantization.modules_to_not_convert: {name!r} is in the name of no linear "
+                f"layer; there are {', '.join(kernels)}"
+            )
+    for pattern in rules.fused:
+        if not any(re.fullmatch(pattern, path) for path in kernels):
+            raise ValueError(
+                f"model.quantization.fused: {pattern!r} matches no linear layer; there are "
+                f"{', '.join(kernels)}"
+            )
+    widths = _widths(kernels, rules.fused)
+    # The width of the network: the narrowest layer of the stacked blocks maps it to itself.
+    stacked = [kernel for kernel in kernels.values() if len(kernel.shape) == 3]
+    network_width = min(max(kernel.shape[-2:]) for kernel in stacked or kernels.values())
+    min_width = rules.min_width_ratio * network_width
+
+    reasons = {}
+    for path in kernels:
+        skipped = [name for name in rules.modules_to_not_convert if name in path]
+        if skipped:
+            reasons[path] = f"skip {skipped[0]}"
+        elif widths[path] <= min_width:
+            reasons[path] = f"min_dim {min_width:g}"
+        else:
+            reasons[path] = ""
+    return reasons
+
+
+def report(
+    params: Params, rules: Quantization, form: Format, explore: Explore | None = None
+) -> list[LinearLayer]:
+    """Describes every linear layer: whether it is quantized, and its bytes before and after.
+
+    Nothing is loaded or computed.
+
+    Args:
+        params: The parameters of the network, or their shapes.
+        rules: The rules of the model.
+        form: The exploration format.
+        explore: The configuration of exploration, whose options may store arrays beside the codes.
+            None: no options.
+
+    Raises:
+        ValueError: If a rule matches no linear layer.
+    """
+    kernels = _linear_kernels(params)
+    reasons = why_kept(params, rules)
+    shapes = {
+        path: jax.ShapeDtypeStruct(kernel.shape, kernel.dtype)
+        for path, kernel in kernels.items()
+        if not reasons[path]
+    }
+    quantizer = None
+    if form.quantize is not None:
+        quantizer = Quantizer(form.quantize)
+        if explore is not None:
+            quantizer = shaped_quantizer(explore, quantizer, shapes)
+    layers = []
+    for path, kernel in kernels.items():
+        *stack, n_in, n_out = kernel.shape
+        before = nbytes(kernel)
+        if quantizer is None:
+            reason = reasons[path] or form.name
+            after = before
+        elif reasons[path]:
+            reason = reasons[path]
+            after = before
+        else:
+            reason = ""
+            after = _quantized_bytes(quantizer, path, shapes[path])
+        num_layers = stack[0] if stack else 1
+        layers.append(LinearLayer(path, num_layers, n_in, n_out, reason, before, after))
+    return layers
+
+
+def _quantized_bytes(quantizer: Quantizer, path: str, shape: jax.ShapeDtypeStruct) -> int:
+    """The bytes of a quantized parameter, from shapes alone."""
+
+    def quantize(w: Array, *extra_arrays: Array) -> Any:
+        return map_layers(quantizer.quantize, w, None, 1.0, *extra_arrays)
+
+    return nbytes(jax.eval_shape(quantize, shape, *quantizer.extra_arrays.get(path, ())))
+
+
+def with_errors(
+    layers: Sequence[LinearLayer], params: Params, adapters: Trainable, scale: float, form: Format
+) -> list[LinearLayer]:
+    """Adds to a report the error that quantization causes in each matrix.
+
+    Args:
+        layers: The report.
+        params: The parameters of the base.
+        adapters: The trainable parameters, which are merged first.
+        scale: The factor of the product of LoRA factors, alpha / rank.
+        form: The exploration format.
+
+    Returns:
+        The report with `errors`, measured in float32. Layers that are not quantized have none.
+    """
+
+    def error(w: Array) -> Array:
+        assert form.quantize is not None
+        return jnp.linalg.norm(dequantize(form.quantize(w)) - w) / jnp.linalg.norm(w)
+
+    measure = sharding.jit(lambda w, adapter: jnp.atleast_1d(map_layers(error, w, adapter, scale)))
+    flat = flatten(params)
+    measured = []
+    for layer in layers:
+        if not layer.kept:
+            errors = measure(flat[layer.path], adapters.get(layer.path))
+            layer = dataclasses.replace(layer, errors=tuple(map(float, errors)))
+        measured.append(layer)
+    return measured
+
+
+def totals(layers: Sequence[LinearLayer]) -> dict[str, int]:
+    """Sums up a report.
+
+    Returns:
+        The number of linear layers ("linears", each layer of a stack counts) and of quantized ones
+        ("quantized"), and the bytes of both before and after ("bytes_before", ...).
+    """
+    quantized = [layer for layer in layers if not layer.kept]
+    return {
+        "linears": sum(layer.layers for layer in layers),
+        "quantized": sum(layer.layers for layer in quantized),
+        "bytes_before": sum(layer.bytes_before for layer in layers),
+        "bytes_after": sum(layer.bytes_after for layer in layers),
+        "quantized_bytes_before": sum(layer.bytes_before for layer in quantized),
+        "quantized_bytes_after": sum(layer.bytes_after for layer in quantized),
+    }
+
+
+def table(layers: Sequence[LinearLayer], form: Format) -> str:
+    """Formats a report for a terminal: one line per parameter, then the totals.
+
+    Args:
+        layers: The report.
+        form: The exploration format.
+    """
+    width = max(len(layer.path) for layer in layers)
+    lines = [_line(layer, form, width) for layer in layers]
+    sums = totals(layers)
+    quantized = _change(sums["quantized_bytes_before"], sums["quantized_bytes_after"])
+    all_layers = _change(sums["bytes_before"], sums["bytes_after"])
+    lines.append(
+        f"{sums['quantized']} of {sums['linears']} linear layers in {form.name}: {quantized}; "
+        f"all linear layers {all_layers}"
+    )
+    return "\n".join(lines)
+
+
+def _line(layer: LinearLayer, form: Format, width: int) -> str:
+    """The line of one parameter in the `table`. `width`: the columns of the path."""
+    shape = f"{layer.layers} x {layer.n_in} -> {layer.n_out}"
+    if layer.kept:
+        outcome = f"stays: {layer.kept}"
+    elif layer.errors:
+        outcome = f"{form.name}, error {min(layer.errors):.4f} to {max(layer.errors):.4f}"
+    else:
+        outcome = form.name
+    size = f"{_megabytes(layer.bytes_before)} -> {_megabytes(layer.bytes_after)}"
+    return f"{layer.path:<{width}}  {shape:>22}  {size}  {outcome}"
+
+
+def _linear_kernels(params: Params) -> dict[str, Any]:
+    """The kernels of all linear layers by path, sorted."""
+    flat = flatten(params)
+    return {
+        path: flat[path]
+        for path in sorted(flat)
+        if path.endswith("/kernel") and len(flat[path].shape) in (2, 3)
+    }
+
+
+def _widths(kernels: Mapping[str, Shaped], fused: Sequence[str]) -> dict[str, int]:
+    """The larger of the number of inputs and of outputs of each linear layer.
+
+    Args:
+        kernels: The kernels by path.
+        fused: Patterns of layers that are one layer in the released implementation, such as keys
+            and values. Layers of the same module that match one pattern count as one layer with all
+            their outputs.
+    """
+
+    def group(path: str) -> Any:
+        for pattern in fused:
+            if re.fullmatch(pattern, path):
+                return path.rsplit("/", 2)[0], pattern
+        return path
+
+    outputs: Counter[Any] = Counter()
+    for path, kernel in kernels.items():
+        outputs[group(path)] += kernel.shape[-1]
+    return {path: max(kernel.shape[-2], outputs[group(path)]) for path, kernel in kernels.items()}
+
+
+def _change(before: int, after: int) -> str:
+    return f"{_megabytes(before).strip()} -> {_megabytes(after).strip()}"
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:10.3f} MB"

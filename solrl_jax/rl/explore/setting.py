@@ -1,0 +1,25 @@
+"""`ExplorationSetting`: the format and the number of steps that candidates are explored with."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplorationSetting:
+    """How candidates are explored.
+
+    Attributes:
+        precision: The name of a format, a key of `quant.formats.FORMATS`.
+        steps: The number of solver steps.
+        recipe: The name of a file in `configs/explore/` with the exploration options. "" stands for
+            the options of the run.
+    """
+
+    precision: str
+    steps: int
+    recipe: str = ""
+
+    @property
+    def name(self) -> str:
+        """The setting in a few words, e.g. "nvfp4, 6 steps" or "best: nvfp4, 6 steps"."""
+        recipe = f"{self.recipe}: " if self.recipe else ""
+        return f"{recipe}{self.precision}, {self.steps} steps"
