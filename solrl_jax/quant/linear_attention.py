@@ -1,11 +1,14 @@
-"""SANA's linear attention in one pass over memory: weights `relu(q) . relu(k)` instead of a softmax (arXiv 2410.10629, eq. 1).
+"""SANA's linear attention in one pass over memory (arXiv 2410.10629, equation 1).
 
-XLA writes each head of queries, keys and values apart, some in float32, and reads them again. Here one kernel (Pallas, in
-Triton) makes a head of a picture: the sums over its keys, and what its queries read of them. A second one is its gradient.
-Elsewhere the twin is plain JAX.
+Its weights are `relu(q) . relu(k)` instead of a softmax. XLA would write the queries, keys and
+values of each head separately, some of them in float32, and read them again. Here a Triton kernel
+(written in Pallas) handles one head of one image: it computes the sums over the keys, and then what
+the queries read of them. A second kernel computes the gradient. On other platforms `reference`
+computes the same in plain JAX.
 
-MHLA (arXiv 2601.07832, eq. 4) has such sums for each block of the image, and a block's queries read a mixture of all blocks'.
-It is the same kernel: SANA's has one block.
+MHLA (arXiv 2601.07832, equation 4) has such sums for each block of the image, and the queries of a
+block read a mixture of the sums of all blocks. The same kernels compute it, because SANA's
+attention is the case of one block.
 """
 
 import dataclasses
@@ -26,22 +29,29 @@ from solrl_jax.quant.sharded_kernel import (
     silence_triton_deprecation,
 )
 
-# tokens that a group of threads holds at a time; of 128, SANA's gradient spills registers
-FEWEST = 16
-MOST = 64
-HEADS = (16, 32, 64)  # features of a head that fit
-# numbers of a head's sums: in the registers of a warp, least warps, that fit
-IN_A_WARP = 2048
-WARPS = 4
-LARGEST = 2**14
+# The smallest and the largest number of tokens that a program loads at a time. With 128, the
+# gradient of SANA's attention would spill registers.
+MIN_GROUP = 16
+MAX_GROUP = 64
+# The numbers of features per head that the kernels take.
+HEAD_DIMS = (16, 32, 64)
+# The sums over keys of one head are held in registers: values per warp, the smallest number of
+# warps, and the largest number of values.
+VALUES_PER_WARP = 2048
+MIN_WARPS = 4
+MAX_VALUES = 2**14
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Equal blocks of an image's tokens, which come in raster order, and how their sums are read.
+    """How the tokens of an image, in raster order, are divided into equal blocks.
 
-    layout: blocks down and across; grid: rows and columns of tokens; eps: what is added to the ReLU of queries and keys; least:
-    what is added to the denominator; released: the variant of MHLA's released code.
+    Attributes:
+        layout: The number of blocks from top to bottom and from left to right.
+        grid: The number of rows and of columns of tokens.
+        eps: Added to the ReLU of queries and keys.
+        least: Added to the denominator of the attention.
+        released: Whether to compute the variant of MHLA's released code, see `linear_attention`.
     """
 
     layout: tuple[int, int]
@@ -52,15 +62,16 @@ class Blocks:
 
     @property
     def count(self) -> int:
+        """The number of blocks."""
         return math.prod(self.layout)
 
     @property
     def size(self) -> tuple[int, int]:
-        """SeedBatch and columns of a block."""
+        """The number of rows and of columns of tokens in a block."""
         return self.grid[0] // self.layout[0], self.grid[1] // self.layout[1]
 
     def feature(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Of queries or keys, in their dtype."""
+        """Computes `relu(x) + eps` for queries or keys, in their dtype."""
         return jax.nn.relu(x) + jnp.asarray(self.eps, x.dtype)
 
 
@@ -72,346 +83,506 @@ def linear_attention(
     blocks: Blocks | None = None,
     mix: Float[Array, "m m"] | None = None,
 ) -> Float[Array, "b n d"]:
-    """Linear attention of features f(x) = relu(x) + eps; float32 inside. q, k, v: [b, n, d], heads side by side.
+    """Computes linear attention with the features `f(x) = relu(x) + eps`, in float32.
 
-    Without blocks, for each head: `f(q) S / (f(q) . z + least)` with `S = sum f(k) v^T` and `z = sum f(k)`, and eps is 0. With
-    them, block b has sums S_b and z_b of its own, and a query of block i reads `S = sum_b m_ib S_b` and `z = sum_b m_ib z_b`.
-    The released variant: the denominator of position p of block i is `sum_b m_ib f(q_bp) . z_b + least`.
+    Without blocks, the result for each head is `f(q) S / (f(q) . z + least)`, where
+    `S = sum f(k) v^T` and `z = sum f(k)` over all keys, and eps is 0. With blocks, each block b has
+    its own sums S_b and z_b, and a query of block i reads `S = sum_b m_ib S_b` and
+    `z = sum_b m_ib z_b`. In the released variant, the denominator of the query at position p of
+    block i is `sum_b m_ib f(q_bp) . z_b + least`.
+
+    Args:
+        q: Queries [b, n, d], heads side by side.
+        k: Keys [b, n, d].
+        v: Values [b, n, d].
+        heads: The number of heads.
+        blocks: The blocks of the image. None: one block.
+        mix: The matrix m, if there are blocks.
+
+    Returns:
+        The attended values [b, n, d], in the dtype of `q`.
     """
     inputs = (q, k, v)
-    dtype = q.dtype
     width = max(x.shape[2] for x in v.parts[0].arrays)
-    plain = (
-        twin
-        if blocks is None or mix is None
-        else functools.partial(mixed_twin, blocks=blocks, mix=mix)
-    )
+    head_dim = width // heads
     if blocks is None or mix is None:
+        plain = reference
         blocks = Blocks((1, 1), (1, q.num_rows))
         mix = jnp.ones((1, 1))
-    whole = (
-        all(len(x.parts) == 1 and x.parts[0].stop is None for x in inputs) and not blocks.released
+    else:
+        plain = functools.partial(mixed_reference, blocks=blocks, mix=mix)
+    padded_count = power_of_two(blocks.count)
+    fits = (
+        compile_target.platform() == "gpu"
+        and q.dtype == jnp.bfloat16
+        and not blocks.released
+        and all(len(x.parts) == 1 and x.parts[0].stop is None for x in inputs)
+        and head_dim in HEAD_DIMS
+        and padded_count * head_dim**2 <= MAX_VALUES
     )
-    fits = width // heads in HEADS and power_of_two(blocks.count) * (width // heads) ** 2 <= LARGEST
-    if compile_target.platform() != "gpu" or dtype != jnp.bfloat16 or not whole or not fits:
+    if not fits:
         return plain(q.value, k.value, v.value, heads)
     functions = [x.parts[0].function for x in inputs]
-    given = [x.parts[0].arrays for x in inputs]
-    places = [[a.start if isinstance(a, ColumnView) else 0 for a in arrays] for arrays in given]
-    run = functools.partial(in_one_pass, functions, places, (width // heads, width), blocks)
-    arrays = [a.array if isinstance(a, ColumnView) else a for arrays in given for a in arrays]
-    mix = jnp.pad(mix.astype(jnp.float32), (0, power_of_two(blocks.count) - blocks.count))
-    return with_gradient(run, functions, [len(arrays) for arrays in given])(mix[None], *arrays)
+    part_arrays = [x.parts[0].arrays for x in inputs]
+    first_columns = [
+        [a.start if isinstance(a, ColumnView) else 0 for a in arrays] for arrays in part_arrays
+    ]
+    kernel = functools.partial(run_kernel, functions, first_columns, (head_dim, width), blocks)
+    arrays = [a.array if isinstance(a, ColumnView) else a for part in part_arrays for a in part]
+    mix = jnp.pad(mix.astype(jnp.float32), (0, padded_count - blocks.count))
+    attend = with_gradient(kernel, functions, [len(arrays) for arrays in part_arrays])
+    return attend(mix[None], *arrays)
 
 
-def twin(
+def reference(
     q: Float[Array, "b n d"], k: Float[Array, "b n d"], v: Float[Array, "b n d"], heads: int
 ) -> Float[Array, "b n d"]:
-    """What the kernel computes for one block, in plain JAX."""
+    """Computes `linear_attention` without blocks, in plain JAX.
 
-    def by_head(x):
+    Args:
+        q: Queries, heads side by side.
+        k: Keys.
+        v: Values.
+        heads: The number of heads.
+
+    Returns:
+        The attended values, in the dtype of `q`.
+    """
+
+    def split_heads(x: Array) -> Array:
         return x.reshape(*x.shape[:2], heads, -1)
 
-    wide = jnp.float32
-    relu_q = by_head(jax.nn.relu(q)).astype(wide)
-    (relu_k, v) = exact_in_float32(by_head(jax.nn.relu(k)), by_head(v))
-    state = jnp.einsum("bnhk,bnhv->bhkv", relu_k, v, preferred_element_type=wide)
-    numerator = jnp.einsum("bnhk,bhkv->bnhv", relu_q, state)
-    denominator = jnp.einsum("bnhk,bhk->bnh", relu_q, relu_k.sum(1, dtype=wide))
+    queries = split_heads(jax.nn.relu(q)).astype(jnp.float32)
+    keys, values = exact_in_float32(split_heads(jax.nn.relu(k)), split_heads(v))
+    state = jnp.einsum("bnhk,bnhv->bhkv", keys, values, preferred_element_type=jnp.float32)
+    numerator = jnp.einsum("bnhk,bhkv->bnhv", queries, state)
+    denominator = jnp.einsum("bnhk,bhk->bnh", queries, keys.sum(1, dtype=jnp.float32))
     return (numerator / (denominator[..., None] + Blocks.least)).reshape(q.shape).astype(q.dtype)
 
 
-def mixed_twin(
-    q: Float[Array, "b n d"], k: Float[Array, "b n d"], v: Float[Array, "b n d"],
-    heads: int, *, blocks: Blocks, mix: Float[Array, "m m"],
-) -> Float[Array, "b n d"]:  # fmt: skip
-    """What the kernel computes for several blocks, and the released variant, in plain JAX."""
+def mixed_reference(
+    q: Float[Array, "b n d"],
+    k: Float[Array, "b n d"],
+    v: Float[Array, "b n d"],
+    heads: int,
+    *,
+    blocks: Blocks,
+    mix: Float[Array, "m m"],
+) -> Float[Array, "b n d"]:
+    """Computes `linear_attention` with blocks, also the released variant, in plain JAX.
+
+    Args:
+        q: Queries, heads side by side.
+        k: Keys.
+        v: Values.
+        heads: The number of heads.
+        blocks: The blocks of the image.
+        mix: The matrix m.
+
+    Returns:
+        The attended values, in the dtype of `v`.
+    """
     batch = len(q)
-    wide = jnp.float32
     m = blocks.count
-    ways = [n for pair in zip(blocks.layout, blocks.size, strict=True) for n in pair]
+    # The axes of an image: blocks down, rows in a block, blocks across, columns in a block.
+    image_shape = [n for pair in zip(blocks.layout, blocks.size, strict=True) for n in pair]
+    mix = mix.astype(jnp.float32)
 
-    def of(t):
-        return t.reshape(batch, *ways, heads, -1)
+    def split_blocks(x: Array) -> Array:
+        return x.reshape(batch, *image_shape, heads, -1)
 
-    features = (blocks.feature(t) for t in (q, k))
-    q32 = of(next(features)).astype(wide)
-    (keys, values) = exact_in_float32(of(next(features)), of(v))
-    # One m for each image: a product of batches, for which XLA moves no axis of the sums, which are as large as the values.
-    # It would join two such products, and copy both. So the small sums are mixed without one.
-    mix = mix.astype(wide)
+    def flatten_blocks(x: Array) -> Array:
+        return x.reshape(batch, m, -1)
 
-    def flat(t):
-        return t.reshape(batch, m, -1)
+    # The matrix is repeated for each image. XLA then sees a batched matmul and does not transpose
+    # the sums, which are as large as the values. Two such matmuls would be joined by XLA, and both
+    # copied. The sums of the denominator are small, so they are mixed without a matmul.
+    def mix_by_matmul(x: Array) -> Array:
+        repeated = jnp.broadcast_to(mix, (batch, m, m))
+        return jnp.einsum("bij,bjf->bif", repeated, flatten_blocks(x)).reshape(x.shape)
 
-    def product(t):
-        return jnp.einsum("bij,bjf->bif", jnp.broadcast_to(mix, (batch, m, m)), flat(t)).reshape(
-            t.shape
-        )
+    def mix_by_sum(x: Array) -> Array:
+        return (mix[..., None] * flatten_blocks(x)[:, None]).sum(2).reshape(x.shape)
 
-    def mixed(t):
-        return (mix[..., None] * flat(t)[:, None]).sum(2).reshape(t.shape)
+    # In the subscripts, y and x are the place of the block; r and c that of the token in it.
+    queries = split_blocks(blocks.feature(q)).astype(jnp.float32)
+    keys, values = exact_in_float32(split_blocks(blocks.feature(k)), split_blocks(v))
+    states = jnp.einsum("byrxchk,byrxchv->byxhkv", keys, values, preferred_element_type=jnp.float32)
+    numerator = jnp.einsum("byrxchk,byxhkv->byrxchv", queries, mix_by_matmul(states))
+    sums = keys.sum((2, 4), dtype=jnp.float32)
 
-    # y and x: the block's place; r and c: the token's in it
-    states = jnp.einsum("byrxchk,byrxchv->byxhkv", keys, values, preferred_element_type=wide)
-    numerator = jnp.einsum("byrxchk,byxhkv->byrxchv", q32, product(states))
-    sums = keys.sum((2, 4), dtype=wide)
-    dots = functools.partial(jnp.einsum, "byrxchk,byxhk->byxrch", q32)
-    denominator = mixed(dots(sums)) if blocks.released else dots(mixed(sums))
+    def dot_queries(x: Array) -> Array:
+        return jnp.einsum("byrxchk,byxhk->byxrch", queries, x)
+
+    if blocks.released:
+        denominator = mix_by_sum(dot_queries(sums))
+    else:
+        denominator = dot_queries(mix_by_sum(sums))
     denominator = denominator.transpose(0, 1, 3, 2, 4, 5)[..., None]
     return (numerator / (denominator + blocks.least)).reshape(v.shape).astype(v.dtype)
 
 
 def exact_in_float32(*factors: Float[Array, "..."]) -> tuple[Float[Array, "..."], ...]:
-    """The factors of products that are added up in float32: as they are, but in float32 on a CPU, which has no such product.
+    """Prepares the factors of a matmul that accumulates in float32.
 
-    Elsewhere they are not written in float32 before: products of numbers in BF16 are exact in it.
+    CPUs have no such matmul for BF16, so that the factors are cast to float32 there. Elsewhere they
+    are returned as they are, and no float32 copy is written: products of BF16 numbers are exact in
+    float32.
     """
-    return (
-        tuple(x.astype(jnp.float32) for x in factors)
-        if compile_target.platform() == "cpu"
-        else factors
-    )
+    if compile_target.platform() == "cpu":
+        return tuple(x.astype(jnp.float32) for x in factors)
+    return factors
 
 
 def with_gradient(
-    run: Callable[..., Any], functions: Sequence[Callable[..., Array]], counts: Sequence[int]
+    kernel: Callable[..., Any], functions: Sequence[Callable[..., Array]], counts: Sequence[int]
 ) -> Callable[..., Array]:
-    """What `run` makes of m [1, m, m] and of `functions` of arrays, `counts` of them; its gradient is the second kernel."""
-    forward = shard_map_kernel(functools.partial(run, False))
-    backward = shard_map_kernel(functools.partial(run, True))
+    """Makes a differentiable function of the two kernels.
 
-    def pulled(arrays: tuple[Array, ...], g: Array) -> tuple[Array, ...]:
-        of_mix, *of_inputs = backward(*arrays, g)
-        left = iter(arrays[1:])
-        made = [of_mix.sum((0, 1))[None]]
-        for f, count, of_f in zip(functions, counts, of_inputs, strict=True):
-            own = [next(left) for _ in range(count)]
-            made += jax.vjp(lambda *own, f=f: f(*own).astype(g.dtype), *own)[1](of_f)
-        return tuple(made)
+    Args:
+        kernel: (backward, *arrays) -> the result or, if `backward`, the gradients. See
+            `run_kernel`.
+        functions: The functions that compute q, k and v from arrays.
+        counts: The number of arrays of each of them.
 
-    f = jax.custom_vjp(lambda *arrays: forward(*arrays))
-    f.defvjp(lambda *arrays: (forward(*arrays), arrays), pulled)
-    return f
-
-
-def in_one_pass(
-    functions: Sequence[Callable[..., Array]], places: Sequence[Sequence[int]], widths: tuple[int, int], blocks: Blocks,
-    backward: bool, *arrays: Array, interpret: bool = False,
-) -> Array | tuple[Array, ...]:  # fmt: skip
-    """The kernels. backward: the last array is the result's gradient; those of m [b, heads, m, m], q, k and v are made.
-
-    arrays: m [b or 1, m, m] in float32, filled up with zeros to a power of two, and what `functions` make q, k and v of.
-    places: the column at which each of these begins. widths: of a head, and of all heads.
+    Returns:
+        (m [1, m, m], *arrays) -> the attended values.
     """
-    from jax.experimental import pallas as pl  # takes a second
+    forward = shard_map_kernel(functools.partial(kernel, False))
+    backward = shard_map_kernel(functools.partial(kernel, True))
+
+    def pull_back(arrays: tuple[Array, ...], g: Array) -> tuple[Array, ...]:
+        mix_gradient, *input_gradients = backward(*arrays, g)
+        remaining = iter(arrays[1:])
+        gradients = [mix_gradient.sum((0, 1))[None]]
+        for function, count, input_gradient in zip(functions, counts, input_gradients, strict=True):
+            inputs = [next(remaining) for _ in range(count)]
+
+            def compute(*inputs: Array, function: Callable[..., Array] = function) -> Array:
+                return function(*inputs).astype(g.dtype)
+
+            gradients += jax.vjp(compute, *inputs)[1](input_gradient)
+        return tuple(gradients)
+
+    attend = jax.custom_vjp(lambda *arrays: forward(*arrays))
+    attend.defvjp(lambda *arrays: (forward(*arrays), arrays), pull_back)
+    return attend
+
+
+def run_kernel(
+    functions: Sequence[Callable[..., Array]],
+    first_columns: Sequence[Sequence[int]],
+    widths: tuple[int, int],
+    blocks: Blocks,
+    backward: bool,
+    *arrays: Array,
+    interpret: bool = False,
+) -> Array | tuple[Array, ...]:
+    """Runs the kernel of the attention or of its gradient. One program handles one head.
+
+    Args:
+        functions: The functions that compute q, k and v from arrays.
+        first_columns: For each array of each function, the column at which it begins.
+        widths: The number of features of one head, and of all heads together.
+        blocks: The blocks of the image.
+        backward: Whether to compute the gradient.
+        *arrays: m [b or 1, m, m] in float32, padded with zeros to a power of two; the arrays of all
+            functions; and, if `backward`, the gradient of the result.
+        interpret: Whether to run the kernel in Pallas' interpreter, which needs no GPU.
+
+    Returns:
+        The attended values [b, n, d] in BF16. If `backward`, the gradients of m for each head
+        [b, heads, m, m] in float32, and of q, k and v in BF16.
+    """
+    from jax.experimental import pallas as pl  # imported here because the import takes a second
     from jax.experimental.pallas import triton as plgpu
 
     silence_triton_deprecation()
-    (head, width), batch, m = widths, max(len(a) for a in arrays), power_of_two(blocks.count)
+    head_dim, width = widths
+    heads = width // head_dim
+    batch = max(len(x) for x in arrays)
+    m = power_of_two(blocks.count)
 
-    def spec(a):
-        return pl.BlockSpec(
-            (None, *a.shape[1:]), lambda b, c: (b if len(a) > 1 else 0, *(0,) * (a.ndim - 1))
-        )
+    def spec(x: Any) -> Any:
+        """Gives each program the whole array of its image."""
 
-    made = [jax.ShapeDtypeStruct((batch, math.prod(blocks.grid), width), jnp.bfloat16)] * (
-        3 if backward else 1
-    )
-    if backward:
-        made.insert(0, jax.ShapeDtypeStruct((batch, width // head, m, m), jnp.float32))
+        def index_map(image: Any, head: Any) -> tuple[Any, ...]:
+            return (image if len(x) > 1 else 0, *(0,) * (x.ndim - 1))
 
-    def body(*refs):
-        return (_backward if backward else _forward)(
-            _Head(pl, plgpu, functions, places, head, blocks), *refs
-        )
+        return pl.BlockSpec((None, *x.shape[1:]), index_map)
 
-    threads = plgpu.CompilerParams(num_warps=max(WARPS, m * head**2 // IN_A_WARP), num_stages=2)
+    tokens = jax.ShapeDtypeStruct((batch, math.prod(blocks.grid), width), jnp.bfloat16)
+    mixes = jax.ShapeDtypeStruct((batch, heads, m, m), jnp.float32)
+    out_shape = [mixes, tokens, tokens, tokens] if backward else [tokens]
+
+    def body(*refs: Any) -> None:
+        head = _Head(pl, plgpu, functions, first_columns, head_dim, blocks)
+        if backward:
+            _backward(head, *refs)
+        else:
+            _forward(head, *refs)
+
     out = pl.pallas_call(
-        body, grid=(batch, width // head), in_specs=[*map(spec, arrays)], out_specs=[*map(spec, made)], out_shape=made,
-        compiler_params=threads, interpret=interpret, name="linear_attention",
-    )(*arrays)  # fmt: skip
+        body,
+        grid=(batch, heads),
+        in_specs=[*map(spec, arrays)],
+        out_specs=[*map(spec, out_shape)],
+        out_shape=out_shape,
+        compiler_params=plgpu.CompilerParams(
+            num_warps=max(MIN_WARPS, m * head_dim**2 // VALUES_PER_WARP), num_stages=2
+        ),
+        interpret=interpret,
+        name="linear_attention",
+    )(*arrays)
     return tuple(out) if backward else out[0]
 
 
 class _Head:
-    """Within a kernel: reads and writes tokens of one head, and mixes its sums.
+    """One head inside a kernel: it loads and stores tokens, and computes the sums over keys.
 
-    A block of an image is read in groups of tokens. Of these, `each` gives the numbers in raster order and which there are.
-    Sums [m, head, head] and [m, head] are filled up with zeros to a power of two.
+    A block of the image is processed in groups of tokens. A group is a pair: the indices of its
+    tokens in raster order [tokens, 1], and whether each of them exists [tokens, 1]. Sums
+    [m, head, head] and [m, head] are padded with zeros to a power of two of blocks.
+
+    Args:
+        pl: The module `jax.experimental.pallas`.
+        plgpu: The module `jax.experimental.pallas.triton`.
+        functions: The functions that compute q, k and v from arrays.
+        first_columns: For each array of each function, the column at which it begins.
+        head_dim: The number of features of the head.
+        blocks: The blocks of the image.
     """
 
-    def __init__(self, pl: Any, plgpu: Any, functions: Any, places: Any, head: int, blocks: Blocks):
+    def __init__(
+        self,
+        pl: Any,
+        plgpu: Any,
+        functions: Sequence[Callable[..., Array]],
+        first_columns: Sequence[Sequence[int]],
+        head_dim: int,
+        blocks: Blocks,
+    ):
         self.plgpu = plgpu
         self.functions = functions
-        self.places = places
-        self.head = head
+        self.first_columns = first_columns
+        self.head_dim = head_dim
         self.blocks = blocks
-        self.program = pl.program_id(1)
-        self.columns = (self.program * head + jnp.arange(head))[None]
-        self.number = jnp.arange(power_of_two(blocks.count))
-        self.group = min(power_of_two(math.prod(blocks.size), FEWEST), MOST)
+        self.index = pl.program_id(1)
+        self.columns = (self.index * head_dim + jnp.arange(head_dim))[None]
+        self.block_index = jnp.arange(power_of_two(blocks.count))
+        self.group_size = min(power_of_two(math.prod(blocks.size), MIN_GROUP), MAX_GROUP)
 
-    def groups(self, refs: Sequence[Any]) -> list[Callable[[Any], Array]]:
-        """Functions of a group's tokens to q, k and v [tokens, head]: BF16; zeros for those that there are not."""
-        left = iter(refs)
-        groups = [[(next(left), place) for place in of_f] for of_f in self.places]
+    def loaders(self, refs: Sequence[Any]) -> list[Callable[[Any], Array]]:
+        """Returns functions that compute q, k and v of a group of tokens.
 
-        def rows(tokens: Any, f: Any, group: Any) -> Array:
-            value = f(*(self.load(ref, tokens, place) for ref, place in group)).astype(jnp.bfloat16)
+        Args:
+            refs: The references to the arrays of all functions, in order.
+
+        Returns:
+            Three functions from a group to [tokens, head] in BF16. Tokens that do not exist are 0.
+        """
+        remaining = iter(refs)
+        inputs = [
+            [(next(remaining), column) for column in columns] for columns in self.first_columns
+        ]
+
+        def compute(tokens: Any, function: Any, arrays: Any) -> Array:
+            loaded = (self.load(ref, tokens, column) for ref, column in arrays)
+            value = function(*loaded).astype(jnp.bfloat16)
             return jnp.where(tokens[1], value, 0.0).astype(jnp.bfloat16)
 
         return [
-            functools.partial(rows, f=f, group=group)
-            for f, group in zip(self.functions, groups, strict=True)
+            functools.partial(compute, function=function, arrays=arrays)
+            for function, arrays in zip(self.functions, inputs, strict=True)
         ]
 
     def feature(self, x: Array, tokens: Any) -> Array:
-        """Of queries or keys; zeros for tokens that there are not."""
+        """The features of queries or keys; 0 for tokens that do not exist."""
         return jnp.where(tokens[1], self.blocks.feature(x), 0.0).astype(x.dtype)
 
-    def load(self, ref: Any, tokens: Any, place: int = 0) -> Array:
-        """Of an array [tokens or 1, width or 1], in float32."""
-        (numbers, inside), zero = tokens, jnp.zeros((1, 1), jnp.int32)
+    def load(self, ref: Any, tokens: Any, first_column: int = 0) -> Array:
+        """Loads the columns of this head for a group of tokens, in float32.
+
+        Args:
+            ref: A reference to an array [tokens or 1, width or 1]; axes of size 1 are broadcast.
+            tokens: The group of tokens.
+            first_column: The column of the array at which the first head begins.
+        """
+        indices, exists = tokens
+        zero = jnp.zeros((1, 1), jnp.int32)
         n, width = ref.shape
-        at = numbers if n > 1 else zero, place + self.columns if width > 1 else zero
-        masked = {"mask": inside, "other": 0} if n > 1 else {}
-        return self.plgpu.load(ref.at[at], **masked).astype(jnp.float32)
+        rows = indices if n > 1 else zero
+        columns = first_column + self.columns if width > 1 else zero
+        masked = {"mask": exists, "other": 0} if n > 1 else {}
+        return self.plgpu.load(ref.at[rows, columns], **masked).astype(jnp.float32)
 
     def store(self, ref: Any, tokens: Any, value: Array) -> None:
+        """Stores [tokens, head] to the columns of this head, for tokens that exist."""
         mask = jnp.broadcast_to(tokens[1], value.shape)
         self.plgpu.store(ref.at[tokens[0], self.columns], value.astype(ref.dtype), mask=mask)
 
-    def each(self, block: Any, step: Callable[..., Any], start: Any) -> Any:
-        """`step` of each group of a block's tokens."""
-        (rows, columns), (_, across), (_, wide) = (
-            self.blocks.size,
-            self.blocks.layout,
-            self.blocks.grid,
-        )
-        down = jax.lax.div(block, jnp.int32(across))
-        first = down * rows * wide + (block - down * across) * columns
+    def scan_block(self, block: Any, step: Callable[..., Any], start: Any) -> Any:
+        """Calls `step(group, carry) -> carry` for each group of tokens of a block.
 
-        def one(i: Any, before: Any) -> Any:
-            place = (i * self.group + jnp.arange(self.group))[:, None]
+        Args:
+            block: The index of the block.
+            step: The function to call.
+            start: The first carry.
+
+        Returns:
+            The last carry.
+        """
+        rows, columns = self.blocks.size
+        blocks_across = self.blocks.layout[1]
+        image_columns = self.blocks.grid[1]
+        block_row = jax.lax.div(block, jnp.int32(blocks_across))
+        first_row = block_row * rows
+        first = first_row * image_columns + (block - block_row * blocks_across) * columns
+
+        def one_group(i: Any, carry: Any) -> Any:
+            place = (i * self.group_size + jnp.arange(self.group_size))[:, None]
             row = jax.lax.div(place, jnp.full_like(place, columns))
-            return step(
-                (first + row * wide + place - row * columns, place < rows * columns), before
-            )
+            indices = first + row * image_columns + place - row * columns
+            return step((indices, place < rows * columns), carry)
 
-        return jax.lax.fori_loop(0, -(-rows * columns // self.group), one, start)
+        num_groups = -(-rows * columns // self.group_size)
+        return jax.lax.fori_loop(0, num_groups, one_group, start)
 
-    def nothing(self, *of: int) -> tuple[Array, Array]:
-        """Sums of one block, or of `of` blocks."""
-        return jnp.zeros((*of, self.head, self.head), jnp.float32), jnp.zeros(
-            (*of, self.head), jnp.float32
-        )
+    def zeros(self, *num_blocks: int) -> tuple[Array, Array]:
+        """Zeros in the shapes of S and z, for one block or with a leading axis of blocks."""
+        state = jnp.zeros((*num_blocks, self.head_dim, self.head_dim), jnp.float32)
+        return state, jnp.zeros((*num_blocks, self.head_dim), jnp.float32)
 
     def sums(self, k: Any, v: Any) -> tuple[Array, ...]:
-        """S [m, head, head] and z [m, head]."""
+        """Computes S [m, head, head] and z [m, head] of all blocks.
 
-        def add(tokens: Any, before: tuple[Array, Array]) -> tuple[Array, Array]:
+        Args:
+            k: Computes the keys of a group, see `loaders`.
+            v: Computes the values of a group.
+        """
+
+        def add_group(tokens: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            state, total = carry
             keys = self.feature(k(tokens), tokens)
-            return before[0] + _over_rows(keys, v(tokens)), before[1] + keys.astype(
-                jnp.float32
-            ).sum(0)
-
-        def put(block: Any, before: tuple[Array, ...]) -> tuple[Array, ...]:
-            made = self.each(block, add, self.nothing())
-            return tuple(
-                jnp.where(self.at(block, x), new, x) for new, x in zip(made, before, strict=True)
+            return state + _sum_over_tokens(keys, v(tokens)), total + keys.astype(jnp.float32).sum(
+                0
             )
 
-        return jax.lax.fori_loop(0, self.blocks.count, put, self.nothing(len(self.number)))
+        def add_block(block: Any, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+            block_sums = self.scan_block(block, add_group, self.zeros())
+            return tuple(
+                jnp.where(self.is_block(block, x), new, x)
+                for new, x in zip(block_sums, carry, strict=True)
+            )
 
-    def at(self, block: Any, x: Array) -> Array:
-        """Where the sums of a block are in those of all."""
-        return _first_axis(self.number == block, x)
+        start = self.zeros(len(self.block_index))
+        return jax.lax.fori_loop(0, self.blocks.count, add_block, start)
+
+    def is_block(self, block: Any, x: Array) -> Array:
+        """Marks a block along the first axis of sums `x` of all blocks."""
+        return _along_first_axis(self.block_index == block, x)
 
 
 def _forward(head: _Head, *refs: Any) -> None:
+    """The kernel of the attention: m and the arrays of q, k and v -> the attended values."""
     mix, *inputs, out = refs
-    q, k, v = head.groups(inputs)
+    q, k, v = head.loaders(inputs)
     sums = head.sums(k, v)
 
-    def read(block: Any, _: Any) -> None:
-        state, total = _mixed(mix[block], sums)
+    def attend_block(block: Any, _: Any) -> None:
+        state, total = _mix_sums(mix[block], sums)
 
-        def write(tokens: Any, _: Any) -> None:
+        def attend_group(tokens: Any, _: Any) -> None:
             queries = head.feature(q(tokens), tokens)
             denominator = (queries.astype(jnp.float32) * total).sum(1, keepdims=True)
             head.store(out, tokens, _wide_dot(queries, state) / (denominator + head.blocks.least))
 
-        head.each(block, write, None)
+        head.scan_block(block, attend_group, None)
 
-    jax.lax.fori_loop(0, head.blocks.count, read, None)
+    jax.lax.fori_loop(0, head.blocks.count, attend_block, None)
 
 
 def _backward(head: _Head, *refs: Any) -> None:
-    mix, *inputs, gradient, of_mix, of_q, of_k, of_v = refs
-    q, k, v = head.groups(inputs)
+    """The kernel of the gradient: also the gradient of the result -> those of m, q, k and v."""
+    mix, *inputs, gradient, mix_gradient, q_gradient, k_gradient, v_gradient = refs
+    q, k, v = head.loaders(inputs)
     sums = head.sums(k, v)
 
-    def queries(block: Any, before: tuple[Array, ...]) -> tuple[Array, ...]:
-        state, total = _mixed(mix[block], sums)
+    def queries_of_block(block: Any, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Stores the gradient of the queries, and adds that of the sums which they read."""
+        state, total = _mix_sums(mix[block], sums)
 
-        def step(tokens: Any, before: tuple[Array, Array]) -> tuple[Array, Array]:
+        def one_group(tokens: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             signed = q(tokens)
             g = head.load(gradient, tokens)
             x = head.feature(signed, tokens)
-            narrow = g.astype(jnp.bfloat16)
+            g_bf16 = g.astype(jnp.bfloat16)
             x32 = x.astype(jnp.float32)
-            by = 1 / ((x32 * total).sum(1, keepdims=True) + head.blocks.least)
-            of_denominator = -(g * _wide_dot(x, state)).sum(1, keepdims=True) * by * by
-            made = _wide_dot(narrow, state.T) * by + of_denominator * total
-            head.store(of_q, tokens, jnp.where(signed > 0, made, 0.0))
-            of_state = sum(_over_rows(part, narrow) for part in _parts(x32 * by))
-            return before[0] + of_state, before[1] + (x32 * of_denominator).sum(0)
+            inverse = 1 / ((x32 * total).sum(1, keepdims=True) + head.blocks.least)
+            g_denominator = -(g * _wide_dot(x, state)).sum(1, keepdims=True) * inverse * inverse
+            g_queries = _wide_dot(g_bf16, state.T) * inverse + g_denominator * total
+            head.store(q_gradient, tokens, jnp.where(signed > 0, g_queries, 0.0))
+            g_state = sum(_sum_over_tokens(part, g_bf16) for part in _split_bf16(x32 * inverse))
+            return carry[0] + g_state, carry[1] + (x32 * g_denominator).sum(0)
 
-        made = head.each(block, step, head.nothing())
-        of_mix[head.program, block] = (made[0] * sums[0]).sum(2).sum(1) + (made[1] * sums[1]).sum(1)
+        g_state, g_total = head.scan_block(block, one_group, head.zeros())
+        mix_gradient[head.index, block] = (g_state * sums[0]).sum(2).sum(1) + (
+            g_total * sums[1]
+        ).sum(1)
         return tuple(
-            x + _first_axis(mix[block], x) * new for x, new in zip(before, made, strict=True)
+            x + _along_first_axis(mix[block], x) * new
+            for new, x in zip((g_state, g_total), carry, strict=True)
         )
 
-    of_sums = jax.lax.fori_loop(0, head.blocks.count, queries, head.nothing(len(head.number)))
+    start = head.zeros(len(head.block_index))
+    g_sums = jax.lax.fori_loop(0, head.blocks.count, queries_of_block, start)
 
-    def keys(block: Any, _: Any) -> None:
-        of_state, of_total = (jnp.where(head.at(block, x), x, 0.0).sum(0) for x in of_sums)
+    def keys_of_block(block: Any, _: Any) -> None:
+        """Stores the gradients of the keys and values."""
+        g_state, g_total = (jnp.where(head.is_block(block, x), x, 0.0).sum(0) for x in g_sums)
 
-        def write(tokens: Any, _: Any) -> None:
+        def one_group(tokens: Any, _: Any) -> None:
             signed = k(tokens)
             values = v(tokens)
-            head.store(
-                of_k, tokens, jnp.where(signed > 0, _wide_dot(values, of_state.T) + of_total, 0.0)
-            )
-            head.store(of_v, tokens, _wide_dot(head.feature(signed, tokens), of_state))
+            g_keys = jnp.where(signed > 0, _wide_dot(values, g_state.T) + g_total, 0.0)
+            head.store(k_gradient, tokens, g_keys)
+            head.store(v_gradient, tokens, _wide_dot(head.feature(signed, tokens), g_state))
 
-        head.each(block, write, None)
+        head.scan_block(block, one_group, None)
 
-    jax.lax.fori_loop(0, head.blocks.count, keys, None)
-
-
-def _first_axis(x: Array, like: Array) -> Array:
-    return x.reshape(-1, *(1,) * (like.ndim - 1))
+    jax.lax.fori_loop(0, head.blocks.count, keys_of_block, None)
 
 
-def _mixed(weights: Float[Array, " m"], sums: tuple[Array, ...]) -> list[Array]:
-    """What the queries of a block read: S [head, head] and z [head]."""
-    return [(_first_axis(weights, x) * x).sum(0) for x in sums]
+def _along_first_axis(values: Array, like: Array) -> Array:
+    """Reshapes one value per block so that it broadcasts against sums of all blocks."""
+    return values.reshape(-1, *(1,) * (like.ndim - 1))
 
 
-def _over_rows(x: Float[Array, "n k"], y: Float[Array, "n v"]) -> Float[Array, "k v"]:
+def _mix_sums(weights: Float[Array, " m"], sums: tuple[Array, ...]) -> list[Array]:
+    """The sums that the queries of a block read: S [head, head] and z [head].
+
+    Args:
+        weights: The row of m that belongs to the block.
+        sums: S [m, head, head] and z [m, head] of all blocks.
+    """
+    return [(_along_first_axis(weights, x) * x).sum(0) for x in sums]
+
+
+def _sum_over_tokens(x: Float[Array, "n k"], y: Float[Array, "n v"]) -> Float[Array, "k v"]:
+    """`x.T @ y`, accumulated in float32."""
     return jax.lax.dot_general(x, y, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _wide_dot(x: Float[Array, "n k"], y: Float[Array, "k v"]) -> Float[Array, "n v"]:
-    """The product of BF16 and float32, summed in float32: three exact ones of BF16."""
-    return sum(jnp.dot(x, part, preferred_element_type=jnp.float32) for part in _parts(y))  # type: ignore[return-value]
+    """The matmul of BF16 `x` and float32 `y` in float32, as three matmuls of exact products."""
+    products: Any = (
+        jnp.dot(x, part, preferred_element_type=jnp.float32) for part in _split_bf16(y)
+    )
+    return sum(products)
 
 
-def _parts(x: Float[Array, "..."]) -> list[Float[Array, "..."]]:
-    """Three arrays in BF16 whose sum is `x` in float32."""
+def _split_bf16(x: Float[Array, "..."]) -> list[Float[Array, "..."]]:
+    """Three BF16 arrays whose sum is the float32 array `x`."""
     parts = []
     for _ in range(3):
         parts.append(x.astype(jnp.bfloat16))

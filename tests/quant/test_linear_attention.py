@@ -1,4 +1,4 @@
-"""`linear_attention`, of one block and of many: the kernels and their twins are one function, and so are their gradients."""
+"""The kernels of `linear_attention` and their references agree, and so do their gradients."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from solrl_jax.parallel.sharding import jit
 from solrl_jax.quant import compile_target
 from solrl_jax.quant import linear_attention as module
 from solrl_jax.quant.lazy import ColumnView, LazyActivation, LazyPart
-from solrl_jax.quant.linear_attention import Blocks, mixed_twin, twin
+from solrl_jax.quant.linear_attention import Blocks, mixed_reference, reference
 
 SHAPES = {"small": (2, 5, 2, 16), "of two blocks": (1, 200, 3, 32), "SANA's": (1, 1024, 2, 32)}
 MIXED = {  # rows and columns of tokens, blocks down and across, heads, features of a head
@@ -70,12 +70,12 @@ def pending(arrays, exact=False):
 def on_gpu(monkeypatch):
     """The kernels, interpreted."""
     monkeypatch.setattr(compile_target, "platform", lambda: "gpu")
-    monkeypatch.setattr(module, "in_one_pass", partial(module.in_one_pass, interpret=True))
+    monkeypatch.setattr(module, "run_kernel", partial(module.run_kernel, interpret=True))
 
 
-def by_twin(heads, inputs):
+def by_reference(heads, inputs):
     """In float32, of values in BF16."""
-    return twin(*(x.value.astype(jnp.float32) for x in inputs), heads)
+    return reference(*(x.value.astype(jnp.float32) for x in inputs), heads)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -86,7 +86,7 @@ def test_the_kernel_is_its_twin_to_half_a_unit_of_bf16(shape, on_gpu):
     assert ours.dtype == jnp.bfloat16
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compile_target, "platform", lambda: "cpu")
-        wanted = np.asarray(jit(lambda arrays: by_twin(heads, pending(arrays)))(arrays))
+        wanted = np.asarray(jit(lambda arrays: by_reference(heads, pending(arrays)))(arrays))
     assert np.abs(wanted).max() > 0.2
     np.testing.assert_allclose(np.asarray(ours, np.float32), wanted, rtol=2**-8 + 1e-5, atol=1e-6)
 
@@ -110,7 +110,7 @@ def test_so_is_the_gradient(shape, on_gpu):
     ours = pulled(lambda inputs: module.linear_attention(*inputs, heads), *products)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compile_target, "platform", lambda: "cpu")
-        wanted = pulled(partial(by_twin, heads), *(y.astype(jnp.float32) for y in products))
+        wanted = pulled(partial(by_reference, heads), *(y.astype(jnp.float32) for y in products))
     for got, want in zip(ours, wanted, strict=True):
         assert got.dtype == jnp.bfloat16
         size = np.abs(want).max()
@@ -132,7 +132,11 @@ def mixed(case):
     def attend(m, *arrays):
         return module.linear_attention(*map(LazyActivation.from_array, arrays), heads, blocks, m)
 
-    return attend, lambda m, *arrays: mixed_twin(*arrays, heads, blocks=blocks, mix=m), (m, *arrays)
+    return (
+        attend,
+        lambda m, *arrays: mixed_reference(*arrays, heads, blocks=blocks, mix=m),
+        (m, *arrays),
+    )
 
 
 def in_float32(f, *arrays):
