@@ -126,9 +126,9 @@ def regret(proxy: Rewards, true: Rewards, top: int, within: int) -> Float[np.nda
         if not len(pool):
             return np.nan
         best = pool[:top]
-        found = np.append(among_chosen, np.full(len(best), pool[-1]))[: len(best)]
+        reached = np.append(among_chosen, np.full(len(best), pool[-1]))[: len(best)]
         spread = pool[0] - pool[-1]
-        return float((best.mean() - found.mean()) / spread) if spread > 0 else 0.0
+        return float((best.mean() - reached.mean()) / spread) if spread > 0 else 0.0
 
     chosen = _extremes(proxy, within, True)
     return np.array([of_prompt(c, t) for c, t in zip(chosen, true, strict=True)])

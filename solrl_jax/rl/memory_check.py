@@ -5,12 +5,16 @@ work. A run that passes may still not fit, which `solrl plan` finds out by compi
 minutes, so a run does not do it by itself.
 """
 
+import dataclasses
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 
 from solrl_jax.config.schema import Config
 from solrl_jax.config.sizes import evaluation_size, largest_training_size
+from solrl_jax.config.values import Size
 from solrl_jax.errors import InputError
 from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.parallel import hosts
@@ -18,16 +22,37 @@ from solrl_jax.rl.trainable.trainable import Targets, flatten
 
 # Bytes of a float32.
 FLOAT = 4
-# Copies of each adapter: trained, old, averaged, gradient, and two moments.
-COPIES = 6
-# Copies of each parameter that is trained in full. Divided over devices: trained, averaged, two
-# moments and the sum of gradients in two parts. Not divided: the gradient of a micro-batch.
-DIVIDED = 6
-WHOLE = 1
+# Float32 copies of each adapter: trained, old, averaged, gradient, and two moments.
+ADAPTER_COPIES = 6
+# Float32 copies of each parameter that is trained in full. Sharded over devices: trained, averaged,
+# two moments, and the sum of gradients in two parts. Not sharded: the gradient of a micro-batch.
+SHARDED_COPIES = 6
+WHOLE_COPIES = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """The memory that a field of the configuration asks for, at least.
+
+    Attributes:
+        field: The name of the field.
+        value: Its value.
+        unit: The bytes per unit of the value.
+        size: Height and width of the images that are stored, in pixels. None: no images.
+        memory: The bytes of memory that there are.
+        owner: Whose memory it is, for the message.
+    """
+
+    field: str
+    value: int
+    unit: int
+    size: Size | None
+    memory: float
+    owner: str
 
 
 def refuse_what_cannot_fit(config: Config, pipeline: Pipeline, targets: Targets) -> None:
-    """Raises InputError for the first field whose array alone is larger than its memory.
+    """Checks that no single array of a run is larger than the memory for it.
 
     Args:
         config: The configuration of the run.
@@ -35,71 +60,107 @@ def refuse_what_cannot_fit(config: Config, pipeline: Pipeline, targets: Targets)
         targets: The parameters that are trained.
 
     Raises:
-        InputError: It names the field, the size, the memory and the largest value that fits.
+        InputError: For the first array that is too large. The message names the field, the bytes,
+            the memory and the largest value that fits.
+    """
+    shapes = flatten(pipeline.transformer.abstract_params("float32"))
+    device = device_memory()
+    for request in _requests(config, pipeline, targets, shapes, device):
+        needed = request.value * request.unit
+        if needed > request.memory:
+            pixels = ""
+            if request.size is not None:
+                pixels = f" of {request.size[0]} x {request.size[1]} pixels"
+            raise InputError(
+                f"{request.field}={request.value}: takes {needed / 1e9:.3g} GB{pixels}, and "
+                f"{request.owner} has {request.memory / 1e9:.3g} GB; at most "
+                f"{int(request.memory // request.unit)} fit"
+            )
+    trained = sum(math.prod(shapes[path].shape) for path in targets.whole)
+    num_shards = config.mesh.fsdp * config.mesh.tensor
+    least = FLOAT * trained * (WHOLE_COPIES + SHARDED_COPIES / num_shards)
+    if least > device:
+        raise InputError(
+            f"train.parameters={config.train.parameters}: {trained / 1e9:.3g} billion parameters "
+            f"in full take {least / 1e9:.3g} GB of a device, which has {device / 1e9:.3g} GB"
+        )
+
+
+def _requests(
+    config: Config,
+    pipeline: Pipeline,
+    targets: Targets,
+    shapes: Mapping[str, Any],
+    device: float,
+) -> list[_Request]:
+    """Lists the fields whose value multiplies the size of an array.
+
+    Args:
+        config: The configuration of the run.
+        pipeline: The shape of its latents is read.
+        targets: The adapted parameters are read.
+        shapes: The shapes of the parameters by path.
+        device: The bytes of memory of one device.
     """
     rollout = config.rollout
-    shown = config.eval
-    trained = largest_training_size(config)
-    evaluated = evaluation_size(config)
+    evaluation = config.eval
+    host = hosts.memory()
+    trained_size = largest_training_size(config)
+    evaluated_size = evaluation_size(config)
+    larger_size = max(trained_size, evaluated_size, key=math.prod)
+    adapter_values_per_rank = 0
+    for path in targets.adapted:
+        *stack, n_in, n_out = shapes[path].shape
+        adapter_values_per_rank += math.prod(stack) * (n_in + n_out)
 
-    def latent(size):
+    def latent_bytes(size: Size) -> int:
         return FLOAT * math.prod(pipeline.latent_shape(*size))
 
-    def picture(size):
+    def image_bytes(size: Size) -> int:
         return 3 * FLOAT * math.prod(size)
 
-    shapes = flatten(pipeline.transformer.abstract_params("float32"))
-    of_rank = sum(
-        math.prod(shape[:-2]) * (shape[-2] + shape[-1])
-        for shape in (shapes[path].shape for path in targets.adapted)
-    )
-    chunk = min(rollout.per_device_batch_size, config.train.num_prompts * rollout.candidates)
-    device = device_memory()
-    host = hosts.memory()
-    larger = max(trained, evaluated, key=math.prod)
-    for field, value, each, size, memory, whose in (
-        (
-            "rollout.candidates",
-            rollout.candidates,
-            config.train.num_prompts * latent(trained),
-            trained,
-            host,
-            "this host",
+    return [
+        _Request(
+            field="rollout.candidates",
+            value=rollout.candidates,
+            unit=config.train.num_prompts * latent_bytes(trained_size),
+            size=trained_size,
+            memory=host,
+            owner="this host",
         ),
-        (
-            "eval.num_images_per_prompt",
-            shown.num_images_per_prompt,
-            shown.num_prompts * latent(evaluated),
-            evaluated,
-            host,
-            "this host",
+        _Request(
+            field="eval.num_images_per_prompt",
+            value=evaluation.num_images_per_prompt,
+            unit=evaluation.num_prompts * latent_bytes(evaluated_size),
+            size=evaluated_size,
+            memory=host,
+            owner="this host",
         ),
-        (
-            "eval.num_grid_images",
-            shown.num_grid_images,
-            picture(evaluated),
-            evaluated,
-            host,
-            "this host",
+        _Request(
+            field="eval.num_grid_images",
+            value=evaluation.num_grid_images,
+            unit=image_bytes(evaluated_size),
+            size=evaluated_size,
+            memory=host,
+            owner="this host",
         ),
-        ("lora.rank", config.lora.rank, FLOAT * COPIES * of_rank, None, device, "a device"),
-        ("rollout.per_device_batch_size", chunk, picture(larger), larger, device, "a device"),
-    ):
-        if value * each > memory:
-            pixels = "" if size is None else f" of {size[0]} x {size[1]} pixels"
-            takes = (
-                f"takes {value * each / 1e9:.3g} GB{pixels}, and {whose} has {memory / 1e9:.3g} GB"
-            )
-            raise InputError(f"{field}={value}: {takes}; at most {int(memory // each)} fit")
-    trained = sum(math.prod(shapes[path].shape) for path in targets.whole)
-    least = FLOAT * trained * (WHOLE + DIVIDED / (config.mesh.fsdp * config.mesh.tensor))
-    if least > device:
-        takes = (
-            f"{trained / 1e9:.3g} billion parameters in full take {least / 1e9:.3g} GB of a device"
-        )
-        raise InputError(
-            f"train.parameters={config.train.parameters}: {takes}, which has {device / 1e9:.3g} GB"
-        )
+        _Request(
+            field="lora.rank",
+            value=config.lora.rank,
+            unit=FLOAT * ADAPTER_COPIES * adapter_values_per_rank,
+            size=None,
+            memory=device,
+            owner="a device",
+        ),
+        _Request(
+            field="rollout.per_device_batch_size",
+            value=min(rollout.per_device_batch_size, config.train.num_prompts * rollout.candidates),
+            unit=image_bytes(larger_size),
+            size=larger_size,
+            memory=device,
+            owner="a device",
+        ),
+    ]
 
 
 def device_memory() -> int:

@@ -222,7 +222,7 @@ def _accumulate(
     Returns:
         The gradient, and the metrics summed over all micro-batches.
     """
-    whole = {path: own for path, own in adapters.items() if not isinstance(own, dict)}
+    whole = {path: value for path, value in adapters.items() if not isinstance(value, dict)}
     groups = sharding.row_groups(mesh)
 
     def split(x):
@@ -243,22 +243,21 @@ def _accumulate(
 
     def one(sums: tuple[Sum, Sum], inputs):
         gradients, metrics = on_groups(*map(sharding.split_rows, inputs))
-        dealt = {path: _dealt(gradients.pop(path)) for path in whole}
+        shares = {path: _divide_over_groups(gradients.pop(path)) for path in whole}
         return (
             sharding.split_rows(add(sums[0], gradients)),
-            add_each(sums[1], dealt, groups),
+            add_each(sums[1], shares, groups),
         ), metrics
 
-    nothing = jax.tree.map(lambda x: jnp.zeros((groups, *x.shape), x.dtype), adapters)
-    dealt = {path: _dealt(nothing.pop(path))[0] for path in whole}
-    start = sharding.split_rows(zero(nothing)), zero(dealt)
+    zeros = jax.tree.map(lambda x: jnp.zeros((groups, *x.shape), x.dtype), adapters)
+    zero_shares = {path: _divide_over_groups(zeros.pop(path))[0] for path in whole}
+    start = (sharding.split_rows(zero(zeros)), zero(zero_shares))
     (sums, shares), metrics = jax.lax.scan(one, start, (split(terms), split(jnp.ones(len(terms)))))
     # Each device joins the sums of all groups for its share of the numbers, and then receives the
     # other shares.
-    joined = (
-        join(Sum(*(jax.tree.map(_dealt, part) for part in (sums.rounded, sums.lost)))).value
-        | shares.value
-    )
+    rounded = jax.tree.map(_divide_over_groups, sums.rounded)
+    lost = jax.tree.map(_divide_over_groups, sums.lost)
+    joined = join(Sum(rounded, lost)).value | shares.value
     gradient = jax.tree.map(
         lambda x, like: sharding.replicate(x)[: like.size].reshape(like.shape), joined, adapters
     )
@@ -268,7 +267,7 @@ def _accumulate(
     return gradient | placed, {name: x.sum() for name, x in metrics.items()}
 
 
-def _dealt(x: Float[Array, " groups *shape"]) -> Float[Array, " groups padded_size"]:
+def _divide_over_groups(x: Float[Array, " groups *shape"]) -> Float[Array, " groups padded_size"]:
     """Redistributes `x` from one row per group to columns divided over all groups."""
     rows = x.reshape(len(x), -1)
     # The constraint on rows keeps the partitioner from splitting other axes of `x`.

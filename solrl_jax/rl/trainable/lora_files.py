@@ -95,16 +95,16 @@ def export_diffusers(
             nothing.
     """
     check_target(path, "diffusers")
-    lora = _of_lora(adapters)
+    lora = _lora_adapters(adapters)
     if fold:
         lora = {p: {"a": ab["a"], "b": settings.scale * ab["b"]} for p, ab in lora.items()}
         settings = LoraSettings(settings.rank, float(settings.rank))
     modules = _to_modules(lora, settings, table)
     prefix = lora_settings.DIFFUSERS
     config = lora_settings.peft_config(modules, settings, table)
-    said = json.dumps({f"{prefix}{k}": v for k, v in config.items()}, indent=2, sort_keys=True)
+    header = json.dumps({f"{prefix}{k}": v for k, v in config.items()}, indent=2, sort_keys=True)
     with files.atomic(path) as partial:
-        _save(partial, path, modules, prefix, dtype, {lora_settings.METADATA: said})
+        _save(partial, path, modules, prefix, dtype, {lora_settings.METADATA: header})
 
 
 def export_peft(
@@ -131,7 +131,7 @@ def export_peft(
     """
     folder = folder.absolute()
     check_target(folder, "peft")
-    lora = _of_lora(adapters)
+    lora = _lora_adapters(adapters)
     modules = _to_modules(lora, settings, table)
     config = lora_settings.peft_config(modules, settings, table) | {"inference_mode": True}
     with files.atomic_directory(folder) as filled:
@@ -319,7 +319,7 @@ def _slots(table: Table) -> dict[str, _Slot]:
     return slots
 
 
-def _of_lora(adapters: Trainable) -> dict[str, Adapter]:
+def _lora_adapters(adapters: Trainable) -> dict[str, Adapter]:
     """The LoRA adapters. Raises InputError if some parameters are trained in full."""
     whole = [path for path, trained in adapters.items() if not isinstance(trained, dict)]
     if whole:
@@ -327,7 +327,7 @@ def _of_lora(adapters: Trainable) -> dict[str, Adapter]:
             f"a LoRA cannot hold parameters that are trained in full; {len(whole)} are, first "
             f"{whole[0]}"
         )
-    return {path: own for path, own in adapters.items() if isinstance(own, dict)}
+    return {path: value for path, value in adapters.items() if isinstance(value, dict)}
 
 
 def _to_modules(
@@ -420,15 +420,15 @@ def _find_file(path: Path) -> Path:
     InputError.
     """
     if path.is_dir():
-        found = sorted(path.glob("*.safetensors"))
-        named = [f for f in found if f.name in (PEFT_FILE, DIFFUSERS_FILE)]
-        if len(named or found) != 1:
-            there = ", ".join(f.name for f in path.iterdir()) or "nothing"
+        candidates = sorted(path.glob("*.safetensors"))
+        named = [f for f in candidates if f.name in (PEFT_FILE, DIFFUSERS_FILE)]
+        if len(named or candidates) != 1:
+            contents = ", ".join(f.name for f in path.iterdir()) or "nothing"
             raise InputError(
                 f"{path}: expected one of {PEFT_FILE}, {DIFFUSERS_FILE}, or one .safetensors file; "
-                f"found {there}"
+                f"found {contents}"
             )
-        return (named or found)[0]
+        return (named or candidates)[0]
     if not path.is_file():
         raise InputError(f"{path}: no such file or directory")
     return path
@@ -502,7 +502,7 @@ def _check_shapes(
         if "alpha" in layer.keys and math.prod(shapes[layer.keys["alpha"]]) != 1:
             problems.append(f"{layer.keys['alpha']} is not a scalar")
     if problems:
-        shown = "; ".join(problems[:MAX_LISTED])
+        first = "; ".join(problems[:MAX_LISTED])
         more = f" and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
-        raise InputError(f"{file}: {len(problems)} tensor(s) do not fit the network: {shown}{more}")
+        raise InputError(f"{file}: {len(problems)} tensor(s) do not fit the network: {first}{more}")
     return ranks

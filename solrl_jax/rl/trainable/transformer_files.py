@@ -81,22 +81,21 @@ def export_transformer(
     folder = folder.absolute()
     table = backbone.parameter_table()
     check_directory(folder)
-    adapters = {path: own for path, own in trained.items() if isinstance(own, dict)}
+    adapters = {path: value for path, value in trained.items() if isinstance(value, dict)}
     params = flatten(backbone.transformer) | {
-        path: own for path, own in trained.items() if path not in adapters
+        path: value for path, value in trained.items() if path not in adapters
     }
     where = {name: (e, i) for e in table for i, name in enumerate(e.names)}
 
-    def tensor(name: str) -> np.ndarray:
+    def read(name: str) -> np.ndarray:
         e, layer = where[name]
         array = params[e.key]
         with np.errstate(over="ignore"):  # values too large for `dtype` are reported below
-            made = to_torch_order(
-                np.asarray(array[layer] if e.stacked else array), e.layout
-            ).astype(dtype, order="C")
-        if not np.isfinite(made).all():
+            array = np.asarray(array[layer] if e.stacked else array)
+            tensor = to_torch_order(array, e.layout).astype(dtype, order="C")
+        if not np.isfinite(tensor).all():
             raise InputError(f"{folder}: {name} is not finite in {jnp.dtype(dtype)}")
-        return made
+        return tensor
 
     sizes = {
         name: int(np.prod(e.shape)) * jnp.dtype(dtype).itemsize for name, (e, _) in where.items()
@@ -108,9 +107,7 @@ def export_transformer(
         )
         for file, names in shards.items():
             with files.atomic(filled / file) as partial:
-                save_file(
-                    {name: tensor(name) for name in names}, partial, metadata={"format": "pt"}
-                )
+                save_file({name: read(name) for name in names}, partial, metadata={"format": "pt"})
         if len(shards) > 1:
             weight_map = {name: file for file, names in shards.items() for name in names}
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
