@@ -64,6 +64,7 @@ MAKE: dict[str, Callable[[jax.Array], Leaf]] = {
     "probe": lambda w: Probe(w, _basis(w)),
     "another kind": lambda w: Flipped(w.swapaxes(-1, -2)),
 }
-# error of a product with gaussian activations, of the product's size: that of the activations in the format; else none
+# error of a product with gaussian activations, of the product's size: that of the activations in
+# the format; else none
 BOUND = {"nvfp4": 0.11, "corrected": 0.11, "fp8": 0.03}
 EXACT = 1e-6

@@ -1,6 +1,8 @@
-"""Every format: its laws, its bytes, its product, the device that runs it, and the call that CUDA gets for it.
+"""Every format: its laws, its bytes, its product, the device that runs it, and the call that CUDA
+gets for it.
 
-NVFP4's own codes and scales: `test_nvfp4.py`. The contract that formats share with other leaves: `test_leaves.py`.
+NVFP4's own codes and scales: `test_nvfp4.py`. The contract that formats share with other leaves:
+`test_leaves.py`.
 """
 
 import re
@@ -76,7 +78,8 @@ GRIDS = {
 # --- laws ---
 
 
-# the full range of float32; its ends and the numbers around the smallest usable scales are drawn often
+# the full range of float32; its ends and the numbers around the smallest usable scales are drawn
+# often
 EDGES = [
     0.0,
     -0.0,
@@ -118,7 +121,8 @@ def test_signs_and_powers_of_two_go_through_and_a_second_time_changes_nothing(na
     twice = quantize(name)(back)
     chex.assert_trees_all_equal(twice.codes, once.codes)
 
-    # equal to the bit, except for the last bit of a float32 scale: amax / 448 times 448 is not always amax
+    # equal to the bit, except for the last bit of a float32 scale: amax / 448 times 448 is not
+    # always amax
     def same(scales):
         return np.asarray(scales).astype(np.float64)
 
@@ -247,7 +251,8 @@ def test_a_value_takes_the_bits_that_the_format_says(name, bits, more):
     for shape, matrices in (((64, 128), 1), ((3, 64, 128), 3)):
         q = quantize(name)(normal(*shape))
         assert q.nbytes == np.prod(shape) * bits / 8 + more * matrices
-        # bytes in the memory of the device (here the CPU): float4 arrays of XLA would take twice as much
+        # bytes in the memory of the device (here the CPU): float4 arrays of XLA would take twice as
+        # much
         assert sum(array.on_device_size_in_bytes() for array in jax.tree.leaves(q)) == q.nbytes
     assert FORMATS[name].bits_per_weight == bits
 
@@ -290,7 +295,9 @@ def test_the_product_is_that_of_the_dequantised_operands(name):
 
 
 def test_stacked_leaves_on_eight_devices_compute_what_they_do_on_one():
-    """They are merged and quantised on the devices that hold the base, then gathered one layer at a time in the scan."""
+    """They are merged and quantised on the devices that hold the base, then gathered one layer at a
+    time in the scan.
+    """
     graphdef, state = nnx.split(stack(3, lambda r: Linear(64, 64, rngs=r), nnx.Rngs(0)))
     base = {"blocks": nnx.to_pure_dict(state)}
     x = normal(16, 64)
@@ -331,7 +338,9 @@ def test_stacked_leaves_on_eight_devices_compute_what_they_do_on_one():
 
 @pytest.fixture(scope="module")
 def network():
-    """A small SANA without arrays: the pipeline, the shapes of its parameters, the paths that are quantised, its inputs."""
+    """A small SANA without arrays: the pipeline, the shapes of its parameters, the paths that are
+    quantised, its inputs.
+    """
     pipeline = open_model("embedded:tiny-sana")
 
     def shape(*s, dtype=jnp.bfloat16):
@@ -351,7 +360,10 @@ def network():
 
 @pytest.fixture(scope="module")
 def lowered(network):
-    """The forward pass of the network as StableHLO, by format and platform. Its four blocks are one scanned body."""
+    """The forward pass of the network as StableHLO, by format and platform.
+
+    Its four blocks are one scanned body.
+    """
     pipeline, params, paths, inputs = network
 
     @cache
@@ -385,7 +397,9 @@ def test_block_scaled_products_lower_to_xlas_custom_call_on_cuda(network, lowere
 
 
 def test_fp8_products_lower_to_dots_of_fp8_operands(network, lowered):
-    """XLA's GEMM rewriter turns a dot of two E4M3 operands into cuBLAS's FP8 GEMM (`MatchFp8Param`, gemm_rewriter.cc)."""
+    """XLA's GEMM rewriter turns a dot of two E4M3 operands into cuBLAS's FP8 GEMM (`MatchFp8Param`,
+    gemm_rewriter.cc).
+    """
     text = lowered("fp8")
     operands = [
         re.findall(r"tensor<(?:\d+x)*(\w+)>", line.rsplit(" : ", 1)[1])

@@ -1,4 +1,6 @@
-"""`LazyActivation`: the kernel and its reference are one function, bit for bit; and what a quantised product reads is materialize_heads once."""
+"""`LazyActivation`: the kernel and its reference are one function, bit for bit; and what a
+quantised product reads is materialize_heads once.
+"""
 
 import warnings
 from functools import cache, partial
@@ -158,7 +160,9 @@ def test_the_kernel_is_its_twin_bit_for_bit(encoder, form, n, dtype):
 
 
 def test_a_kernel_for_cuda_is_lowered_without_a_warning():
-    """JAX warns when it lowers a kernel, from 0.11 on; the second warning stands for it in older versions."""
+    """JAX warns when it lowers a kernel, from 0.11 on; the second warning stands for it in older
+    versions.
+    """
     x = jnp.asarray(normal(B, S, 64), jnp.bfloat16)
 
     def encode(x):

@@ -65,7 +65,10 @@ def test_the_product_has_the_dtype_and_the_leading_axes_of_x(kind, dtype, of_wei
 @every_kind
 @pytest.mark.parametrize("size", [0.0, 1e30, 1e-40, 1e-30])
 def test_zero_huge_and_subnormal_numbers_give_no_nan(kind, size):
-    """1e-40 is a subnormal float32. One row, or one column of the weight, is of that size; then all of them."""
+    """1e-40 is a subnormal float32.
+
+    One row, or one column of the weight, is of that size; then all of them.
+    """
     for shape, rows in ((slice(0, 1), slice(1, None)), (slice(None), slice(0, 0))):
         x = np.array(X)
         w = np.array(W)
@@ -162,7 +165,9 @@ def test_a_stack_of_layers_is_each_layer(kind):
 
 @every_kind
 def test_a_program_may_hold_it_as_an_argument_or_as_a_constant(kind):
-    """Packed codes that XLA unpacked while it compiled came out as other codes: the product was off by more than itself."""
+    """Packed codes that XLA unpacked while it compiled came out as other codes: the product was off
+    by more than itself.
+    """
     leaf = MAKE[kind](W)
 
     def both(x, leaf):

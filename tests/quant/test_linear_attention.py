@@ -171,7 +171,10 @@ def test_mixed_sums_are_their_twin_and_so_are_the_gradients(case, on_gpu):
 
 @pytest.mark.parametrize("hard", HARD.values(), ids=HARD)
 def test_mixed_sums_are_their_twin_where_numbers_are_hard(hard, on_gpu):
-    """To a unit of BF16, in which both round features and results. Next to the largest number, one may overflow alone."""
+    """To a unit of BF16, in which both round features and results.
+
+    Next to the largest number, one may overflow alone.
+    """
     attend, plain, (m, *arrays) = mixed(MIXED["small"])
     q, k, v = (hard(i, x.astype(jnp.float32)).astype(jnp.bfloat16) for i, x in enumerate(arrays))
     ours = np.asarray(jit(attend)(m, q, k, v), np.float32)
@@ -213,7 +216,10 @@ def test_queries_that_see_nothing_give_zeros(on_gpu):
 
 @pytest.mark.parametrize("blocks", [None, Blocks((1, 5), (1, 5), 1e-6, 1e-6)], ids=["one", "five"])
 def test_rows_are_divided_over_devices_and_so_are_those_that_vmap_maps(blocks, on_gpu):
-    """As in the update, where groups of rows are mapped. No device is sent the rows of another. m is whole on each."""
+    """As in the update, where groups of rows are mapped.
+
+    No device is sent the rows of another. m is whole on each.
+    """
     arrays = [one[0] for one in operands(4, 5, 2, 16)]
     m = jnp.asarray(np.random.default_rng(1).uniform(size=(5, 5)))
 

@@ -1,4 +1,7 @@
-"""The product with arrays, and with an array and a low-rank correction: values and gradients. Every leaf: `test_leaves.py`."""
+"""The product with arrays, and with an array and a low-rank correction: values and gradients.
+
+Every leaf: `test_leaves.py`.
+"""
 
 import jax
 import jax.numpy as jnp

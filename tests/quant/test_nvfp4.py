@@ -1,4 +1,7 @@
-"""The NVFP4 format: bits equal to torchao's, and the differences. Laws of every format: `test_formats.py`."""
+"""The NVFP4 format: bits equal to torchao's, and the differences.
+
+Laws of every format: `test_formats.py`.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +51,9 @@ def torchao(x, scale):
 
 
 def by_the_rule(x, scale):
-    """The rule written out in NumPy, without torchao's floor and without XLA's flush of subnormal numbers."""
+    """The rule written out in NumPy, without torchao's floor and without XLA's flush of subnormal
+    numbers.
+    """
     blocks = x.reshape(len(x), -1, BLOCK)
     with np.errstate(over="ignore"):
         scales = np.minimum(np.abs(blocks).max(-1) / np.float32(6) / scale, np.float32(448)).astype(
@@ -82,7 +87,9 @@ def zero_blocks():
 
 
 def half_way_values():
-    """Every tie between neighbouring codes, both signs, at scales that are powers of two (so that the ties are exact)."""
+    """Every tie between neighbouring codes, both signs, at scales that are powers of two (so that
+    the ties are exact).
+    """
     row = np.concatenate([[6.0], HALF_WAY, [-6.0], -HALF_WAY]).astype(np.float32)
     return np.concatenate([row * np.float32(2.0) ** k for k in range(-5, 9)])[None]
 
@@ -165,7 +172,10 @@ def test_zeros_have_a_zero_scale_where_torchao_has_its_floor():
 
 
 def test_exact_ties_under_other_scales_may_fall_either_way_when_compiled():
-    """XLA turns (1 / t) / s into 1 / (t s), one rounding less. Only the codes of exact ties may change by that."""
+    """XLA turns (1 / t) / s into 1 / (t s), one rounding less.
+
+    Only the codes of exact ties may change by that.
+    """
     scale = np.float32(1.1)
     row = np.concatenate([[6.0], HALF_WAY, [-6.0], -HALF_WAY]).astype(np.float32)
     x = (
@@ -192,7 +202,9 @@ def test_exact_ties_under_other_scales_may_fall_either_way_when_compiled():
 
 @pytest.mark.parametrize("rule", RULES)
 def test_small_blocks_keep_their_resolution_where_torchao_lifts_their_scale(rule):
-    """torchao lifts block scales below 2^-6, the smallest normal E4M3 number, to 2^-6; ours go on to 2^-9 and then to zero."""
+    """torchao lifts block scales below 2^-6, the smallest normal E4M3 number, to 2^-6; ours go on
+    to 2^-9 and then to zero.
+    """
     shape = np.array([6, 4, 3, 2, 1.5, 1, 0.5, -0.5, -6, -4, -3, -2, -1.5, -1, 0, -0.0], np.float32)
     factors = [
         448,
@@ -228,7 +240,8 @@ def test_small_blocks_keep_their_resolution_where_torchao_lifts_their_scale(rule
     exact = shape.tolist()
     assert [block(codes, i) for i in range(6)] == 6 * [exact]  # lossless down to 2^-9
     assert [block(their_codes, i) for i in range(2)] == 2 * [exact]
-    # at 2^-8 the lifted scale leaves a quarter of the range: 1.5, 1, 0.75 -> 1, 0.5, 0.375 -> 0.5, 0.25 -> 0, ...
+    # at 2^-8 the lifted scale leaves a quarter of the range: 1.5, 1, 0.75 -> 1, 0.5, 0.375 -> 0.5,
+    # 0.25 -> 0, ...
     assert block(their_codes, 3) == [
         1.5,
         1,
@@ -251,7 +264,10 @@ def test_small_blocks_keep_their_resolution_where_torchao_lifts_their_scale(rule
 
 
 def test_float32_subnormals_and_too_small_scales_give_zero_where_torchao_resolves_them():
-    """XLA on CPU reads subnormal float32 as zero. So a scale is used only if its product with any block scale is normal."""
+    """XLA on CPU reads subnormal float32 as zero.
+
+    So a scale is used only if its product with any block scale is normal.
+    """
     shape = np.array([6, 4, 3, 2, 1.5, 1, 0.5, 0] * 2, np.float32)
     x = (shape.astype(np.float64) * 2.0**-127).astype(np.float32)[
         None
@@ -266,7 +282,8 @@ def test_float32_subnormals_and_too_small_scales_give_zero_where_torchao_resolve
     assert not codes.any()
     assert not scales.any()
 
-    # under the smallest usable scale, in a block of the smallest scale, a subnormal value of 0.375 would round to 0.5
+    # under the smallest usable scale, in a block of the smallest scale, a subnormal value of 0.375
+    # would round to 0.5
     scale = np.nextafter(np.float32(SMALLEST_SCALE), np.float32(1))
     x = (np.array([6, 4, 0.375, -0.375] * 4) * 2.0**-9 * scale).astype(np.float32)[None]
     assert 0 < x[0, 2] < np.finfo(np.float32).tiny
@@ -291,7 +308,9 @@ def test_pack_is_the_inverse_of_unpack_with_the_even_index_in_the_low_nibble():
 
 
 def representable(k=6, blocks=3, n_out=5, seed=0):
-    """Matrices [16 blocks, n_out] of numbers that NVFP4 has: scales 448 in one block, smaller (and subnormal) in others."""
+    """Matrices [16 blocks, n_out] of numbers that NVFP4 has: scales 448 in one block, smaller (and
+    subnormal) in others.
+    """
     rng = np.random.default_rng(seed)
     codes = rng.choice(GRID, (n_out, blocks, BLOCK)) * rng.choice([-1, 1], (n_out, blocks, BLOCK))
     codes[:, :, 3] = (

@@ -1,4 +1,6 @@
-"""Products divided over the axis `tensor`: equal to the bit, forwards and backwards, and really divided."""
+"""Products divided over the axis `tensor`: equal to the bit, forwards and backwards, and really
+divided.
+"""
 
 import re
 
@@ -46,8 +48,11 @@ def on_mesh(tensor, params, x, f):
     ("rows", "width", "columns"), first_is_quick([(8, 16, 16), (64, 128, 64), (128, 128, 32)])
 )
 def test_parts_of_a_product_are_parts_of_the_product(rows, width, columns, dtype):
-    """With AMX, XLA chooses kernels by shape. With the options of `sharding.jit` it does so only for single rows and sums of
-    some hundred terms."""
+    """With AMX, XLA chooses kernels by shape.
+
+    With the options of `sharding.jit` it does so only for single rows and sums of some hundred
+    terms.
+    """
     rng = np.random.default_rng(rows)
     x, w = (
         jnp.asarray(rng.normal(size=shape), dtype) for shape in ((rows, width), (width, columns))

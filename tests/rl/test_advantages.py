@@ -1,4 +1,6 @@
-"""Advantages against plain loops in NumPy: both kinds of spread, all modes, rewards that are not finite, the clip."""
+"""Advantages against plain loops in NumPy: both kinds of spread, all modes, rewards that are not
+finite, the clip.
+"""
 
 import math
 

@@ -1,4 +1,6 @@
-"""The principal directions that a correction keeps: those of the inputs that linears really have, the same in every run."""
+"""The principal directions that a correction keeps: those of the inputs that linears really have,
+the same in every run.
+"""
 
 import dataclasses
 from functools import partial
@@ -48,7 +50,9 @@ def bases_of(explorer):
 
 
 def shared(a, b):
-    """How much of the directions `a` [layers, n, r] lies in those of `b`: 1 for the same, or for some of them."""
+    """How much of the directions `a` [layers, n, r] lies in those of `b`: 1 for the same, or for
+    some of them.
+    """
     common = np.einsum("lir,lis->lrs", np.float32(a), np.float32(b))
     return np.mean(np.sum(common**2, axis=(-1, -2))) / min(a.shape[-1], b.shape[-1])
 
@@ -107,7 +111,9 @@ def test_a_run_that_goes_on_finds_those_that_it_began_with(experiment, bases):
 
 
 def test_directions_do_not_depend_on_how_rows_are_grouped(experiment, bases):
-    """`optimizer.per_device_batch_size` need not divide the sixteen samples; sums of other groups differ in their last bits."""
+    """`optimizer.per_device_batch_size` need not divide the sixteen samples; sums of other groups
+    differ in their last bits.
+    """
     calibration = dataclasses.replace(
         experiment.explorer.calibration, micro_batch=3
     )  # one at a time, here two
@@ -117,7 +123,9 @@ def test_directions_do_not_depend_on_how_rows_are_grouped(experiment, bases):
 
 @pytest.mark.exhaustive
 def test_they_hold_more_of_what_the_network_sees_than_others_do(experiment, bases):
-    """Velocities at noised samples of other prompts than those measured: the error of four bits falls by a fifth or more."""
+    """Velocities at noised samples of other prompts than those measured: the error of four bits
+    falls by a fifth or more.
+    """
     backbone = experiment.backbone
     adapters = fresh_state(experiment).old
     calibration = experiment.explorer.calibration
@@ -197,7 +205,9 @@ def test_the_policy_that_explores_is_corrected_and_the_one_that_trains_is_not(ex
 
 @pytest.mark.exhaustive
 def test_more_turns_would_find_little_more(experiment, bases, monkeypatch):
-    """The directions found share nine tenths and more with those that twice the turns find, and one turn's share less."""
+    """The directions found share nine tenths and more with those that twice the turns find, and one
+    turn's share less.
+    """
     monkeypatch.setattr(correction, "PASSES", 2 * PASSES)
     further = bases_of(dataclasses.replace(experiment.explorer))
     monkeypatch.setattr(correction, "PASSES", 1)

@@ -1,4 +1,6 @@
-"""What goes past a quantised product: exact where nothing is quantised, and worth having where inputs have few directions."""
+"""What goes past a quantised product: exact where nothing is quantised, and worth having where
+inputs have few directions.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +41,9 @@ def relative(got, want):
 
 @pytest.mark.parametrize("basis", first_is_quick([BASIS, BASIS.astype(jnp.bfloat16)]))
 def test_without_a_format_the_two_products_are_the_whole_one(basis):
-    """As `W - U U^T W` has nothing along U, if U is orthonormal; rounded to BF16, off by what it is from that."""
+    """As `W - U U^T W` has nothing along U, if U is orthonormal; rounded to BF16, off by what it is
+    from that.
+    """
     w = correct(lambda w: w, W, basis)
     assert (
         relative(w.basis.astype(jnp.float32) @ w.basis_weight.astype(jnp.float32) + w.remainder, W)
@@ -88,7 +92,9 @@ def test_its_bytes_are_those_of_its_arrays():
 
 
 def test_the_gradient_of_a_probe_is_its_inputs_second_moment_times_its_basis():
-    """Through a scan over layers and a nonlinearity, whatever is differentiated; and a probe multiplies as its weight does."""
+    """Through a scan over layers and a nonlinearity, whatever is differentiated; and a probe
+    multiplies as its weight does.
+    """
     layers = jnp.stack([normal(N_IN, N_IN, seed=s) / N_IN**0.5 for s in (5, 6, 7)])
     bases = jnp.stack([normal(N_IN, RANK, seed=s) for s in (8, 9, 10)])
 

@@ -68,7 +68,9 @@ def test_an_objective_of_your_own_trains(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.exhaustive
 def test_a_reward_of_your_own_trains(tmp_path):
-    """In a process of its own, from another directory: the reward is imported by name in worker processes."""
+    """In a process of its own, from another directory: the reward is imported by name in worker
+    processes.
+    """
     here = [f"{EXAMPLES['own_reward'].parent}", str(ROOT), *sys.path]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(here)}
     command = [sys.executable, str(EXAMPLES["own_reward"]), *TWO]

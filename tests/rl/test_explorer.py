@@ -1,4 +1,6 @@
-"""The format that exploration runs in: taken by name or from the device, kept with the run, and close to BF16 by its figure."""
+"""The format that exploration runs in: taken by name or from the device, kept with the run, and
+close to BF16 by its figure.
+"""
 
 import dataclasses
 import json
@@ -64,7 +66,10 @@ def test_auto_is_what_the_devices_run_natively(experiment, device, name):
 
 
 def test_levels_go_from_what_is_configured_to_the_policy_that_regenerates(experiment):
-    """Two steps of three; then three, in finer formats. The last level is the regeneration itself."""
+    """Two steps of three; then three, in finer formats.
+
+    The last level is the regeneration itself.
+    """
     there = explored(experiment, B200)
     adapters = fresh_state(experiment).old
     levels = there.explorer.settings
@@ -118,7 +123,9 @@ def test_a_policy_in_each_format_predicts_what_the_exact_one_does_nearly(experim
 
 
 def test_exploration_merges_adapters_and_keeps_the_rest_exact(experiment):
-    """Leaves in the format are the quantised merged weights; every other adapted linear keeps base and adapter apart."""
+    """Leaves in the format are the quantised merged weights; every other adapted linear keeps base
+    and adapter apart.
+    """
     adapters = jax.tree.map(lambda x: x + 0.05, fresh_state(experiment).adapters)
     params = flatten(experiment.explorer.policy(adapters, "nvfp4"))
     base = flatten(experiment.backbone.transformer)
@@ -135,7 +142,9 @@ def test_exploration_merges_adapters_and_keeps_the_rest_exact(experiment):
 
 @pytest.mark.exhaustive
 def test_the_first_steps_are_exact_where_the_others_are_quantised(experiment):
-    """The more of them, the nearer are latents to the exact policy's; what both policies have is held once."""
+    """The more of them, the nearer are latents to the exact policy's; what both policies have is
+    held once.
+    """
     steps = (
         "rollout.num_steps=4",
         "rollout.explore.num_steps=4",
@@ -180,7 +189,9 @@ def test_the_first_steps_are_exact_where_the_others_are_quantised(experiment):
 
 
 def directory(folder, precision, explored_in=None):
-    """A run directory that holds what a run on a device where `precision` was `explored_in` leaves there."""
+    """A run directory that holds what a run on a device where `precision` was `explored_in` leaves
+    there.
+    """
     folder.mkdir()
     (folder / "config.yaml").write_text(
         to_yaml(small_config(folder, f"rollout.explore.precision={precision}"))

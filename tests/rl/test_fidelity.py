@@ -1,4 +1,6 @@
-"""Rank correlations within prompts and overlaps at the ends, against SciPy and cases worked out by hand."""
+"""Rank correlations within prompts and overlaps at the ends, against SciPy and cases worked out by
+hand.
+"""
 
 import inspect
 
@@ -157,7 +159,8 @@ def test_chance_overlap_is_the_share_that_is_kept():
 def test_regret_by_hand():
     true = np.array([[10.0, 9.0, 8.0, 7.0, 6.0, 0.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]])
     proxy = np.array([[5.0, 1.0, 9.0, 8.0, 7.0, 0.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]])
-    # first prompt: the proxy's best two are 2 and 3, whose true rewards are 8 and 7 instead of 10 and 9; the range is 10
+    # first prompt: the proxy's best two are 2 and 3, whose true rewards are 8 and 7 instead of 10
+    # and 9; the range is 10
     assert regret(proxy, true, 2, 2).tolist() == pytest.approx([0.2, 0])
     assert regret(proxy, true, 1, 2).tolist() == pytest.approx([0.2, 0])
     assert regret(proxy, true, 2, 4).tolist() == pytest.approx(
@@ -201,7 +204,8 @@ def test_regret_of_rewards_that_are_not_finite():
 def test_mean_true_rank_by_hand():
     true = np.array([[10.0, 9.0, 8.0, 7.0, 6.0, 5.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]])
     proxy = np.array([[5.0, 1.0, 9.0, 8.0, 7.0, 0.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]])
-    # first prompt: the proxy's best two are 2 and 3, truly third and fourth; its worst two are 5 and 1, truly last and second
+    # first prompt: the proxy's best two are 2 and 3, truly third and fourth; its worst two are 5
+    # and 1, truly last and second
     assert mean_true_rank(proxy, true, 2).tolist() == [3.5, 1.5]
     assert mean_true_rank(proxy, true, 2, best=False).tolist() == [4.0, 5.5]
     assert mean_true_rank(proxy, true, 3).tolist() == [4.0, 2.0]

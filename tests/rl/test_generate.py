@@ -1,4 +1,6 @@
-"""SeedBatch to samples: a row does not depend on its chunk, its batch mates or the mesh, and follows its own prompt and seed."""
+"""SeedBatch to samples: a row does not depend on its chunk, its batch mates or the mesh, and
+follows its own prompt and seed.
+"""
 
 import dataclasses
 
@@ -211,7 +213,9 @@ def test_rewards_on_latents_and_on_pictures_add_up(backbone):
 
 
 def test_the_next_chunk_is_dispatched_before_the_last_one_is_waited_for(backbone, monkeypatch):
-    """So a device never waits for the host: it has the next chunk's steps while scores of the one before are fetched."""
+    """So a device never waits for the host: it has the next chunk's steps while scores of the one
+    before are fetched.
+    """
     order = []
     for module, name in (
         (rollouts, "sample_chunk"),
@@ -331,7 +335,9 @@ def test_noise_is_split_over_the_devices_and_is_that_of_the_seeds(backbones, mes
     ("mesh", "chunk"), [("one", 4), ("one", 5), *((name, 5) for name in [*MESHES][1:])]
 )
 def test_states_are_recorded_if_the_stage_asks(backbones, mesh, chunk):
-    """Row by row, whatever the chunk and the mesh; the last leads to the sample by a step without noise."""
+    """Row by row, whatever the chunk and the mesh; the last leads to the sample by a step without
+    noise.
+    """
     backbone = backbones[mesh]
     rows = SeedBatch.from_seeds(toy_seeds(PROMPTS, EACH))
     stage = toy_stage(

@@ -1,4 +1,6 @@
-"""What the update computes again: never a change of the gradient, and `auto` is what fits into a device's memory."""
+"""What the update computes again: never a change of the gradient, and `auto` is what fits into a
+device's memory.
+"""
 
 from functools import cache, partial
 

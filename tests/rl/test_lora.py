@@ -1,4 +1,6 @@
-"""Trainable beside a frozen base: which leaves they are on, what they start as, and how they are attached."""
+"""Trainable beside a frozen base: which leaves they are on, what they start as, and how they are
+attached.
+"""
 
 import re
 
@@ -18,7 +20,9 @@ OUT = "out/0/kernel"
 
 
 def whole(*shape, seed, low=-8, high=9):
-    """Small whole numbers: sums of their products are exact in float32, and they are exact in bfloat16."""
+    """Small whole numbers: sums of their products are exact in float32, and they are exact in
+    bfloat16.
+    """
     return np.random.default_rng(seed).integers(low, high, shape).astype(np.float32)
 
 

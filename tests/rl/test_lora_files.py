@@ -1,4 +1,7 @@
-"""LoRA files against those who read and write them: diffusers' pipelines and PEFT. Networks are compared in float32."""
+"""LoRA files against those who read and write them: diffusers' pipelines and PEFT.
+
+Networks are compared in float32.
+"""
 
 import copy
 import dataclasses
@@ -274,7 +277,9 @@ def test_peft_computes_with_our_directory_what_we_compute(
 
 
 def fill(model, seed=3):
-    """Random numbers in both factors of every adapter of a torch model, as strong as in `randomise`."""
+    """Random numbers in both factors of every adapter of a torch model, as strong as in
+    `randomise`.
+    """
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
         if hasattr(module, "lora_A") and len(module.lora_A):
@@ -341,7 +346,8 @@ def test_a_round_trip_is_exact(export, settings, table, adapters, tmp_path):
     assert told == settings
     export(paths[1], got, told, table)
     same(import_lora(paths[1], table)[0], adapters)
-    # the second file says what the first does (but for the order of its header, which safetensors does not fix)
+    # the second file says what the first does (but for the order of its header, which safetensors
+    # does not fix)
     one, two = (path / "adapter_model.safetensors" if path.is_dir() else path for path in paths)
     assert header(one) == header(two)
     if export is export_peft:
@@ -369,7 +375,9 @@ def test_layers_that_a_file_has_not_are_zeros_and_are_left_out_again(table, adap
 
 
 def start_of(backbone, file, **changes):
-    """What `lora.path` of that file does: (the adapters read, the first state, the state without a file)."""
+    """What `lora.path` of that file does: (the adapters read, the first state, the state without a
+    file).
+    """
     targets = Targets((*PATHS, "transformer_blocks/attn1/to_k/kernel"))
     lora = Lora(
         **{"rank": 4, "alpha": 10.0, "target_modules": ("unused",), "path": str(file)} | changes
@@ -450,7 +458,8 @@ def test_a_file_that_is_not_the_runs_is_refused_with_both_values(
     assert read_start(Lora(rank=1, alpha=1.0, target_modules=("a",), path=None), [], table) == {}
 
 
-# --- FLUX, SD3, Z-Image: other names, layers that differ within a list, and a last linear that is named like each block's
+# --- FLUX, SD3, Z-Image: other names, layers that differ within a list, and a last linear that is
+# named like each block's
 
 FLUX = {
     "in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2,
@@ -585,7 +594,9 @@ COUNTS = {
 
 @pytest.mark.parametrize("kind", first_is_quick(TARGETS))
 def test_other_pipelines_read_our_file_as_the_merged_weights(kind, tmp_path):
-    """Merged by us and given to PyTorch through the table of released names, which is tested for itself."""
+    """Merged by us and given to PyTorch through the table of released names, which is tested for
+    itself.
+    """
     net = other(kind)
     table = parameter_table(net.state)
     base = run(net.torch, net.inputs)
@@ -629,7 +640,8 @@ def test_other_pipelines_read_our_file_as_the_merged_weights(kind, tmp_path):
     assert settings == SETTINGS
     net.pipeline.unload_lora_weights()
 
-    # keys MODULE.alpha: FLUX's pipeline reads them, though not beside the header's alpha, and so do we; others refuse them
+    # keys MODULE.alpha: FLUX's pipeline reads them, though not beside the header's alpha, and so do
+    # we; others refuse them
     tensors = load_file(file)
     metadata = header(file)
     tensors |= {

@@ -1,4 +1,7 @@
-"""An iteration of a SANA with MHLA: explored in four bits, regenerated, trained. What it adds learns and stays in bounds."""
+"""An iteration of a SANA with MHLA: explored in four bits, regenerated, trained.
+
+What it adds learns and stays in bounds.
+"""
 
 import jax
 import numpy as np
@@ -13,7 +16,9 @@ from tests.small import small_config
 
 @pytest.mark.exhaustive
 def test_an_iteration_trains_what_it_adds_within_its_bounds():
-    """At a rate of 0.2, Adam's first step takes every entry of m far enough for some to meet a bound."""
+    """At a rate of 0.2, Adam's first step takes every entry of m far enough for some to meet a
+    bound.
+    """
     experiment = build(
         small_config(
             "unused",

@@ -75,14 +75,19 @@ def test_what_is_not_finite_says_nothing(value):
 
 
 def test_a_history_of_other_levels_is_taken_as_it_is():
-    """A run that went on with a floor, after a start without one; and one whose ladder has become shorter."""
+    """A run that went on with a floor, after a start without one; and one whose ladder has become
+    shorter.
+    """
     assert next_setting([(0, 0.1)] * 21, 0.8, 3) == 1
     assert next_setting([(2, 0.9)] * 3, 0.8, 1) == 1
 
 
 @pytest.mark.exhaustive
 def test_a_run_explores_better_below_the_floor(tmp_path, capsys):
-    """The floor is out of reach: two steps do not rank eight kept ones without a fault. The run is stopped in between."""
+    """The floor is out of reach: two steps do not rank eight kept ones without a fault.
+
+    The run is stopped in between.
+    """
     settings = (
         "rollout.explore.min_rank_correlation=1.0",
         "rollout.candidates=24",

@@ -1,4 +1,6 @@
-"""The policy loss and its gradient against PyTorch, written from the formula of the paper with no thought to form."""
+"""The policy loss and its gradient against PyTorch, written from the formula of the paper with no
+thought to form.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,9 @@ import torch
 from solrl_jax.rl.objective import TrainingTarget, Velocities
 from solrl_jax.rl.objectives.nft import nft_loss
 
-TOLERANCE = 3e-6  # largest difference over largest value; float32, whose products and sums round apart, against float64
+# Largest difference over largest value; float32, whose products and sums round apart, against
+# float64.
+TOLERANCE = 3e-6
 ROWS = 5
 SHAPE = (4, 4, 3)
 CLIP = 5.0
@@ -21,7 +25,9 @@ CASES = {
 
 
 def inputs(seed=0):
-    """Predictions, noisy and clean latents, sigma, q; the last row's error lies below the floor of the denominator."""
+    """Predictions, noisy and clean latents, sigma, q; the last row's error lies below the floor of
+    the denominator.
+    """
     rng = np.random.default_rng(seed)
     v, v_old, v_ref, noise, x0 = rng.standard_normal((5, ROWS, *SHAPE))
     sigma = np.array([1.0, 0.7, 0.3, 0.05, 2.0**-20])

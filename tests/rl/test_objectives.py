@@ -1,4 +1,6 @@
-"""Every objective against NumPy in float64, written from its paper: losses, log-probabilities, and gradients by differences."""
+"""Every objective against NumPy in float64, written from its paper: losses, log-probabilities, and
+gradients by differences.
+"""
 
 import dataclasses
 
@@ -80,7 +82,9 @@ def awm(v, r, p):
 
 
 def dpo(v, r, p):
-    """Of the better row, with the worse one, which does not move, in `r["other"]`; or the other way round."""
+    """Of the better row, with the worse one, which does not move, in `r["other"]`; or the other way
+    round.
+    """
 
     def error(v, r):
         return np.mean((v - (r["noise"] - r["x0"])) ** 2)
@@ -106,7 +110,9 @@ POLICIES = {
 
 
 def inputs(seed=0, apart=0.3):
-    """SeedBatch whose ratios lie on both sides of the clip; small sigmas and deviations; advantages at both ends and at 0."""
+    """SeedBatch whose ratios lie on both sides of the clip; small sigmas and deviations; advantages
+    at both ends and at 0.
+    """
     rng = np.random.default_rng(seed)
     v, v_old, v_ref, x0, noise = rng.standard_normal((5, ROWS, *SHAPE))
     v_old = v + apart * v_old
@@ -204,7 +210,9 @@ def test_loss_and_gradient_equal_the_formula(name, seed):
     "name", [name for name, kind in OBJECTIVES.items() if kind == "transitions"]
 )
 def test_a_planted_mistake_is_seen(name):
-    """A sum for a mean, a clip that is none, a KL by another variance: each is many tolerances away."""
+    """A sum for a mean, a clip that is none, a KL by another variance: each is many tolerances
+    away.
+    """
     data, exact = inputs()
     algorithm = policy_of(name, **POLICIES[name])
     loss, metrics, _ = ours(name, data, algorithm)
@@ -257,7 +265,9 @@ def test_at_the_old_policy_the_ratio_is_one_and_good_steps_become_more_probable(
 
 
 def test_awm_is_finite_where_the_policy_fits_much_better_than_the_old_one():
-    """The error of the trained velocity is 1e-10 of the old one's, below the rounding of their difference."""
+    """The error of the trained velocity is 1e-10 of the old one's, below the rounding of their
+    difference.
+    """
     rows, width = 200, 1024
     rng = np.random.default_rng(0)
     x0, noise, apart = rng.standard_normal((3, rows, width)).astype(np.float32)

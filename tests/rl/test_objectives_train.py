@@ -1,4 +1,6 @@
-"""Every objective through whole iterations, under the families that can supply it; and what each is given."""
+"""Every objective through whole iterations, under the families that can supply it; and what each is
+given.
+"""
 
 import dataclasses
 
@@ -40,7 +42,8 @@ def settings(objective, family):
             *EXPLORED[family], *SHORT.get(objective, ()))  # fmt: skip
 
 
-# every objective, family and kind of data once; a combination takes seconds to compile, so the others are for the whole suite
+# every objective, family and kind of data once; a combination takes seconds to compile, so the
+# others are for the whole suite
 QUICK = {
     ("awm", "naive_quant"),
     ("dance_grpo", "naive_scaling"),
@@ -143,7 +146,9 @@ def test_without_regeneration_the_kept_trajectories_are_those_explored(spied):
 
 
 def test_a_seed_is_the_same_path_explored_and_regenerated(spied):
-    """Explored in the training precision with all steps, a candidate is what it will be regenerated to, noise and all."""
+    """Explored in the training precision with all steps, a candidate is what it will be regenerated
+    to, noise and all.
+    """
     _, pools = spied
     toy = toy_experiment(
         *settings("flow_grpo", "sol_rl"),

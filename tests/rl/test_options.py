@@ -1,4 +1,6 @@
-"""Each option of exploration changes one thing, and goes with its file: nothing else knows it by name."""
+"""Each option of exploration changes one thing, and goes with its file: nothing else knows it by
+name.
+"""
 
 import dataclasses
 import re
@@ -314,7 +316,9 @@ def test_without_any_option_an_iteration_is_the_papers(paper, without):
 
 
 def test_nothing_else_knows_an_option_by_name():
-    """Neither the loop nor the iteration, the experiment, the rollout or the ranking; and nobody imports a option's file."""
+    """Neither the loop nor the iteration, the experiment, the rollout or the ranking; and nobody
+    imports a option's file.
+    """
     name = re.compile(
         r"\b(exact_steps|correction|preview|fitted_table|Corrected|Probe)\b|sigmas =="
     )

@@ -1,4 +1,6 @@
-"""One training iteration of FLUX.1 and 2, Stable Diffusion 3 and Z-Image in miniature, by the recipes of `configs/model`."""
+"""One training iteration of FLUX.1 and 2, Stable Diffusion 3 and Z-Image in miniature, by the
+recipes of `configs/model`.
+"""
 
 from pathlib import Path
 
@@ -66,7 +68,9 @@ def paths(block: str, names: list[str]) -> set[str]:
 
 BLOCKS = "transformer_blocks"
 SINGLE = "single_transformer_blocks"
-RECIPES = {  # what is in NVFP4 while exploring, and what has an adapter; SD3's last block leaves the text where it is
+# What is in NVFP4 while exploring, and what has an adapter; SD3's last block leaves the text where
+# it is.
+RECIPES = {
     "flux1": (
         paths(BLOCKS, FLUX_BLOCK) | paths(SINGLE, FLUX_SINGLE) | {"proj_out/kernel"},
         paths(BLOCKS, JOINT[:4]) | paths(SINGLE, JOINT[:3]),
@@ -149,7 +153,9 @@ OTHERS = [
 
 @pytest.fixture(scope="module", params=["flux1", *OTHERS])
 def trained(request, tmp_path_factory):
-    """Name, experiment, the trees that explored, and after each of two iterations: (state, metrics, ledger, traces)."""
+    """Name, experiment, the trees that explored, and after each of two iterations: (state, metrics,
+    ledger, traces).
+    """
     name = request.param
     folder = tmp_path_factory.mktemp(request.param)
     SAVE[name](folder)
@@ -238,7 +244,8 @@ def test_the_second_iteration_compiles_nothing(trained):
 def test_parameters_split_over_devices_train_the_same(trained):
     """data=2 fsdp=4 against one device, one iteration in BF16 and NVFP4.
 
-    The gradient is compared, not the step: where an element of it is next to nothing, Adam makes as much of its rounding.
+    The gradient is compared, not the step: where an element of it is next to nothing, Adam makes as
+    much of its rounding.
     """
     name, experiment, _, ((state, _, ledger, _), _) = trained
     split = build(name, experiment.backbone.pipeline.folder, "mesh.data=2", "mesh.fsdp=4")

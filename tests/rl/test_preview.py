@@ -49,7 +49,9 @@ def test_a_preview_visits_the_first_half_of_the_full_schedule_and_then_takes_lon
 @pytest.mark.parametrize("name", SOLVERS)
 @pytest.mark.parametrize("grid", GRIDS)
 def test_a_fitted_preview_ends_nearer_to_the_full_schedule_than_its_solver_does(grid, name):
-    """From noise that it was not fitted on; a nonlinear velocity, not the same for all values of a latent."""
+    """From noise that it was not fitted on; a nonlinear velocity, not the same for all values of a
+    latent.
+    """
     full = make_sigmas(grid[0], 10, grid[1], 1024)
     table = solver_table(name, full)
     sigmas = first_sigmas(full, 6)
@@ -82,7 +84,10 @@ def test_a_fitted_preview_ends_nearer_to_the_full_schedule_than_its_solver_does(
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 6, 8])
 @pytest.mark.parametrize("name", ["euler", "dpm2"])
 def test_a_fitted_preview_is_exact_where_data_predictions_lie_on_parabolas(name, steps):
-    """p + q sigma + r sigma^2, other ones for every value: what three predictions tell. One tells p, two p and q."""
+    """p + q sigma + r sigma^2, other ones for every value: what three predictions tell.
+
+    One tells p, two p and q.
+    """
     full = make_sigmas("sd3", 10, 3.0, 1024)
     table = solver_table(name, full)
     sigmas = first_sigmas(full, steps)
@@ -120,7 +125,9 @@ def test_a_preview_of_all_steps_is_the_full_schedule(name):
 
 @pytest.mark.exhaustive
 def test_a_preview_is_fitted_to_what_the_base_does_and_the_same_in_every_run(experiment):
-    """On prompts and seeds that it was not fitted on, it ends nearer to all ten steps than the solver on its sigmas does."""
+    """On prompts and seeds that it was not fitted on, it ends nearer to all ten steps than the
+    solver on its sigmas does.
+    """
     explorer = experiment.explorer
     full = experiment.schedule(10)
     backbone = experiment.backbone

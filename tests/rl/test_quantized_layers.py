@@ -1,4 +1,6 @@
-"""Which linears are quantised: the peers' sets at the released sizes, from shapes alone, and what the report tells of them."""
+"""Which linears are quantised: the peers' sets at the released sizes, from shapes alone, and what
+the report tells of them.
+"""
 
 import dataclasses
 import json
@@ -273,7 +275,9 @@ def test_the_command_lists_them_without_loading_weights(monkeypatch):
 
 
 def test_a_correction_counts_no_more_directions_than_a_linear_has_inputs():
-    """The last projection of tiny-flux has 128 inputs and 32 outputs; it is quantised whatever the rank."""
+    """The last projection of tiny-flux has 128 inputs and 32 outputs; it is quantised whatever the
+    rank.
+    """
     params = open_model("embedded:tiny-flux").transformer.abstract_params(jnp.bfloat16)
     of = params, resolve("tiny", ["model=tiny-flux"]).model.quantization, FORMATS["nvfp4"]
     plain = {row.path: row for row in report(*of)}
@@ -289,7 +293,9 @@ def test_a_correction_counts_no_more_directions_than_a_linear_has_inputs():
 
 @pytest.mark.exhaustive
 def test_the_report_measures_what_each_layer_loses(tmp_path):
-    """Against the same sum by NumPy, for blocks of weights with ever heavier tails; a coarser format loses more."""
+    """Against the same sum by NumPy, for blocks of weights with ever heavier tails; a coarser
+    format loses more.
+    """
     shutil.copytree(EMBEDDED_FOLDER / "tiny-sana", tmp_path / "model")
     path = tmp_path / "model" / "transformer" / "diffusion_pytorch_model.safetensors"
     weights = load_file(path)

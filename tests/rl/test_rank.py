@@ -1,4 +1,6 @@
-"""Rankings: pools of the same candidates in several ways, the figures of a setting by hand, and the lists of a sweep."""
+"""Rankings: pools of the same candidates in several ways, the figures of a setting by hand, and the
+lists of a sweep.
+"""
 
 import dataclasses
 
@@ -95,7 +97,8 @@ def test_a_perfect_proxy_has_the_perfect_ranks():
     )
 
 
-# Two places of four stay empty, and count as the pool's worst: (8+7+6+5)/4 - (8+7+1+1)/4 of 7, (9+7+6+5)/4 - (9+7+1+1)/4 of 8.
+# Two places of four stay empty, and count as the pool's worst: (8+7+6+5)/4 - (8+7+1+1)/4 of 7,
+# (9+7+6+5)/4 - (9+7+1+1)/4 of 8.
 TOP_FOUR_OF_TWO = ((26 - 17) / 4 / 7 + (27 - 18) / 4 / 8) / 2
 
 
@@ -131,7 +134,8 @@ def test_rewards_that_are_not_finite_are_left_out():
     true[1] = NAN
     got = figures(proxy, true)
     first, second = got["per_prompt"]
-    # the proxy's two best are the second, which has no true reward, and the third; true ranks are of seven
+    # the proxy's two best are the second, which has no true reward, and the third; true ranks are
+    # of seven
     assert (first["true_rank_best"], first["true_rank_worst"]) == (2.0, 6.5)
     assert first["spearman"] == pytest.approx(1)
     assert all(np.isnan(value) for name, value in second.items() if name != "prompt")

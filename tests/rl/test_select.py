@@ -1,4 +1,6 @@
-"""Which candidates are kept: the right ends, stable, blind to order, never one without a reward; and the paper's bound."""
+"""Which candidates are kept: the right ends, stable, blind to order, never one without a reward;
+and the paper's bound.
+"""
 
 import math
 

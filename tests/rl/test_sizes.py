@@ -1,4 +1,6 @@
-"""Pictures of several sizes: which an iteration has, that each compiles once, and that nothing else depends on it."""
+"""Pictures of several sizes: which an iteration has, that each compiles once, and that nothing else
+depends on it.
+"""
 
 import dataclasses
 from collections import Counter
@@ -75,7 +77,9 @@ def test_each_size_is_traced_once(toy):
 
 
 def test_an_iteration_is_that_of_a_run_of_its_size_alone(toy):
-    """Bit for bit: the noise of a candidate depends on its address and the size, and on no other size of the run."""
+    """Bit for bit: the noise of a candidate depends on its address and the size, and on no other
+    size of the run.
+    """
     iteration = next(i for i in range(1, 4) if toy.for_iteration(i).size == (16, 48))
     alone = another(toy, "rollout.size=[16,48]")
     (state, outcome), (other, expected) = (

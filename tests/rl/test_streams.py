@@ -105,7 +105,9 @@ def test_adapters_start_from_their_own_stream(toy):
 
 
 def test_no_two_uses_have_a_seed_in_common(toy):
-    """For the same run, prompts and candidates; iterations count from 1, and what is of no iteration has 0."""
+    """For the same run, prompts and candidates; iterations count from 1, and what is of no
+    iteration has 0.
+    """
     prompts = toy.test_prompts
     uses = {}
     for stream in ("candidate", "evaluation", "ranking", "calibration seeds"):

@@ -1,4 +1,6 @@
-"""Sync: adapters merged into the base in float32, quantised a layer at a time; everything else stays as it is."""
+"""Sync: adapters merged into the base in float32, quantised a layer at a time; everything else
+stays as it is.
+"""
 
 from functools import partial
 
@@ -72,7 +74,9 @@ def shifted(w, by):
 
 
 def test_each_layer_gets_its_own_of_the_arrays_beside():
-    """[layers, ...] for a stack; none for a path that has none is a mistake of the quantiser's author."""
+    """[layers, ...] for a stack; none for a path that has none is a mistake of the quantiser's
+    author.
+    """
     params = base()
     ab = adapters()
     by = {Q: jnp.asarray([3.0, -5.0])[:, None, None], OUT: jnp.asarray(2.0)}
@@ -115,7 +119,9 @@ def test_a_program_is_compiled_for_one_quantiser_and_not_for_the_arrays_beside_i
 
 
 def test_merging_needs_room_for_a_layer_and_not_for_the_stack():
-    """Of a base in float32: XLA's CPU backend alone turns a whole stack of BF16 into float32 before it loops over it."""
+    """Of a base in float32: XLA's CPU backend alone turns a whole stack of BF16 into float32 before
+    it loops over it.
+    """
     layers = 24
     n = 256
     stack = {"blocks": {"kernel": jax.ShapeDtypeStruct((layers, n, n), jnp.float32)}}

@@ -1,4 +1,6 @@
-"""What an objective is given by the update: recorded steps of an SDE, and pairs; against plain loops."""
+"""What an objective is given by the update: recorded steps of an SDE, and pairs; against plain
+loops.
+"""
 
 import dataclasses
 from functools import partial
@@ -150,7 +152,9 @@ def test_of_a_window_its_steps_alone_are_trained_at():
 
 @pytest.mark.parametrize("name", ["flow_grpo", "awm"])
 def test_on_policy_the_ratio_is_exactly_one(name):
-    """In the trained network's own precision, although it is evaluated once with and once without a gradient."""
+    """In the trained network's own precision, although it is evaluated once with and once without a
+    gradient.
+    """
     backbone = toy_backbone(dtype="bfloat16")
     config = config_of(name)
     state = state_of(backbone, config)

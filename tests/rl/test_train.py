@@ -145,7 +145,9 @@ def test_a_level_is_explored_at_and_told(toy):
 
 
 def test_low_precision_never_enters_the_loss(toy, monkeypatch):
-    """Proxies decide who is kept and nothing else: with the same kept seeds, other proxies give the same adapters."""
+    """Proxies decide who is kept and nothing else: with the same kept seeds, other proxies give the
+    same adapters.
+    """
     original = Explorer.policy
     seen = []
 
@@ -273,7 +275,9 @@ def test_a_reward_that_is_not_finite_is_counted_and_never_trained_on():
 
 
 def test_a_prompt_with_too_few_rewards_is_left_out_and_the_others_are_trained_on(monkeypatch):
-    """The first prompt has no reward; its padding has weight 0 and the update is that of the second prompt's samples."""
+    """The first prompt has no reward; its padding has weight 0 and the update is that of the second
+    prompt's samples.
+    """
     toy = toy_experiment()
     batches = []
     make = iterations.policy_batch
@@ -339,7 +343,9 @@ def test_seeds_in_the_ledger_are_those_that_were_drawn(experiment, first):
 
 
 def test_an_iteration_is_a_function_of_its_arguments(toy):
-    """Other chunks and micro-batches, which divide nothing, change rounding alone; another seed or iteration changes all."""
+    """Other chunks and micro-batches, which divide nothing, change rounding alone; another seed or
+    iteration changes all.
+    """
     want, told = iterate(toy, fresh_state(toy), 1)
     uneven = toy_experiment("rollout.per_device_batch_size=3", "optimizer.per_device_batch_size=5")
     assert uneven.sampler("regenerate", want.old, 3).chunk == 3
@@ -357,7 +363,10 @@ def test_an_iteration_is_a_function_of_its_arguments(toy):
 
 
 def gradient_distance(a, b):
-    """How far apart the first moments of two states are, of the size of the second. Adam makes much of tiny gradients."""
+    """How far apart the first moments of two states are, of the size of the second.
+
+    Adam makes much of tiny gradients.
+    """
 
     def norm(arrays):
         return np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for x in arrays))

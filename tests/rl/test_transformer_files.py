@@ -1,4 +1,6 @@
-"""A transformer with parameters trained in full as diffusers' directory: names, shards, dtypes, what is refused."""
+"""A transformer with parameters trained in full as diffusers' directory: names, shards, dtypes,
+what is refused.
+"""
 
 import json
 import re

@@ -1,4 +1,6 @@
-"""The update against plain loops: terms, their mean, the optimiser, the copies that follow; and how terms are grouped."""
+"""The update against plain loops: terms, their mean, the optimiser, the copies that follow; and how
+terms are grouped.
+"""
 
 import dataclasses
 from functools import cache, partial
@@ -132,7 +134,9 @@ one_device = cache(toy_backbone)
 
 
 def by_hand(weight=EVERY_ROW):
-    """docs/method.md, section 4, a term after another on one device: the mean loss and its gradient, in float32."""
+    """docs/method.md, section 4, a term after another on one device: the mean loss and its
+    gradient, in float32.
+    """
     backbone = one_device()
     state = state_of(backbone)
     batch = batch_of(backbone)
@@ -259,7 +263,9 @@ BAD = {"nan": np.nan, "inf": np.inf, "huge": 3e38}
 @pytest.mark.parametrize("micro", first_is_quick([1, 4, 100]))
 @pytest.mark.parametrize("bad", first_is_quick(BAD))
 def test_a_row_of_weight_0_changes_nothing_whatever_it_holds(backbones, bad, micro):
-    """At each position: the same bits as with zeros in its place, and the update by hand on the other rows."""
+    """At each position: the same bits as with zeros in its place, and the update by hand on the
+    other rows.
+    """
     backbone = backbones["one"]
     config = with_optimizer(per_device_batch_size=micro)
     whole = batch_of(backbone)
@@ -307,7 +313,10 @@ def test_if_every_row_has_weight_0_the_policy_stays(backbones):
 def test_a_micro_batch_whose_loss_is_not_finite_contributes_nothing_and_is_counted(
     backbones, micro
 ):
-    """The bad row has weight 1. Terms go through the rows again and again, so each slot of it spoils one micro-batch."""
+    """The bad row has weight 1.
+
+    Terms go through the rows again and again, so each slot of it spoils one micro-batch.
+    """
     backbone = backbones["one"]
     position = 2
     latents = np.array(batch_of(backbone).latents)

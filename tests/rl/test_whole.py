@@ -1,4 +1,6 @@
-"""Parameters that are trained in full: which they are, where they go, and an update against PyTorch in float64."""
+"""Parameters that are trained in full: which they are, where they go, and an update against PyTorch
+in float64.
+"""
 
 import dataclasses
 import re
@@ -167,7 +169,9 @@ def test_exploration_quantises_the_arrays_that_are_trained_and_reads_them_elsewh
 
 
 def torch_update(backbone, trained, old, batch, targets):
-    """One step in PyTorch, float64: DiffusionNFT's loss by its formula, autograd, the clip, AdamW. -> trained, loss, norm"""
+    """One step in PyTorch, float64: DiffusionNFT's loss by its formula, autograd, the clip, AdamW.
+    -> trained, loss, norm
+    """
     import torch
 
     def t(x):
