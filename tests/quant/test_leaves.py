@@ -1,4 +1,4 @@
-"""The contract of every kind of leaf: its product, its matrix, its placement, stacks, jit and scan."""
+"""The contract of every kind of leaf: matmul, matrix, placement, stacks, jit and scan."""
 
 import chex
 import jax

@@ -195,11 +195,12 @@ def test_equal_weights_are_one_block(on_gpu):
     inputs = [LazyActivation.from_array(x) for x in arrays]
     blocks = Blocks((4, 4), (32, 32))
     one, many = (
-        jit(f)() for f in (
+        jit(f)()
+        for f in (
             lambda: module.linear_attention(*inputs, 2),
             lambda: module.linear_attention(*inputs, 2, blocks, jnp.ones((16, 16))),
         )
-    )  # fmt: skip
+    )
     np.testing.assert_allclose(
         np.asarray(many, np.float32), np.asarray(one, np.float32), rtol=2**-7, atol=1e-6
     )

@@ -85,7 +85,7 @@ def test_a_linear_has_no_more_directions_than_inputs(rank):
 
 
 def test_directions_are_those_of_the_sigmas_that_are_explored(experiment, bases, monkeypatch):
-    """Measured at other sigmas, the directions are others: they hold less of what these sigmas see."""
+    """Measured at other sigmas, the directions differ: they hold less energy of these inputs."""
     calibration = experiment.explorer.calibration
     paths = experiment.explorer.quantized
     grid = experiment.explorer.schedule(6)

@@ -256,15 +256,20 @@ def test_the_record_says_what_runs_and_how(experiment, precision, tmp_path, monk
     name = {"auto": "fp8"}.get(precision, precision)
     means = FORMATS[name].describe(H200)
     assert facts["exploration"] == {
-        "precision": precision, "format": name, "native": name == "fp8", "options": ["ExactSteps"], "means": means,
-    }  # fmt: skip
+        "precision": precision,
+        "format": name,
+        "native": name == "fp8",
+        "options": ["ExactSteps"],
+        "means": means,
+    }
     assert any(line.endswith(f"exploration in {means}, with ExactSteps") for line in said)
     assert facts["quantized"] == list(there.explorer.quantized)
     assert facts["linears"]["quantized"] == 16
     assert facts["linears"]["quantized_bytes_after"] == sum(
-        leaf.nbytes for leaf in flatten(there.explorer.policy(fresh_state(there).old, name)).values()
+        leaf.nbytes
+        for leaf in flatten(there.explorer.policy(fresh_state(there).old, name)).values()
         if isinstance(leaf, LEAVES[name])
-    )  # fmt: skip
+    )
     said.clear()
     record.describe(explored(experiment, H200), tmp_path, 0, TerminalProgress())
     assert json.loads((tmp_path / "run.json").read_text())["exploration"]["options"] == []

@@ -38,8 +38,14 @@ SHORT = {
 
 
 def settings(objective, family):
-    return (f"objective={objective}", f"family={family}", "rollout.candidates=8", "algorithm.timestep_fraction=0.67",
-            *EXPLORED[family], *SHORT.get(objective, ()))  # fmt: skip
+    return (
+        f"objective={objective}",
+        f"family={family}",
+        "rollout.candidates=8",
+        "algorithm.timestep_fraction=0.67",
+        *EXPLORED[family],
+        *SHORT.get(objective, ()),
+    )
 
 
 # every objective, family and kind of data once; a combination takes seconds to compile, so the

@@ -86,8 +86,11 @@ def test_the_papers_recipe_has_one_leg_on_the_schedules_own_sigmas_in_the_format
     flat = flatten(segment.policy)
     assert {path for path in flat if type(flat[path]) is NVFP4Tensor} == set(KERNELS)
     assert (stage.name, stage.decoder, stage.shape, stage.chunk) == (
-        "explore", regenerating.decoder, regenerating.shape, regenerating.chunk,
-    )  # fmt: skip
+        "explore",
+        regenerating.decoder,
+        regenerating.shape,
+        regenerating.chunk,
+    )
     (exact,) = regenerating.segments
     assert all(type(flatten(exact.policy)[path]) is LowRank for path in KERNELS)
     assert same(exact.schedule, paper.schedule(6))

@@ -54,8 +54,11 @@ JOINT = [
     )
 ]
 FLUX_BLOCK = [
-    *JOINT, "norm1/linear", "norm1_context/linear", *(f"{ff}/net/{x}" for ff in ("ff", "ff_context") for x in ("0/proj", "2"))
-]  # fmt: skip
+    *JOINT,
+    "norm1/linear",
+    "norm1_context/linear",
+    *(f"{ff}/net/{x}" for ff in ("ff", "ff_context") for x in ("0/proj", "2")),
+]
 ZIMAGE_STACKS = ("layers", "noise_refiner", "context_refiner")
 ZIMAGE_ATTENTION = [f"attention/{x}" for x in ("to_q", "to_k", "to_v", "to_out/0")]
 FLUX2_FF = [f"{ff}/linear_{way}" for ff in ("ff", "ff_context") for way in ("in", "out")]
@@ -76,18 +79,24 @@ RECIPES = {
         paths(BLOCKS, JOINT[:4]) | paths(SINGLE, JOINT[:3]),
     ),
     "sd3": (
-        paths(f"{BLOCKS}/0-1", ["ff/net/0/proj", "ff/net/2"]) | paths(f"{BLOCKS}/2-2", ["ff/net/0/proj", "ff/net/2"]),
+        paths(f"{BLOCKS}/0-1", ["ff/net/0/proj", "ff/net/2"])
+        | paths(f"{BLOCKS}/2-2", ["ff/net/0/proj", "ff/net/2"]),
         paths(f"{BLOCKS}/0-1", JOINT) | paths(f"{BLOCKS}/2-2", JOINT[:-1]),
     ),
     "zimage": (
-        set().union(*(paths(s, [*ZIMAGE_ATTENTION, *(f"feed_forward/w{i}" for i in (1, 2, 3))]) for s in ZIMAGE_STACKS)),
+        set().union(
+            *(
+                paths(s, [*ZIMAGE_ATTENTION, *(f"feed_forward/w{i}" for i in (1, 2, 3))])
+                for s in ZIMAGE_STACKS
+            )
+        ),
         set().union(*(paths(s, ZIMAGE_ATTENTION) for s in ZIMAGE_STACKS)),
     ),
     "flux2-klein-4b": (
         paths(BLOCKS, JOINT + FLUX2_FF) | paths(SINGLE, ["attn/to_qkv_mlp_proj", "attn/to_out"]),
         paths(BLOCKS, JOINT[:4]) | paths(SINGLE, ["attn/to_qkv_mlp_proj"]),
     ),
-}  # fmt: skip
+}
 SIGMAS = {  # of three steps
     "flux1": flux(3, TOKENS),
     "sd3": sd3(3, 3.0),

@@ -1,4 +1,4 @@
-"""Previews: which sigmas they visit, and steps that are fitted to where the full schedule arrives."""
+"""The preview option: which sigmas it visits, and the fitted steps."""
 
 import dataclasses
 

@@ -34,27 +34,59 @@ NETWORKS = {  # the released ones, and small ones of the same kind
     "sana": (
         SanaTransformer2DModel,
         SanaConfig,
-        {"num_layers": 20, "num_attention_heads": 70, "num_cross_attention_heads": 20, "cross_attention_head_dim": 112,
-         "cross_attention_dim": 2240},
-        {"num_layers": 2, "num_attention_heads": 4, "num_cross_attention_heads": 2, "cross_attention_head_dim": 64,
-         "cross_attention_dim": 128},
+        {
+            "num_layers": 20,
+            "num_attention_heads": 70,
+            "num_cross_attention_heads": 20,
+            "cross_attention_head_dim": 112,
+            "cross_attention_dim": 2240,
+        },
+        {
+            "num_layers": 2,
+            "num_attention_heads": 4,
+            "num_cross_attention_heads": 2,
+            "cross_attention_head_dim": 64,
+            "cross_attention_dim": 128,
+        },
     ),
     "sd3": (
         SD3Transformer2DModel,
         SD3Config,
-        {"num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432, "qk_norm": "rms_norm",
-         "pos_embed_max_size": 192, "dual_attention_layers": ()},
-        {"num_layers": 3, "num_attention_heads": 2, "caption_projection_dim": 128, "qk_norm": "rms_norm",
-         "pos_embed_max_size": 9, "dual_attention_layers": ()},
+        {
+            "num_layers": 38,
+            "num_attention_heads": 38,
+            "caption_projection_dim": 2432,
+            "qk_norm": "rms_norm",
+            "pos_embed_max_size": 192,
+            "dual_attention_layers": (),
+        },
+        {
+            "num_layers": 3,
+            "num_attention_heads": 2,
+            "caption_projection_dim": 128,
+            "qk_norm": "rms_norm",
+            "pos_embed_max_size": 9,
+            "dual_attention_layers": (),
+        },
     ),
     "flux1": (
         FluxTransformer2DModel,
         FluxConfig,
         {"guidance_embeds": True},
-        {"guidance_embeds": True, "num_layers": 2, "num_single_layers": 2, "num_attention_heads": 1},
+        {
+            "guidance_embeds": True,
+            "num_layers": 2,
+            "num_single_layers": 2,
+            "num_attention_heads": 1,
+        },
     ),
-    "zimage": (ZImageTransformer2DModel, ZImageConfig, {}, {"dim": 256, "n_heads": 2, "n_kv_heads": 2, "n_layers": 2}),
-}  # fmt: skip
+    "zimage": (
+        ZImageTransformer2DModel,
+        ZImageConfig,
+        {},
+        {"dim": 256, "n_heads": 2, "n_kv_heads": 2, "n_layers": 2},
+    ),
+}
 
 
 def shapes(name, small=False):
@@ -71,7 +103,7 @@ def rules(name):
 
 
 def modules(paths):
-    """Paths without what they all end in and, for SD3, without which layers of the list they hold."""
+    """Paths without their common ending and, for SD3, without the range of layers."""
     return {re.sub(r"/\d+-\d+/", "/", path.removesuffix("/kernel")) for path in paths}
 
 
@@ -92,22 +124,39 @@ ZIMAGE = {f"attention/{x}" for x in ("to_q", "to_k", "to_v", "to_out/0")} | {
     f"feed_forward/w{i}" for i in (1, 2, 3)
 }
 PEERS = {  # the modules that are quantised, and how many linears they are in the peers' layout
-    "sana": ({f"transformer_blocks/{x}" for x in ("attn2/to_k", "attn2/to_v", "ff/conv_inverted", "ff/conv_point")}, 60),
+    "sana": (
+        {
+            f"transformer_blocks/{x}"
+            for x in ("attn2/to_k", "attn2/to_v", "ff/conv_inverted", "ff/conv_point")
+        },
+        60,
+    ),
     "sd3": ({f"transformer_blocks/ff/net/{x}" for x in ("0/proj", "2")}, 76),
     "flux1": (
         {f"transformer_blocks/{x}" for x in ATTENTION | {"norm1/linear", "norm1_context/linear"}}
-        | {f"transformer_blocks/{ff}/net/{x}" for ff in ("ff", "ff_context") for x in ("0/proj", "2")}
-        | {f"single_transformer_blocks/{x}" for x in ("attn/to_q", "attn/to_k", "attn/to_v", "norm/linear")}
+        | {
+            f"transformer_blocks/{ff}/net/{x}"
+            for ff in ("ff", "ff_context")
+            for x in ("0/proj", "2")
+        }
+        | {
+            f"single_transformer_blocks/{x}"
+            for x in ("attn/to_q", "attn/to_k", "attn/to_v", "norm/linear")
+        }
         | {f"single_transformer_blocks/{x}" for x in ("proj_mlp", "proj_out")}
         | {"proj_out"},
         19 * 14 + 38 * 6 + 1,
     ),
     # none of the peers knows it: those of the blocks, as in FLUX.1, without what modulates
     "zimage": (
-        {f"{stack}/{x}" for stack in ("layers", "noise_refiner", "context_refiner") for x in ZIMAGE},
+        {
+            f"{stack}/{x}"
+            for stack in ("layers", "noise_refiner", "context_refiner")
+            for x in ZIMAGE
+        },
         (30 + 2 + 2) * 7,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", NETWORKS)

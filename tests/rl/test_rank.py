@@ -110,7 +110,7 @@ def test_perfect_ranks_are_what_a_perfect_proxy_reaches(kept):
 
 
 def test_figures_by_hand():
-    """The first prompt's best and third change places; of the second prompt, the order is reversed."""
+    """The best and third of the first prompt change places; the second prompt is reversed."""
     proxy = np.array([[6.0, 7.0, 8.0, 5.0, 4.0, 3.0, 2.0, 1.0], -TRUE[1]])
     got = figures(proxy)
     first, second = got["per_prompt"]

@@ -19,10 +19,19 @@ from tests.rl.test_update import KEPT, ROWS, STEPS, TOLERANCE, batch_of, norm, s
 from tests.toys import SHAPE, toy_backbone, toy_grid
 
 SETTINGS = (
-    "train.num_prompts=2", "rollout.candidates=4", f"rollout.kept={KEPT}", "rollout.selection=best", f"rollout.num_steps={STEPS}",
-    "rollout.explore.num_steps=2", "algorithm.timestep_fraction=0.5", "lora.rank=2", "lora.alpha=4", "optimizer.steps_per_iteration=1",
-    "algorithm.clip_range=0.5", "rollout.sde_window_size=null",
-)  # fmt: skip
+    "train.num_prompts=2",
+    "rollout.candidates=4",
+    f"rollout.kept={KEPT}",
+    "rollout.selection=best",
+    f"rollout.num_steps={STEPS}",
+    "rollout.explore.num_steps=2",
+    "algorithm.timestep_fraction=0.5",
+    "lora.rank=2",
+    "lora.alpha=4",
+    "optimizer.steps_per_iteration=1",
+    "algorithm.clip_range=0.5",
+    "rollout.sde_window_size=null",
+)
 SLOTS = 2
 
 
@@ -145,8 +154,12 @@ def test_of_a_window_its_steps_alone_are_trained_at():
     jax.effects_barrier()
     x, sigma, after = (np.concatenate(parts) for parts in zip(*seen, strict=True))
     states = np.asarray(batch.states)
-    pairs = {(round(float(s), 4), i) for s, start, end in zip(sigma, x, after, strict=True) for i in range(2)
-             if any(np.array_equal(start, row[i]) and np.array_equal(end, row[i + 1]) for row in states)}  # fmt: skip
+    pairs = {
+        (round(float(s), 4), i)
+        for s, start, end in zip(sigma, x, after, strict=True)
+        for i in range(2)
+        if any(np.array_equal(start, row[i]) and np.array_equal(end, row[i + 1]) for row in states)
+    }
     assert pairs == {(0.75, 0), (0.5, 1)}
 
 

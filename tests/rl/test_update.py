@@ -28,10 +28,21 @@ STEPS = 4
 ROWS = len(PROMPTS) * KEPT
 CONFIG = resolve(
     "tiny",
-    ["train.num_prompts=2", "rollout.candidates=4", "rollout.kept=3", "rollout.selection=best", "rollout.num_steps=4",
-     "rollout.explore.num_steps=2", "algorithm.timestep_fraction=0.75", "lora.rank=2", "lora.alpha=4", "algorithm.kl_coef=0.1",
-     "algorithm.beta=0.5", "optimizer.max_grad_norm=0.1"],
-)  # fmt: skip
+    [
+        "train.num_prompts=2",
+        "rollout.candidates=4",
+        "rollout.kept=3",
+        "rollout.selection=best",
+        "rollout.num_steps=4",
+        "rollout.explore.num_steps=2",
+        "algorithm.timestep_fraction=0.75",
+        "lora.rank=2",
+        "lora.alpha=4",
+        "algorithm.kl_coef=0.1",
+        "algorithm.beta=0.5",
+        "optimizer.max_grad_norm=0.1",
+    ],
+)
 SLOTS = CONFIG.num_train_sigmas
 assert SLOTS == 3
 MESHES = {"one": (1, 1), "data=2 fsdp=2": (2, 2), "data=2 tensor=2": (2, 1, 2)}
@@ -114,7 +125,7 @@ def norm(tree):
 
 
 def distance(a, b):
-    """Of two states, how far the gradients are apart that they took in, and the adapters; relative."""
+    """The relative distances of the accumulated gradients and of the adapters of two states."""
 
     def moments(state):
         return (optax.tree.get(state.opt_state, "mu"), state.adapters, state.old, state.ema)
