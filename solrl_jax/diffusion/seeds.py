@@ -110,7 +110,10 @@ def normal(
     """
 
     def draw_one(seed: Any, number: Any) -> Array:
-        return jax.random.normal(_stream_key(seed, name, number), shape, jnp.float32)
+        draw_key = stream(jax.random.wrap_key_data(seed), name)
+        if number is not None:
+            draw_key = jax.random.fold_in(draw_key, number)
+        return jax.random.normal(draw_key, shape, jnp.float32)
 
     per_seed = draw is not None and np.ndim(draw) > 0
     return jax.vmap(draw_one, (0, 0 if per_seed else None))(seeds, draw)
@@ -126,21 +129,9 @@ def permutations(seeds: Seeds, name: str, count: int) -> Int[Array, "b {count}"]
     """
 
     def permutation(seed: Any) -> Array:
-        return jax.random.permutation(_stream_key(seed, name, None), count)
+        return jax.random.permutation(stream(jax.random.wrap_key_data(seed), name), count)
 
     return jax.vmap(permutation)(seeds)
-
-
-def _stream_key(seed: UInt32[Array, " 2"], name: str, draw: Any) -> Array:
-    """Returns the random key of a stream, or of one numbered draw from it.
-
-    Args:
-        seed: The seed of a candidate: two words of key data.
-        name: The use of the random numbers, a name of `STREAMS`.
-        draw: The number of the draw, or None for the stream itself.
-    """
-    root = stream(jax.random.wrap_key_data(seed), name)
-    return root if draw is None else jax.random.fold_in(root, draw)
 
 
 def seed_numbers(seeds: UInt32[np.ndarray, "*shape 2"]) -> UInt64[np.ndarray, "*shape"]:
