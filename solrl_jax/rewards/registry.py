@@ -155,10 +155,14 @@ class OpenedRewards:
             if isinstance(reward, Reward):
                 inside[name] = reward
             else:
-                expected = [score for score in scores if reward_name(score) == name != score]
-                others = (*(reward.others or ()), *(s.removeprefix(f"{name}/") for s in expected))
-                unique = tuple(dict.fromkeys(others))
-                outside.append(dataclasses.replace(reward, others=unique))
+                # Only the scores that the configuration names are known for a user's function.
+                named = [
+                    score.removeprefix(f"{name}/")
+                    for score in scores
+                    if reward_name(score) == name and score != name
+                ]
+                others = tuple(dict.fromkeys((*(reward.others or ()), *named)))
+                outside.append(dataclasses.replace(reward, others=others))
         inside_weights: dict[str, float] = {}
         outside_weights: dict[str, float] = {}
         for score, weight in settings.weights.items():
