@@ -45,38 +45,38 @@ from solrl_jax.storage.files import writable_directory
 
 
 def main(arguments: list[str] | None = None) -> None:
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument(
+    parser.add_argument(
         "overrides",
         nargs="*",
         metavar="KEY=VALUE",
         help="overrides of the models' presets, as in `solrl train`",
     )
-    made.add_argument("--minutes", type=float, default=9.0, help="time limit (default: 9)")
-    made.add_argument("--out", type=Path, required=True, metavar="DIR", help="output folder")
-    made.add_argument(
+    parser.add_argument("--minutes", type=float, default=9.0, help="time limit (default: 9)")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="output folder")
+    parser.add_argument(
         "--models",
         default="sana,flux1,sd3",
         help=f"separated by commas, from {', '.join(schedule.PRESETS)}",
     )
-    made.add_argument(
+    parser.add_argument(
         "--steps",
         default=",".join(schedule.ALL + schedule.EACH),
         help="separated by commas (default: all)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--formats", default="", help="separated by commas (default: the native ones)"
     )
-    made.add_argument(
+    parser.add_argument(
         "--repeat", type=int, default=3, help="number of calls whose median is taken (default: 3)"
     )
-    args = made.parse_args(arguments)
+    args = parser.parse_args(arguments)
     try:
-        todo = asked(args)
+        todo = parse_tasks(args)
     except (ConfigError, InputError) as error:
-        made.error(str(error))
+        parser.error(str(error))
 
     def after(record: Record) -> None:
         print(
@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(summary.page(todo), end="")
 
 
-def asked(args: argparse.Namespace) -> list[Task]:
+def parse_tasks(args: argparse.Namespace) -> list[Task]:
     """Checks the command line and returns the steps to run.
 
     Raises:

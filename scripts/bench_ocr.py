@@ -83,14 +83,14 @@ def draw(prompt: str, size: int, seed: int) -> np.ndarray:
     elif seed % 3 == 2:
         blotches = gaussian_filter(rng.normal(0, 1, ground.shape), (size / 16, size / 16, 0))
         ground += 0.15 * blotches / blotches.std()
-    picture = Image.fromarray(np.uint8(255 * np.clip(ground, 0, 1)))
+    image = Image.fromarray(np.uint8(255 * np.clip(ground, 0, 1)))
     ink = tuple(int(c) for c in rng.integers(0, 90, 3))
     font = ImageFont.load_default(float(rng.uniform(0.06, 0.1)) * size)
     x, y = (float(middle) for middle in rng.uniform(0.4, 0.6, 2) * size)
-    ImageDraw.Draw(picture).text(
+    ImageDraw.Draw(image).text(
         (x, y), target(prompt, {}).replace(" ", "\n"), ink, font, anchor="mm", align="center"
     )
-    return np.asarray(picture, np.float32) / 255
+    return np.asarray(image, np.float32) / 255
 
 
 def measure(pool: ProcessPoolExecutor, images: np.ndarray, prompts: list[str]) -> dict[str, float]:

@@ -41,10 +41,10 @@ def shapes_of(preset: str, overrides: list[str]) -> tuple[dict, dict, tuple[int,
     """
     config = resolve(preset, tuple(overrides))
     pipeline = open_configurations(config.model.path)
-    there = experiment(config, pipeline, local_device(), sharding.make_mesh(1, 1))
-    encodings = {name: leaf.shape[1:] for name, leaf in encoding_shapes(there).items()}
+    shapes = experiment(config, pipeline, local_device(), sharding.make_mesh(1, 1))
+    encodings = {name: leaf.shape[1:] for name, leaf in encoding_shapes(shapes).items()}
     stored = json.loads((pipeline.transformer.source / "config.json").read_text())
-    return stored, encodings, pipeline.latent_shape(*there.size)
+    return stored, encodings, pipeline.latent_shape(*shapes.size)
 
 
 def inputs(

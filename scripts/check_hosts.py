@@ -240,8 +240,8 @@ def main() -> None:
     kills = []
     problems = compare_hosts(folder)
     for number, stage in enumerate(arguments.stages.split(",")):
-        kill, found = kill_in(stage, number % 2, folder)
-        problems += found
+        kill, more = kill_in(stage, number % 2, folder)
+        problems += more
         kills += [dataclasses.asdict(kill)] if kill else []
     if arguments.folder is None:
         shutil.rmtree(folder)

@@ -65,7 +65,7 @@ SMALL = (
     "mesh.data=1",
 )
 IN_START = 0.2  # share of the kills that happen during a start
-SAID = re.compile(r"(?:resuming after )?iteration (\d+)")
+PROGRESS = re.compile(r"(?:resuming after )?iteration (\d+)")
 
 
 class Process:
@@ -109,7 +109,7 @@ class Process:
         for line in self._process.stderr:
             with self._spoke:
                 self.lines.append((time.monotonic() - self._began, line.rstrip()))
-                if match := SAID.match(line):
+                if match := PROGRESS.match(line):
                     self.iteration = int(match[1])
                 self._spoke.notify_all()
         with self._spoke:
@@ -271,16 +271,16 @@ def differences(run: Path, whole: Path, iterations: int) -> tuple[list[str], lis
     """
     last = Process(run, iterations)
     status = last.end()
-    said = [line for _, line in last.lines]
+    messages = [line for _, line in last.lines]
     if status != 0:
-        return said, [f"the last start ended with {status}: {said[-1:]}"]
+        return messages, [f"the last start ended with {status}: {messages[-1:]}"]
     ours, theirs = (state_of(folder, iterations) for folder in (run, whole))
     problems = [f"{key} differs" for key in theirs if ours[key].tobytes() != theirs[key].tobytes()]
     if not pq.read_table(run / "ledger").equals(pq.read_table(whole / "ledger")):
         problems.append("the ledgers differ")
     if record(run) != record(whole):
         problems.append("the metrics differ")
-    return said, problems
+    return messages, problems
 
 
 def flip_bits(folder: Path, iterations: int, count: int, rng: random.Random) -> list[str]:
@@ -307,26 +307,27 @@ def flip_bits(folder: Path, iterations: int, count: int, rng: random.Random) -> 
         file.write_bytes(data)
         restored = checkpoint.restore_latest(run / "checkpoints", shapes(), {})
         assert restored is not None
-        (state, meta, said), good = restored, checkpoint.restore(before, shapes())[0]
-        found = (
-            [] if meta["iteration"] == iterations - 1 else [f"goes on after {meta['iteration']}"]
-        )
+        state, meta, messages = restored
+        good, _ = checkpoint.restore(before, shapes())
+        wrong = []
+        if meta["iteration"] != iterations - 1:
+            wrong.append(f"resumes after {meta['iteration']}")
         same = jax.tree.map(
             lambda ours, theirs: np.asarray(ours).tobytes() == np.asarray(theirs).tobytes(),
             state,
             good,
         )
-        found += [] if all(jax.tree.leaves(same)) else ["another state"]
+        if not all(jax.tree.leaves(same)):
+            wrong.append("another state")
         if number % 10 == 1:
-            said, more = differences(run, whole, iterations)
-            found += more + (
-                [] if f"resuming after iteration {iterations - 1}" in said else [f"said {said[:3]}"]
-            )
-        skipped = [line for line in said if line.startswith(f"skipped checkpoint {last}: ")]
-        problems += [
-            f"flip {number}, {file.relative_to(last)}: {what}"
-            for what in found + ["said nothing"][len(skipped) :]
-        ]
+            messages, more = differences(run, whole, iterations)
+            wrong += more
+            if f"resuming after iteration {iterations - 1}" not in messages:
+                wrong.append(f"said {messages[:3]}")
+        skipped = [line for line in messages if line.startswith(f"skipped checkpoint {last}: ")]
+        if not skipped:
+            wrong.append("said nothing")
+        problems += [f"flip {number}, {file.relative_to(last)}: {what}" for what in wrong]
         print(
             f"flip {number:2d}, bit {bit} of byte {at} of {file.relative_to(last)}: {skipped}",
             flush=True,
@@ -351,26 +352,27 @@ def fill_disks(folder: Path, iterations: int, count: int) -> list[str]:
         try:
             full = Process(disk / "run", iterations)
             status = full.end()
-            said = [line for _, line in full.lines]
-            refusals = [line for line in said if line.startswith("solrl: ")]
-            found = [] if status == 1 else [f"ended with {status}"]
+            messages = [line for _, line in full.lines]
+            refusals = [line for line in messages if line.startswith("solrl: ")]
+            wrong = [] if status == 1 else [f"ended with {status}"]
             named = re.search(r"the last (?:finite )?checkpoint is (\S+)", " ".join(refusals))
             last = newest(disk / "run")
             if (
                 len(refusals) != 1
                 or "disk full" not in refusals[0]
-                or any("Traceback" in line for line in said)
+                or any("Traceback" in line for line in messages)
             ):
-                found.append(f"said {said[-4:]}")
+                wrong.append(f"said {messages[-4:]}")
             if last and not (named and int(Path(named[1]).name) == last):
-                found.append(f"the last checkpoint is {last}, and it said {refusals}")
+                wrong.append(f"the last checkpoint is {last}, and it said {refusals}")
             subprocess.run(["mount", "-o", f"remount,size={4 * needed}", disk], check=True)
-            found += differences(disk / "run", whole, iterations)[1]
+            wrong += differences(disk / "run", whole, iterations)[1]
         finally:
             subprocess.run(["umount", disk], check=True)
-        problems += [f"disk {number}: {problem}" for problem in found]
+        problems += [f"disk {number}: {problem}" for problem in wrong]
         print(
-            f"disk {number:2d} of {room} bytes, last checkpoint {last}: {refusals or said[-3:]}",
+            f"disk {number:2d} of {room} bytes, last checkpoint {last}: "
+            f"{refusals or messages[-3:]}",
             flush=True,
         )
     return problems

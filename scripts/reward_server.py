@@ -68,7 +68,7 @@ class Server(http.server.ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         # The client has closed the connection.
-        print(f"{client_address[0]}: {said(sys.exc_info()[1] or OSError())}", file=sys.stderr)
+        print(f"{client_address[0]}: {one_line(sys.exc_info()[1] or OSError())}", file=sys.stderr)
 
 
 class Service(http.server.BaseHTTPRequestHandler):
@@ -106,7 +106,7 @@ class Service(http.server.BaseHTTPRequestHandler):
                 )
             if self.server.turn.acquire(timeout=PATIENCE):
                 try:
-                    answer = scored(self.server.function, asked)
+                    answer = score_request(self.server.function, asked)
                 finally:
                     self.server.turn.release()
                 status = 200
@@ -115,7 +115,7 @@ class Service(http.server.BaseHTTPRequestHandler):
         except BaseException as error:  # the function may raise anything
             status = 500
             kind = "text/plain"
-            body = said(error)
+            body = one_line(error)
         answered = body.encode(errors="backslashreplace")
         self.send_response(status)
         self.send_header("Content-Type", kind)
@@ -124,12 +124,12 @@ class Service(http.server.BaseHTTPRequestHandler):
         self.wfile.write(answered)
 
 
-def said(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """Formats an exception in one line, even if its message cannot be formatted."""
     return " ".join(traceback.format_exception_only(error)[-1].split())
 
 
-def scored(function: Callable[..., Any], body: bytes) -> dict[str, list[float | None]]:
+def score_request(function: Callable[..., Any], body: bytes) -> dict[str, list[float | None]]:
     """Scores the body of a request.
 
     Args:
@@ -152,7 +152,7 @@ def scored(function: Callable[..., Any], body: bytes) -> dict[str, list[float | 
             f"{len(images)} images, {len(prompts)} prompts, {len(metadata)} metadata; "
             "expected as many of each"
         )
-    scores = function(opened(images), prompts, metadata)
+    scores = function(decode_images(images), prompts, metadata)
     numbers = np.asarray(scores["reward"] if isinstance(scores, Mapping) else scores)
     if numbers.shape != (len(images),) or numbers.dtype.kind not in "iuf":
         raise ValueError(
@@ -162,7 +162,7 @@ def scored(function: Callable[..., Any], body: bytes) -> dict[str, list[float | 
     return {"scores": [float(n) if np.isfinite(n) else None for n in numbers]}
 
 
-def opened(pngs: list[str]) -> np.ndarray:
+def decode_images(pngs: list[str]) -> np.ndarray:
     """Decodes the images of a request.
 
     Args:
@@ -177,16 +177,16 @@ def opened(pngs: list[str]) -> np.ndarray:
     """
     if len(pngs) > MOST_PICTURES:
         raise ValueError(f"{len(pngs)} pictures; at most {MOST_PICTURES} are accepted")
-    pictures = [Image.open(io.BytesIO(base64.b64decode(png)), formats=["PNG"]) for png in pngs]
-    if len(sizes := {picture.size for picture in pictures}) > 1:
+    files = [Image.open(io.BytesIO(base64.b64decode(png)), formats=["PNG"]) for png in pngs]
+    if len(sizes := {file.size for file in files}) > 1:
         raise ValueError(f"pictures of {len(sizes)} sizes; expected one")
     width, height = sizes.pop()
-    if (pixels := len(pictures) * width * height) > MOST_PIXELS:
+    if (pixels := len(files) * width * height) > MOST_PIXELS:
         raise ValueError(f"pictures of {pixels} pixels; at most {MOST_PIXELS} are accepted")
-    images = np.empty((len(pictures), height, width, 3), np.float32)
-    for image, picture in zip(images, pictures, strict=True):
-        image[:] = np.asarray(_on_white(picture))
-        picture.close()
+    images = np.empty((len(files), height, width, 3), np.float32)
+    for image, file in zip(images, files, strict=True):
+        image[:] = np.asarray(_on_white(file))
+        file.close()
     images /= 255
     return images
 
@@ -213,12 +213,12 @@ def main() -> None:
         if not callable(function):
             raise TypeError("no function")
     except (Exception, SystemExit) as error:  # the imported module may raise anything
-        parser.error(f"{options.function}: expected module.path:function ({said(error)})")
+        parser.error(f"{options.function}: expected module.path:function ({one_line(error)})")
     try:
         server = Server((options.host, options.port), function)
     except (OSError, OverflowError, ValueError) as error:
         parser.error(
-            f"--host {options.host} --port {options.port}: cannot listen there ({said(error)})"
+            f"--host {options.host} --port {options.port}: cannot listen there ({one_line(error)})"
         )
     print(
         f"scoring with {options.function} at http://{options.host}:{server.server_port}/",

@@ -52,10 +52,10 @@ def compiled(
     rows = {}
     for stage in filter(planner.stages.has, stages):
         (program,) = planner.stages.programs(stage, planner.codes)
-        made = topology.compiled(planner.lowered(program), target)
+        executable = topology.compiled(planner.lowered(program), target)
         if stage == "sync":
-            planner.place(made)
-        rows[stage] = summary(planner.measure(stage, program, made))
+            planner.place(executable)
+        rows[stage] = summary(planner.measure(stage, program, executable))
     mesh = {axis: size for axis, size in planner.stages.mesh.shape.items() if size > 1}
     return {
         "device": device,
