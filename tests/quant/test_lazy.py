@@ -170,7 +170,7 @@ def test_a_kernel_for_cuda_is_lowered_without_a_warning():
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert "one_pass" in cuda_text(jax.jit(encode).trace(x))
+        assert "one_pass" in cuda_text(jax.jit(encode), x)
         warnings.warn(
             "The Pallas Triton backend is deprecated and will be removed",
             DeprecationWarning,
