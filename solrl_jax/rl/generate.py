@@ -1,7 +1,7 @@
 """Seeds to samples to rewards: the one function behind exploration, regeneration and evaluation.
 
-Samples are generated in chunks that have the same number of rows on every device; a short chunk is
-padded. Each phase therefore compiles one program, a sample goes through the same instructions
+Samples are generated in chunks that have the same number of samples on every device; a short chunk
+is padded. Each phase therefore compiles one program, a sample goes through the same instructions
 whatever else is in its batch and however many devices there are, and the memory is known in
 advance.
 """
@@ -113,17 +113,17 @@ class Samples:
         """The weighted sum of the scores, which is trained on."""
         return self.scores["reward"]
 
-    def take(self, rows: Int[np.ndarray, "..."]) -> "Samples":
+    def take(self, indices: Int[np.ndarray, "..."]) -> "Samples":
         """A selection of the samples, without their images and failure counts.
 
         Args:
-            rows: Indices of samples. An array of any shape; it is flattened.
+            indices: Indices of samples. An array of any shape; it is flattened.
         """
-        rows = rows.reshape(-1)
-        states = None if self.states is None else self.states[rows]
+        indices = indices.reshape(-1)
+        states = None if self.states is None else self.states[indices]
         return Samples(
-            self.latents[rows],
-            {name: scores[rows] for name, scores in self.scores.items()},
+            self.latents[indices],
+            {name: scores[indices] for name, scores in self.scores.items()},
             states=states,
         )
 
@@ -181,8 +181,8 @@ def generate(
     """
     scoring_mesh = sharding.rows_only(backbone.mesh)
     # A chunk is sampled on the mesh and scored on `scoring_mesh`, where the devices of the axis
-    # `tensor` hold rows as well. Several sampled chunks can therefore make one scored chunk.
-    rows_per_chunk = sampler.chunk * scoring_mesh.size
+    # `tensor` hold samples as well. Several sampled chunks can therefore make one scored chunk.
+    samples_per_chunk = sampler.chunk * scoring_mesh.size
     segments = _place_schedules(sampler.segments, backbone.mesh)
     prepared = hosts.put(prompt_batch.prepared, sharding.replicated(scoring_mesh))
     host = None if reward is None else reward.host
@@ -192,10 +192,12 @@ def generate(
         if host is not None:
             prompts = [prompt_batch.prompts[i] for i in seed_batch.prompt]
             placement = sharding.rows(scoring_mesh)
-            scoring = stack.enter_context(divided_scoring(host, prompts, rows_per_chunk, placement))
+            scoring = stack.enter_context(
+                divided_scoring(host, prompts, samples_per_chunk, placement)
+            )
         keep_on_device = keep_images or scoring is not None
-        for start in range(0, len(seed_batch), rows_per_chunk):
-            stop = min(start + rows_per_chunk, len(seed_batch))
+        for start in range(0, len(seed_batch), samples_per_chunk):
+            stop = min(start + samples_per_chunk, len(seed_batch))
             parts = _sample_parts(
                 backbone, sampler, segments, prompt_batch.conditions, seed_batch, start, stop
             )
@@ -207,7 +209,9 @@ def generate(
                 if keep_images or (reward is not None and reward.needs_images):
                     chunk["images"] = decode_chunk(sampler.decoder, latents)
                 if reward is not None and reward.score is not None:
-                    index = _place_rows(seed_batch.prompt[start:stop], rows_per_chunk, scoring_mesh)
+                    index = _place_samples(
+                        seed_batch.prompt[start:stop], samples_per_chunk, scoring_mesh
+                    )
                     inputs = reward.select_inputs(chunk.get("images"), latents)
                     chunk |= score_images(reward, reward.params, inputs, prepared, index)
             if not keep_on_device:
@@ -246,8 +250,8 @@ def _place_schedules(segments: tuple[Segment, ...], mesh: jax.sharding.Mesh) -> 
     )
 
 
-def _place_rows(x: Array | np.ndarray, count: int, mesh: jax.sharding.Mesh) -> Array:
-    """Pads `x` to `count` rows and divides them over the devices of `mesh`."""
+def _place_samples(x: Array | np.ndarray, count: int, mesh: jax.sharding.Mesh) -> Array:
+    """Pads the first axis of `x` to `count` samples, and shards it over `mesh`."""
     return hosts.put(sharding.pad_rows(np.asarray(x), count), sharding.rows(mesh))
 
 
@@ -260,41 +264,41 @@ def _sample_parts(
     start: int,
     stop: int,
 ) -> list[tuple[Float[Array, "b h w c"], Float[Array, "b states h w c"] | None]]:
-    """Samples the rows from `start` to `stop` of `seed_batch`, as the parts of one scored chunk.
+    """Generates the samples `start` to `stop` of `seed_batch`, as the parts of one scored chunk.
 
     Args:
         backbone: The networks and the mesh.
         sampler: The shape of a latent, the chunk size and the number of recorded steps are read.
         segments: The segments of `sampler`, with their schedules placed on the mesh.
         conditions: The prompt embeddings.
-        seed_batch: The rows to sample from.
-        start: The first row.
-        stop: The row after the last.
+        seed_batch: The samples to generate.
+        start: The index of the first sample.
+        stop: The index after the last sample.
 
     Returns:
         The latents and recorded states of each part. Parts that would lie beyond `stop` are
         replaced by the first part.
     """
     mesh = backbone.mesh
-    rows_per_part = sampler.chunk * sharding.row_groups(mesh)
+    samples_per_part = sampler.chunk * sharding.row_groups(mesh)
     parts = []
-    for first in range(start, stop, rows_per_part):
-        rows = slice(first, min(first + rows_per_part, stop))
-        prompt = _place_rows(seed_batch.prompt[rows], rows_per_part, mesh)
-        seeds = _place_rows(seed_batch.seeds[rows], rows_per_part, mesh)
+    for first in range(start, stop, samples_per_part):
+        part = slice(first, min(first + samples_per_part, stop))
+        prompt = _place_samples(seed_batch.prompt[part], samples_per_part, mesh)
+        seeds = _place_samples(seed_batch.seeds[part], samples_per_part, mesh)
         with jax.set_mesh(mesh):
             if seed_batch.noise is None:
                 noise = draw_noise(seeds, sampler.shape)
             else:
-                noise = _place_rows(seed_batch.noise[rows], rows_per_part, mesh)
+                noise = _place_samples(seed_batch.noise[part], samples_per_part, mesh)
             batch = SeedBatch(prompt, seeds, noise)
             parts.append(sample_chunk(backbone, segments, conditions, batch, sampler.recorded))
-    parts_per_chunk = sampler.chunk * sharding.rows_only(mesh).size // rows_per_part
+    parts_per_chunk = sampler.chunk * sharding.rows_only(mesh).size // samples_per_part
     return parts + parts[:1] * (parts_per_chunk - len(parts))
 
 
 def _join_parts(parts: list[Any], scoring_mesh: jax.sharding.Mesh) -> Any:
-    """Concatenates sampled parts and divides their rows over all devices of `scoring_mesh`."""
+    """Concatenates sampled parts, and shards the samples over all devices of `scoring_mesh`."""
     if len(parts) == 1:
         joined = parts[0]
     else:
@@ -321,7 +325,7 @@ def _fetch_chunk(
 
 @partial(sharding.jit, static_argnums=1)
 def draw_noise(seeds: UInt32[Array, "b 2"], shape: tuple[int, ...]) -> Float[Array, "b ..."]:
-    """Draws the initial noise of each seed, with its rows divided over the devices.
+    """Draws the initial noise of each seed, sharded over the devices.
 
     Args:
         seeds: The seeds.

@@ -66,16 +66,16 @@ def saved_residual_bytes(config: Config, pipeline: Pipeline, mesh: Mesh) -> floa
         mesh: The mesh of the run.
     """
     most = effective_batch(config, sharding.row_groups(mesh))["terms_per_step_per_device"]
-    rows = min(config.optimizer.per_device_batch_size, most)
+    batch_size = min(config.optimizer.per_device_batch_size, most)
     dtype = DTYPES[config.rollout.precision]
     base = pipeline.transformer.abstract_params(dtype)
     targets = find_targets(pipeline.transformer, config)
     adapters = abstract_state(base, targets, config.lora, config.optimizer, mesh).adapters
     latents = jax.ShapeDtypeStruct(
-        (rows, *pipeline.latent_shape(*largest_training_size(config))), dtype
+        (batch_size, *pipeline.latent_shape(*largest_training_size(config))), dtype
     )
 
-    def kept(base: Any, adapters: Any, latents: Any, conditioning: Any, time: Any) -> Any:
+    def residuals_of(base: Any, adapters: Any, latents: Any, conditioning: Any, time: Any) -> Any:
         def policy(adapters):
             return attach(base, adapters, config.lora.alpha / config.lora.rank)
 
@@ -88,11 +88,11 @@ def saved_residual_bytes(config: Config, pipeline: Pipeline, mesh: Mesh) -> floa
         base,
         adapters,
         latents,
-        _conditioning(pipeline, rows, config),
-        jax.ShapeDtypeStruct((rows,), jnp.float32),
+        _conditioning(pipeline, batch_size, config),
+        jax.ShapeDtypeStruct((batch_size,), jnp.float32),
     )
     with jax.set_mesh(mesh):
-        jaxpr = jax.make_jaxpr(kept)(*arguments).jaxpr
+        jaxpr = jax.make_jaxpr(residuals_of)(*arguments).jaxpr
     residuals = {v for v in jaxpr.outvars if not isinstance(v, Literal)} - set(jaxpr.invars)
 
     def size(shaped):
@@ -107,11 +107,12 @@ def saved_residual_bytes(config: Config, pipeline: Pipeline, mesh: Mesh) -> floa
     )
 
 
-def _conditioning(pipeline: Pipeline, rows: int, config: Config) -> Any:
-    """The shapes of the embeddings of `rows` prompts. An instruction does not change them."""
+def _conditioning(pipeline: Pipeline, batch_size: int, config: Config) -> Any:
+    """The shapes of the embeddings of `batch_size` prompts. An instruction does not change them."""
     one_prompt = pipeline.tokenize([""], config.model.max_sequence_length)
     tokens = {
-        name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in one_prompt.items()
+        name: jax.ShapeDtypeStruct((batch_size, *x.shape[1:]), x.dtype)
+        for name, x in one_prompt.items()
     }
     params = {
         name: part.abstract_params(DTYPES[config.rollout.precision])

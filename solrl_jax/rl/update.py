@@ -121,7 +121,7 @@ def update(
     Returns:
         The new state, and the metrics of the iteration as scalars.
     """
-    rows = len(batch.weight)
+    num_samples = len(batch.weight)
     slots = config.num_train_sigmas
     chosen = permutations(batch.seeds, "sigmas", schedule.steps)
     if batch.states is not None:  # only steps that add noise are recorded, so they come first
@@ -130,7 +130,7 @@ def update(
     chosen = chosen[:, :slots]
     objective = objective or load_objective(config.algorithm.objective)
     problem = _Problem(backbone, config, base, state.old, batch, schedule, objective, chosen)
-    terms = jnp.arange(rows * slots).reshape(config.optimizer.steps_per_iteration, -1)
+    terms = jnp.arange(num_samples * slots).reshape(config.optimizer.steps_per_iteration, -1)
     state, metrics = jax.lax.scan(partial(_optimizer_step, problem), state, terms)
     metrics = {
         name: values.sum() if name == "skipped_micro_batches" else values.mean()
@@ -205,9 +205,9 @@ def _accumulate(
 ) -> tuple[Trainable, Metrics]:
     """Accumulates the gradient of the loss over all terms, one micro-batch at a time per group.
 
-    A group is the devices that share rows. Micro-batches are the same on every mesh, and the sums
-    do not depend on the order of their terms (`parallel.sums`), so the gradient does not depend on
-    the mesh. The gradients of adapters are summed within each group, and only the sums are
+    A group is the devices that share samples. Micro-batches are the same on every mesh, and the
+    sums do not depend on the order of their terms (`parallel.sums`), so the gradient does not
+    depend on the mesh. The gradients of adapters are summed within each group, and only the sums are
     communicated. The sums of whole arrays would take several times the memory of the network on
     each device. They are therefore divided over all devices, which receive their shares of each
     micro-batch, and the gradient is divided as the weights are.
@@ -269,10 +269,10 @@ def _accumulate(
 
 def _divide_over_groups(x: Float[Array, " groups *shape"]) -> Float[Array, " groups padded_size"]:
     """Redistributes `x` from one row per group to columns divided over all groups."""
-    rows = x.reshape(len(x), -1)
-    # The constraint on rows keeps the partitioner from splitting other axes of `x`.
-    rows = sharding.split_rows(jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % len(x)))))
-    return jax.lax.with_sharding_constraint(rows, PartitionSpec(None, sharding.AXES[:2]))
+    flat = x.reshape(len(x), -1)
+    # The constraint on the first axis keeps the partitioner from splitting other axes of `x`.
+    flat = sharding.split_rows(jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % len(x)))))
+    return jax.lax.with_sharding_constraint(flat, PartitionSpec(None, sharding.AXES[:2]))
 
 
 def _micro_batch_loss(
