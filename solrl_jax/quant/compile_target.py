@@ -17,8 +17,8 @@ def platform() -> str:
     These devices need not exist here: `solrl plan` compiles for devices that are only described.
 
     Returns:
-      "cpu", "gpu" (always CUDA: no other GPU is supported) or "tpu". Without a mesh, the platform
-      of JAX's default backend.
+        "cpu", "gpu" (always CUDA: no other GPU is supported) or "tpu". Without a mesh, the platform
+        of JAX's default backend.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform

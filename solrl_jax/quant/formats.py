@@ -23,10 +23,10 @@ class DeviceInfo:
     """The properties of a device that decide which matmuls it runs natively.
 
     Attributes:
-      platform: JAX's name of the platform: "cpu", "gpu" or "tpu".
-      kind: JAX's `device_kind`, for example "NVIDIA H200" or "TPU v6 lite".
-      capability: The CUDA compute capability, for example (9, 0) for Hopper. (0, 0) for all other
-          devices.
+        platform: JAX's name of the platform: "cpu", "gpu" or "tpu".
+        kind: JAX's `device_kind`, for example "NVIDIA H200" or "TPU v6 lite".
+        capability: The CUDA compute capability, for example (9, 0) for Hopper. (0, 0) for all other
+            devices.
     """
 
     platform: str
@@ -52,15 +52,15 @@ class Format:
     precision.
 
     Attributes:
-      name: The name in configurations, for example "nvfp4".
-      description: Half a sentence about the format for progress output and run records.
-      bits_per_weight: The storage of one weight, including its share of the block scales but not
-        the float32 scales per matrix or channel.
-      quantize: Converts weights [..., in, out] to a leaf. None for formats that quantize nothing.
-      cuda_capability: The lowest CUDA compute capability with matmul units for the format. None if
-        every device runs the format natively.
-      tpu_kind: The prefix of the `device_kind` of TPUs with matmul units for the format. None if no
-        TPU has them.
+        name: The name in configurations, for example "nvfp4".
+        description: Half a sentence about the format for progress output and run records.
+        bits_per_weight: The storage of one weight, including its share of the block scales but not
+            the float32 scales per matrix or channel.
+        quantize: Converts weights [..., in, out] to a leaf. None for formats that quantize nothing.
+        cuda_capability: The lowest CUDA compute capability with matmul units for the format. None
+            if every device runs the format natively.
+        tpu_kind: The prefix of the `device_kind` of TPUs with matmul units for the format. None if
+            no TPU has them.
     """
 
     name: str
@@ -116,15 +116,15 @@ def resolve_format(name: str, device: DeviceInfo) -> Format:
     """Looks up a format.
 
     Args:
-      name: A key of `FORMATS`, or "auto" for the fastest format that `device` runs natively (BF16
-        if neither NVFP4 nor FP8 is native).
-      device: The device that the program will run on. It matters only for "auto".
+        name: A key of `FORMATS`, or "auto" for the fastest format that `device` runs natively (BF16
+            if neither NVFP4 nor FP8 is native).
+        device: The device that the program will run on. It matters only for "auto".
 
     Returns:
-      The format.
+        The format.
 
     Raises:
-      KeyError: If there is no format of this name.
+        KeyError: If there is no format of this name.
     """
     if name == AUTO:
         native = (fast for fast in _FASTEST_FIRST if FORMATS[fast].is_native(device))
@@ -138,17 +138,17 @@ def scoring_dtypes(
     """The dtypes that images are decoded and scored in.
 
     Args:
-      name: "fp32", "half" or "auto". "half" decodes in BF16, whose range the autoencoder needs, and
-        multiplies in FP16 in reward networks, which has three more bits of precision (BF16 on TPUs,
-        which have no FP16). "auto" is "half" if the training precision is BF16 and `device` has
-        units for it. Otherwise "auto" decodes in the dtype that the autoencoder was released for,
-        and scores in float32.
-      precision: The training precision, "bf16" or "fp32".
-      device: The device that decodes and scores.
+        name: "fp32", "half" or "auto". "half" decodes in BF16, whose range the autoencoder needs,
+            and multiplies in FP16 in reward networks, which has three more bits of precision (BF16
+            on TPUs, which have no FP16). "auto" is "half" if the training precision is BF16 and
+            `device` has units for it. Otherwise "auto" decodes in the dtype that the autoencoder
+            was released for, and scores in float32.
+        precision: The training precision, "bf16" or "fp32".
+        device: The device that decodes and scores.
 
     Returns:
-      The dtype of the decoder (None: the dtype that the autoencoder was released for) and the dtype
-      of the matmuls in reward networks.
+        The dtype of the decoder (None: the dtype that the autoencoder was released for) and the
+        dtype of the matmuls in reward networks.
     """
     # Ampere and later GPUs, and TPUs. CPUs are slower in BF16 than in float32.
     has_bf16_units = device.is_cuda_from((8, 0)) or device.platform == "tpu"

@@ -35,8 +35,8 @@ class FP8Tensor(QuantizedWithInput):
     cuBLAS multiplies FP8; XLA would transpose any other into a copy.
 
     Attributes:
-      codes: The values [..., out, in], float8_e4m3fn.
-      scales: One scale per output channel [..., out], float32.
+        codes: The values [..., out, in], float8_e4m3fn.
+        scales: One scale per output channel [..., out], float32.
     """
 
     output_axes: ClassVar[Mapping[str, int]] = {"codes": -2, "scales": -1}
@@ -75,11 +75,11 @@ def encode(
     """Quantizes rows to FP8 (an encoder for `LazyActivation.encode`).
 
     Args:
-      parts: Float32 arrays [..., n_i] that lie side by side along the last axis.
+        parts: Float32 arrays [..., n_i] that lie side by side along the last axis.
 
     Returns:
-      The codes of each part, float8_e4m3fn [..., n_i], and the scales of the rows [[..., 1]],
-      float32. A row whose scale would be subnormal has zero codes.
+        The codes of each part, float8_e4m3fn [..., n_i], and the scales of the rows [[..., 1]],
+        float32. A row whose scale would be subnormal has zero codes.
     """
     scale = row_amax(parts) / E4M3_MAX
     divisor = jnp.where(scale >= SMALLEST_SCALE, scale, jnp.inf)

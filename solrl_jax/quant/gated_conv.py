@@ -24,13 +24,13 @@ def gated_conv(
     `silu(x)`.
 
     Args:
-      x: The pixels [b, n, c] as one lazy part.
-      grid: The number of rows and of columns of the n pixels.
-      kernel: The filters of the convolution, which has zero padding.
-      bias: The bias of the convolution.
+        x: The pixels [b, n, c] as one lazy part.
+        grid: The number of rows and of columns of the n pixels.
+        kernel: The filters of the convolution, which has zero padding.
+        bias: The bias of the convolution.
 
     Returns:
-      The gated pixels, in the dtype of `x`.
+        The gated pixels, in the dtype of `x`.
     """
     if compile_target.platform() == "tpu":
         x = _materialize_matmul(x, grid)
@@ -71,12 +71,12 @@ def depthwise_conv(
     its memory traffic.
 
     Args:
-      x: The images.
-      kernel: The filters. k is odd.
-      bias: The bias, or None.
+        x: The images.
+        kernel: The filters. k is odd.
+        bias: The bias, or None.
 
     Returns:
-      The convolved images, in the dtype of `x`, rounded once.
+        The convolved images, in the dtype of `x`, rounded once.
     """
     # in float32, rounded once: in BF16, rounding each product takes 2.5 times as long on CPU
     x32 = x.astype(jnp.float32)

@@ -23,8 +23,8 @@ class HalfPrecisionWeight(Leaf):
     errors of all layers would add up.
 
     Attributes:
-      weight: The matrix [..., in, out] in FP16 or BF16. Programs that are only planned hold a
-          `jax.ShapeDtypeStruct`.
+        weight: The matrix [..., in, out] in FP16 or BF16. Programs that are only planned hold a
+            `jax.ShapeDtypeStruct`.
     """
 
     output_axes: ClassVar[Mapping[str, int]] = {"weight": -1}

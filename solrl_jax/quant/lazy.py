@@ -1,11 +1,14 @@
-"""`LazyActivation`: an activation that is computed by the kernel that reads it, not by the kernel before it.
+"""`LazyActivation`: an activation that is computed by the kernel that reads it, not by the kernel
+before it.
 
-A quantized matmul reads codes and scales. Without help, XLA writes the input of the matmul in BF16, reads it to find the largest
-magnitude of each row, and reads it again to compute the codes. Here one Triton kernel (written in Pallas) computes a row of the
-input, for example a modulated norm or a GELU, keeps it in registers, and writes only codes and scales. On other platforms
-`reference` computes the same in plain JAX.
+A quantized matmul reads codes and scales. Without help, XLA writes the input of the matmul in BF16,
+reads it to find the largest magnitude of each row, and reads it again to compute the codes. Here
+one Triton kernel (written in Pallas) computes a row of the input, for example a modulated norm or a
+GELU, keeps it in registers, and writes only codes and scales. On other platforms `reference`
+computes the same in plain JAX.
 
-Only `quant` and `models.layers` use this module. Networks call layers, and a layer passes a lazy activation to the next layer.
+Only `quant` and `models.layers` use this module. Networks call layers, and a layer passes a lazy
+activation to the next layer.
 """
 
 import dataclasses
@@ -26,8 +29,9 @@ from solrl_jax.quant.sharded_kernel import (
     silence_triton_deprecation,
 )
 
-# An encoder of rows. It takes float32 arrays [..., n], which lie side by side along the last axis (one array per `LazyPart`). It
-# returns a tuple of outputs, for example (codes, scales). Each output is again a list of arrays that lie side by side.
+# An encoder of rows. It takes float32 arrays [..., n], which lie side by side along the last axis
+# (one array per `LazyPart`). It returns a tuple of outputs, for example (codes, scales). Each
+# output is again a list of arrays that lie side by side.
 Encode = Callable[[Sequence[Float[Array, "..."]]], tuple[list[Array], ...]]
 
 MIN_ROW_WIDTH = 64  # the kernel pads a row to at least this many values
@@ -41,9 +45,9 @@ class ColumnView:
     """Some columns of an array [b, s, n] that kernels read in place, without a copy.
 
     Attributes:
-      array: The whole array [b, s, n].
-      start: The first column of the view.
-      stop: The column after the last one of the view.
+        array: The whole array [b, s, n].
+        start: The first column of the view.
+        stop: The column after the last one of the view.
     """
 
     array: Array
@@ -70,13 +74,14 @@ class LazyPart:
     """Some columns of a lazy activation: `function(*arrays)`, evaluated where the columns are read.
 
     Attributes:
-      function: Computes the columns from `arrays`. Row i of the result depends only on row i of each array.
-      arrays: Arrays [b, s, n], or `ColumnView`s of such arrays. The sizes b, s and n may also be 1 (broadcast), and each array may
-        have a width n of its own.
-      exact: Whether the part contains no quantized matmul. An exact part is computed in the dtypes of its arrays, as in the
-        released networks. Other parts are computed in float32.
-      start: The first row of the first array that is read.
-      stop: The row after the last one of the first array that is read. None reads all rows.
+        function: Computes the columns from `arrays`. Row i of the result depends only on row i of
+            each array.
+        arrays: Arrays [b, s, n], or `ColumnView`s of such arrays. The sizes b, s and n may also be
+            1 (broadcast), and each array may have a width n of its own.
+        exact: Whether the part contains no quantized matmul. An exact part is computed in the
+            dtypes of its arrays, as in the released networks. Other parts are computed in float32.
+        start: The first row of the first array that is read.
+        stop: The row after the last one of the first array that is read. None reads all rows.
     """
 
     function: Callable[..., Array]
@@ -89,10 +94,10 @@ class LazyPart:
         """Evaluates the part with plain JAX operations.
 
         Args:
-          dtype: The dtype that the arrays are cast to first. None keeps their own dtypes.
+            dtype: The dtype that the arrays are cast to first. None keeps their own dtypes.
 
         Returns:
-          The columns [b, s, n].
+            The columns [b, s, n].
         """
         arrays = [x.value if isinstance(x, ColumnView) else x for x in self.arrays]
         if dtype is not None:
@@ -108,8 +113,8 @@ class LazyActivation:
     """An activation [b, s, n] that need not exist in memory.
 
     Attributes:
-      parts: The columns of the activation, as parts that lie side by side along the last axis.
-      dtype: The dtype of the activation once it is materialized.
+        parts: The columns of the activation, as parts that lie side by side along the last axis.
+        dtype: The dtype of the activation once it is materialized.
     """
 
     parts: tuple[LazyPart, ...]
@@ -122,12 +127,13 @@ class LazyActivation:
         """Wraps an array that exists in memory.
 
         Args:
-          x: The array [b, s, n].
-          rows: The first row (along s) to read and the row after the last one. None reads all rows.
-          dtype: The dtype of the activation. None: the dtype of `x`.
+            x: The array [b, s, n].
+            rows: The first row (along s) to read and the row after the last one. None reads all
+                rows.
+            dtype: The dtype of the activation. None: the dtype of `x`.
 
         Returns:
-          The lazy activation with one part that returns `x` itself.
+            The lazy activation with one part that returns `x` itself.
         """
         return cls((LazyPart(_identity, (x,), True, *(rows or ())),), dtype or x.dtype)
 
@@ -135,11 +141,12 @@ class LazyActivation:
         """Applies a function of rows.
 
         Args:
-          f: Called as `f(activation, *more)`. Row i of its result may depend only on row i of its arguments.
-          *more: Further arrays [b, s, n], any of whose axes may have size 1.
+            f: Called as `f(activation, *more)`. Row i of its result may depend only on row i of its
+                arguments.
+            *more: Further arrays [b, s, n], any of whose axes may have size 1.
 
         Returns:
-          The lazy result, with the dtype of this activation.
+            The lazy result, with the dtype of this activation.
         """
         (part,) = self.parts
         count = len(part.arrays)
@@ -156,11 +163,13 @@ class LazyActivation:
         """Applies a function of rows to two activations.
 
         Args:
-          f: Called as `f(this, other)`. Row i of its result may depend only on row i of its arguments.
-          other: An activation of the same shape. Neither activation may read a range of rows of a larger array.
+            f: Called as `f(this, other)`. Row i of its result may depend only on row i of its
+                arguments.
+            other: An activation of the same shape. Neither activation may read a range of rows of a
+                larger array.
 
         Returns:
-          The lazy result, with the dtype of this activation.
+            The lazy result, with the dtype of this activation.
         """
         (part,), (other_part,) = self.parts, other.parts
         count = len(part.arrays)
@@ -173,18 +182,22 @@ class LazyActivation:
         return LazyActivation((combined,), self.dtype)
 
     def concat(self, other: "LazyActivation") -> "LazyActivation":
-        """This activation, followed by `other` along the last axis. The result has the dtype of this activation."""
+        """This activation, followed by `other` along the last axis.
+
+        The result has the dtype of this activation.
+        """
         return LazyActivation((*self.parts, *other.parts), self.dtype)
 
     def split_columns(self, *widths: int) -> list["LazyActivation"]:
         """Splits the activation along its last axis.
 
         Args:
-          *widths: The number of columns of each result, from the first column on. Column j of the activation must depend only on
-            column j of its arrays, as it does after a matmul and a bias.
+            *widths: The number of columns of each result, from the first column on. Column j of the
+                activation must depend only on column j of its arrays, as it does after a matmul and
+                a bias.
 
         Returns:
-          One lazy activation per width.
+            One lazy activation per width.
         """
         (part,) = self.parts
 
@@ -234,10 +247,11 @@ class LazyActivation:
         """Encodes the rows of the activation in one pass over memory.
 
         Args:
-          encode: The encoder, for example `solrl_jax.quant.nvfp4.encode`.
+            encode: The encoder, for example `solrl_jax.quant.nvfp4.encode`.
 
         Returns:
-          The outputs of the encoder, each [b, s, m]. They are computed once, however many matmuls read them.
+            The outputs of the encoder, each [b, s, m]. They are computed once, however many matmuls
+            read them.
         """
         if encode not in self._encodings:
             self._encodings[encode] = encode_in_one_pass(encode, [self])
@@ -253,15 +267,17 @@ def materialize_heads(
 ) -> Float[Array, "b s n head"]:
     """Writes activations to memory as one sequence of attention heads.
 
-    If any of the activations contains a quantized matmul, one kernel computes and writes all of them.
+    If any of the activations contains a quantized matmul, one kernel computes and writes all of
+    them.
 
     Args:
-      pieces: Activations [b, s_i, n * head_dim] that follow each other along the sequence axis.
-      head_dim: The number of features of one head. Heads lie side by side in the last axis.
-      dtype: The dtype of the result. None: the dtype of the first activation. Casts to FP8 saturate.
+        pieces: Activations [b, s_i, n * head_dim] that follow each other along the sequence axis.
+        head_dim: The number of features of one head. Heads lie side by side in the last axis.
+        dtype: The dtype of the result. None: the dtype of the first activation. Casts to FP8
+            saturate.
 
     Returns:
-      The array [b, sum of s_i, n, head_dim].
+        The array [b, sum of s_i, n, head_dim].
     """
 
     def split_heads(x: Array) -> Array:
@@ -275,7 +291,9 @@ def materialize_heads(
 
 
 def cast_saturating(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
-    """Casts `x` to `dtype`. Values beyond the range of an 8-bit dtype become its largest finite value.
+    """Casts `x` to `dtype`.
+
+    Values beyond the range of an 8-bit dtype become its largest finite value.
 
     E4M3 has no infinity: without the clipping, magnitudes above 464 would become NaN.
     """
@@ -300,12 +318,12 @@ def encode_in_one_pass(encode: Encode, pieces: Sequence[LazyActivation]) -> tupl
     """Encodes the rows of activations that follow each other along the sequence axis.
 
     Args:
-      encode: The encoder of a row.
-      pieces: Activations [b, s_i, n].
+        encode: The encoder of a row.
+        pieces: Activations [b, s_i, n].
 
     Returns:
-      The outputs of the encoder, each [b, sum of s_i, m]. CUDA programs compute them with `triton_kernel`, all others with
-      `reference`.
+        The outputs of the encoder, each [b, sum of s_i, m]. CUDA programs compute them with
+        `triton_kernel`, all others with `reference`.
     """
     parts = [x.parts for x in pieces]
 
@@ -357,15 +375,18 @@ def reference(encode: Encode, pieces: Sequence[Sequence[LazyPart]]) -> tuple[Arr
 def triton_kernel(
     encode: Encode, pieces: Sequence[Sequence[LazyPart]], *, interpret: bool = False
 ) -> tuple[Array, ...]:
-    """Computes and encodes every row in one pass over memory. One Triton program handles one row, in float32.
+    """Computes and encodes every row in one pass over memory.
+
+    One Triton program handles one row, in float32.
 
     Args:
-      encode: The encoder of a row.
-      pieces: The parts of each activation. Activations follow each other along the sequence axis.
-      interpret: Whether to run the kernel in Pallas' interpreter, which needs no GPU.
+        encode: The encoder of a row.
+        pieces: The parts of each activation. Activations follow each other along the sequence axis.
+        interpret: Whether to run the kernel in Pallas' interpreter, which needs no GPU.
 
     Returns:
-      The outputs of the encoder, each [b, s, m], where s is the number of rows of all pieces together.
+        The outputs of the encoder, each [b, s, m], where s is the number of rows of all pieces
+        together.
     """
     from jax.experimental import pallas as pl  # imported here because the import takes a second
     from jax.experimental.pallas import triton as plgpu
@@ -401,7 +422,9 @@ def triton_kernel(
                 pl.when((row >= start) & (row < end))(write)
 
     def row_spec(x: Any, start: int, count: int, skipped: int) -> Any:
-        """One row of `x` per program: rows `skipped` to `skipped + count`, for the programs from `start` on."""
+        """One row of `x` per program: rows `skipped` to `skipped + count`, for the programs from
+        `start` on.
+        """
 
         def row_of(s: Any) -> Any:
             return skipped + jnp.clip(s - start, 0, count - 1) if x.shape[1] > 1 else 0
@@ -442,11 +465,11 @@ def _encode_row(
     """Runs inside the kernel: computes one row of an activation, encodes it, and stores it.
 
     Args:
-      encode: The encoder of a row.
-      parts: The parts of the activation.
-      widths: The number of columns of each part.
-      inputs: For each part, references to one row of each of its arrays.
-      results: References to one row of each output of the encoder.
+        encode: The encoder of a row.
+        parts: The parts of the activation.
+        widths: The number of columns of each part.
+        inputs: For each part, references to one row of each of its arrays.
+        results: References to one row of each output of the encoder.
     """
     from jax.experimental.pallas import triton as plgpu
 

@@ -33,8 +33,8 @@ class Leaf(abc.ABC):
     `lazy_matmul` accept a single matrix.
 
     Attributes:
-      output_axes: For each array field whose outputs can be sharded: the axis of the outputs,
-        counted from the end. Arrays of fields that are not listed are replicated.
+        output_axes: For each array field whose outputs can be sharded: the axis of the outputs,
+            counted from the end. Arrays of fields that are not listed are replicated.
     """
 
     output_axes: ClassVar[Mapping[str, int]] = {}
@@ -62,11 +62,11 @@ class Leaf(abc.ABC):
         """The sharding of the leaf over the mesh axis `tensor`.
 
         Args:
-          shards: The number of shards along the axis.
+            shards: The number of shards along the axis.
 
         Returns:
-          The leaf with a `PartitionSpec` in place of each array. Outputs are sharded where their
-          number is a multiple of `shards`.
+            The leaf with a `PartitionSpec` in place of each array. Outputs are sharded where their
+            number is a multiple of `shards`.
         """
 
         def spec(path: tuple[Any, ...], x: Any) -> Any:
@@ -108,13 +108,13 @@ def scale_lazily(
     """Multiplies the matmul of two code arrays by the scales of its operands.
 
     Args:
-      y: The matmul of the codes. Columns from `width` on are padding, which is never read.
-      *scales: Float32 scales, [b, s, 1] for rows or [1, 1, width] for columns.
-      width: The number of columns of the result.
+        y: The matmul of the codes. Columns from `width` on are padding, which is never read.
+        *scales: Float32 scales, [b, s, 1] for rows or [1, 1, width] for columns.
+        width: The number of columns of the result.
 
     Returns:
-      A lazy activation [b, s, width] in the dtype of `y`. The multiplication happens in float32, in
-      the kernel that reads it.
+        A lazy activation [b, s, width] in the dtype of `y`. The multiplication happens in float32,
+        in the kernel that reads it.
     """
     y = tensor_parallel.gather_axis(y)
     columns = y if width == y.shape[-1] else ColumnView(y, 0, width)

@@ -23,10 +23,10 @@ class LowRank(Leaf):
     paper's A and B, transposed).
 
     Attributes:
-      base: The frozen matrix [..., in, out], of any floating-point dtype.
-      a: The trainable factor [..., in, rank], float32.
-      b: The trainable factor [..., rank, out], float32.
-      scale: alpha / rank.
+        base: The frozen matrix [..., in, out], of any floating-point dtype.
+        a: The trainable factor [..., in, rank], float32.
+        b: The trainable factor [..., rank, out], float32.
+        scale: alpha / rank.
     """
 
     # The adapters are replicated: they are small, and their gradients are sums over the outputs.

@@ -33,15 +33,15 @@ def matmul(x: Float[Array, "... n_in"], w: Weight) -> Float[Array, "... n_out"]:
     """Multiplies activations by a weight matrix.
 
     Args:
-      x: Activations [..., in] of a floating-point dtype.
-      w: A weight matrix [in, out]: an array, which is cast to the dtype of `x`, or a `Leaf`, for
-          example a quantized matrix.
+        x: Activations [..., in] of a floating-point dtype.
+        w: A weight matrix [in, out]: an array, which is cast to the dtype of `x`, or a `Leaf`, for
+            example a quantized matrix.
 
     Returns:
-      `x @ w` [..., out] in the dtype of `x`, complete on every device of the mesh axis `tensor`.
+        `x @ w` [..., out] in the dtype of `x`, complete on every device of the mesh axis `tensor`.
 
     Raises:
-      ValueError: If `x` is not of a floating-point dtype.
+        ValueError: If `x` is not of a floating-point dtype.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x has dtype {x.dtype}; matmul takes floating-point activations")
@@ -89,12 +89,12 @@ def output_partition_specs(w: Weight | np.ndarray | jax.ShapeDtypeStruct, shards
     """The sharding of a weight [..., in, out] over the mesh axis `tensor`.
 
     Args:
-      w: An array, an abstract array or a leaf.
-      shards: The number of shards along the axis.
+        w: An array, an abstract array or a leaf.
+        shards: The number of shards along the axis.
 
     Returns:
-      `w` with a `PartitionSpec` in place of each array. The outputs are sharded where their number
-      is a multiple of `shards`, and everything else is replicated.
+        `w` with a `PartitionSpec` in place of each array. The outputs are sharded where their
+        number is a multiple of `shards`, and everything else is replicated.
     """
     if isinstance(w, Leaf):
         return w.partition_specs(shards)

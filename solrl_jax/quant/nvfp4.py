@@ -42,12 +42,12 @@ class NVFP4Tensor(QuantizedWithInput):
     and 128.
 
     Attributes:
-      codes: The values [..., padded out, padded in / 2]. Each byte holds two E2M1 codes, the one of
-        the even index in the low four bits.
-      scales: The block scales [..., padded out, padded in / 16], float8_e4m3fn.
-      tensor_scale: One scale per matrix [...], float32.
-      n_in: The number of inputs without padding.
-      n_out: The number of outputs without padding.
+        codes: The values [..., padded out, padded in / 2]. Each byte holds two E2M1 codes, the one
+            of the even index in the low four bits.
+        scales: The block scales [..., padded out, padded in / 16], float8_e4m3fn.
+        tensor_scale: One scale per matrix [...], float32.
+        n_in: The number of inputs without padding.
+        n_out: The number of outputs without padding.
     """
 
     output_axes: ClassVar[Mapping[str, int]] = {"codes": -2, "scales": -2}
@@ -103,12 +103,13 @@ def encode(parts: Sequence[Float[Array, "..."]]) -> tuple[list[Array], list[Arra
     """Quantizes rows to NVFP4 (an encoder for `LazyActivation.encode`).
 
     Args:
-      parts: Float32 arrays [..., n_i] that lie side by side along the last axis. All widths but the
-        last are multiples of 16. The last part is padded so that whole rows are a multiple of 64.
+        parts: Float32 arrays [..., n_i] that lie side by side along the last axis. All widths but
+            the last are multiples of 16. The last part is padded so that whole rows are a multiple
+            of 64.
 
     Returns:
-      The packed codes of each part, uint8 [..., n_i / 2]; its block scales, float8_e4m3fn
-      [..., n_i / 16]; and the scales of the rows [[..., 1]], float32.
+        The packed codes of each part, uint8 [..., n_i / 2]; its block scales, float8_e4m3fn
+        [..., n_i / 16]; and the scales of the rows [[..., 1]], float32.
     """
     scale = row_amax(parts) / (E4M3_MAX * E2M1_MAX)
     padding = -sum(x.shape[-1] for x in parts) % CONTRACTION_MULTIPLE
@@ -130,13 +131,13 @@ def scale_blocks(
     function uses the subnormal scales of E4M3, and a block whose scale rounds to zero becomes zero.
 
     Args:
-      x: Float32 rows; k is a multiple of 16.
-      scale: The float32 scale of a tensor or a row. It broadcasts against `x`, with a last axis of
-          1.
+        x: Float32 rows; k is a multiple of 16.
+        scale: The float32 scale of a tensor or a row. It broadcasts against `x`, with a last axis
+            of 1.
 
     Returns:
-      Float32 values with magnitudes up to 6, which a cast to E2M1 turns into codes, and the block
-      scales (float8_e4m3fn).
+        Float32 values with magnitudes up to 6, which a cast to E2M1 turns into codes, and the block
+        scales (float8_e4m3fn).
     """
     blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
     usable = scale > SMALLEST_SCALE
@@ -157,10 +158,10 @@ def encode_packed(values: Float[Array, "*rows k"]) -> UInt8[Array, "*rows half"]
     E2M1.
 
     Args:
-      values: Float32 numbers with magnitudes up to 6.
+        values: Float32 numbers with magnitudes up to 6.
 
     Returns:
-      Two E2M1 codes per byte, the one of the even index in the low four bits.
+        Two E2M1 codes per byte, the one of the even index in the low four bits.
     """
     size = jnp.abs(values)
     # A code is the number of thresholds below the magnitude. Ties go to the even code, so that
@@ -196,14 +197,14 @@ def block_scaled_dot(
     apply them to the result.
 
     Args:
-      x: Codes of the activations, float4_e2m1fn.
-      x_scales: The scale of each block of 16 codes of `x`, float8_e4m3fn.
-      w: Codes of the weight, outputs first, float4_e2m1fn.
-      w_scales: The scale of each block of 16 codes of `w`, float8_e4m3fn.
-      dtype: The dtype of the result.
+        x: Codes of the activations, float4_e2m1fn.
+        x_scales: The scale of each block of 16 codes of `x`, float8_e4m3fn.
+        w: Codes of the weight, outputs first, float4_e2m1fn.
+        w_scales: The scale of each block of 16 codes of `w`, float8_e4m3fn.
+        dtype: The dtype of the result.
 
     Returns:
-      The product [rows, n_out].
+        The product [rows, n_out].
     """
     return jax.lax.platform_dependent(
         x,

@@ -27,9 +27,9 @@ def power_of_two(count: int, least: int = 1) -> int:
 def silence_triton_deprecation() -> None:
     """Hides JAX's warning that Pallas' lowering to Triton is deprecated, which users cannot act on.
 
-    JAX 0.11 and later warn whenever such a kernel is lowered, which happens after it was traced. A kernel
-    therefore calls this while it is traced. As a side effect, the filter stays in the process; it matches
-    this one message.
+    JAX 0.11 and later warn whenever such a kernel is lowered, which happens after it was traced. A
+    kernel therefore calls this while it is traced. As a side effect, the filter stays in the
+    process; it matches this one message.
     """
     warnings.filterwarnings(
         "ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning
@@ -44,12 +44,12 @@ def shard_map_kernel(f: Callable[..., Any], *, by_heads: bool = False) -> Callab
     not multiples of the number of devices are replicated.
 
     Args:
-      f: The kernel. It takes arrays, and returns an array or a tree of arrays, with rows first.
-      by_heads: Whether the second axis of the results, and of inputs with four axes, holds
-        attention heads. Heads are then sharded over the mesh axis `tensor`.
+        f: The kernel. It takes arrays, and returns an array or a tree of arrays, with rows first.
+        by_heads: Whether the second axis of the results, and of inputs with four axes, holds
+            attention heads. Heads are then sharded over the mesh axis `tensor`.
 
     Returns:
-      A function with the arguments and results of `f`.
+        A function with the arguments and results of `f`.
     """
 
     @custom_vmap

@@ -26,12 +26,12 @@ def shard_axis(x: Array, axis: int) -> Array:
     """Shards one axis of an activation over the mesh axis `tensor`.
 
     Args:
-      x: Any array. The sharding of its other axes stays as it is.
-      axis: The axis to shard. If its size is not a multiple of the number of shards, the axis is
-          replicated instead.
+        x: Any array. The sharding of its other axes stays as it is.
+        axis: The axis to shard. If its size is not a multiple of the number of shards, the axis is
+            replicated instead.
 
     Returns:
-      `x` with a sharding constraint.
+        `x` with a sharding constraint.
     """
     if num_shards() > 1 and x.shape[axis] % num_shards() == 0:
         return _constrain(x, axis, TENSOR)
@@ -50,13 +50,13 @@ def partition_spec(shape: tuple[int, ...], axis: int | None, shards: int) -> Par
     """The sharding of a parameter.
 
     Args:
-      shape: The shape of the parameter.
-      axis: The axis to shard over the mesh axis `tensor`. None replicates the parameter.
-      shards: The number of shards. If the size of the axis is not a multiple of it, the parameter
-          is replicated.
+        shape: The shape of the parameter.
+        axis: The axis to shard over the mesh axis `tensor`. None replicates the parameter.
+        shards: The number of shards. If the size of the axis is not a multiple of it, the parameter
+            is replicated.
 
     Returns:
-      A spec that shards `axis` and replicates all other axes.
+        A spec that shards `axis` and replicates all other axes.
     """
     spec: list[str | None] = [None] * len(shape)
     if axis is not None and shards > 1 and shape[axis] % shards == 0:

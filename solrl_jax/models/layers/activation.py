@@ -20,11 +20,11 @@ def as_lazy(x: Activation, dtype: DTypeLike | None = None) -> LazyActivation:
     """The activation as a `LazyActivation`.
 
     Args:
-      x: An array [b, s, d] or a lazy activation.
-      dtype: The dtype that an array is read in. None: its own.
+        x: An array [b, s, d] or a lazy activation.
+        dtype: The dtype that an array is read in. None: its own.
 
     Returns:
-      A lazy activation that returns `x`.
+        A lazy activation that returns `x`.
     """
     if isinstance(x, LazyActivation):
         return x
@@ -35,13 +35,13 @@ def concat_features(first: Activation, *others: Activation, dtype: DTypeLike) ->
     """Concatenates activations along the feature axis, without writing the result to memory.
 
     Args:
-      first: An activation [b, s, d].
-      *others: Activations [b, s, d_i] that follow it.
-      dtype: The dtype of the result. FP8 attention returns E4M3 values, which are read in this
-          dtype.
+        first: An activation [b, s, d].
+        *others: Activations [b, s, d_i] that follow it.
+        dtype: The dtype of the result. FP8 attention returns E4M3 values, which are read in this
+            dtype.
 
     Returns:
-      The activation [b, s, d + sum of d_i].
+        The activation [b, s, d + sum of d_i].
     """
     result = as_lazy(first, dtype)
     for other in others:

@@ -17,11 +17,11 @@ class AdaLayerNorm(nnx.Module):
     modulation.
 
     Args:
-      d: The number of features of the tokens and of the condition.
-      num_vectors: The number of modulation vectors, for example 6: shift, scale and gate, twice.
-      bias: Whether the linear layer has a bias.
-      modulate: The function that applies shift and scale.
-      rngs: Random number generators for the initial weights.
+        d: The number of features of the tokens and of the condition.
+        num_vectors: The number of modulation vectors, for example 6: shift, scale and gate, twice.
+        bias: Whether the linear layer has a bias.
+        modulate: The function that applies shift and scale.
+        rngs: Random number generators for the initial weights.
     """
 
     def __init__(

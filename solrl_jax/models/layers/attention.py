@@ -34,20 +34,20 @@ def attention(
     """Computes `softmax(scale * q k^T + bias) v` for each head. The softmax is in float32.
 
     Args:
-      q: Queries: batch, query positions, heads, features of a head.
-      k: Keys: batch, key positions, key heads, features. Query head `i` reads key head `i // (n /
-          kv)`.
-      v: Values, with the axes of the keys.
-      mask: The keys that queries attend to, see `Mask`. None: all. A query that attends to no key
-        of a matrix gets the mean of the values, so that the outputs of padding are finite. A number
-        of keys must be at least 1.
-      scale: The factor of the logits. None: `h ** -0.5`.
-      softcap: A cap c turns the logits into `c tanh(logits / c)`, before the mask is applied.
-      bias: Added to the logits; cuDNN reads it in the dtype of `q`. Cannot be combined with
-          `softcap`.
+        q: Queries: batch, query positions, heads, features of a head.
+        k: Keys: batch, key positions, key heads, features. Query head `i` reads key head `i // (n /
+            kv)`.
+        v: Values, with the axes of the keys.
+        mask: The keys that queries attend to, see `Mask`. None: all. A query that attends to no key
+            of a matrix gets the mean of the values, so that the outputs of padding are finite. A
+            number of keys must be at least 1.
+        scale: The factor of the logits. None: `h ** -0.5`.
+        softcap: A cap c turns the logits into `c tanh(logits / c)`, before the mask is applied.
+        bias: Added to the logits; cuDNN reads it in the dtype of `q`. Cannot be combined with
+            `softcap`.
 
     Returns:
-      The attended values, in the dtype of `q`.
+        The attended values, in the dtype of `q`.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if softcap is not None:
@@ -163,12 +163,12 @@ def cudnn_fits(
     is not known here whether a gradient will be taken, so its conditions are always required.
 
     Args:
-      q: Queries [b, t, n, h].
-      k: Keys [b, s, kv, h].
-      biased: Whether there is a bias or a mask matrix, which cuDNN reads as a bias.
+        q: Queries [b, t, n, h].
+        k: Keys [b, s, kv, h].
+        biased: Whether there is a bias or a mask matrix, which cuDNN reads as a bias.
 
     Returns:
-      Whether the program is traced for a GPU and cuDNN takes the operands.
+        Whether the program is traced for a GPU and cuDNN takes the operands.
     """
     head_dim = q.shape[-1]
     if compile_target.platform() != "gpu":
@@ -196,16 +196,16 @@ def _cudnn_attention(
     each row, so that it ignores the padding.
 
     Args:
-      q: Queries [b, t, n, h].
-      k: Keys [b, s, kv, h].
-      v: Values [b, s, kv, h].
-      mask: The keys that queries attend to, see `Mask`.
-      scale: The factor of the logits.
-      bias: Added to the logits, or None.
-      row_values: Any number for each row; see the comment below. None: no gradient is taken.
+        q: Queries [b, t, n, h].
+        k: Keys [b, s, kv, h].
+        v: Values [b, s, kv, h].
+        mask: The keys that queries attend to, see `Mask`.
+        scale: The factor of the logits.
+        bias: Added to the logits, or None.
+        row_values: Any number for each row; see the comment below. None: no gradient is taken.
 
     Returns:
-      The attended values [b, t, n, h].
+        The attended values [b, t, n, h].
     """
     (batch, t, heads, _), s = q.shape, k.shape[1]
     query_lengths = key_lengths = None

@@ -29,12 +29,12 @@ def attention_fp8(
     cuDNN does not take, the attention runs in BF16, which rounds the probabilities less.
 
     Args:
-      q: Queries in E4M3: batch, query positions, heads, features of a head.
-      k: Keys in E4M3: batch, key positions, heads, features.
-      v: Values in E4M3, with the axes of the keys.
+        q: Queries in E4M3: batch, query positions, heads, features of a head.
+        k: Keys in E4M3: batch, key positions, heads, features.
+        v: Values in E4M3, with the axes of the keys.
 
     Returns:
-      The attended values in E4M3.
+        The attended values in E4M3.
     """
     if compile_target.platform() == "cpu":
         return reference(q, k, v)

@@ -56,15 +56,15 @@ def flash_attention(
     """Computes `softmax(scale * q k^T) v` over the keys of the mask. The softmax is in float32.
 
     Args:
-      q: Queries.
-      k: Keys.
-      v: Values.
-      mask: True for keys that queries attend to. None: all keys. If a sample has none, its result
-        is the mean of the values and of the zeros that pad them.
-      scale: The factor of the logits.
+        q: Queries.
+        k: Keys.
+        v: Values.
+        mask: True for keys that queries attend to. None: all keys. If a sample has none, its result
+            is the mean of the values and of the zeros that pad them.
+        scale: The factor of the logits.
 
     Returns:
-      The attended values, in the dtype of `q`.
+        The attended values, in the dtype of `q`.
     """
     (batch, t), s = q.shape[:2], k.shape[1]
     masked = jnp.zeros((1, s), jnp.int32) if mask is None else 1 - mask[:, 0, 0].astype(jnp.int32)
@@ -106,14 +106,14 @@ def _kernel(
     """Calls JAX's kernel.
 
     Args:
-      scale: The factor of the logits.
-      q: Queries [b, n, t, h].
-      k: Keys [b, n, s, h].
-      v: Values [b, n, s, h].
-      masked: 0 for keys that queries attend to, 1 for all others.
+        scale: The factor of the logits.
+        q: Queries [b, n, t, h].
+        k: Keys [b, n, s, h].
+        v: Values [b, n, s, h].
+        masked: 0 for keys that queries attend to, 1 for all others.
 
     Returns:
-      The attended values.
+        The attended values.
     """
     # imported here because the import takes a second
     from jax.experimental.pallas.ops.tpu import flash_attention as pallas

@@ -16,13 +16,13 @@ class Conv(nnx.Module):
     """A 2-D convolution with zero padding of `kernel // 2` on each side.
 
     Args:
-      n_in: The number of input channels.
-      n_out: The number of output channels.
-      kernel: The side of the kernel, an odd number.
-      stride: The stride. 1 keeps the size of images, 2 halves even sizes.
-      bias: Whether to add a bias.
-      rngs: Random number generators for the initial weight, which has PyTorch's default
-          distribution.
+        n_in: The number of input channels.
+        n_out: The number of output channels.
+        kernel: The side of the kernel, an odd number.
+        stride: The stride. 1 keeps the size of images, 2 halves even sizes.
+        bias: Whether to add a bias.
+        rngs: Random number generators for the initial weight, which has PyTorch's default
+            distribution.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ def conv_upsampled(
     is slower.
 
     Args:
-      x: The images before upsampling.
-      kernel: The kernel of the 3x3 convolution, with stride 1 and zero padding of 1.
+        x: The images before upsampling.
+        kernel: The kernel of the 3x3 convolution, with stride 1 and zero padding of 1.
 
     Returns:
-      The convolved images, twice as high and wide as `x`, in the dtype of `x`.
+        The convolved images, twice as high and wide as `x`, in the dtype of `x`.
     """
     padded = jnp.pad(kernel.astype(jnp.float32), ((1, 1), (1, 1), (0, 0), (0, 0)))
     rows = padded[:-1] + padded[1:]
@@ -101,11 +101,11 @@ class DepthwiseConv(nnx.Module):
     """A convolution with one filter per channel, stride 1 and zero padding.
 
     Args:
-      channels: The number of channels.
-      kernel: The side of the filters, an odd number.
-      bias: Whether to add a bias.
-      rngs: Random number generators for the initial weight, which has PyTorch's default
-          distribution.
+        channels: The number of channels.
+        kernel: The side of the filters, an odd number.
+        bias: Whether to add a bias.
+        rngs: Random number generators for the initial weight, which has PyTorch's default
+            distribution.
     """
 
     def __init__(self, channels: int, kernel: int, *, bias: bool = True, rngs: nnx.Rngs):

@@ -20,11 +20,11 @@ class PatchProjection(nnx.Module):
     patches.
 
     Args:
-      patch: The side of a patch in pixels.
-      n_in: The number of input channels.
-      n_out: The number of features of a token.
-      bias: Whether to add a bias.
-      rngs: Random number generators for the initial weight.
+        patch: The side of a patch in pixels.
+        n_in: The number of input channels.
+        n_out: The number of features of a token.
+        bias: Whether to add a bias.
+        rngs: Random number generators for the initial weight.
     """
 
     def __init__(self, patch: int, n_in: int, n_out: int, *, bias: bool = True, rngs: nnx.Rngs):
@@ -44,11 +44,11 @@ def patches(x: Float[Array, "b h w c"], patch: int) -> Float[Array, "b rows colu
     """Cuts images into square patches.
 
     Args:
-      x: The images. Height and width are multiples of `patch`.
-      patch: The side of a patch in pixels.
+        x: The images. Height and width are multiples of `patch`.
+        patch: The side of a patch in pixels.
 
     Returns:
-      One vector per patch. Its features are ordered (row, column, channel).
+        One vector per patch. Its features are ordered (row, column, channel).
     """
     b, h, w, c = x.shape
     x = x.reshape(b, h // patch, patch, w // patch, patch, c).transpose(0, 1, 3, 2, 4, 5)
@@ -61,13 +61,13 @@ def unpatch(
     """The inverse of `patches`.
 
     Args:
-      tokens: One vector per patch, row by row.
-      rows: The number of patches from top to bottom.
-      columns: The number of patches from left to right.
-      patch: The side of a patch in pixels.
+        tokens: One vector per patch, row by row.
+        rows: The number of patches from top to bottom.
+        columns: The number of patches from left to right.
+        patch: The side of a patch in pixels.
 
     Returns:
-      The images, of `rows * patch` by `columns * patch` pixels.
+        The images, of `rows * patch` by `columns * patch` pixels.
     """
     x = tokens.reshape(len(tokens), rows, columns, patch, patch, -1).transpose(0, 1, 3, 2, 4, 5)
     return x.reshape(len(tokens), rows * patch, columns * patch, -1)
@@ -77,10 +77,10 @@ class TextProjection(nnx.Module):
     """Two linear layers with an activation between them (`PixArtAlphaTextProjection` of diffusers).
 
     Args:
-      n_in: The number of features of the text embedding.
-      d: The number of hidden and output features.
-      act: The activation function.
-      rngs: Random number generators for the initial weights.
+        n_in: The number of features of the text embedding.
+        d: The number of hidden and output features.
+        act: The activation function.
+        rngs: Random number generators for the initial weights.
     """
 
     def __init__(
@@ -99,9 +99,9 @@ class TimestepMLP(nnx.Module):
     SiLU.
 
     Args:
-      d: The number of hidden and output features.
-      bias: Whether the linear layers have biases.
-      rngs: Random number generators for the initial weights.
+        d: The number of hidden and output features.
+        bias: Whether the linear layers have biases.
+        rngs: Random number generators for the initial weights.
     """
 
     def __init__(self, d: int, *, bias: bool = True, rngs: nnx.Rngs):
@@ -116,11 +116,11 @@ def sinusoid(value: Float[Array, " b"], dim: int = 256) -> Float[Array, "b {dim}
     """Sinusoidal features of numbers.
 
     Args:
-      value: One number per sample, for example a timestep in 0..1000.
-      dim: The number of features, an even number.
+        value: One number per sample, for example a timestep in 0..1000.
+        dim: The number of features, an even number.
 
     Returns:
-      Float32 cosines, then sines, of `value` at `dim / 2` frequencies from 1 down to 1/10000.
+        Float32 cosines, then sines, of `value` at `dim / 2` frequencies from 1 down to 1/10000.
     """
     # Computed on the host, with the exponent in float32 as in the released code and its exponential
     # rounded once. NumPy's float32 `exp` is often wrong in the last bit, and at t = 1000 one bit of
@@ -138,13 +138,13 @@ def sincos_positions(
     """Fixed position embeddings of a token grid.
 
     Args:
-      d: The number of features, a multiple of 4.
-      rows: The vertical coordinate of each row.
-      columns: The horizontal coordinate of each column.
+        d: The number of features, a multiple of 4.
+        rows: The vertical coordinate of each row.
+        columns: The horizontal coordinate of each column.
 
     Returns:
-      Float32 features. The first half encodes the column and the second half the row; each half
-      consists of sines, then cosines.
+        Float32 features. The first half encodes the column and the second half the row; each half
+        consists of sines, then cosines.
     """
     # The waves of each axis are computed on the host in float64. The whole grid takes up to a
     # gigabyte, so JAX computes it: then it is not allocated when a network is only traced for its
@@ -165,9 +165,9 @@ class Embedding(nnx.Module):
     """A table of vectors, looked up by index. The result has the dtype of the table.
 
     Args:
-      count: The number of vectors.
-      features: The size of each vector.
-      rngs: Random number generators for the initial table.
+        count: The number of vectors.
+        features: The size of each vector.
+        rngs: Random number generators for the initial table.
     """
 
     def __init__(self, count: int, features: int, *, rngs: nnx.Rngs):

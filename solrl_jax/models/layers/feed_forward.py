@@ -24,8 +24,8 @@ class FeedForward(nnx.Module):
     `net` is a list in PyTorch, whose index 1 is a dropout layer.
 
     Args:
-      d: The number of input and output features.
-      rngs: Random number generators for the initial weights.
+        d: The number of input and output features.
+        rngs: Random number generators for the initial weights.
     """
 
     def __init__(self, d: int, *, rngs: nnx.Rngs):
@@ -43,9 +43,9 @@ class GatedFeedForward(nnx.Module):
     """A SiLU-gated linear unit (arXiv 2002.05202): `w2(silu(w1(x)) * w3(x))`, without biases.
 
     Args:
-      d: The number of input and output features.
-      hidden: The number of hidden features.
-      rngs: Random number generators for the initial weights.
+        d: The number of input and output features.
+        hidden: The number of hidden features.
+        rngs: Random number generators for the initial weights.
     """
 
     def __init__(self, d: int, hidden: int, *, rngs: nnx.Rngs):
@@ -60,9 +60,9 @@ class FusedGatedFeedForward(nnx.Module):
     """`GatedFeedForward` whose gate and value come from one linear layer, the gate first.
 
     Args:
-      d: The number of input and output features.
-      hidden: The number of hidden features.
-      rngs: Random number generators for the initial weights.
+        d: The number of input and output features.
+        hidden: The number of hidden features.
+        rngs: Random number generators for the initial weights.
     """
 
     def __init__(self, d: int, hidden: int, *, rngs: nnx.Rngs):
@@ -81,9 +81,9 @@ class GLUMBConv(nnx.Module):
     The class has the name of its counterpart in diffusers.
 
     Args:
-      d: The number of input and output features.
-      hidden: The number of features after the gate.
-      rngs: Random number generators for the initial weights.
+        d: The number of input and output features.
+        hidden: The number of features after the gate.
+        rngs: Random number generators for the initial weights.
     """
 
     def __init__(self, d: int, hidden: int, *, rngs: nnx.Rngs):
@@ -100,11 +100,11 @@ class GLUMBConv(nnx.Module):
         """Applies the layer to images that are given as tokens.
 
         Args:
-          x: The pixels [b, n, d], row by row.
-          grid: The number of rows and of columns of the n pixels.
+            x: The pixels [b, n, d], row by row.
+            grid: The number of rows and of columns of the n pixels.
 
         Returns:
-          The output [b, n, d].
+            The output [b, n, d].
         """
         bias = self.conv_depth.bias
         assert bias is not None

@@ -17,12 +17,12 @@ class Linear(nnx.Module):
     """`y = x W + b`. The weight `kernel` [in, out] may be any leaf that `quant.matmul` accepts.
 
     Args:
-      n_in: The number of input features.
-      n_out: The number of output features.
-      bias: Whether to add a bias.
-      layout: The layout of the weight in PyTorch: "linear", or "pointwise" for a 1x1 convolution.
-      rngs: Random number generators for the initial weight, which has PyTorch's default
-          distribution.
+        n_in: The number of input features.
+        n_out: The number of output features.
+        bias: Whether to add a bias.
+        layout: The layout of the weight in PyTorch: "linear", or "pointwise" for a 1x1 convolution.
+        rngs: Random number generators for the initial weight, which has PyTorch's default
+            distribution.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class Linear(nnx.Module):
         """`f(x W + b)`, computed by the layer that reads the result.
 
         Args:
-          x: The input [b, s, in].
-          f: An elementwise function, for example `jax.nn.gelu`.
+            x: The input [b, s, in].
+            f: An elementwise function, for example `jax.nn.gelu`.
 
         Returns:
-          The activation [b, s, out].
+            The activation [b, s, out].
         """
         return self.lazy(x).map(f)
 

@@ -15,11 +15,12 @@ class CrossProjection(nnx.Module):
     """The projections of an attention whose queries and keys may come from different sequences.
 
     Args:
-      widths: The number of features of the query sequence, of the key sequence, and of all heads together.
-      heads: The number of heads.
-      normed: Whether queries and keys are normalized (RMSNorm), all heads together.
-      bias: Whether the projections to queries, keys and values have biases.
-      rngs: Random number generators for the initial weights.
+        widths: The number of features of the query sequence, of the key sequence, and of all heads
+            together.
+        heads: The number of heads.
+        normed: Whether queries and keys are normalized (RMSNorm), all heads together.
+        bias: Whether the projections to queries, keys and values have biases.
+        rngs: Random number generators for the initial weights.
     """
 
     def __init__(
@@ -59,22 +60,23 @@ class CrossProjection(nnx.Module):
 
 
 class LinearAttention(CrossProjection):
-    """Attention with weights `relu(q) . relu(k)` instead of a softmax (arXiv 2410.10629, equation 1).
+    """Attention with weights `relu(q) . relu(k)` instead of a softmax (arXiv 2410.10629, equation
+    1).
 
-    The sums over the keys do not depend on the query, so the work is linear in the number of tokens. They
-    are computed in float32. The constructor takes the arguments of `CrossProjection`.
+    The sums over the keys do not depend on the query, so the work is linear in the number of
+    tokens. They are computed in float32. The constructor takes the arguments of `CrossProjection`.
     """
 
     def __call__(self, x: Activation, grid: tuple[int, int]) -> Float[Array, "b n d"]:
         """Applies the attention.
 
         Args:
-          x: The image tokens [b, n, d].
-          grid: The number of rows and of columns of the tokens. Unused: it is for layers that replace this
-            one and depend on positions (`models.layers.mhla`).
+            x: The image tokens [b, n, d].
+            grid: The number of rows and of columns of the tokens. Unused: it is for layers that
+                replace this one and depend on positions (`models.layers.mhla`).
 
         Returns:
-          The output [b, n, d].
+            The output [b, n, d].
         """
         x = as_lazy(x)
         q, k, v = self.project(x, x)
@@ -90,12 +92,12 @@ class CrossAttention(CrossProjection):
         """Applies the attention.
 
         Args:
-          x: The image tokens.
-          text: The text tokens.
-          mask: True for tokens, False for padding.
+            x: The image tokens.
+            text: The text tokens.
+            mask: True for tokens, False for padding.
 
         Returns:
-          The output for each image token.
+            The output for each image token.
         """
         q, k, v = (
             y.value.reshape(*y.value.shape[:2], self.heads, -1)

@@ -30,11 +30,11 @@ class Mhla:
     """How MHLA replaces SANA's linear attention (configuration section `model`).
 
     Attributes:
-      blocks: The number M of blocks that the tokens of an image are divided into.
-      released: Whether to follow the released code instead of the paper: m is normalized by columns
-        and is not bounded, `lepe` starts as the identity and has a bias, and each query position
-        has its own denominator.
-      normed: Whether queries and keys are normalized (RMSNorm), all heads together.
+        blocks: The number M of blocks that the tokens of an image are divided into.
+        released: Whether to follow the released code instead of the paper: m is normalized by
+            columns and is not bounded, `lepe` starts as the identity and has a bias, and each query
+            position has its own denominator.
+        normed: Whether queries and keys are normalized (RMSNorm), all heads together.
     """
 
     blocks: int
@@ -51,14 +51,14 @@ class BlockMixing(CrossProjection):
     identity, and has a bias that starts as zero.
 
     Args:
-      mhla: The variant of MHLA.
-      layout: The number of blocks from top to bottom and from left to right. It is the same for
-        images of every size, because m is about places in the image.
-      widths: The number of features of the tokens (twice), and of all heads together.
-      heads: The number of heads.
-      normed: Whether the checkpoint normalizes queries and keys, regardless of `mhla.normed`.
-      bias: Whether the projections to queries, keys and values have biases.
-      rngs: Random number generators for the initial weights.
+        mhla: The variant of MHLA.
+        layout: The number of blocks from top to bottom and from left to right. It is the same for
+            images of every size, because m is about places in the image.
+        widths: The number of features of the tokens (twice), and of all heads together.
+        heads: The number of heads.
+        normed: Whether the checkpoint normalizes queries and keys, regardless of `mhla.normed`.
+        bias: Whether the projections to queries, keys and values have biases.
+        rngs: Random number generators for the initial weights.
     """
 
     def __init__(
@@ -93,11 +93,11 @@ class BlockMixing(CrossProjection):
         """Applies the attention.
 
         Args:
-          x: The image tokens [b, n, d], row by row.
-          grid: The number of rows and of columns of the tokens.
+            x: The image tokens [b, n, d], row by row.
+            grid: The number of rows and of columns of the tokens.
 
         Returns:
-          The output [b, n, d].
+            The output [b, n, d].
         """
         x = as_lazy(x)
         q, k, v = self.project(x, x)
@@ -112,14 +112,14 @@ def tiling(blocks: int, grid: tuple[int, int]) -> tuple[int, int]:
     """Divides a grid of tokens into equal blocks that are as square as possible.
 
     Args:
-      blocks: The number of blocks.
-      grid: The number of rows and of columns of tokens.
+        blocks: The number of blocks.
+        grid: The number of rows and of columns of tokens.
 
     Returns:
-      The number of blocks from top to bottom and from left to right.
+        The number of blocks from top to bottom and from left to right.
 
     Raises:
-      ValueError: If the grid does not divide into so many equal blocks.
+        ValueError: If the grid does not divide into so many equal blocks.
     """
     rows, columns = grid
 
@@ -148,11 +148,11 @@ def initial_mix(layout: tuple[int, int], released: bool) -> Float[np.ndarray, "m
     the released code, the maximum is over all pairs, and columns sum to 1.
 
     Args:
-      layout: The number of blocks from top to bottom and from left to right.
-      released: Whether to follow the released code.
+        layout: The number of blocks from top to bottom and from left to right.
+        released: Whether to follow the released code.
 
     Returns:
-      The matrix m.
+        The matrix m.
     """
     places = np.indices(layout).reshape(2, -1).T
     distance = np.linalg.norm(places[:, None] - places[None], axis=-1)

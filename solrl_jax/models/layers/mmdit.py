@@ -22,15 +22,15 @@ class JointBlock(nnx.Module):
     """One layer of both streams (arXiv 2403.03206, figure 2b).
 
     Args:
-      d: The number of features of the tokens.
-      head_dim: The number of features of one attention head.
-      modulate: The function that applies shift and scale. FLUX.1 and SD3 round it differently.
-      normed: Whether each head of queries and keys is normalized (RMSNorm).
-      dual: Whether the image stream also attends to itself, beside the joint attention (SD3.5
-          Medium).
-      last: Whether the text stream ends here: the image attends to it, but nothing is computed from
-        it (the last layer of SD3).
-      rngs: Random number generators for the initial weights.
+        d: The number of features of the tokens.
+        head_dim: The number of features of one attention head.
+        modulate: The function that applies shift and scale. FLUX.1 and SD3 round it differently.
+        normed: Whether each head of queries and keys is normalized (RMSNorm).
+        dual: Whether the image stream also attends to itself, beside the joint attention (SD3.5
+            Medium).
+        last: Whether the text stream ends here: the image attends to it, but nothing is computed
+            from it (the last layer of SD3).
+        rngs: Random number generators for the initial weights.
     """
 
     def __init__(
@@ -65,14 +65,15 @@ class JointBlock(nnx.Module):
         """Applies the layer.
 
         Args:
-          text: The text tokens.
-          image: The image tokens.
-          condition: The vector that modulates the block, after its SiLU.
-          rotation: The rotary angles of the l + n positions, text first. None: no rotary positions.
-          fp8_attention: Whether the attention runs in FP8.
+            text: The text tokens.
+            image: The image tokens.
+            condition: The vector that modulates the block, after its SiLU.
+            rotation: The rotary angles of the l + n positions, text first. None: no rotary
+                positions.
+            fp8_attention: Whether the attention runs in FP8.
 
         Returns:
-          The text tokens (unchanged in the `last` layer) and the image tokens after the layer.
+            The text tokens (unchanged in the `last` layer) and the image tokens after the layer.
         """
         image_vectors = self.norm1.vectors(condition)
         shift, scale, gate, shift_ff, scale_ff, gate_ff = image_vectors[:6]
@@ -109,10 +110,10 @@ class TimeTextEmbedding(nnx.Module):
     text.
 
     Args:
-      d: The number of features of the condition.
-      pooled_dim: The number of features of the pooled text.
-      guided: Whether the guidance scale is embedded, too.
-      rngs: Random number generators for the initial weights.
+        d: The number of features of the condition.
+        pooled_dim: The number of features of the pooled text.
+        guided: Whether the guidance scale is embedded, too.
+        rngs: Random number generators for the initial weights.
     """
 
     def __init__(self, d: int, pooled_dim: int, *, guided: bool = False, rngs: nnx.Rngs):
@@ -129,12 +130,12 @@ class TimeTextEmbedding(nnx.Module):
         """Computes the condition.
 
         Args:
-          timestep: `1000 * sigma` of each sample.
-          pooled: The pooled text embedding of each prompt.
-          guidance: The guidance scale of each sample, for networks that embed it.
+            timestep: `1000 * sigma` of each sample.
+            pooled: The pooled text embedding of each prompt.
+            guidance: The guidance scale of each sample, for networks that embed it.
 
         Returns:
-          The condition in the dtype of `pooled`, before its SiLU.
+            The condition in the dtype of `pooled`, before its SiLU.
         """
         embedded = self.timestep_embedder(timestep, pooled.dtype)
         if self.guidance_embedder is not None and guidance is not None:

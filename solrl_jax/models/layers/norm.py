@@ -22,13 +22,13 @@ def layer_norm(
     """Layer normalization over the last axis (arXiv 1607.06450), without weights.
 
     Args:
-      x: The input, of any floating-point dtype.
-      eps: Added to the variance.
-      width: The number of columns that are not padding. Kernels pad rows with zeros; padded columns
-        of the result are not meaningful. None: all columns.
+        x: The input, of any floating-point dtype.
+        eps: Added to the variance.
+        width: The number of columns that are not padding. Kernels pad rows with zeros; padded
+            columns of the result are not meaningful. None: all columns.
 
     Returns:
-      The normalized input, in the dtype of `x`.
+        The normalized input, in the dtype of `x`.
     """
     x32 = x.astype(jnp.float32)
     n = x.shape[-1] if width is None else width
@@ -44,9 +44,9 @@ class LayerNorm(nnx.Module):
     """Layer normalization over the last axis (arXiv 1607.06450).
 
     Args:
-      features: The size of the last axis.
-      eps: Added to the variance.
-      affine: Whether there are a weight and a bias.
+        features: The size of the last axis.
+        eps: Added to the variance.
+        affine: Whether there are a weight and a bias.
     """
 
     def __init__(self, features: int, *, eps: float, affine: bool = True):
@@ -71,13 +71,13 @@ class LayerNorm(nnx.Module):
         """`norm(x) (1 + scale) + shift`, computed by the layer that reads it.
 
         Args:
-          x: The input.
-          shift: The shift of each sample and feature.
-          scale: The scale of each sample and feature.
-          modulate: The function that applies shift and scale.
+            x: The input.
+            shift: The shift of each sample and feature.
+            scale: The scale of each sample and feature.
+            modulate: The function that applies shift and scale.
 
         Returns:
-          The activation [b, s, d].
+            The activation [b, s, d].
         """
         return self._lazy(x).map(modulate, shift, scale)
 
@@ -111,16 +111,16 @@ def rms_norm(
     """Root-mean-square normalization over the last axis (arXiv 1910.07467).
 
     Args:
-      x: The input, of any floating-point dtype.
-      scale: The weight; it broadcasts against `x`.
-      eps: Added to the mean of the squares.
-      width: The number of columns that are not padding. Kernels pad rows with zeros. None: all
-          columns.
-      save_squares: Whether to write the sums of squares to memory, under the checkpoint name of
-        matmuls, so that the gradient does not recompute them.
+        x: The input, of any floating-point dtype.
+        scale: The weight; it broadcasts against `x`.
+        eps: Added to the mean of the squares.
+        width: The number of columns that are not padding. Kernels pad rows with zeros. None: all
+            columns.
+        save_squares: Whether to write the sums of squares to memory, under the checkpoint name of
+            matmuls, so that the gradient does not recompute them.
 
     Returns:
-      `scale * x / rms(x)` in float32.
+        `scale * x / rms(x)` in float32.
     """
     x32 = x.astype(jnp.float32)
     n = x.shape[-1] if width is None else width
@@ -134,10 +134,10 @@ class RMSNorm(nnx.Module):
     """Root-mean-square normalization (arXiv 1910.07467): `x / rms(x) * (offset + scale) + bias`.
 
     Args:
-      features: The size of the last axis.
-      eps: Added to the mean of the squares.
-      bias: Whether to add a bias.
-      offset: 1.0 if checkpoints store the weight minus one (Gemma), otherwise 0.0.
+        features: The size of the last axis.
+        eps: Added to the mean of the squares.
+        bias: Whether to add a bias.
+        offset: 1.0 if checkpoints store the weight minus one (Gemma), otherwise 0.0.
     """
 
     def __init__(self, features: int, *, eps: float, bias: bool = False, offset: float = 0.0):
@@ -158,11 +158,11 @@ class RMSNorm(nnx.Module):
         """`norm(x) * factor`, computed by the layer that reads it. For norms without a bias.
 
         Args:
-          x: The input.
-          factor: A factor for each sample and feature. None: 1.
+            x: The input.
+            factor: A factor for each sample and feature. None: 1.
 
         Returns:
-          The activation [b, s, d].
+            The activation [b, s, d].
         """
         width = x.shape[-1]
 
@@ -176,10 +176,10 @@ class RMSNorm(nnx.Module):
         """Normalizes each attention head by itself, without bias and offset.
 
         Args:
-          x: Queries or keys [b, s, n * features], heads side by side.
+            x: Queries or keys [b, s, n * features], heads side by side.
 
         Returns:
-          The normalized activation, of the same shape.
+            The normalized activation, of the same shape.
         """
         # on a GPU, the saved sums spare the gradient one pass over `x` (docs/kernels.md)
         save_squares = x.exact and compile_target.platform() == "gpu"

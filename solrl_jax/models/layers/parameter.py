@@ -18,17 +18,17 @@ def param(
     `models.layers.stack.stack` adds the position of the parameter in a stack of layers.
 
     Args:
-      value: The initial value.
-      torch_name: The last part of the parameter's name in PyTorch, for example "weight".
-      layout: The order of the axes in PyTorch: "same" as ours, or a key of
-        `models.loading.weights.OUR_AXES`.
-      start: `(function, *arguments)`, for a parameter that checkpoints may lack. The call
-        `function(*arguments)` returns its initial value, which is broadcast to the parameter's
-        shape.
-      bounds: The smallest and the largest value that training keeps the parameter between.
+        value: The initial value.
+        torch_name: The last part of the parameter's name in PyTorch, for example "weight".
+        layout: The order of the axes in PyTorch: "same" as ours, or a key of
+            `models.loading.weights.OUR_AXES`.
+        start: `(function, *arguments)`, for a parameter that checkpoints may lack. The call
+            `function(*arguments)` returns its initial value, which is broadcast to the parameter's
+            shape.
+        bounds: The smallest and the largest value that training keeps the parameter between.
 
     Returns:
-      The parameter.
+        The parameter.
     """
     return nnx.Param(
         value,

@@ -19,12 +19,12 @@ def rotation_table(
     3.3).
 
     Args:
-      positions: The coordinates of each of s positions.
-      axes_dims: The number of features of a head that each coordinate rotates (even numbers).
-      theta: The base of the rotation frequencies.
+        positions: The coordinates of each of s positions.
+        axes_dims: The number of features of a head that each coordinate rotates (even numbers).
+        theta: The base of the rotation frequencies.
 
     Returns:
-      Cosines and sines [1, s, sum of axes_dims / 2].
+        Cosines and sines [1, s, sum of axes_dims / 2].
     """
     # computed in float64 and rounded once, as in the released code
     angles = []
@@ -42,12 +42,12 @@ def rotate_pairs(
     equation 34).
 
     Args:
-      x: Queries or keys. The last axis holds heads of `2 * half` features side by side.
-      cos: The cosines of the angles of each position.
-      sin: The sines of the angles of each position.
+        x: Queries or keys. The last axis holds heads of `2 * half` features side by side.
+        cos: The cosines of the angles of each position.
+        sin: The sines of the angles of each position.
 
     Returns:
-      The rotated array, in the dtype of `x`.
+        The rotated array, in the dtype of `x`.
     """
     cos = cos[..., None, :]
     sin = sin[..., None, :]
@@ -61,12 +61,12 @@ def rotate(x: LazyActivation, rotation: Rotation | None, start: int = 0) -> Lazy
     """Rotates queries or keys by the angles of their positions.
 
     Args:
-      x: Queries or keys [b, s, d], heads side by side.
-      rotation: The angles of all positions of the sequence. None leaves `x` as it is.
-      start: The position of the first row of `x`.
+        x: Queries or keys [b, s, d], heads side by side.
+        rotation: The angles of all positions of the sequence. None leaves `x` as it is.
+        start: The position of the first row of `x`.
 
     Returns:
-      The rotated activation.
+        The rotated activation.
     """
     if rotation is None:
         return x

@@ -29,17 +29,17 @@ def project_qkv(
     """Queries, keys and values [b, s, d] of a sequence, heads side by side.
 
     Args:
-      x: The input of the attention [b, s, d].
-      to_q: The projection to queries.
-      to_k: The projection to keys.
-      to_v: The projection to values.
-      norm_q: The norm of each head of the queries, or None.
-      norm_k: The norm of each head of the keys, or None.
-      rotation: The rotary angles of all positions, or None.
-      start: The position of the first token of `x`.
+        x: The input of the attention [b, s, d].
+        to_q: The projection to queries.
+        to_k: The projection to keys.
+        to_v: The projection to values.
+        norm_q: The norm of each head of the queries, or None.
+        norm_k: The norm of each head of the keys, or None.
+        rotation: The rotary angles of all positions, or None.
+        start: The position of the first token of `x`.
 
     Returns:
-      Queries, keys and values, which the attention materializes.
+        Queries, keys and values, which the attention materializes.
     """
     q = to_q.lazy(x)
     if norm_q is not None:
@@ -59,13 +59,14 @@ def attend(
     """Softmax attention over streams of tokens that form one sequence.
 
     Args:
-      head_dim: The number of features of one head.
-      *streams: Queries, keys and values [b, s_i, d] of each stream, in the order of the sequence.
-      key_lengths: How many keys, from the first, each sample attends to. None: all. Not with FP8.
-      fp8_attention: Whether the attention runs in FP8.
+        head_dim: The number of features of one head.
+        *streams: Queries, keys and values [b, s_i, d] of each stream, in the order of the sequence.
+        key_lengths: How many keys, from the first, each sample attends to. None: all. Not with FP8.
+        fp8_attention: Whether the attention runs in FP8.
 
     Returns:
-      The attended values [b, sum of s_i, d], heads side by side. In E4M3 if `fp8_attention` is set.
+        The attended values [b, sum of s_i, d], heads side by side. In E4M3 if `fp8_attention` is
+        set.
     """
     q, k, v = (
         materialize_heads(pieces, head_dim, E4M3 if fp8_attention else None)
@@ -84,12 +85,12 @@ class QKVProjection(nnx.Module):
     """The projections of one sequence to queries, keys and values.
 
     Args:
-      d: The number of features of the tokens, and of all heads together.
-      head_dim: The number of features of one head.
-      normed: Whether each head of queries and keys is normalized (RMSNorm).
-      bias: Whether the projections have biases.
-      eps: The epsilon of the norms.
-      rngs: Random number generators for the initial weights.
+        d: The number of features of the tokens, and of all heads together.
+        head_dim: The number of features of one head.
+        normed: Whether each head of queries and keys is normalized (RMSNorm).
+        bias: Whether the projections have biases.
+        eps: The epsilon of the norms.
+        rngs: Random number generators for the initial weights.
     """
 
     def __init__(
@@ -127,13 +128,13 @@ class SelfAttention(QKVProjection):
     """Softmax attention of one sequence to itself.
 
     Args:
-      d: The number of features of the tokens, and of all heads together.
-      head_dim: The number of features of one head.
-      normed: Whether each head of queries and keys is normalized (RMSNorm).
-      projected: Whether there is an output projection `to_out`.
-      bias: Whether the projections have biases.
-      eps: The epsilon of the norms.
-      rngs: Random number generators for the initial weights.
+        d: The number of features of the tokens, and of all heads together.
+        head_dim: The number of features of one head.
+        normed: Whether each head of queries and keys is normalized (RMSNorm).
+        projected: Whether there is an output projection `to_out`.
+        bias: Whether the projections have biases.
+        eps: The epsilon of the norms.
+        rngs: Random number generators for the initial weights.
     """
 
     def __init__(
@@ -161,14 +162,14 @@ class SelfAttention(QKVProjection):
         """Applies the attention.
 
         Args:
-          x: The input [b, s, d].
-          rotation: The rotary angles of the s positions, or None.
-          key_lengths: How many tokens, from the first, each sample attends to. None: all.
-          fp8_attention: Whether the attention runs in FP8. Without an output projection, the result
-            is then in E4M3.
+            x: The input [b, s, d].
+            rotation: The rotary angles of the s positions, or None.
+            key_lengths: How many tokens, from the first, each sample attends to. None: all.
+            fp8_attention: Whether the attention runs in FP8. Without an output projection, the
+                result is then in E4M3.
 
         Returns:
-          The output [b, s, d].
+            The output [b, s, d].
         """
         x = as_lazy(x)
         out = attend(
@@ -187,12 +188,12 @@ class JointAttention(QKVProjection):
     The weights of the text stream are those with `add` in their names.
 
     Args:
-      d: The number of features of the tokens, and of all heads together.
-      head_dim: The number of features of one head.
-      normed: Whether each head of queries and keys is normalized (RMSNorm).
-      bias: Whether the projections have biases.
-      last: Whether nothing reads the text's output, so that it is not computed.
-      rngs: Random number generators for the initial weights.
+        d: The number of features of the tokens, and of all heads together.
+        head_dim: The number of features of one head.
+        normed: Whether each head of queries and keys is normalized (RMSNorm).
+        bias: Whether the projections have biases.
+        last: Whether nothing reads the text's output, so that it is not computed.
+        rngs: Random number generators for the initial weights.
     """
 
     def __init__(
@@ -228,13 +229,13 @@ class JointAttention(QKVProjection):
         """Applies the attention.
 
         Args:
-          text: The text tokens [b, l, d].
-          image: The image tokens [b, n, d].
-          rotation: The rotary angles of the l + n positions, or None.
-          fp8_attention: Whether the attention runs in FP8.
+            text: The text tokens [b, l, d].
+            image: The image tokens [b, n, d].
+            rotation: The rotary angles of the l + n positions, or None.
+            fp8_attention: Whether the attention runs in FP8.
 
         Returns:
-          The outputs for the text (None if this is the `last` layer) and for the image.
+            The outputs for the text (None if this is the `last` layer) and for the image.
         """
         text = as_lazy(text)
         image = as_lazy(image)
@@ -266,10 +267,10 @@ class ParallelAttention(nnx.Module):
     reads the results of both.
 
     Args:
-      d: The number of features of the tokens, and of all heads together.
-      head_dim: The number of features of one head.
-      hidden: The number of features of the MLP after its gate.
-      rngs: Random number generators for the initial weights.
+        d: The number of features of the tokens, and of all heads together.
+        head_dim: The number of features of one head.
+        hidden: The number of features of the MLP after its gate.
+        rngs: Random number generators for the initial weights.
     """
 
     def __init__(self, d: int, head_dim: int, hidden: int, *, rngs: nnx.Rngs):
@@ -285,12 +286,12 @@ class ParallelAttention(nnx.Module):
         """Applies attention and MLP.
 
         Args:
-          x: The input [b, s, d].
-          rotation: The rotary angles of the s positions.
-          fp8_attention: Whether the attention runs in FP8.
+            x: The input [b, s, d].
+            rotation: The rotary angles of the s positions.
+            fp8_attention: Whether the attention runs in FP8.
 
         Returns:
-          The output [b, s, d].
+            The output [b, s, d].
         """
         x = as_lazy(x)
         q, k, v, gate, value = self.to_qkv_mlp_proj.lazy(x).split_columns(*self.widths)

@@ -43,15 +43,15 @@ def stack(n: int, make: Callable[[nnx.Rngs], M], rngs: nnx.Rngs, *, first: int |
     In PyTorch the layers form a list, and the name of a parameter contains the index of its layer.
 
     Args:
-      n: The number of modules.
-      make: Builds one module from random number generators.
-      rngs: Random number generators, which are split for the modules.
-      first: For a list with layers of several kinds, the index in the list of this stack's first
-        layer. Each run of equal layers is then a stack of its own, and one container with the name
-        of the list holds all stacks, under any keys. None: the list holds only this stack.
+        n: The number of modules.
+        make: Builds one module from random number generators.
+        rngs: Random number generators, which are split for the modules.
+        first: For a list with layers of several kinds, the index in the list of this stack's first
+            layer. Each run of equal layers is then a stack of its own, and one container with the
+            name of the list holds all stacks, under any keys. None: the list holds only this stack.
 
     Returns:
-      The module, whose parameters have a leading axis of size `n`.
+        The module, whose parameters have a leading axis of size `n`.
     """
     build = nnx.split_rngs(splits=n)(nnx.vmap(make, in_axes=(0,), out_axes=0))
     blocks = build(rngs)
@@ -65,14 +65,14 @@ def scan_blocks(blocks: Any, apply: Callable[..., X], x: X, *each: Array, remat:
     """Applies a stack of blocks in order: `x = apply(block, x)`. Only one block is compiled.
 
     Args:
-      blocks: A module built by `stack`.
-      apply: Called as `apply(block, x, *rows)`, returns the next `x`.
-      x: The input of the first block: an array, or a tree of arrays for several streams.
-      *each: Arrays with one row per block. `apply` receives the block's rows after `x`.
-      remat: What the gradient recomputes, a key of `REMAT`.
+        blocks: A module built by `stack`.
+        apply: Called as `apply(block, x, *rows)`, returns the next `x`.
+        x: The input of the first block: an array, or a tree of arrays for several streams.
+        *each: Arrays with one row per block. `apply` receives the block's rows after `x`.
+        remat: What the gradient recomputes, a key of `REMAT`.
 
     Returns:
-      The output of the last block.
+        The output of the last block.
     """
     graphdef, params = nnx.split(blocks)
 
@@ -96,10 +96,10 @@ def gather(params: P) -> P:
     (`quant.tensor_parallel`).
 
     Args:
-      params: A tree of weights: arrays or leaves.
+        params: A tree of weights: arrays or leaves.
 
     Returns:
-      The tree with sharding constraints. Without a mesh, `params` itself.
+        The tree with sharding constraints. Without a mesh, `params` itself.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return params
