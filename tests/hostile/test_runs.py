@@ -41,6 +41,7 @@ def saved(folder) -> list[int]:
     return [checkpoint.iteration_of(path) for path in checkpoint.candidates(folder / "checkpoints")]
 
 
+@pytest.mark.exhaustive
 def test_a_run_whose_adapters_are_not_finite_fails_and_saves_nothing(tmp_path):
     ended = train(
         tmp_path,
@@ -92,6 +93,7 @@ def test_the_last_finite_checkpoint_is_kept_and_named(run, tmp_path):
     assert "Traceback" not in ended.error
 
 
+@pytest.mark.exhaustive
 def test_prompts_that_changed_are_refused_unless_said(tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a red circle\na blue square\ntwo green triangles\n")
@@ -240,6 +242,7 @@ def test_no_secret_of_an_address_is_shown(tmp_path):
         assert [path.name for path in tmp_path.iterdir()] in ([], [".lock"])
 
 
+@pytest.mark.exhaustive
 def test_pictures_of_a_run_are_made_with_its_own_settings(run, tmp_path):
     (tmp_path / "p.txt").write_text("a red circle\n")
     (tmp_path / "two.txt").write_text("a red circle\ntwo blue squares\n")

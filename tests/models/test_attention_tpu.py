@@ -13,6 +13,7 @@ from jax.experimental.pallas.ops.tpu import flash_attention as kernel
 from solrl_jax.models.layers.attention import attention
 from solrl_jax.parallel.sharding import AXES, make_mesh
 from solrl_jax.quant import compile_target
+from tests.cases import first_is_quick
 
 # neither length is a multiple of the kernel's tile
 ROWS = 4
@@ -61,7 +62,7 @@ def kernels(f, *arrays):
     return str(jax.make_jaxpr(f)(*arrays)).count("pallas_call[")
 
 
-@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("masked", first_is_quick([True, False]))
 def test_values_and_gradients(masked):
     q, k, v, mask = operands()
     mask = mask if masked else None

@@ -122,6 +122,7 @@ def test_encode_and_decode_agree_with_diffusers(name):
         )
 
 
+@pytest.mark.exhaustive
 def test_gradient_with_respect_to_the_input_agrees_with_diffusers():
     # linear, quadratic
     config = small(layers=(1, 1, 1), types=("ResBlock", VIT, VIT), scales=((), (), (5,)))

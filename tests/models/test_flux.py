@@ -155,6 +155,7 @@ def test_output_and_input_gradient_equal_diffusers(case):
     assert all(np.array_equal(back[name], t.numpy()) for name, t in released.items())
 
 
+@pytest.mark.exhaustive
 def test_gradients_of_the_parameters_equal_diffusers():
     overrides, sizes = CASES["dev"]
     theirs, graphdef, state, params = build(overrides, seed=3)

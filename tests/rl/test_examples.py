@@ -58,6 +58,7 @@ def test_training_from_python(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "tiny-lora.safetensors").stat().st_size > 1000
 
 
+@pytest.mark.exhaustive
 def test_an_objective_of_your_own_trains(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "own_objective", load("own_objective"))
@@ -108,7 +109,11 @@ def test_sampling_in_two_precisions(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "name", ["test_exploration_finds_both_ends", "test_a_proxy_with_small_errors_keeps_the_order"]
+    "name",
+    [
+        "test_a_proxy_with_small_errors_keeps_the_order",
+        pytest.param("test_exploration_finds_both_ends", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_rank_preservation(name):
     getattr(load("rank_preservation_test"), name)()

@@ -75,7 +75,14 @@ def test_rows_are_candidates_prompt_by_prompt():
 
 @pytest.mark.parametrize(
     ("mesh", "chunk"),
-    [*(("one", n) for n in (1, 3, 5, 7, 12, 100)), *((name, 5) for name in [*MESHES][1:])],
+    [
+        ("one", 5),
+        ("data=2 tensor=2", 5),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in [("data=2 fsdp=2", 5), *(("one", n) for n in (1, 3, 7, 12, 100))]
+        ),
+    ],
 )
 def test_a_chunk_is_an_upper_limit_that_need_not_divide_the_rows(backbones, mesh, chunk):
     """Twelve rows in chunks that are filled up, against chunks of four on one device."""
@@ -99,7 +106,7 @@ def test_a_chunk_is_an_upper_limit_that_need_not_divide_the_rows(backbones, mesh
     )
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", first_is_quick(MESHES))
 def test_every_chunk_runs_the_same_program(backbones, mesh):
     """However many rows there are: one, some that a chunk takes, or more."""
     backbone = backbones[mesh]

@@ -320,7 +320,6 @@ def test_several_optimizer_steps_an_iteration():
     assert outcome.metrics["old_decay"] == pytest.approx(0.002)
 
 
-@pytest.mark.exhaustive
 def doubled(velocities, target, algorithm):
     return jax.tree.map(lambda x: 2 * x, nft(velocities, target, algorithm))
 
