@@ -15,6 +15,7 @@ from scipy.ndimage import gaussian_filter, label
 
 from solrl_jax.data.shapes import scenes, verifier
 from solrl_jax.data.shapes.components import label_components
+from tests.cases import first_is_quick
 
 N = 800  # images of the tests that measure a rate
 FEW = 64  # images of the other tests: only two batch sizes, because each takes seconds to compile
@@ -56,6 +57,7 @@ def test_targets_read_the_captions():
         verifier.parse_targets(["a red dog"])
 
 
+@pytest.mark.exhaustive
 def test_an_image_may_be_large():
     """At 1024 px, areas times labels exceed 32 bits, and labels propagate far."""
     rng = np.random.default_rng(0)
@@ -67,6 +69,7 @@ def test_an_image_may_be_large():
     assert verdict.score[0] > 0.98
 
 
+@pytest.mark.exhaustive
 def test_an_image_need_not_be_a_square():
     """Scenes that fit are cut to 24 x 43 pixels, which have the area of 32 x 32."""
     _, prompts, images = rendered()
@@ -98,7 +101,7 @@ def test_correct_images_pass():
 # passes; score: least mean
 @pytest.mark.parametrize(
     ("blur", "noise", "share", "score"),
-    [(0, 0.03, 0.99, 0.98), (0.5, 0.03, 0.99, 0.95), (0.7, 0.05, 0.97, 0.9)],
+    first_is_quick([(0, 0.03, 0.99, 0.98), (0.5, 0.03, 0.99, 0.95), (0.7, 0.05, 0.97, 0.9)]),
 )
 def test_correct_images_pass_degraded(blur, noise, share, score):
     _, prompts, images = rendered()
@@ -108,7 +111,7 @@ def test_correct_images_pass_degraded(blur, noise, share, score):
 
 
 @pytest.mark.parametrize("attribute", ["count", "colour", "shape", "size", "relation"])
-@pytest.mark.parametrize(("blur", "noise"), [(0, 0), (0.5, 0.03)])
+@pytest.mark.parametrize(("blur", "noise"), first_is_quick([(0, 0), (0.5, 0.03)]))
 def test_images_wrong_in_one_attribute_fail(attribute, blur, noise):
     rng = np.random.default_rng(3)
     asked = []

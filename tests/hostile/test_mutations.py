@@ -16,7 +16,7 @@ from solrl_jax.models.locate import EMBEDDED_FOLDER
 from tests.hostile.harness import call
 
 # examples of each kind of file
-QUICK = 8
+QUICK = 4
 THOROUGH = 150
 MODEL = EMBEDDED_FOLDER / "tiny-sana"
 ODD: Any = st.one_of(

@@ -179,6 +179,7 @@ def test_activation_matters():
     )
 
 
+@pytest.mark.exhaustive
 def test_gradient_of_the_pixels():
     reference = reference_model({}, {}, 16, seed=7)
     model = port(reference)

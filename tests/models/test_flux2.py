@@ -189,6 +189,7 @@ def test_bfloat16_is_as_near_to_float32_as_that_of_diffusers():
     assert distance(ours) <= 1.10 * distance(half)
 
 
+@pytest.mark.exhaustive
 def test_adapters_are_leaves():
     """`LowRank` leaves anywhere among the linears of both stacks act as the merged weights do."""
     _, graphdef, _, params = build({})

@@ -230,7 +230,7 @@ CASES = [
     ("dev", 4, 3.5, (16, 24)),
     pytest.param("dev", 10, 1.0, (40, 32), marks=pytest.mark.exhaustive),
     pytest.param("schnell", 4, 3.5, (24, 16), marks=pytest.mark.exhaustive),
-    ("schnell", 10, 1.0, (16, 16)),
+    pytest.param("schnell", 10, 1.0, (16, 16), marks=pytest.mark.exhaustive),
 ]
 
 

@@ -117,6 +117,7 @@ def test_each_field_matters(changes):
     assert relative(*outputs) > 100 * TOLERANCE
 
 
+@pytest.mark.exhaustive
 def test_gradient_of_the_embedded_input():
     reference = reference_model(seed=3, attn_logit_softcapping=3.0)
     model = port(reference)

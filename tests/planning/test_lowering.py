@@ -20,8 +20,8 @@ from solrl_jax.quant.formats import DeviceInfo
 from solrl_jax.rl.experiment import Experiment
 
 PRESETS = (
-    "sana_sol_rl_pickscore",
     "flux1_sol_rl_hpsv2",
+    pytest.param("sana_sol_rl_pickscore", marks=pytest.mark.exhaustive),
     *(
         pytest.param(f"{name}_sol_rl_hpsv2", marks=pytest.mark.exhaustive)
         for name in ("sd3", "flux2-klein-4b", "zimage")

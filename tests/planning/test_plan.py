@@ -106,6 +106,7 @@ def test_parts_agree_with_a_count_by_hand(preset):
 
 
 @pytest.mark.usefixtures("cpus")
+@pytest.mark.exhaustive
 def test_parts_are_what_arrays_hold():
     """Of a built experiment, on each of eight devices, to the byte; and the copy lies where `sync` leaves it."""
     overrides = (

@@ -13,6 +13,7 @@ from solrl_jax.quant import compile_target
 from solrl_jax.quant import linear_attention as module
 from solrl_jax.quant.lazy import ColumnView, LazyActivation, LazyPart
 from solrl_jax.quant.linear_attention import Blocks, mixed_reference, reference
+from tests.cases import first_is_quick
 
 SHAPES = {"small": (2, 5, 2, 16), "of two blocks": (1, 200, 3, 32), "SANA's": (1, 1024, 2, 32)}
 MIXED = {  # rows and columns of tokens, blocks down and across, heads, features of a head
@@ -91,9 +92,10 @@ def test_the_kernel_is_its_twin_to_half_a_unit_of_bf16(shape, on_gpu):
     np.testing.assert_allclose(np.asarray(ours, np.float32), wanted, rtol=2**-8 + 1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_so_is_the_gradient(shape, on_gpu):
+@pytest.mark.parametrize("name", first_is_quick(SHAPES))
+def test_so_is_the_gradient(name, on_gpu):
     """Of what the kernel reads, rounded to BF16 once."""
+    shape = SHAPES[name]
     arrays = operands(*shape)
     heads = shape[2]
     g = operands(*shape)[2][0][..., :-7] * 3
@@ -145,10 +147,10 @@ def in_float32(f, *arrays):
         return jit(f)(*(x.astype(jnp.float32) for x in arrays))
 
 
-@pytest.mark.parametrize("case", MIXED.values(), ids=MIXED)
-def test_mixed_sums_are_their_twin_and_so_are_the_gradients(case, on_gpu):
+@pytest.mark.parametrize("name", first_is_quick(MIXED))
+def test_mixed_sums_are_their_twin_and_so_are_the_gradients(name, on_gpu):
     """m's gradient is in float32, of as many products as there are features."""
-    attend, plain, arrays = mixed(case)
+    attend, plain, arrays = mixed(MIXED[name])
     assert "pallas_call" in str(jax.make_jaxpr(attend)(*arrays))
     g = 3 * arrays[3]
 

@@ -271,6 +271,7 @@ def one_word_changed(scene, rng):
             return other
 
 
+@pytest.mark.exhaustive
 def test_right_pictures_of_the_embedded_sets_pass_and_those_of_a_word_changed_do_not():
     asked = lines("train") + lines("test")
     assert len({line["prompt"] for line in asked}) == len(asked) == 282

@@ -339,7 +339,8 @@ def test_noise_is_split_over_the_devices_and_is_that_of_the_seeds(backbones, mes
 
 
 @pytest.mark.parametrize(
-    ("mesh", "chunk"), [("one", 4), ("one", 5), *((name, 5) for name in [*MESHES][1:])]
+    ("mesh", "chunk"),
+    first_is_quick([("one", 4), ("one", 5), *((name, 5) for name in [*MESHES][1:])]),
 )
 def test_states_are_recorded_if_the_stage_asks(backbones, mesh, chunk):
     """Row by row, whatever the chunk and the mesh; the last leads to the sample by a step without

@@ -89,13 +89,8 @@ def dense_gradient():
     return gradient("none", whole)
 
 
-@pytest.mark.parametrize(
-    "remat",
-    [
-        pytest.param(name, marks=[] if name == "matmuls" else pytest.mark.exhaustive)
-        for name in REMAT
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("remat", REMAT)
 def test_the_gradient_of_an_adapted_network_is_that_of_whole_matrices(remat):
     def norm(tree):
         return np.sqrt(sum(np.square(x, dtype=np.float64).sum() for x in jax.tree.leaves(tree)))

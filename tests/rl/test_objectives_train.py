@@ -48,15 +48,13 @@ def settings(objective, family):
     )
 
 
-# every objective, family and kind of data once; a combination takes seconds to compile, so the
-# others are for the whole suite
+# every kind of data once; a combination takes seconds to compile, so the others are for the whole
+# suite
 QUICK = {
     ("awm", "naive_quant"),
-    ("dance_grpo", "naive_scaling"),
     ("dpo", "diffusionnft"),
     ("mix_grpo", "sol_rl"),
 }
-QUICK |= {("flow_grpo", "sol_rl"), ("flow_grpo", "naive_quant")}
 COMBINATIONS = [
     pytest.param(
         objective, family, marks=[] if (objective, family) in QUICK else pytest.mark.exhaustive

@@ -15,6 +15,7 @@ from solrl_jax.diffusion.seeds import permutations
 from solrl_jax.rl.objective import Step, TrainingTarget, Velocities, load_objective
 from solrl_jax.rl.trainable.trainable import attach
 from solrl_jax.rl.update import update
+from tests.cases import first_is_quick
 from tests.rl.test_update import KEPT, ROWS, STEPS, TOLERANCE, batch_of, norm, state_of
 from tests.toys import SHAPE, toy_backbone, toy_grid
 
@@ -163,7 +164,7 @@ def test_of_a_window_its_steps_alone_are_trained_at():
     assert pairs == {(0.75, 0), (0.5, 1)}
 
 
-@pytest.mark.parametrize("name", ["flow_grpo", "awm"])
+@pytest.mark.parametrize("name", first_is_quick(["flow_grpo", "awm"]))
 def test_on_policy_the_ratio_is_exactly_one(name):
     """In the trained network's own precision, although it is evaluated once with and once without a
     gradient.
@@ -182,7 +183,7 @@ def test_on_policy_the_ratio_is_exactly_one(name):
     assert float(metrics["grad_norm"]) > 0
 
 
-@pytest.mark.parametrize("name", ["dance_grpo", "dpo"])
+@pytest.mark.parametrize("name", first_is_quick(["dance_grpo", "dpo"]))
 def test_a_row_that_must_not_count_may_hold_anything(name):
     backbone = toy_backbone()
     grid = toy_grid(STEPS, solver="flow_sde")

@@ -205,7 +205,10 @@ def test_a_row_is_trained_at_sigmas_of_the_rollouts_grid_each_once():
     assert len(set(map(tuple, visited.tolist()))) > 1
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh",
+    ["one", "data=2 tensor=2", pytest.param("data=2 fsdp=2", marks=pytest.mark.exhaustive)],
+)
 def test_an_update_is_the_loop_over_terms_and_the_optimisers_step(backbones, mesh):
     backbone = backbones[mesh]
     batch = batch_of(backbone)
@@ -248,9 +251,12 @@ def test_an_update_is_the_loop_over_terms_and_the_optimisers_step(backbones, mes
 @pytest.mark.parametrize(
     ("mesh", "micro"),
     [
-        *(("one", n) for n in (1, 4, 100)),
-        *(pytest.param("one", n, marks=pytest.mark.exhaustive) for n in (5, 17)),
-        *((name, 5) for name in [*MESHES][1:]),
+        ("one", 4),
+        ("data=2 tensor=2", 5),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in [("data=2 fsdp=2", 5), *(("one", n) for n in (1, 5, 17, 100))]
+        ),
     ],
 )
 def test_a_micro_batch_is_an_upper_limit_that_need_not_divide_the_terms(backbones, mesh, micro):

@@ -275,8 +275,22 @@ def started(backbone, targets):
     )
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("which", TARGETS)
+@pytest.mark.parametrize(
+    ("which", "mesh"),
+    [
+        ("all", "one"),
+        ("one beside an adapter", "data=2 tensor=2"),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (
+                ("all", "data=2 fsdp=2"),
+                ("all", "data=2 tensor=2"),
+                ("one beside an adapter", "one"),
+                ("one beside an adapter", "data=2 fsdp=2"),
+            )
+        ),
+    ],
+)
 def test_an_update_is_that_of_pytorch_in_float64(which, mesh):
     """On one device and on meshes; micro-batches that do not come out even."""
     backbone = toy_backbone(*MESHES[mesh])

@@ -95,6 +95,7 @@ def test_errors_are_recorded_and_the_others_go_on(tmp_path, monkeypatch):
     assert step.run(task(tmp_path, "rollout", "tiny")).state == "skipped"  # no chunk was measured
 
 
+@pytest.mark.exhaustive
 def test_products_of_every_quantised_linear(tmp_path):
     rows = ran(task(tmp_path, "products"))
     assert {row["format"] for row in rows.values()} == {"bf16", "nvfp4"}
@@ -158,6 +159,7 @@ def test_a_kernel_and_its_twin_have_results_of_the_same_shapes(sizes):
         assert shapes[0] == shapes[1], case.name
 
 
+@pytest.mark.exhaustive
 def test_a_kernel_beside_its_twin():
     case = next(
         case for case in kernels.cases(kernels.SMALL) if case.name == "one_pass norm, SANA fp8"
