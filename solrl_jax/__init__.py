@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from solrl_jax.api import export_lora as export_lora
     from solrl_jax.api import export_transformer as export_transformer
+    from solrl_jax.api import generate as generate
+    from solrl_jax.api import generate_with_latents as generate_with_latents
     from solrl_jax.api import import_lora as import_lora
     from solrl_jax.api import load as load
     from solrl_jax.api import quantize as quantize
     from solrl_jax.api import rank as rank
-    from solrl_jax.api import sample as sample
     from solrl_jax.api import train as train
     from solrl_jax.config.presets import preset_names as preset_names
     from solrl_jax.config.presets import resolve as resolve
@@ -50,11 +51,12 @@ _WHERE = {
     "api": (
         "export_lora",
         "export_transformer",
+        "generate",
+        "generate_with_latents",
         "import_lora",
         "load",
         "quantize",
         "rank",
-        "sample",
         "train",
     ),
     "config.presets": ("preset_names", "resolve"),

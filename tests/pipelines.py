@@ -41,7 +41,7 @@ from transformers import (
     T5Tokenizer,
 )
 
-from solrl_jax.cli.sample import Request, sample
+from solrl_jax.api import generate_with_latents
 
 MAX_TOKENS = 10  # the tokenizer's own limit
 # SANA: pixels per latent in each direction, channels
@@ -277,24 +277,10 @@ def save_zimage_pipeline(
     )
 
 
-def sample_images(
-    folder: Path, out: Path, prompts: list[str], latents=None, **request
-) -> tuple[np.ndarray, np.ndarray]:
-    """Images [n, H, W, 3] by `cli.sample`, by default in float32, and the noise that it reports."""
-    out.mkdir(exist_ok=True)
-    (out / "prompts.txt").write_text("\n".join(prompts) + "\n")
-    if latents is not None:
-        np.save(out / "noise.npy", latents)
-        request["latents"] = out / "noise.npy"
-    sample(
-        str(folder),
-        Request(
-            str(out / "prompts.txt"),
-            out / "images",
-            **{"precision": "fp32", "seed": 0, "force": True} | request,
-        ),
-    )
-    return np.load(out / "images" / "images.npy"), np.load(out / "images" / "latents.npy")
+def generated(folder: Path, prompts: list[str], **options) -> tuple[np.ndarray, np.ndarray]:
+    """Images [n, H, W, 3] and their initial noise, by default in float32."""
+    result = generate_with_latents(folder, prompts, **{"precision": "fp32"} | options)
+    return result.images, result.latents
 
 
 def _saved(pipeline, folder: Path):

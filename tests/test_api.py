@@ -1,11 +1,9 @@
 """`import solrl_jax`: the public names, listed once, found lazily; what they refuse."""
 
-import dataclasses
 import importlib.metadata
 import subprocess
 import sys
 from inspect import unwrap
-from operator import itemgetter
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -14,11 +12,12 @@ import pytest
 
 import solrl_jax as solrl
 from solrl_jax import api
-from solrl_jax.cli import sample
+from solrl_jax.models.locate import open_model
+from solrl_jax.runs import generation
 
 
 def test_every_public_name_is_there():
-    assert len(solrl.__all__) == len(set(solrl.__all__)) <= 31
+    assert len(solrl.__all__) == len(set(solrl.__all__))
     for name in solrl.__all__:
         assert getattr(solrl, name) is not None
     assert set(dir(solrl)) == set(solrl.__all__)
@@ -128,17 +127,18 @@ def test_an_iteration_that_cannot_be_is_named_before_the_state_is_donated(iterat
         unwrap(solrl.iterate)(experiment, None, iteration)
 
 
-OPTIONS = {
-    "lora": ("x.safetensors", "--lora: x.safetensors: no such file"),
-    "latents": ("x.npy", "--latents x.npy: not a readable .npy file"),
-    "precision": ("int4", "precision='int4': 'int4' is not one of"),
-    "chunk": (0, "chunk=0: 0 is not in the range x>=1"),
-    "seed": (2**40, "seed=1099511627776: .* is not in the range 0<=x<=2147483647"),
-    "guidance": (float("nan"), "guidance=nan: nan is not finite"),
-    "steps": (3.5, "steps=3.5: accepted: a whole number"),
-    "max_tokens": (0, "max_tokens=0: 0 is not in the range"),
-    "size": (512, "--size 512: expected HEIGHTxWIDTH"),
-    "tile": ([4], "tile=\\[4\\]: "),
+ARGUMENTS = {
+    "lora": ("x.safetensors", "lora: x.safetensors: no such file"),
+    "latents": (np.zeros(3), r"latents: float64 \[3\]; expected float32 \[N, C, h, w\] with N = 1"),
+    "precision": ("int4", "precision='int4': expected 'auto', "),
+    "batch_size": (0, "batch_size=0: must be at least 1"),
+    "seed": (2**40, "seed=1099511627776: must be below 2147483648"),
+    "guidance_scale": (float("nan"), "guidance_scale=nan: expected a finite number"),
+    "num_steps": (3.5, "num_steps=3.5: expected an integer"),
+    "max_sequence_length": (0, "max_sequence_length=0: must be at least 1"),
+    "size": (512, r"size=512: expected \[HEIGHT, WIDTH\] in pixels"),
+    "vae_tile_size": ([4], r"vae_tile_size=\[4\]: expected an integer"),
+    "checkpoint": ("best", "checkpoint=best: embedded:tiny-sana is no run directory"),
 }
 
 
@@ -149,18 +149,25 @@ def test_bad_arguments_are_named(name, experiment):
         call(experiment)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_bad_options_of_sample_are_named_before_anything_is_written(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    value, message = OPTIONS[name]
-    with pytest.raises(solrl.InputError, match=message):
-        solrl.sample("embedded:tiny-sana", "embedded:shapes-test", "out", **{name: value})
-    assert not list(tmp_path.glob("out/*"))
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_bad_arguments_of_generate_are_named(name, monkeypatch):
+    monkeypatch.setattr(generation, "load_backbone", None)  # nothing is loaded
+    value, message = ARGUMENTS[name]
+    with pytest.raises(solrl.InputError, match=f"^{message}"):
+        unwrap(solrl.generate)("embedded:tiny-sana", ["a red circle"], **{name: value})
 
 
-def test_an_option_that_is_none_is_named():
-    with pytest.raises(TypeError, match="stepz=3 is no option; accepted: prompts, out, steps"):
-        solrl.sample("embedded:tiny-sana", "embedded:shapes-test", "out", stepz=3)
+@pytest.mark.parametrize("prompts", [[], None, [3], "a\0b"])
+def test_prompts_that_are_none_are_named(prompts):
+    with pytest.raises(solrl.InputError, match=r"^prompts"):
+        unwrap(solrl.generate_with_latents)("embedded:tiny-sana", prompts)
+
+
+def test_an_argument_that_does_not_exist_is_named():
+    with pytest.raises(TypeError, match="stepz"):
+        solrl.generate("embedded:tiny-sana", ["a red circle"], stepz=3)
+    with pytest.raises(solrl.InputError, match="unknown argument 'num_stepz': did you mean 'num_s"):
+        solrl.generate_with_latents("embedded:tiny-sana", ["a red circle"], num_stepz=3)
 
 
 @pytest.mark.parametrize("given", [(3,), (None,), ("tiny", 3), ("tiny", {"seed": 1})])
@@ -170,31 +177,27 @@ def test_presets_and_overrides_are_text(given):
         unwrap(solrl.resolve)(preset, overrides)
 
 
-def test_sample_takes_from_a_run_what_is_not_given(monkeypatch):
-    config = solrl.resolve("tiny", ("eval.num_steps=3", "rollout.guidance_scale=2.5"))
-    monkeypatch.setattr(sample, "is_run", lambda target: target == "run")
-    monkeypatch.setattr(sample, "read_run", lambda target: config)
-    monkeypatch.setattr(api, "_sample", lambda target, request: vars(request))
+def test_generate_takes_from_a_run_what_is_not_given():
+    config = solrl.resolve(
+        "tiny", ("eval.num_steps=3", "rollout.guidance_scale=2.5", "rollout.schedule=sd3")
+    )
+    pipeline = open_model("embedded:tiny-sana")
 
-    def of(*given, **options):
-        return itemgetter("steps", "guidance", "true_cfg")(
-            solrl.sample(*given, "p.txt", "out", **options)
+    def schedule(config, **arguments):
+        arguments = {"model": "run", "prompts": ["a red circle"], **arguments}
+        return generation.build_schedule(
+            generation.Request.check(arguments), config, pipeline, (32, 32)
         )
 
-    assert of("run") == (3, 2.5, 1.0)
-    assert of("run", steps=np.int64(7), guidance=None) == (7, 2.5, 1.0)
-    assert of("model") == (10, 1.0, 1.0)
+    def settings(schedule):
+        return schedule.steps, float(schedule.guidance_scale), schedule.guided
 
-
-def test_the_options_of_sample_are_those_of_the_command_with_its_defaults():
-    defaults = {p.name: p.default for p in sample.command.params}
-    for field in dataclasses.fields(sample.Request):
-        if field.default not in (dataclasses.MISSING, None, False) and field.name != "true_cfg":
-            assert field.default == defaults[field.name], field.name
-    assert {field.name for field in dataclasses.fields(sample.Request)} == defaults.keys() - {
-        "target",
-        "as_json",
-    }
+    assert settings(schedule(config)) == (3, 2.5, True)
+    assert settings(schedule(config, num_steps=np.int64(7))) == (7, 2.5, True)
+    assert settings(schedule(None)) == (10, 1.0, False)
+    for scale in (0.0, 0.5, 1.0):  # one definition for runs and model directories
+        for given in (config, None):
+            assert not schedule(given, guidance_scale=scale).guided
 
 
 def test_an_interrupted_training_raises(monkeypatch):

@@ -25,12 +25,12 @@ ROOMS = (
     "runs",
     "planning",
     "study",
+    "api",
     "cli",
 )
 ROOF = {
     "__init__",
     "__main__",
-    "api",
     "testing",
 }  # files above all rooms: what users import or start
 FORBIDDEN = {"torch", "diffusers", "torchao", "torchvision", "tensorflow"}

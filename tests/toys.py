@@ -115,9 +115,7 @@ def toy_grid(
 ) -> Schedule:
     sigmas = make_sigmas("linear", steps, 1.0, 256)
     table = solver_table(solver, sigmas, 1.0 if solver in STOCHASTIC else 0.0)
-    return Schedule.from_sigmas(
-        sigmas, table, embedded_guidance=guidance, guidance_scale=scale, guided=scale != 1.0
-    )
+    return Schedule.from_sigmas(sigmas, table, embedded_guidance=guidance, guidance_scale=scale)
 
 
 def toy_stage(backbone: Backbone, chunk: int, *segments: Segment) -> Sampler:

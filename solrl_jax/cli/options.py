@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from solrl_jax.config.values import MAX_NUMBER
+from solrl_jax.config.values import MAX_NUMBER, expand_home
 from solrl_jax.storage.readers import is_number, strict
 
 INTERRUPTED = 130  # the exit code of a command that Ctrl-C, SIGTERM or SIGHUP ended
@@ -16,13 +16,30 @@ overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE].
 
 
 class _Path(click.Path):
+    """A path as `pathlib.Path`. `~` is expanded, and an empty path is refused."""
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "":
             self.fail("expected a path; an empty one would be the working directory", param, ctx)
-        return super().convert(value, param, ctx)
+        return super().convert(TARGET.convert(value, param, ctx), param, ctx)
+
+
+class _Target(click.ParamType):
+    """The text of a path, or another name of what a command reads. `~` is expanded."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and "\0" in value:
+            self.fail(f"{value!r}: no name can hold a null character", param, ctx)
+        try:
+            return expand_home(value) if isinstance(value, str) else value
+        except ValueError as error:
+            self.fail(f"{value}: {error}", param, ctx)
 
 
 PATH = _Path(path_type=Path)
+TARGET = _Target()
 
 
 def finite(

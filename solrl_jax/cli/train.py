@@ -83,7 +83,7 @@ def closing(summary: dict[str, Any], page: bool) -> str:
     run = summary["run"]
     program = "solrl" if shutil.which("solrl") else sys.argv[0]
     report = f"open {run}/report.html in a browser" if page else f"{program} report {run}"
-    following = f"{program} sample {run} --prompts FILE --out pictures; {program} export {run} --out lora.safetensors"
+    following = f"{program} generate {run} --prompts FILE --out images; {program} export {run} --out lora.safetensors"
     return f"gained: {gained(summary['before'], summary['after'])}\nreport: {report}\nnext:   {following}"
 
 

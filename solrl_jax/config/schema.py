@@ -33,6 +33,7 @@ from solrl_jax.config.values import (
     NonNegativeInt,
     Number,
     NumSteps,
+    PathText,
     Pixels,
     Positive,
     PositiveInt,
@@ -43,6 +44,7 @@ from solrl_jax.config.values import (
     Sizes,
     Text,
     contains_secret,
+    expand_home,
 )
 
 # Objectives of the package (`rl/objectives/`) and what each trains on:
@@ -120,7 +122,7 @@ class Model(Section):
     name: Text = "sana"
     # A directory in the layout of diffusers, the name of a repository on the Hugging Face hub, or
     # "embedded:NAME" for a pipeline that is shipped with the package.
-    path: Text = "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers"
+    path: PathText = "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers"
     # Image size in pixels, up to 16384. Training and evaluation use it unless `rollout.size` and
     # `eval.size` are set.
     height: Pixels = 1024
@@ -129,11 +131,11 @@ class Model(Section):
     max_sequence_length: Annotated[Integer, Field(ge=1, le=MAX_TOKENS)] = 300
     # Text file with an instruction that precedes every prompt (SANA's `complex_human_instruction`).
     # None: no instruction.
-    instruction: Text | None = None
+    instruction: PathText | None = None
     # Directory that keeps encoded prompts, so that text encoders are loaded only for new prompts.
     # "": the user's own cache, ~/.cache/solrl_jax/prompts. None: prompts are encoded anew in every
     # iteration. A prompt takes 1 to 2 MB. Ours.
-    prompt_cache_dir: str | None = ""
+    prompt_cache_dir: Annotated[str, AfterValidator(expand_home)] | None = ""
     # Side in pixels of the tiles in which latents are decoded, which saves memory. Neighbouring
     # tiles overlap by a quarter. None: whole images. Ours.
     vae_tile_size: Pixels | None = None
@@ -223,11 +225,11 @@ class Rollout(Section):
     # Shift of the sigmas towards high noise, from 0.001 to 1000; 1 does not shift. "flux" computes
     # its own instead.
     shift: Annotated[Number, Field(ge=1e-3, le=1e3)] = 1.0
-    # Classifier-free guidance scale; 1 disables it. For models with embedded guidance (FLUX.1) the
-    # scale that the network is given.
+    # Classifier-free guidance scale; at most 1 disables it, as in diffusers. For models with embedded
+    # guidance (FLUX.1) the scale that the network is given.
     guidance_scale: NonNegative = 1.0
-    # Classifier-free guidance scale for models with embedded guidance. 1 disables it; other models
-    # accept only 1.
+    # Classifier-free guidance scale for models with embedded guidance. At most 1 disables it;
+    # other models accept only 1.
     true_cfg_scale: NonNegative = 1.0
     # Largest number of samples that one device generates at once. Fewer take less memory.
     per_device_batch_size: PositiveInt = 16
@@ -330,7 +332,7 @@ class Reward(Section):
     )
     # Directories or hub names of released reward models, by the names of `rewards/sources.py`.
     # Others come from the hub.
-    paths: dict[str, Text] = dataclasses.field(default_factory=dict, hash=False)
+    paths: dict[str, PathText] = dataclasses.field(default_factory=dict, hash=False)
     # Keyword arguments of functions and of rewards outside JAX, by the name of the reward.
     options: dict[str, dict[str, Json]] = dataclasses.field(default_factory=dict, hash=False)
     # Scores that evaluations record but that are never trained on, to notice reward hacking.
@@ -421,7 +423,7 @@ class Lora(Section):
     )
     # LoRA file or directory to start from, of diffusers, PEFT, kohya, ai-toolkit or ComfyUI. None:
     # start from the base model.
-    path: Text | None = None
+    path: PathText | None = None
     # Whether adapters of text encoders in that file are left out. Otherwise such a file is refused.
     skip_text_encoders: bool = False
 
@@ -460,8 +462,8 @@ class Prompts(Section):
     """
 
     # Files, relative to the directory in which the run is started.
-    train: Text = "prompts/pickscore/train.txt"
-    test: Text = "prompts/pickscore/test.txt"
+    train: PathText = "prompts/pickscore/train.txt"
+    test: PathText = "prompts/pickscore/test.txt"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -523,7 +525,7 @@ class Run(Section):
     """Where a run is written, and what is kept of it. The defaults are ours."""
 
     # The run directory. "": presets use runs/<preset>-<family>-seed<seed>.
-    dir: str = ""
+    dir: Annotated[str, AfterValidator(expand_home)] = ""
     # Iterations between two checkpoints. They are written while the next iteration runs; with 1,
     # before it starts.
     checkpoint_every: PositiveInt = 10

@@ -5,6 +5,7 @@ configuration is read from YAML or from overrides (`config.presets`). Rules betw
 checked by the sections themselves (`config.schema`).
 """
 
+import os
 import re
 import urllib.parse
 from typing import Annotated, Any
@@ -43,6 +44,22 @@ def brief_repr(value: Any) -> str:
     """`repr(value)` for use in a message, cut after 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def expand_home(path: str) -> str:
+    """Replaces a leading `~` or `~USER` in a path by the home directory, as a shell does.
+
+    Shells do not do so after `=`, as in `run.dir=~/runs/x`. Other text is returned as it is.
+
+    Raises:
+      ValueError: if there is no such user.
+    """
+    if not path.startswith("~"):
+        return path
+    expanded = os.path.expanduser(path)
+    if expanded == path:
+        raise ValueError(f"no home directory of {path.partition('/')[0]} is known")
+    return expanded
 
 
 def contains_secret(name: str) -> bool:
@@ -117,6 +134,7 @@ Positive = Annotated[Number, Field(gt=0)]
 Decay = Annotated[Number, Field(ge=0, lt=1)]
 Bool = Annotated[bool, Strict()]
 Text = Annotated[str, Field(min_length=1)]
+PathText = Annotated[Text, AfterValidator(expand_home)]  # a path; `~` is expanded
 Regex = Annotated[str, AfterValidator(_check_regex)]
 Json = JsonValue
 

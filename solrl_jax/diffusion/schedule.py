@@ -34,8 +34,8 @@ class Schedule:
         embedded_guidance: The guidance scale given as an input to networks that embed it (FLUX.1).
             Other networks ignore it.
         guidance_scale: The scale of classifier-free guidance (arXiv 2207.12598).
-        guided: Whether classifier-free guidance is applied. Each step then evaluates the network
-            twice.
+        guided: Whether classifier-free guidance is applied, so that each step evaluates the network
+            twice. As in the pipelines of diffusers, it is for scales above 1 only.
     """
 
     sigmas: Float[Array | np.ndarray, " steps"]
@@ -97,7 +97,6 @@ class Schedule:
             solver_table(rollout.solver, sigmas, noise_levels),
             embedded_guidance=rollout.guidance_scale,
             guidance_scale=scale,
-            guided=scale != 1.0,
         )
         return dataclasses.replace(schedule, noise_weights=shared_noise(sigmas, full, full_std))
 
@@ -110,7 +109,6 @@ class Schedule:
         *,
         embedded_guidance: float,
         guidance_scale: float,
-        guided: bool,
     ) -> "Schedule":
         """Builds a schedule from its sigmas and solver coefficients. Each stochastic step has a
         noise draw of its own.
@@ -121,8 +119,7 @@ class Schedule:
             timesteps: The timestep that the network is given at each step. None means 1000 times
                 the sigma.
             embedded_guidance: As the attribute of the class.
-            guidance_scale: As the attribute of the class.
-            guided: As the attribute of the class.
+            guidance_scale: As the attribute of the class. At most 1 means no guidance.
         """
         starts = sigmas[:-1].astype(np.float32)
         return cls(
@@ -132,7 +129,7 @@ class Schedule:
             noise_weights=np.eye(len(starts), dtype=np.float32),
             embedded_guidance=np.float32(embedded_guidance),
             guidance_scale=np.float32(guidance_scale),
-            guided=guided,
+            guided=guidance_scale > 1.0,
         )
 
     @property

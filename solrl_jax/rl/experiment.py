@@ -334,7 +334,7 @@ def _check_transitions(config: Config, pipeline: Pipeline) -> None:
     """
     field = "true_cfg_scale" if pipeline.embedded_guidance else "guidance_scale"
     scale = getattr(config.rollout, field)
-    if config.algorithm.trains_on == "transitions" and scale != 1:
+    if config.algorithm.trains_on == "transitions" and scale > 1:
         objective = config.algorithm.objective
         raise InputError(
             f"rollout.{field}={scale}: must be 1 with algorithm.objective={objective}, "

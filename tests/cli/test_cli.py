@@ -24,7 +24,7 @@ from solrl_jax.runs.directory import load_ema, read_run
 from tests.small import SMALL
 
 TINY = "embedded:tiny-sana"
-SAMPLE = ("--prompts", "embedded:shapes-test", "--steps", "1", "--out", "{dir}/out")
+GENERATE = ("--prompts", "embedded:shapes-test", "--num-steps", "1", "--out", "{dir}/out")
 
 
 def solrl(*arguments: str, monkeypatch, capsys) -> tuple[int, str, str]:
@@ -208,11 +208,11 @@ def test_a_checkpoint_may_be_named(trained, call, tmp_path):
     )
     assert (code, json.loads(out)["iteration"]) == (0, best)
     (tmp_path / "prompts.txt").write_text("a red circle\n")
-    options = ("--prompts", str(tmp_path / "prompts.txt"), "--steps", "1")
+    options = ("--prompts", str(tmp_path / "prompts.txt"), "--num-steps", "1")
     for which in ("1", "latest"):
         assert (
             call(
-                "sample",
+                "generate",
                 str(folder),
                 *options,
                 "--out",
@@ -350,7 +350,7 @@ def test_sample_from_a_run_is_its_base_with_its_exported_lora(trained, exported,
     options = (
         "--prompts",
         str(tmp_path / "prompts.txt"),
-        "--steps",
+        "--num-steps",
         "3",
         "--precision",
         "fp32",
@@ -362,19 +362,21 @@ def test_sample_from_a_run_is_its_base_with_its_exported_lora(trained, exported,
     (tmp_path / "run" / mine[-1]).mkdir(parents=True)
     for name in (*stale, *mine[:-1]):
         (tmp_path / "run" / name).write_text("of somebody")
-    assert call("sample", str(folder), *options, "--out", str(tmp_path / "run"))[0] == 0
+    assert call("generate", str(folder), *options, "--out", str(tmp_path / "run"))[0] == 0
     made = ("00000.png", "00001.png", "grid.png", "images.npy", "latents.npy")
     assert {p.name for p in (tmp_path / "run").iterdir()} == {*made, *stale, *mine}
-    code, _, error = call("sample", str(folder), *options, "--out", str(tmp_path / "run"))
+    code, _, error = call("generate", str(folder), *options, "--out", str(tmp_path / "run"))
     assert (code, "00000.png: exists; name another one, or add --force" in error) == (2, True)
-    assert call("sample", str(folder), *options, "--out", str(tmp_path / "run"), "--force")[0] == 0
+    assert (
+        call("generate", str(folder), *options, "--out", str(tmp_path / "run"), "--force")[0] == 0
+    )
     model = (
-        "sample",
+        "generate",
         "embedded:tiny-sana",
         *options,
         "--latents",
         str(tmp_path / "run" / "latents.npy"),
-        "--max-tokens",
+        "--max-sequence-length",
         "24",
     )
     assert call(*model, "--out", str(tmp_path / "base"))[0] == 0
@@ -499,23 +501,23 @@ def test_eval_of_a_model_directory_with_a_lora(trained, exported, call):
     ("arguments", "said"),
     [
         (
-            ("sample", "{run}", *SAMPLE, "--lora", "{file}"),
-            "--lora {file}: {run} is a run and has its own adapters",
+            ("generate", "{run}", *GENERATE, "--lora", "{file}"),
+            "--lora={file}: {run} is a run and has its own adapters",
         ),
         (
-            ("sample", TINY, *SAMPLE, "--lora", "{dir}/none"),
+            ("generate", TINY, *GENERATE, "--lora", "{dir}/none"),
             "--lora: {dir}/none: no such file or directory",
         ),
         (
-            ("sample", TINY, *SAMPLE, "--guidance", "inf"),
-            "Invalid value for '--guidance': inf is not finite",
+            ("generate", TINY, *GENERATE, "--guidance-scale", "inf"),
+            "--guidance-scale=inf: expected a finite number",
         ),
         (
-            ("sample", TINY, *SAMPLE, "--guidance", "nan"),
-            "Invalid value for '--guidance': nan is not finite",
+            ("generate", TINY, *GENERATE, "--guidance-scale", "nan"),
+            "--guidance-scale=nan: expected a finite number",
         ),
         (
-            ("sample", TINY, "--prompts", "embedded:shapes-test", "--out", "{file}"),
+            ("generate", TINY, "--prompts", "embedded:shapes-test", "--out", "{file}"),
             "--out {file} is a file; name another one",
         ),
         (("rank", "tiny", "--out", "{file}/below"), "--out {file}/below cannot be written"),
@@ -567,7 +569,7 @@ def test_eval_of_a_model_directory_with_a_lora(trained, exported, call):
             "checkpoint=best: no checkpoint in {empty}/checkpoints holds an evalua",
         ),
         (
-            ("sample", TINY, *SAMPLE, "--checkpoint", "best"),
+            ("generate", TINY, *GENERATE, "--checkpoint", "best"),
             f"checkpoint=best: {TINY} is no run directory",
         ),
         (
@@ -711,7 +713,7 @@ def test_presets_lists_them_all(call):
         (("study", "paper", "--prices", "tpu"), "--prices tpu: no file, and none of sana-h200, "),
         (("rank", "nowhere"), "'nowhere': no run directory and no preset"),
         (
-            ("sample", "nowhere", "--prompts", "embedded:shapes-test", "--out", "o"),
+            ("generate", "nowhere", "--prompts", "embedded:shapes-test", "--out", "o"),
             "model.path='nowhere': no such directory",
         ),
     ],

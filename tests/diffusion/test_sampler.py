@@ -39,7 +39,7 @@ NOISE = normal(SEEDS, "initial", SHAPE)
 
 def grid_of(sigmas, table, times=None):
     return Schedule.from_sigmas(
-        sigmas, table, embedded_guidance=1.0, guidance_scale=1.0, guided=False, timesteps=times
+        sigmas, table, embedded_guidance=1.0, guidance_scale=1.0, timesteps=times
     )
 
 

@@ -75,7 +75,7 @@ def follow(part: str, monkeypatch) -> list[list[str]]:
 def test_the_first_part_goes_from_nothing_to_a_lora_in_diffusers(folder, monkeypatch, capfd):
     done = follow("tiny", monkeypatch)
     assert [words[1] for words in done if words[0] == "solrl"] == [
-        "doctor", "train", "presets", "train", "train", "eval", "sample", "export",
+        "doctor", "train", "presets", "train", "train", "eval", "generate", "export",
     ]  # fmt: skip
     said = capfd.readouterr().out
     assert "missing    nothing" in said

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.hostile.harness import Case, folder, link, pipe, sparse
 
-SAMPLE = "sample embedded:tiny-sana --prompts {dir}/p.txt --steps 1 --out {dir}/out"
+GENERATE = "generate embedded:tiny-sana --prompts {dir}/p.txt --num-steps 1 --out {dir}/out"
 P = {"{dir}/p.txt": "a red circle\n"}
 OUT = ("{dir}/out",)
 
@@ -122,36 +122,38 @@ CASES = [
     ),
     # what is there is not written over
     Case(
-        "sample: a picture is there",
-        SAMPLE,
+        "generate: a picture is there",
+        GENERATE,
         "--force",
         files=P | {"{dir}/out/00000.png": "mine"},
         kept=OUT,
     ),
     Case(
-        "sample: an array is there",
-        SAMPLE,
+        "generate: an array is there",
+        GENERATE,
         "--force",
         files=P | {"{dir}/out/images.npy": "mine"},
         kept=OUT,
     ),
     Case(
-        "sample: a grid is there",
-        SAMPLE,
+        "generate: a grid is there",
+        GENERATE,
         "--force",
         files=P | {"{dir}/out/grid.png": "mine"},
         kept=OUT,
     ),
     Case(
-        "sample: another picture is there",
-        SAMPLE,
+        "generate: another picture is there",
+        GENERATE,
         "images in",
         0,
         seconds=90,
         files=P | {"{dir}/out/00077.png": "mine"},
     ),
-    Case("sample: out is a file", SAMPLE, "is a file", files=P | {"{dir}/out": "mine"}, kept=OUT),
-    Case("sample: out is a pipe", SAMPLE, "is a file", files=P | {"{dir}/out": pipe}),
+    Case(
+        "generate: out is a file", GENERATE, "is a file", files=P | {"{dir}/out": "mine"}, kept=OUT
+    ),
+    Case("generate: out is a pipe", GENERATE, "is a file", files=P | {"{dir}/out": pipe}),
     Case(
         "export: the file is there",
         "export {run} --out {dir}/x.safetensors",
@@ -432,10 +434,10 @@ CASES = [
         files={"{dir}/rank.json": "mine"},
         kept=("{dir}",),
     ),
-    Case("linears: 10^9 prompts", "linears tiny --sensitivity 1000000000", "--sensitivity"),
-    Case("linears: a drop of nothing", "linears tiny --drop 0.1", "--sensitivity"),
-    Case("linears: a drop below zero", "linears tiny --sensitivity 1 --drop -1", "--drop"),
-    Case("linears: a drop that is no number", "linears tiny --sensitivity 1 --drop nan", "--drop"),
+    Case("layers: 10^9 prompts", "layers tiny --sensitivity 1000000000", "--sensitivity"),
+    Case("layers: a drop of nothing", "layers tiny --drop 0.1", "--sensitivity"),
+    Case("layers: a drop below zero", "layers tiny --sensitivity 1 --drop -1", "--drop"),
+    Case("layers: a drop that is no number", "layers tiny --sensitivity 1 --drop nan", "--drop"),
     Case("report: a name too long", "report {run} --out " + 300 * "x", "File name too long"),
     Case(
         "a reward that ends the process",
@@ -474,10 +476,10 @@ CASES = [
     Case("json: no run", "export {dir} --out {dir}/x.safetensors --json", '"error": '),
     # options that contradict each other, and paths that are empty
     Case("no command", "", "Usage: solrl", 0),
-    Case("linears: two measurements", "linears tiny --errors --sensitivity 1", "--errors: "),
+    Case("layers: two measurements", "layers tiny --errors --sensitivity 1", "--errors: "),
     Case(
-        "linears: more prompts than there are",
-        "linears tiny --sensitivity 100000",
+        "layers: more prompts than there are",
+        "layers tiny --sensitivity 100000",
         "there are 26 test prompts",
     ),
     Case(
@@ -506,14 +508,14 @@ CASES = [
             kept=("{dir}",),
         )
         for call, name in (
-            ("sample embedded:tiny-sana --prompts {dir}/p.txt --steps 1 --out ''", "--out"),
+            ("generate embedded:tiny-sana --prompts {dir}/p.txt --num-steps 1 --out ''", "--out"),
             ("study {dir}/p --compare-only --out=", "--out"),
             ("rank tiny --out ''", "--out"),
             ("plan tiny --hlo ''", "--hlo"),
             ("report {run} ''", "RUN..."),
             ("report {run} --plan ''", "--plan"),
             ("eval {run} {run} --paired --gallery ''", "--gallery"),
-            (SAMPLE + " --lora ''", "--lora"),
+            (GENERATE + " --lora ''", "--lora"),
             ("convert {dir}/p.txt --base '' --out {dir}/x", "--base"),
         )
     ),
@@ -584,7 +586,7 @@ CASES = [
     Case("an empty preset", "train ''", "unknown preset"),
     Case("a preset with a carriage return", "train 'ti\rny'", r"unknown preset 'ti\rny'"),
     Case("a preset that is a path", "train ../../etc/passwd", "unknown preset"),
-    Case("a preset with a null byte", "linears 'a\0b'", "no run directory and no preset"),
+    Case("a preset with a null byte", "layers 'a\0b'", "no run directory and no preset"),
     Case("a preset as long as a book", "train " + 5000 * "x", "unknown preset"),
     Case("a host without hosts", "train tiny --host 3", "only with --hosts"),
     Case("hosts that are no number", "train tiny --hosts many", "expected a number"),
@@ -627,58 +629,60 @@ CASES = [
         "export {run} --out {dir}/x.safetensors --checkpoint ٣",
         "checkpoint=",
     ),
-    Case("a size of many digits", SAMPLE + " --size " + 5000 * "9" + "x8", "--size", files=P),
-    Case("a size in superscript", SAMPLE + " --size ²x²", "--size", files=P),
-    Case("a negative size", SAMPLE + " --size -8x8", "--size", files=P),
+    Case("a size of many digits", GENERATE + " --size " + 5000 * "9" + "x8", "--size", files=P),
+    Case("a size in superscript", GENERATE + " --size ²x²", "--size", files=P),
+    Case("a negative size", GENERATE + " --size -8x8", "--size", files=P),
     Case(
         "pictures that no machine holds",
-        SAMPLE + " --size 16384x16384",
+        GENERATE + " --size 16384x16384",
         "--prompts",
         files={"{dir}/p.txt": 1000 * "a circle\n"},
     ),
     Case(
         "a negative prompt of bytes",
-        SAMPLE + " --guidance 3 --negative \udcff",
+        GENERATE + " --guidance-scale 3 --negative-prompt \udcff",
         "--negative",
         files=P,
     ),
-    Case("no guidance", SAMPLE + " --guidance nan", "--guidance", files=P),
-    Case("endless guidance", SAMPLE + " --guidance 1e999", "--guidance", files=P),
-    Case("guidance that no float32 holds", SAMPLE + " --guidance 1e39", "--guidance", files=P),
-    Case("no LoRA there", SAMPLE + " --lora {dir}/none", "no such file", files=P),
+    Case("no guidance", GENERATE + " --guidance-scale nan", "--guidance-scale", files=P),
+    Case("endless guidance", GENERATE + " --guidance-scale 1e999", "--guidance", files=P),
+    Case(
+        "guidance that no float32 holds", GENERATE + " --guidance-scale 1e39", "--guidance", files=P
+    ),
+    Case("no LoRA there", GENERATE + " --lora {dir}/none", "no such file", files=P),
     Case(
         "a LoRA that is a pipe",
-        SAMPLE + " --lora {dir}/x",
+        GENERATE + " --lora {dir}/x",
         "no such file",
         files=P | {"{dir}/x": pipe},
     ),
     Case(
         "a LoRA that is empty",
-        SAMPLE + " --lora {dir}/x",
+        GENERATE + " --lora {dir}/x",
         "not a readable safetensors",
         files=P | {"{dir}/x": b""},
     ),
     Case(
         "a LoRA of zeros",
-        SAMPLE + " --lora {dir}/x",
+        GENERATE + " --lora {dir}/x",
         "not a readable safetensors",
         files=P | {"{dir}/x": bytes(100)},
     ),
     Case(
         "latents that are no array",
-        SAMPLE + " --latents {dir}/x",
+        GENERATE + " --latents {dir}/x",
         "not a readable .npy",
         files=P | {"{dir}/x": "mine"},
     ),
     Case(
         "latents that are a pipe",
-        SAMPLE + " --latents {dir}/x",
+        GENERATE + " --latents {dir}/x",
         "not a readable .npy",
         files=P | {"{dir}/x": pipe},
     ),
     Case(
         "latents that are objects",
-        SAMPLE + " --latents {dir}/x",
+        GENERATE + " --latents {dir}/x",
         "not a readable .npy",
         files=P
         | {
@@ -690,7 +694,7 @@ CASES = [
     *(
         Case(
             f"latents of {shape}",
-            SAMPLE + " --latents {dir}/x",
+            GENERATE + " --latents {dir}/x",
             "not a readable .npy",
             files=P | {"{dir}/x": array(shape)},
         )

@@ -23,8 +23,8 @@ from tests.hostile.harness import (
     sparse,
 )
 
-OPEN = "linears tiny model.path={model}"
-LOAD = "sample {model} --prompts {dir}/p.txt --steps 1 --out {dir}/out"
+OPEN = "layers tiny model.path={model}"
+LOAD = "generate {model} --prompts {dir}/p.txt --num-steps 1 --out {dir}/out"
 P = {"{dir}/p.txt": "a red circle\n"}
 JSON = (
     "model_index.json",
@@ -210,7 +210,10 @@ TOKENIZER = {
     "a padding side": {"padding_side": "up"},
     "no vocabulary": {"tokenizer_class": "NoVocabulary"},
 }
-LORA = "sample embedded:tiny-sana --prompts {dir}/p.txt --steps 1 --out {dir}/out --lora {dir}/x.safetensors"
+LORA = (
+    "generate embedded:tiny-sana --prompts {dir}/p.txt --num-steps 1 --out {dir}/out "
+    "--lora {dir}/x.safetensors"
+)
 
 CASES = [
     *(

@@ -7,7 +7,7 @@ from tests.hostile.harness import Case
 
 BIG = 10**9
 TRAIN = "train tiny run.dir={dir}/run"
-SAMPLE = "sample embedded:tiny-sana --prompts embedded:shapes-test --out {dir}/out"
+GENERATE = "generate embedded:tiny-sana --prompts embedded:shapes-test --out {dir}/out"
 FIELDS = (
     "rollout.candidates",  # too much memory
     "rollout.num_steps",  # a range
@@ -35,9 +35,13 @@ CASES = [
         f"{TRAIN} rollout.size=[[32,32],[16384,16384]]",
         "rollout.candidates=48",
     ),
-    Case("sample: 10^9 steps", f"{SAMPLE} --steps {BIG}", "--steps"),
-    Case("sample: 10^6 tokens", f"{SAMPLE} --max-tokens 1000000", "--max-tokens"),
-    Case("sample: 10^5 pixels a side", f"{SAMPLE} --size 102400x102400", "--size"),
+    Case("generate: 10^9 steps", f"{GENERATE} --num-steps {BIG}", "--num-steps"),
+    Case(
+        "generate: 10^6 tokens",
+        f"{GENERATE} --max-sequence-length 1000000",
+        "--max-sequence-length",
+    ),
+    Case("generate: 10^5 pixels a side", f"{GENERATE} --size 102400x102400", "--size"),
     Case("rank: 10^9 steps", f"rank tiny --steps {BIG} --out {{dir}}/out", "--steps"),
     Case("rank: 10^9 prompts", f"rank tiny --prompts {BIG} --out {{dir}}/out", "--prompts"),
     Case("plan: 10^9 devices", f"plan tiny --devices {BIG}", "--devices"),

@@ -21,7 +21,7 @@ from tests.hostile.harness import (
 
 TRAIN = "train tiny SMALL train.iterations=2 eval.num_grid_images=0 run.dir={run}"
 EXPORT = "export {run} --out {dir}/x.safetensors"
-SAMPLE = "sample {run} --prompts {dir}/p.txt --steps 1 --out {dir}/out"
+GENERATE = "generate {run} --prompts {dir}/p.txt --num-steps 1 --out {dir}/out"
 REPORT = "report {run} --out {dir}/x.html"
 P = {"{dir}/p.txt": "a red circle\n"}
 NEWEST = "{run}/checkpoints/000002"

@@ -248,8 +248,8 @@ def test_pictures_of_a_run_are_made_with_its_own_settings(run, tmp_path):
     (tmp_path / "two.txt").write_text("a red circle\ntwo blue squares\n")
     options = {
         "own": [],
-        "said": ["--steps", "3", "--guidance", "1"],
-        "other": ["--steps", "2"],
+        "said": ["--num-steps", "3", "--guidance-scale", "1"],
+        "other": ["--num-steps", "2"],
         "two": [],
     }
     images = {}
@@ -257,7 +257,7 @@ def test_pictures_of_a_run_are_made_with_its_own_settings(run, tmp_path):
         prompts = tmp_path / ("two.txt" if name == "two" else "p.txt")
         ended = call(
             [
-                "sample",
+                "generate",
                 str(run),
                 "--prompts",
                 str(prompts),

@@ -40,9 +40,9 @@ def test_names_are_distinct():
 
 # these take seconds, for they go on to the end
 WHOLE = [
-    case for case in CASES if case.code == 0 and case.arguments.startswith(("train", "sample"))
+    case for case in CASES if case.code == 0 and case.arguments.startswith(("train", "generate"))
 ]
-QUICK = ("run.json is deep", "metrics.jsonl has infinity", "sample: another picture is there")
+QUICK = ("run.json is deep", "metrics.jsonl has infinity", "generate: another picture is there")
 PARAMETERS = [
     pytest.param(
         case,

@@ -15,7 +15,7 @@ from solrl_jax.models.registry import open_pipeline
 from solrl_jax.parallel.sharding import make_mesh
 from tests import pipelines
 from tests.cases import first_is_quick
-from tests.pipelines import KL_CHANNELS, KL_COMPRESSION, sample_images, save_flux2_pipeline
+from tests.pipelines import KL_CHANNELS, KL_COMPRESSION, generated, save_flux2_pipeline
 
 TOLERANCE = 1e-5  # largest difference over largest value
 IMAGE_TOLERANCE = 2e-5  # of images in 0..1, all steps taken
@@ -203,7 +203,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("model", "steps", "guidance", "size"), CASES)
-def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders, tmp_path):
+def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders):
     folder, reference = folders[model]
     shape = (len(PROMPTS) - 1, CHANNELS, *(n // COMPRESSION for n in size))
     latents = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
@@ -222,8 +222,8 @@ def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders, 
         )
 
     want = run()
-    got, _ = sample_images(
-        folder, tmp_path, prompts, latents, steps=steps, guidance=guidance, max_tokens=64
+    got, _ = generated(
+        folder, prompts, latents=latents, num_steps=steps, guidance_scale=guidance, max_sequence_length=64
     )
     assert got.shape == (len(prompts), *size, 3)
     print(f"{model}, {steps} steps, guidance {guidance}, {size}: {np.abs(got - want).max():.1e}")
@@ -245,8 +245,8 @@ def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders, 
         assert moved.min() > 30 * IMAGE_TOLERANCE, name
     reference.scheduler = released
     if model == "distilled" and steps == 4:
-        unguided, _ = sample_images(
-            folder, tmp_path, prompts, latents, steps=steps, guidance=0.0, max_tokens=64
+        unguided, _ = generated(
+            folder, prompts, latents=latents, num_steps=steps, guidance_scale=0.0, max_sequence_length=64
         )
         np.testing.assert_array_equal(
             unguided, got
@@ -254,7 +254,7 @@ def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders, 
 
 
 @pytest.mark.exhaustive
-def test_images_of_long_prompts_at_the_released_length_equal_those_of_diffusers(folders, tmp_path):
+def test_images_of_long_prompts_at_the_released_length_equal_those_of_diffusers(folders):
     folder, reference = folders["base"]
     prompts = ["a", LONG.strip()]
     tokens = open_pipeline(folder).tokenize(prompts, 512)["mask"].sum(1)
@@ -262,8 +262,8 @@ def test_images_of_long_prompts_at_the_released_length_equal_those_of_diffusers(
     assert 300 < tokens[1] < 512
     latents = np.random.default_rng(0).standard_normal((2, CHANNELS, 5, 3)).astype(np.float32)
     want = diffusers_images(reference, latents, 2, 3.0, prompts=prompts, max_tokens=512)
-    got, _ = sample_images(
-        folder, tmp_path, prompts, latents, steps=2, guidance=3.0
+    got, _ = generated(
+        folder, prompts, latents=latents, num_steps=2, guidance_scale=3.0
     )  # 512 is the default
     print(f"{tokens} tokens: {np.abs(got - want).max():.1e}")
     assert np.abs(got - want).max() <= IMAGE_TOLERANCE
@@ -275,26 +275,25 @@ def test_images_of_long_prompts_at_the_released_length_equal_those_of_diffusers(
     )
 
 
-def test_what_the_base_model_does_not_have_is_refused(folders, tmp_path):
+def test_what_the_base_model_does_not_have_is_refused(folders):
     with pytest.raises(
         InputError,
-        match=r"^--true-cfg 2.0: a Flux2KleinPipeline takes --guidance, which is classifier-free$",
+        match=r"^true_cfg_scale=2.0: must be 1 for a Flux2KleinPipeline, whose guidance_scale is ",
     ):
-        sample_images(folders["base"][0], tmp_path, ["a dog"], steps=1, guidance=1.0, true_cfg=2.0)
+        generated(folders["base"][0], ["a dog"], num_steps=1, guidance_scale=1.0, true_cfg_scale=2.0)
 
 
 @pytest.mark.exhaustive
-def test_a_lower_precision_from_its_own_noise_differs_a_little(folders, tmp_path):
+def test_a_lower_precision_from_its_own_noise_differs_a_little(folders):
     folder, reference = folders["distilled"]
     prompts = [p.strip() for p in PROMPTS[1:]]
-    low, latents = sample_images(
+    low, latents = generated(
         folder,
-        tmp_path,
         prompts,
         size=(16, 24),
-        steps=4,
-        guidance=1.0,
-        max_tokens=64,
+        num_steps=4,
+        guidance_scale=1.0,
+        max_sequence_length=64,
         precision="nvfp4",
     )
     assert latents.shape == (4, CHANNELS, 4, 6)

@@ -20,7 +20,7 @@ from tests.pipelines import (
     CLIP_TOKENS,
     KL_CHANNELS,
     KL_COMPRESSION,
-    sample_images,
+    generated,
     save_flux_pipeline,
 )
 
@@ -235,7 +235,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("model", "steps", "guidance", "size"), CASES)
-def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders, tmp_path):
+def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders):
     folder, reference = folders[model]
     shape = (len(PROMPTS) - 1, KL_CHANNELS, *(n // KL_COMPRESSION for n in size))
     latents = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
@@ -254,8 +254,8 @@ def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders, 
         )
 
     want = run()
-    got, _ = sample_images(
-        folder, tmp_path, prompts, latents, steps=steps, guidance=guidance, max_tokens=12
+    got, _ = generated(
+        folder, prompts, latents=latents, num_steps=steps, guidance_scale=guidance, max_sequence_length=12
     )
     assert got.shape == (len(prompts), *size, 3)
     print(f"{model}, {steps} steps, guidance {guidance}, {size}: {np.abs(got - want).max():.1e}")
@@ -281,8 +281,8 @@ def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders, 
         assert moved.min() > 30 * IMAGE_TOLERANCE, name
     reference.scheduler = released
     if model == "schnell" and steps == 4:
-        unguided, _ = sample_images(
-            folder, tmp_path, prompts, latents, steps=steps, guidance=0.0, max_tokens=12
+        unguided, _ = generated(
+            folder, prompts, latents=latents, num_steps=steps, guidance_scale=0.0, max_sequence_length=12
         )
         np.testing.assert_array_equal(
             unguided, got
@@ -290,7 +290,7 @@ def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders, 
 
 
 @pytest.mark.exhaustive
-def test_classifier_free_guidance_beside_the_embedded_is_that_of_diffusers(folders, tmp_path):
+def test_classifier_free_guidance_beside_the_embedded_is_that_of_diffusers(folders):
     folder, reference = folders["dev"]
     latents = np.random.default_rng(0).standard_normal((4, KL_CHANNELS, 8, 12)).astype(np.float32)
     prompts = [p.strip() for p in PROMPTS[1:]]
@@ -308,12 +308,12 @@ def test_classifier_free_guidance_beside_the_embedded_is_that_of_diffusers(folde
         )
 
     want = ask(2.5, negative)
-    options = dict(steps=4, guidance=3.5, true_cfg=2.5, max_tokens=12)
-    got, _ = sample_images(folder, tmp_path, prompts, latents, **options, negative=negative)
+    options = dict(num_steps=4, guidance_scale=3.5, true_cfg_scale=2.5, max_sequence_length=12)
+    got, _ = generated(folder, prompts, latents=latents, **options, negative_prompt=negative)
     print(f"{np.abs(got - want).max():.1e}")
     assert np.abs(got - want).max() <= IMAGE_TOLERANCE
-    without, _ = sample_images(
-        folder, tmp_path, prompts, latents, **options
+    without, _ = generated(
+        folder, prompts, latents=latents, **options
     )  # away from the empty prompt
     assert np.abs(without - ask(2.5, "")).max() <= IMAGE_TOLERANCE
     for other in (
@@ -325,32 +325,29 @@ def test_classifier_free_guidance_beside_the_embedded_is_that_of_diffusers(folde
         assert np.abs(other - want).max(axis=(1, 2, 3)).min() > 30 * IMAGE_TOLERANCE
 
 
-def test_what_flux_does_not_have_is_refused(folders, tmp_path):
+def test_what_flux_does_not_have_is_refused(folders):
     folder = folders["dev"][0]
-    options = dict(steps=1, guidance=3.5)
-    (tmp_path / "text").write_text("Photo of")
+    options = dict(num_steps=1, guidance_scale=3.5)
     with pytest.raises(
         InputError,
-        match=r"^--negative 'a cat': is not seen without --true-cfg above 1, which is 1.0$",
+        match=r"^negative_prompt='a cat': has no effect without true_cfg_scale above 1; it is 1.0$",
     ):
-        sample_images(folder, tmp_path, ["a dog"], **options, negative="a cat")
-    with pytest.raises(InputError, match=r"^--instruction .*/text: a FluxPipeline takes none$"):
-        sample_images(folder, tmp_path, ["a dog"], **options, instruction=str(tmp_path / "text"))
-    assert not list((tmp_path / "images").iterdir())
+        generated(folder, ["a dog"], **options, negative_prompt="a cat")
+    with pytest.raises(InputError, match=r"^instruction: not supported by FluxPipeline; "):
+        generated(folder, ["a dog"], **options, instruction="Photo of")
 
 
 @pytest.mark.exhaustive
-def test_a_lower_precision_from_its_own_noise_differs_a_little(folders, tmp_path):
+def test_a_lower_precision_from_its_own_noise_differs_a_little(folders):
     folder, reference = folders["dev"]
     prompts = [p.strip() for p in PROMPTS[1:]]
-    low, latents = sample_images(
+    low, latents = generated(
         folder,
-        tmp_path,
         prompts,
         size=(16, 24),
-        steps=4,
-        guidance=3.5,
-        max_tokens=12,
+        num_steps=4,
+        guidance_scale=3.5,
+        max_sequence_length=12,
         precision="nvfp4",
     )
     assert latents.shape == (4, KL_CHANNELS, 8, 12)

@@ -21,7 +21,7 @@ from tests.pipelines import (
     KL_CHANNELS,
     KL_COMPRESSION,
     SD3,
-    sample_images,
+    generated,
     save_sd3_pipeline,
 )
 
@@ -291,7 +291,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("model", "steps", "guidance", "size"), CASES)
-def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders, tmp_path):
+def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders):
     folder, reference = folders[model]
     prompts = [p.strip() for p in PROMPTS[1:]]
     shape = (len(prompts), KL_CHANNELS, *(n // KL_COMPRESSION for n in size))
@@ -304,8 +304,8 @@ def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders, 
         scheduler=pipelines.euler(shift=3.0),
     )
     want = diffusers_images(reference, **given)
-    got, _ = sample_images(
-        folder, tmp_path, prompts, latents, steps=steps, guidance=guidance, max_tokens=12
+    got, _ = generated(
+        folder, prompts, latents=latents, num_steps=steps, guidance_scale=guidance, max_sequence_length=12
     )
     assert got.shape == (len(prompts), *size, 3)
     print(f"{model}, {steps} steps, guidance {guidance}, {size}: {np.abs(got - want).max():.1e}")
@@ -326,7 +326,7 @@ def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders, 
 
 
 @pytest.mark.exhaustive
-def test_a_negative_prompt_is_that_of_diffusers(folders, tmp_path):
+def test_a_negative_prompt_is_that_of_diffusers(folders):
     folder, reference = folders["large"]
     latents = np.random.default_rng(0).standard_normal((4, KL_CHANNELS, 8, 12)).astype(np.float32)
     prompts = [p.strip() for p in PROMPTS[1:]]
@@ -340,25 +340,24 @@ def test_a_negative_prompt_is_that_of_diffusers(folders, tmp_path):
     )
     want = diffusers_images(reference, **given, negative=negative)
     nothing = diffusers_images(reference, **given)
-    options = dict(steps=4, guidance=4.5, max_tokens=12, negative=negative)
-    got, _ = sample_images(folder, tmp_path, prompts, latents, **options)
+    options = dict(num_steps=4, guidance_scale=4.5, max_sequence_length=12, negative_prompt=negative)
+    got, _ = generated(folder, prompts, latents=latents, **options)
     print(f"{np.abs(got - want).max():.1e}")
     assert np.abs(got - want).max() <= IMAGE_TOLERANCE
     assert np.abs(nothing - want).max(axis=(1, 2, 3)).min() > 30 * IMAGE_TOLERANCE
 
 
 @pytest.mark.exhaustive
-def test_a_lower_precision_from_its_own_noise_differs_a_little(folders, tmp_path):
+def test_a_lower_precision_from_its_own_noise_differs_a_little(folders):
     folder, reference = folders["large"]
     prompts = [p.strip() for p in PROMPTS[1:]]
-    low, latents = sample_images(
+    low, latents = generated(
         folder,
-        tmp_path,
         prompts,
         size=(16, 24),
-        steps=4,
-        guidance=1.0,
-        max_tokens=12,
+        num_steps=4,
+        guidance_scale=1.0,
+        max_sequence_length=12,
         precision="nvfp4",
     )
     assert latents.shape == (4, KL_CHANNELS, 8, 12)

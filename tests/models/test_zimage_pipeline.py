@@ -17,7 +17,7 @@ from solrl_jax.models.registry import open_pipeline
 from solrl_jax.parallel.sharding import make_mesh
 from tests import pipelines
 from tests.cases import first_is_quick
-from tests.pipelines import KL_CHANNELS, KL_COMPRESSION, sample_images, save_zimage_pipeline
+from tests.pipelines import KL_CHANNELS, KL_COMPRESSION, generated, save_zimage_pipeline
 
 TOLERANCE = 1e-5  # largest difference over largest value
 IMAGE_TOLERANCE = 1e-4  # of images in 0..1, all steps taken
@@ -186,7 +186,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("model", "steps", "guidance", "size"), CASES)
-def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders, tmp_path):
+def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders):
     folder, reference = folders[model]
     prompts = [
         p.strip() for p in PROMPTS[1:]
@@ -205,8 +205,8 @@ def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders, 
         )
 
     want = run()
-    got, _ = sample_images(
-        folder, tmp_path, prompts, latents, steps=steps, guidance=1 + guidance, max_tokens=320
+    got, _ = generated(
+        folder, prompts, latents=latents, num_steps=steps, guidance_scale=1 + guidance, max_sequence_length=320
     )
     assert got.shape == (len(prompts), *size, 3)
     print(f"{model}, {steps} steps, guidance {guidance}, {size}: {np.abs(got - want).max():.1e}")
@@ -227,7 +227,7 @@ def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders, 
 
 
 @pytest.mark.exhaustive
-def test_a_negative_prompt_is_that_of_diffusers(folders, tmp_path):
+def test_a_negative_prompt_is_that_of_diffusers(folders):
     folder, reference = folders["base"]
     latents = np.random.default_rng(0).standard_normal((4, KL_CHANNELS, 8, 12)).astype(np.float32)
     prompts = [p.strip() for p in PROMPTS[1:5]]
@@ -235,8 +235,8 @@ def test_a_negative_prompt_is_that_of_diffusers(folders, tmp_path):
     want = diffusers_images(
         reference, latents, 4, 1.5, prompts=prompts, negative_prompt=[negative] * 4
     )
-    got, _ = sample_images(
-        folder, tmp_path, prompts, latents, steps=4, guidance=2.5, max_tokens=320, negative=negative
+    got, _ = generated(
+        folder, prompts, latents=latents, num_steps=4, guidance_scale=2.5, max_sequence_length=320, negative_prompt=negative
     )
     assert np.abs(got - want).max() <= IMAGE_TOLERANCE
     assert (
@@ -245,26 +245,25 @@ def test_a_negative_prompt_is_that_of_diffusers(folders, tmp_path):
     )
 
 
-def test_what_zimage_does_not_have_is_refused(folders, tmp_path):
+def test_what_zimage_does_not_have_is_refused(folders):
     folder = folders["base"][0]
-    options = dict(steps=1, guidance=1.0, size=(16, 16))
+    options = dict(num_steps=1, guidance_scale=1.0, size=(16, 16))
     with pytest.raises(InputError, match=r"^450 tokens per prompt: this model supports up to 448$"):
-        sample_images(folder, tmp_path, ["a dog"], **options, max_tokens=450)
+        generated(folder, ["a dog"], **options, max_sequence_length=450)
     with pytest.raises(
         InputError,
-        match=r"^--true-cfg 2.0: a ZImagePipeline takes --guidance, which is classifier-free$",
+        match=r"^true_cfg_scale=2.0: must be 1 for a ZImagePipeline, whose guidance_scale is ",
     ):
-        sample_images(folder, tmp_path, ["a dog"], **options, true_cfg=2.0)
-    assert not list((tmp_path / "images").iterdir())
+        generated(folder, ["a dog"], **options, true_cfg_scale=2.0)
 
 
 @pytest.mark.exhaustive
-def test_a_lower_precision_from_its_own_noise_differs_a_little(folders, tmp_path):
+def test_a_lower_precision_from_its_own_noise_differs_a_little(folders):
     """By the rules of `configs/model/zimage.yaml`."""
     folder, reference = folders["base"]
     prompts = [p.strip() for p in PROMPTS[1:5]]
-    options = dict(size=(16, 24), steps=4, guidance=1.0, max_tokens=64)
-    low, latents = sample_images(folder, tmp_path, prompts, **options, precision="nvfp4")
+    options = dict(size=(16, 24), num_steps=4, guidance_scale=1.0, max_sequence_length=64)
+    low, latents = generated(folder, prompts, **options, precision="nvfp4")
     assert latents.shape == (4, KL_CHANNELS, 8, 12)
     want = diffusers_images(reference, latents, 4, 0.0, prompts=prompts, max_tokens=64)
     difference = np.abs(low - want).mean()

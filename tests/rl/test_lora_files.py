@@ -237,7 +237,6 @@ def test_pictures_of_diffusers_with_our_file_are_ours(
         solver,
         embedded_guidance=guidance,
         guidance_scale=guidance,
-        guided=True,
         timesteps=times,
     )
     segments = (Segment(attach(backbone.transformer, adapters, SETTINGS.scale), grid),)

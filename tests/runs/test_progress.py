@@ -72,7 +72,7 @@ def test_a_run_ends_with_what_was_gained_the_report_and_what_to_try_next(monkeyp
     )
     assert rest == [
         "report: open runs/demo/report.html in a browser",
-        "next:   .venv/bin/solrl sample runs/demo --prompts FILE --out pictures; .venv/bin/solrl export runs/demo --out"
+        "next:   .venv/bin/solrl generate runs/demo --prompts FILE --out images; .venv/bin/solrl export runs/demo --out"
         " lora.safetensors",
     ]
     monkeypatch.setattr(train.shutil, "which", lambda name: "/usr/bin/solrl")

@@ -99,7 +99,7 @@ def test_errors_are_recorded_and_the_others_go_on(tmp_path, monkeypatch):
 def test_products_of_every_quantised_linear(tmp_path):
     rows = ran(task(tmp_path, "products"))
     assert {row["format"] for row in rows.values()} == {"bf16", "nvfp4"}
-    assert sum(row["linears"] for row in rows.values()) == 2 * 16  # as `solrl linears tiny` says
+    assert sum(row["linears"] for row in rows.values()) == 2 * 16  # as `solrl layers tiny` says
     for row in rows.values():
         assert row["tflops"] * 1e12 == pytest.approx(
             2 * row["rows"] * row["in"] * row["out"] / row["seconds"]

@@ -1,4 +1,4 @@
-"""`solrl linears`."""
+"""`solrl layers`: lists the linear layers of a model, with their format and errors."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ from solrl_jax.runs.directory import configuration, find_checkpoint, load_policy
 DROP = 0.02  # Spearman that a proposed rule may cost
 
 
-@click.command("linears")
+@click.command("layers")
 @click.argument("target", metavar="RUN_OR_PRESET")
 @overrides_argument
 @click.option(
@@ -30,7 +30,7 @@ DROP = 0.02  # Spearman that a proposed rule may cost
     "--sensitivity",
     type=click.IntRange(1),
     metavar="PROMPTS",
-    help="Measure what quantising each group does to ranks.",
+    help="Measure how quantizing each group changes ranks.",
 )
 @click.option(
     "--drop",
@@ -48,11 +48,13 @@ def command(
     as_json: bool,
     **others: bool,
 ) -> None:
-    """List the linears of a model: which are quantised, why others are not, and their bytes. Loads no weights.
+    """List the linear layers of a model: which are quantized, why others are not, and their sizes.
+
+    No weights are loaded, except for --errors and --sensitivity.
 
     \b
-    solrl linears tiny rollout.explore.precision=fp8 --errors
-    solrl linears tiny prompts.test=embedded:shapes-train --sensitivity 16
+    solrl layers tiny rollout.explore.precision=fp8 --errors
+    solrl layers tiny prompts.test=embedded:shapes-train --sensitivity 16
     """
     if others["errors"] and sensitivity is not None:
         raise InputError("--errors: is another measurement than --sensitivity; ask for one of them")

@@ -1,4 +1,4 @@
-"""`solrl sample` on model directories: diffusers' pictures, its own files read back, and what it says of bad input.
+"""`solrl generate` and `solrl.generate` on model directories: diffusers' pictures, its own files read back, and what it says of bad input.
 
 Pictures are compared in float32 on the 0..1 scale, from the same initial noise; largest difference at most 1e-3.
 """
@@ -18,8 +18,9 @@ from diffusers import SanaPipeline
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 
+import solrl_jax as solrl
 from solrl_jax.cli import main
-from solrl_jax.cli import sample as sampling
+from solrl_jax.runs import generation
 from tests import pipelines
 
 TOLERANCE = 1e-3
@@ -66,16 +67,16 @@ def noise(size, count=3):
     return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
 
 
-def sample(model, prompts, out, *options):
+def generate(model, prompts, out, *options):
     """Runs the command in this process; returns images.npy, latents.npy and the JSON line."""
     arguments = [
-        "sample",
+        "generate",
         model,
         "--prompts",
         prompts,
         "--out",
         out,
-        "--max-tokens",
+        "--max-sequence-length",
         pipelines.MAX_TOKENS,
         "--json",
         "--force",
@@ -121,9 +122,9 @@ def test_images_equal_those_of_diffusers(
     latents = noise(size)
     want = diffusers_images(reference, as_saved(), latents, steps, guidance)
     np.save(tmp_path / "noise.npy", latents)
-    got, _, summary = sample(
+    got, _, summary = generate(
         folder / scheduler, prompt_file, tmp_path / "out", "--latents", tmp_path / "noise.npy", "--precision", "fp32",
-        "--steps", steps, "--guidance", guidance)  # fmt: skip
+        "--num-steps", steps, "--guidance-scale", guidance)  # fmt: skip
     assert got.shape == (len(PROMPTS), *size, 3)
     difference = np.abs(got - want).max()
     print(f"{scheduler}, {steps} steps, guidance {guidance}, {size}: {difference:.1e}")
@@ -162,9 +163,9 @@ def test_an_instruction_and_a_negative_prompt_are_those_of_diffusers(models, pro
     np.save(tmp_path / "noise.npy", latents)
     for name, lines in (("released", RELEASED), ("short", ["Photo of"])):
         (tmp_path / "instruction.txt").write_text("\n".join(lines) + "\n")  # as editors end a file
-        got, _, _ = sample(
+        got, _, _ = generate(
             folder / "euler", prompt_file, tmp_path / "out", "--latents", tmp_path / "noise.npy", "--precision", "fp32",
-            "--steps", 4, "--guidance", 4.5, "--negative", negative, "--instruction", tmp_path / "instruction.txt")  # fmt: skip
+            "--num-steps", 4, "--guidance-scale", 4.5, "--negative-prompt", negative, "--instruction", tmp_path / "instruction.txt")  # fmt: skip
         difference = np.abs(got - run[name]).max()
         print(f"instruction {name}: {difference:.1e}")
         assert difference <= TOLERANCE
@@ -179,14 +180,14 @@ def test_text_encoders_are_gone_before_the_first_step(models, prompt_file, tmp_p
     class Enough(Exception):
         pass
 
-    def generate(backbone, stage, prompted, rows, **options):
+    def stop(backbone, sampler, prompted, rows, **options):
         assert prompted.conditions.positive["text"].shape[0] == len(rows) == len(PROMPTS)
         assert not backbone.text_encoders.loaded
         raise Enough
 
-    monkeypatch.setattr(sampling, "generate", generate)
+    monkeypatch.setattr(generation, "generate", stop)
     with pytest.raises(Enough):
-        sample(models[0] / "euler", prompt_file, tmp_path / "out", "--precision", "fp32")
+        generate(models[0] / "euler", prompt_file, tmp_path / "out", "--precision", "fp32")
 
 
 @pytest.fixture(scope="module")
@@ -197,8 +198,8 @@ def first(models, tmp_path_factory):
     prompts.write_text("red star\nblue square\nred star\n")
 
     def run(out, *options):
-        return sample(
-            models[0] / "euler", prompts, out, "--steps", 4, "--precision", "fp32", *options
+        return generate(
+            models[0] / "euler", prompts, out, "--num-steps", 4, "--precision", "fp32", *options
         )
 
     return folder / "out", run, run(folder / "out", "--seed", 3)
@@ -239,6 +240,42 @@ def test_its_own_latents_given_back_give_the_same_images_whatever_the_seed(first
     np.testing.assert_array_equal(kept, latents)
 
 
+def test_the_function_and_the_old_names_of_the_command_give_the_same_images(
+    first, models, tmp_path, capsys
+):
+    out, _, (images, latents, _) = first
+    prompts = ["red star", "blue square", "red star"]
+    options = dict(num_steps=4, precision="fp32", max_sequence_length=pipelines.MAX_TOKENS)
+    made = solrl.generate(models[0] / "euler", prompts, seed=3, **options)
+    assert isinstance(made, np.ndarray)
+    np.testing.assert_array_equal(made, images)
+    alone = solrl.generate(str(models[0] / "euler"), "red star", latents=latents[:1], **options)
+    np.testing.assert_allclose(alone, images[:1], atol=1e-6)
+    old = ["sample", models[0] / "euler", "--prompts", out.parent / "prompts.txt", "--seed", 3]
+    old += ["--out", tmp_path, "--steps", 4, "--precision", "fp32", "--chunk", 16]
+    result = CliRunner().invoke(main.cli, [*map(str, old), "--max-tokens", "10", "--guidance", "1"])
+    assert result.exit_code == 0, result.output
+    assert result.stderr.splitlines()[0] == "solrl sample is now solrl generate"
+    np.testing.assert_array_equal(np.load(tmp_path / "images.npy"), images)
+
+
+def test_guidance_up_to_1_is_none_as_in_diffusers(models):
+    folder, reference = models
+    latents = noise((32, 32), count=1)
+    want = diffusers_images(reference, pipelines.euler(), latents, 2, 0.5, prompts=["red star"])
+    for scale in (0.0, 0.5, 1.0):
+        got = solrl.generate(
+            folder / "euler",
+            "red star",
+            num_steps=2,
+            guidance_scale=scale,
+            latents=latents,
+            precision="fp32",
+            max_sequence_length=pipelines.MAX_TOKENS,
+        )
+        assert np.abs(got - want).max() <= TOLERANCE, scale
+
+
 def test_the_seed_makes_the_images(first, tmp_path):
     _, run, (images, latents, _) = first
     same, _, _ = run(tmp_path / "same", "--seed", 3)
@@ -257,11 +294,11 @@ def test_a_prompt_that_comes_twice_gets_two_images(first):
 def test_an_image_does_not_depend_on_the_others_in_the_file(first, models, tmp_path):
     _, _, (images, _, _) = first
     (tmp_path / "prompts.txt").write_text("a cat\nred star\n")
-    alone, _, _ = sample(
+    alone, _, _ = generate(
         models[0] / "euler",
         tmp_path / "prompts.txt",
         tmp_path / "out",
-        "--steps",
+        "--num-steps",
         4,
         "--precision",
         "fp32",
@@ -380,7 +417,7 @@ def test_a_model_that_cannot_be_used_is_one_line(
     shutil.copytree(models[0] / "dpm", tmp_path / "model")
     damage(tmp_path / "model")
     arguments = [
-        "sample",
+        "generate",
         tmp_path / "model",
         "--prompts",
         prompt_file,
@@ -435,7 +472,7 @@ def test_latents_that_cannot_be_used_are_one_line(
 ):
     make, message = LATENTS[case]
     arguments = [
-        "sample",
+        "generate",
         models[0] / "dpm",
         "--prompts",
         prompt_file,
@@ -451,9 +488,9 @@ def test_latents_that_cannot_be_used_are_one_line(
     ("options", "message"),
     [
         (["--size", "33x32"], "size 33x32: this model supports heights in multiples of 4 pixels"),
-        (["--size", "32"], "--size '32': expected HEIGHTxWIDTH"),
-        (["--size", "32x"], "--size '32x': expected HEIGHTxWIDTH"),
-        (["--size", "0x32"], "--size '0x32': expected HEIGHTxWIDTH"),
+        (["--size", "32"], "--size='32': expected HEIGHTxWIDTH"),
+        (["--size", "32x"], "--size='32x': expected HEIGHTxWIDTH"),
+        (["--size", "0x32"], "--size='0x32': expected HEIGHTxWIDTH"),
         (["--size", "3²x32"], "expected HEIGHTxWIDTH"),
         (["--prompts", "{dir}/absent.txt"], "absent.txt': no such file"),
         (["--prompts", "{dir}/blank.txt"], "blank.txt': holds no prompt"),
@@ -461,15 +498,15 @@ def test_latents_that_cannot_be_used_are_one_line(
         (["--prompts", "embedded:nothing"], "no such embedded prompt set"),
         (
             ["--latents", "{dir}/noise.npy", "--size", "32x64"],
-            "--size 32x64: the given latents are of 32x32",
+            "--size=32x64: the given latents are those of 32x32",
         ),
         (
-            ["--negative", "a cat"],
-            "--negative 'a cat': is not seen without --guidance above 1, which is 1.0",
+            ["--negative-prompt", "a cat"],
+            "--negative-prompt='a cat': has no effect without guidance_scale above 1; it is 1.0",
         ),
         (
-            ["--true-cfg", "2"],
-            "--true-cfg 2.0: a SanaPipeline takes --guidance, which is classifier-free",
+            ["--true-cfg-scale", "2"],
+            "--true-cfg-scale=2.0: must be 1 for a SanaPipeline, whose guidance_scale is classifier-free",
         ),
         (
             ["--instruction", "{dir}/absent.txt"],
@@ -483,7 +520,10 @@ def test_latents_that_cannot_be_used_are_one_line(
             ["--instruction", "{dir}/image.txt"],
             "--instruction='{dir}/image.txt': cannot be read as UTF-8 text",
         ),
-        (["--tile", "10"], "--tile 10: must be a multiple of 4, the pixels of a latent"),
+        (
+            ["--vae-tile-size", "10"],
+            "--vae-tile-size=10: must be a multiple of 4, the pixels per latent pixel",
+        ),
     ],
 )
 def test_options_that_cannot_be_used_are_one_line(
@@ -494,7 +534,7 @@ def test_options_that_cannot_be_used_are_one_line(
     np.save(tmp_path / "noise.npy", noise((32, 32)))
     options = [o.format(dir=tmp_path) for o in options]
     arguments = [
-        "sample",
+        "generate",
         models[0] / "dpm",
         "--prompts",
         prompt_file,
@@ -509,13 +549,19 @@ def test_options_that_cannot_be_used_are_one_line(
 
 @pytest.mark.parametrize(
     "options",
-    [["--steps", "0"], ["--steps", "many"], ["--precision", "fp4"], ["--seed", "-1"], ["--colour"]],
+    [
+        ["--num-steps", "0"],
+        ["--num-steps", "many"],
+        ["--precision", "fp4"],
+        ["--seed", "-1"],
+        ["--colour"],
+    ],
 )
 def test_options_that_do_not_exist_are_refused(
     options, models, prompt_file, tmp_path, monkeypatch, capsys
 ):
     arguments = [
-        "sample",
+        "generate",
         models[0] / "dpm",
         "--prompts",
         prompt_file,
@@ -530,7 +576,7 @@ def test_an_output_path_that_is_a_file_is_left_alone(
     models, prompt_file, tmp_path, monkeypatch, capsys
 ):
     (tmp_path / "out").write_text("mine")
-    arguments = ["sample", models[0] / "dpm", "--prompts", prompt_file, "--out", tmp_path / "out"]
+    arguments = ["generate", models[0] / "dpm", "--prompts", prompt_file, "--out", tmp_path / "out"]
     code, stderr = run_main(arguments, monkeypatch, capsys)
     assert_refused(code, stderr, tmp_path / "nothing", "out is a file")
     assert (tmp_path / "out").read_text() == "mine"
@@ -547,7 +593,7 @@ def test_the_program_itself_ends_with_code_2_and_no_traceback(case, models, prom
         sys.executable,
         "-m",
         "solrl_jax",
-        "sample",
+        "generate",
         tmp_path / "model",
         "--prompts",
         prompt_file,

@@ -1,0 +1,206 @@
+"""`solrl generate`: writes images of the prompts in a file."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+import numpy as np
+
+from solrl_jax import api
+from solrl_jax.cli.options import (
+    PATH,
+    TARGET,
+    bar,
+    checkpoint_option,
+    finish,
+    force_option,
+    json_option,
+)
+from solrl_jax.config.schema import Precision
+from solrl_jax.config.values import MAX_SIDE
+from solrl_jax.data.prompts import load_instruction, load_prompts
+from solrl_jax.errors import InputError, first_line
+from solrl_jax.runs import image_files
+from solrl_jax.runs.generation import DEFAULT_NUM_STEPS, Generation
+from solrl_jax.storage import files
+from solrl_jax.storage.readers import is_number
+
+# Names that options had in version 0.2, which still work.
+RENAMED_OPTIONS = {
+    "steps": "num-steps",
+    "guidance": "guidance-scale",
+    "true-cfg": "true-cfg-scale",
+    "negative": "negative-prompt",
+    "tile": "vae-tile-size",
+    "chunk": "batch-size",
+    "max-tokens": "max-sequence-length",
+}
+
+
+def _height_and_width(
+    _context: click.Context, _parameter: click.Parameter, value: str | None
+) -> tuple[int, int] | None:
+    """A click callback that parses "HEIGHTxWIDTH", in pixels."""
+    if value is None:
+        return None
+    sides = value.lower().split("x")
+    if len(sides) != 2 or not all(is_number(s) and 0 < int(s) <= MAX_SIDE for s in sides):
+        raise InputError(
+            f"size={value!r}: expected HEIGHTxWIDTH in pixels up to {MAX_SIDE}, e.g. 512x768"
+        )
+    return int(sides[0]), int(sides[1])
+
+
+def _open_latents(path: Path) -> np.ndarray:
+    """Opens a .npy file without reading its values, and without allocating what it claims to hold.
+
+    Raises InputError if it is none.
+    """
+    try:
+        if not path.is_file():
+            raise OSError("no such regular file")
+        with np.errstate(over="raise"):
+            return np.lib.format.open_memmap(path, mode="r")
+    except (OSError, ValueError, ArithmeticError) as error:
+        raise InputError(
+            f"latents={path}: not a readable .npy file ({first_line(error)})"
+        ) from error
+
+
+def _write(out: Path, generation: Generation, prompts: Sequence[str]) -> None:
+    """Writes one PNG per image, a grid of them, and both arrays as .npy files.
+
+    Raises RunError if the disk refuses.
+    """
+    for name, array in (("images", generation.images), ("latents", generation.latents)):
+        with files.atomic(out / f"{name}.npy") as partial:
+            np.save(partial, array)
+    for number, image in enumerate(generation.images):
+        image_files.save_png(out / f"{number:05d}.png", image)
+    columns = min(len(prompts), 8)
+    image_files.save_grid(out / "grid.png", generation.images, columns, prompts)
+
+
+@click.command(
+    "generate",
+    context_settings={"token_normalize_func": lambda name: RENAMED_OPTIONS.get(name, name)},
+)
+@click.argument("model", metavar="RUN_OR_MODEL_DIR", type=TARGET)
+@click.option(
+    "--prompts",
+    required=True,
+    type=TARGET,
+    help="Text file with one prompt per line, a .json, .jsonl, .csv, .tsv or .parquet file, or "
+    "embedded:NAME.",
+)
+@click.option("--out", required=True, type=PATH, help="Directory for the PNGs and arrays.")
+@click.option(
+    "--num-steps",
+    type=int,
+    help=f"Solver steps (default: those of the run's evaluation, or {DEFAULT_NUM_STEPS}).",
+)
+@click.option(
+    "--guidance-scale",
+    type=float,
+    help="Up to 1: no guidance (default: the run's, or 1).",
+)
+@click.option(
+    "--true-cfg-scale",
+    type=float,
+    help="FLUX.1, which embeds its guidance scale: classifier-free guidance beside it (default: "
+    "the run's, or 1).",
+)
+@click.option("--negative-prompt", default="", help="Negative prompt (default: empty).")
+@click.option(
+    "--instruction",
+    "instruction_file",
+    metavar="FILE",
+    type=TARGET,
+    help="SANA: text file with the instruction that precedes every prompt.",
+)
+@click.option(
+    "--vae-tile-size",
+    metavar="PIXELS",
+    type=int,
+    help="Decode in tiles of this side, which takes less memory.",
+)
+@click.option(
+    "--batch-size",
+    default=16,
+    show_default=True,
+    type=int,
+    help="Images that a device generates at once.",
+)
+@click.option("--seed", default=0, show_default=True, type=int)
+@click.option(
+    "--size",
+    metavar="HxW",
+    callback=_height_and_width,
+    help="Pixels, e.g. 1024x1024 (default: that of the run's evaluation, or the model's).",
+)
+@click.option(
+    "--latents",
+    "latents_file",
+    type=PATH,
+    help="Initial noise: a .npy file, float32 [N, C, h, w].",
+)
+@click.option(
+    "--precision",
+    default="bf16",
+    show_default=True,
+    type=click.Choice(get_args(Precision)),
+    help="Number format of all steps, without the other options of a run's exploration.",
+)
+@click.option("--lora", type=PATH, help="For a model directory: a LoRA of diffusers or PEFT.")
+@click.option(
+    "--max-sequence-length",
+    type=int,
+    help="Tokens that prompts are padded or cut to (default: the run's or the model's).",
+)
+@checkpoint_option
+@force_option
+@json_option
+def command(
+    model: str,
+    prompts: str,
+    out: Path,
+    instruction_file: str | None,
+    latents_file: Path | None,
+    force: bool,
+    as_json: bool,
+    **arguments: Any,
+) -> None:
+    """Generate images with a run's averaged policy, or with a diffusers model directory.
+
+    \b
+    solrl generate runs/demo --prompts prompts.txt --out images
+    """
+    texts = load_prompts(prompts, "--prompts", distinct=False)
+    instruction = None
+    if instruction_file is not None:
+        instruction = load_instruction(instruction_file, "--instruction")
+    latents = None if latents_file is None else _open_latents(latents_file)
+    names = [f"{number:05d}.png" for number in range(len(texts))]
+    names += ["grid.png", "images.npy", "latents.npy"]
+    files.refuse_existing("--out", (out / name for name in names), force)
+    files.writable_directory(out, "--out")
+    with bar(None, "generate") as progress:
+        generation = api.generate_with_latents(
+            model,
+            texts,
+            instruction=instruction,
+            latents=latents,
+            progress=progress.update,
+            **arguments,
+        )
+    _write(out, generation, texts)
+    summary = {
+        "out": str(out),
+        "images": len(texts),
+        "height": generation.images.shape[1],
+        "width": generation.images.shape[2],
+        "steps": generation.num_steps,
+        "precision": generation.precision,
+    }
+    finish(summary, as_json, f"{len(texts)} images in {out}, {generation.precision}")

@@ -1,0 +1,429 @@
+"""Generates images from text prompts, with a diffusers model directory or with a run's policy.
+
+A model directory samples as its diffusers pipeline does, with the directory's own scheduler. A run
+samples as its evaluation does, with its averaged policy (EMA). `api.generate` is the function for
+users; `generate_images` is what it calls.
+"""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import numpy as np
+import pydantic
+from jaxtyping import Float
+from pydantic import ConfigDict, Field
+
+from solrl_jax.config.presets import released_models, resolve
+from solrl_jax.config.schema import Config, Precision, Quantization
+from solrl_jax.config.sizes import evaluation_size
+from solrl_jax.config.validation import describe_error, suggest
+from solrl_jax.config.values import (
+    MAX_NUMBER,
+    MAX_SIDE,
+    MAX_TOKENS,
+    NonNegative,
+    NumSteps,
+    PositiveInt,
+    Seed,
+    Size,
+    Text,
+    brief_repr,
+)
+from solrl_jax.data.prompts import Prompt, check_text, load_instruction
+from solrl_jax.diffusion.released import read_scheduler
+from solrl_jax.diffusion.schedule import Schedule
+from solrl_jax.diffusion.seeds import normal
+from solrl_jax.errors import InputError, RunError, in_one_line
+from solrl_jax.models.backbone import DTYPES, Backbone, load_backbone
+from solrl_jax.models.loading.weights import parameter_table
+from solrl_jax.models.locate import mhla_override, open_model
+from solrl_jax.models.pipeline import Pipeline
+from solrl_jax.parallel import hosts
+from solrl_jax.parallel.sharding import make_mesh
+from solrl_jax.quant.formats import resolve_format, scoring_dtypes
+from solrl_jax.rl.experiment import local_device, prompt_seeds
+from solrl_jax.rl.explore.quantized_layers import quantized_paths
+from solrl_jax.rl.explore.sync import Quantizer, sync_policy
+from solrl_jax.rl.generate import SeedBatch, generate, prepare
+from solrl_jax.rl.sampler import Sampler, Segment
+from solrl_jax.rl.trainable.lora_files import import_lora
+from solrl_jax.rl.trainable.trainable import Trainable, attach
+from solrl_jax.runs.directory import find_checkpoint, is_run, load_ema, read_run
+from solrl_jax.storage.hub import CARRIED
+from solrl_jax.storage.readers import parse_json, read_text
+
+DEFAULT_NUM_STEPS = 10  # for a model directory, which does not say how many steps it needs
+
+_SequenceLength = Annotated[PositiveInt, Field(le=MAX_TOKENS)]
+_Scale = Annotated[NonNegative, Field(le=MAX_NUMBER)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """The arguments of `api.generate`, checked one by one. `Request.check` builds one.
+
+    None means the run's own value, or the default of the model or of this module.
+
+    Attributes:
+        model: The run directory, the model directory, or "embedded:NAME".
+        prompts: One prompt per image.
+        num_steps: Number of solver steps.
+        guidance_scale: Scale of the model's guidance.
+        true_cfg_scale: Scale of classifier-free guidance, for models that embed `guidance_scale`.
+        negative_prompt: The prompt that classifier-free guidance leads away from.
+        seed: The seed of the initial noise.
+        size: Height and width in pixels.
+        latents: The initial noise, float32 [N, C, h, w].
+        lora: A LoRA file, or a directory of PEFT; only for a model directory.
+        precision: The number format of all steps.
+        max_sequence_length: The number of tokens that prompts are padded or cut to.
+        instruction: The text before every prompt, for SANA.
+        vae_tile_size: The side in pixels of the tiles that the autoencoder decodes.
+        batch_size: The largest number of images that a device generates at once.
+        checkpoint: The checkpoint of a run: "latest", "best" or the number of an iteration.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+
+    model: Text
+    prompts: Annotated[tuple[str, ...], Field(min_length=1)]
+    num_steps: NumSteps | None = None
+    guidance_scale: _Scale | None = None
+    true_cfg_scale: _Scale | None = None
+    negative_prompt: str = ""
+    seed: Seed = 0
+    size: Size | None = None
+    latents: Any = None
+    lora: Path | None = None
+    precision: Precision = "bf16"
+    max_sequence_length: _SequenceLength | None = None
+    instruction: str | None = None
+    vae_tile_size: PositiveInt | None = None
+    batch_size: PositiveInt = 16
+    checkpoint: str = "latest"
+
+    @classmethod
+    def check(cls, arguments: Mapping[str, Any]) -> "Request":
+        """Checks the arguments of `api.generate`, but not whether the model supports them.
+
+        Args:
+            arguments: The arguments by name. NumPy's scalars are accepted for numbers.
+
+        Raises:
+            InputError: If a name is unknown or a value is not accepted.
+        """
+        values = {
+            name: value.item() if isinstance(value, np.generic) else value
+            for name, value in arguments.items()
+        }
+        try:
+            request = _REQUEST.validate_python(values)
+        except pydantic.ValidationError as errors:
+            messages = (
+                describe_error(error, "arguments", _unknown_argument) for error in errors.errors()
+            )
+            raise InputError("; ".join(filter(None, messages))) from None
+        for prompt in request.prompts:
+            check_text(prompt, "prompts")
+        for name in ("negative_prompt", "instruction"):
+            check_text(getattr(request, name) or "", name)
+        return request
+
+
+_REQUEST = pydantic.TypeAdapter(Request)
+
+
+def _unknown_argument(name: str) -> str:
+    """The message for an argument of another name than `Request` has."""
+    accepted = [field.name for field in dataclasses.fields(Request)]
+    return f"unknown argument {name!r}: {suggest(name, accepted)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """Generated images, with what is needed to generate them again.
+
+    Attributes:
+        images: The images, with values in [0, 1].
+        latents: The initial noise of each image, in the layout of PyTorch, which the `latents` of
+            diffusers' pipelines have too.
+        num_steps: The number of solver steps.
+        precision: The number format and how the device computes it, as a phrase for people.
+    """
+
+    images: Float[np.ndarray, "n h w 3"]
+    latents: Float[np.ndarray, "n c h w"]
+    num_steps: int
+    precision: str
+
+
+def generate_images(
+    request: Request, progress: Callable[[int], None] = lambda images: None
+) -> Generation:
+    """Generates one image per prompt.
+
+    A prompt's seed depends on `request.seed`, on its text and on how often it came before, not on
+    the other prompts. Loads the model, which is released when the function returns.
+
+    Args:
+        request: What to generate.
+        progress: Called with the number of further images that are done.
+
+    Raises:
+        InputError: If the model does not support the request, before any weight is loaded.
+        RunError: If an image is not finite, or the checkpoint is damaged.
+    """
+    model = request.model
+    prompts = [Prompt(text) for text in request.prompts]
+    config = read_run(model) if is_run(model) else None
+    if config and request.lora is not None:
+        raise InputError(
+            f"lora={request.lora}: {model} is a run and has its own adapters; name a model "
+            "directory"
+        )
+    checkpoint = find_checkpoint(model, request.checkpoint)
+    if config:
+        pipeline = open_model(config.model.path, mhla=mhla_override(config.model))
+    else:
+        pipeline = open_model(model)
+    latents = None if request.latents is None else _channels_last(request.latents, len(prompts))
+    size = _image_size(request, config, pipeline, latents)
+    _check_memory(len(prompts), size)
+    schedule = build_schedule(request, config, pipeline, size)
+    if request.instruction is not None and not pipeline.accepts_instruction:
+        raise InputError(f"instruction: not supported by {pipeline.kind}; accepted: None")
+    if request.vae_tile_size is not None and request.vae_tile_size % pipeline.compression:
+        raise InputError(
+            f"vae_tile_size={request.vae_tile_size}: must be a multiple of "
+            f"{pipeline.compression}, the pixels per latent pixel"
+        )
+    if latents is not None and not np.isfinite(latents).all():
+        raise InputError("latents: has values that are not finite")
+
+    device = local_device()
+    form = resolve_format(request.precision, device)
+    computed = "fp32" if form.name == "fp32" else "bf16"
+    quantized: tuple[str, ...] = ()
+    if form.quantize is not None:
+        rules = config.model.quantization if config else _released_rules(pipeline)
+        with in_one_line():
+            shapes = pipeline.transformer.abstract_params(DTYPES[computed])
+            quantized = quantized_paths(shapes, rules, form)
+    adapters: Trainable = {}
+    scale = 1.0
+    if request.lora is not None:
+        with in_one_line(lambda message: f"lora: {message}"):
+            table = parameter_table(pipeline.transformer.state)
+            adapters, settings = import_lora(request.lora, table)
+        scale = settings.scale
+    backbone = _load_backbone(request, config, pipeline, computed)
+
+    shape = pipeline.latent_shape(*size)
+    seeds = _seeds(prompts, request.seed)
+    if latents is None:
+        latents = np.asarray(jax.jit(normal, static_argnums=(1, 2))(seeds, "initial", shape))
+    max_tokens = request.max_sequence_length
+    if max_tokens is None:
+        max_tokens = config.model.max_sequence_length if config else pipeline.default_max_tokens
+    prompt_batch = prepare(backbone, None, prompts, max_tokens, request.negative_prompt)
+    backbone.text_encoders.release()  # there is nothing more to encode
+    if config:
+        adapters, _ = load_ema(Path(model), config, backbone, checkpoint)
+        scale = config.lora.alpha / config.lora.rank
+    if form.quantize is None:
+        policy = attach(backbone.transformer, adapters, scale)
+    else:
+        policy = sync_policy(backbone, adapters, scale, quantized, Quantizer(form.quantize))
+
+    batch_size = min(request.batch_size, math.ceil(len(prompts) / backbone.mesh.size))
+    sampler = Sampler("generate", (Segment(policy, schedule),), backbone.decoder, shape, batch_size)
+    seed_batch = SeedBatch(np.arange(len(prompts)), seeds, latents)
+    samples = generate(
+        backbone, sampler, prompt_batch, seed_batch, keep_images=True, progress=progress
+    )
+    assert samples.images is not None
+    finite = np.isfinite(samples.images).all((1, 2, 3))
+    if not finite.all():
+        first = brief_repr(str(prompts[int(np.argmin(finite))]))
+        raise RunError(
+            f"{model}: {np.sum(~finite)} of {len(prompts)} images are not finite, first that of "
+            f"{first}; the weights or adapters are not finite, or the guidance is too strong"
+        )
+    return Generation(
+        images=np.asarray(samples.images, np.float32),
+        latents=np.ascontiguousarray(latents.transpose(0, 3, 1, 2)),
+        num_steps=schedule.steps,
+        precision=form.describe(device),
+    )
+
+
+def _channels_last(latents: Any, count: int) -> Float[np.ndarray, "n h w c"]:
+    """Returns the initial noise [N, C, h, w] as [N, h, w, C].
+
+    No value is read, so the array may be a memory-mapped file.
+
+    Args:
+        latents: The noise, as an array of NumPy, JAX or PyTorch.
+        count: The number of prompts, which N must be.
+
+    Raises:
+        InputError: If it is no float32 array of this shape.
+    """
+    array = np.asarray(latents)
+    if array.ndim != 4 or array.dtype != np.float32 or len(array) != count:
+        raise InputError(
+            f"latents: {array.dtype} {list(array.shape)}; expected float32 [N, C, h, w] with "
+            f"N = {count}, the number of prompts"
+        )
+    return array.transpose(0, 2, 3, 1)
+
+
+def _image_size(
+    request: Request,
+    config: Config | None,
+    pipeline: Pipeline,
+    latents: Float[np.ndarray, "n h w c"] | None,
+) -> tuple[int, int]:
+    """Returns the height and width of the images in pixels.
+
+    They are those of `latents`, of the request, of the run's evaluation, or the model's default.
+
+    Raises:
+        InputError: If the model does not support the size, or if it is not that of `latents`.
+    """
+    default = evaluation_size(config) if config else pipeline.default_size
+    size = request.size or default
+    if latents is not None:
+        height, width = (side * pipeline.compression for side in latents.shape[1:3])
+        if request.size not in (None, (height, width)):
+            raise InputError(
+                f"size={size[0]}x{size[1]}: the given latents are those of {height}x{width}"
+            )
+        size = (height, width)
+    with in_one_line():
+        shape = pipeline.latent_shape(*size)
+    if max(size) > MAX_SIDE:
+        raise InputError(
+            f"size={size[0]}x{size[1]}: must be at most {MAX_SIDE} pixels in either direction"
+        )
+    if latents is not None and latents.shape[1:] != shape:
+        raise InputError(f"latents: have {latents.shape[3]} channels; this model's have {shape[2]}")
+    return size
+
+
+def _check_memory(count: int, size: tuple[int, int]) -> None:
+    """Raises InputError if this host cannot hold the images, which are all returned at once."""
+    needed = 3 * 4 * math.prod(size) * count  # three channels in float32
+    available = hosts.memory()
+    if needed > available:
+        raise InputError(
+            f"prompts: {count} images of {size[0]} x {size[1]} take {needed / 1e9:.3g} GB, and "
+            f"this host has {available / 1e9:.3g} GB"
+        )
+
+
+def build_schedule(
+    request: Request, config: Config | None, pipeline: Pipeline, size: tuple[int, int]
+) -> Schedule:
+    """Builds the schedule of the run, or that of the model directory's own scheduler.
+
+    Args:
+        request: Its number of steps, guidance and negative prompt are read.
+        config: The configuration of the run. None: `pipeline` is a model directory.
+        pipeline: The model.
+        size: Height and width of the images in pixels.
+
+    Raises:
+        InputError: If the model does not support the scheduler, the number of steps or the
+            guidance.
+    """
+    num_steps = request.num_steps
+    guidance_scale = request.guidance_scale
+    true_cfg_scale = request.true_cfg_scale
+    if num_steps is None:
+        num_steps = config.eval.num_steps if config else DEFAULT_NUM_STEPS
+    if guidance_scale is None:
+        guidance_scale = config.rollout.guidance_scale if config else 1.0
+    if true_cfg_scale is None:
+        true_cfg_scale = config.rollout.true_cfg_scale if config else 1.0
+    embedded = pipeline.embedded_guidance
+    if true_cfg_scale != 1.0 and not embedded:
+        raise InputError(
+            f"true_cfg_scale={true_cfg_scale}: must be 1 for a {pipeline.kind}, whose "
+            "guidance_scale is classifier-free"
+        )
+    tokens = pipeline.image_tokens(*size)
+    with in_one_line():
+        if config:
+            rollout = dataclasses.replace(
+                config.rollout, guidance_scale=guidance_scale, true_cfg_scale=true_cfg_scale
+            )
+            schedule = Schedule.from_config(rollout, num_steps, tokens, embedded, None, pipeline.mu)
+        else:
+            sigmas, timesteps, table = read_scheduler(
+                pipeline.scheduler, num_steps, tokens, pipeline.linear_sigmas, pipeline.mu
+            )
+            schedule = Schedule.from_sigmas(
+                sigmas,
+                table,
+                timesteps,
+                embedded_guidance=guidance_scale,
+                guidance_scale=true_cfg_scale if embedded else guidance_scale,
+            )
+    if request.negative_prompt and not schedule.guided:
+        name = "true_cfg_scale" if embedded else "guidance_scale"
+        scale = true_cfg_scale if embedded else guidance_scale
+        raise InputError(
+            f"negative_prompt={request.negative_prompt!r}: has no effect without {name} above 1; "
+            f"it is {scale}"
+        )
+    return schedule
+
+
+def _released_rules(pipeline: Pipeline) -> Quantization:
+    """Returns which linear layers the preset of the same kind of pipeline quantizes."""
+    for name in released_models():
+        preset = resolve(f"{name}_sol_rl_pickscore")
+        index = parse_json(read_text(CARRIED / preset.model.path / "model_index.json"))
+        if index["_class_name"] == pipeline.kind:
+            return preset.model.quantization
+    raise AssertionError(f"no preset for a {pipeline.kind}")
+
+
+def _load_backbone(
+    request: Request, config: Config | None, pipeline: Pipeline, precision: str
+) -> Backbone:
+    """Loads the networks of the model, with the settings of the request, or those of the run."""
+    instruction = request.instruction
+    tile = request.vae_tile_size
+    if config is None:
+        return load_backbone(
+            pipeline, precision, make_mesh(-1, 1), instruction=instruction, tile=tile
+        )
+    if instruction is None and config.model.instruction is not None:
+        instruction = load_instruction(config.model.instruction, "model.instruction")
+    rollout = config.rollout
+    decoding, _ = scoring_dtypes(rollout.scoring_precision, rollout.precision, local_device())
+    return load_backbone(
+        pipeline,
+        precision,
+        make_mesh(-1, 1),
+        cache=config.model.prompt_cache_dir,
+        instruction=instruction,
+        tile=tile or config.model.vae_tile_size,
+        decoding=decoding,
+    )
+
+
+def _seeds(prompts: Sequence[str], seed: int) -> np.ndarray:
+    """Returns the seed of each prompt. A repeated prompt gets the seed of its next candidate."""
+    candidates = {
+        prompt: iter(prompt_seeds(seed, "candidate", [prompt], count)[0])
+        for prompt, count in Counter(prompts).items()
+    }
+    return np.stack([next(candidates[prompt]) for prompt in prompts])
