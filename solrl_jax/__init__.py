@@ -1,4 +1,4 @@
-"""RL post-training of text-to-image flow models in JAX: explore in FP4, train in BF16 (Sol-RL, arXiv 2604.06916).
+"""RL post-training of text-to-image flow models in JAX: explore in FP4, train in BF16 (Sol-RL).
 
     import solrl_jax as solrl
 
@@ -7,7 +7,10 @@
     for i in range(1, 21):
         state, outcome = solrl.iterate(experiment, state, i)
 
-Every public name is listed in `__all__`. A name is imported when it is first used, so `import solrl_jax` is quick.
+    images = solrl.generate("runs/demo", ["a red circle", "two blue squares"], seed=1)
+
+Every public name is listed in `__all__`. A name is imported when it is first used, so importing the
+package is quick. The method is that of arXiv 2604.06916.
 """
 
 import importlib
@@ -15,12 +18,15 @@ import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from solrl_jax.api import TrainingInterrupted as TrainingInterrupted
+    from solrl_jax.api import export as export
     from solrl_jax.api import export_lora as export_lora
     from solrl_jax.api import export_transformer as export_transformer
     from solrl_jax.api import generate as generate
     from solrl_jax.api import generate_with_latents as generate_with_latents
     from solrl_jax.api import import_lora as import_lora
     from solrl_jax.api import load as load
+    from solrl_jax.api import open_policy as open_policy
     from solrl_jax.api import quantize as quantize
     from solrl_jax.api import rank as rank
     from solrl_jax.api import train as train
@@ -30,6 +36,7 @@ if TYPE_CHECKING:
     from solrl_jax.config.values import ConfigError as ConfigError
     from solrl_jax.errors import InputError as InputError
     from solrl_jax.errors import RunError as RunError
+    from solrl_jax.planning.preset import plan as plan
     from solrl_jax.quant.formats import FORMATS as FORMATS
     from solrl_jax.quant.matmul import dequantize as dequantize
     from solrl_jax.quant.matmul import matmul as matmul
@@ -49,12 +56,15 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "api": (
+        "TrainingInterrupted",
+        "export",
         "export_lora",
         "export_transformer",
         "generate",
         "generate_with_latents",
         "import_lora",
         "load",
+        "open_policy",
         "quantize",
         "rank",
         "train",
@@ -62,6 +72,7 @@ _WHERE = {
     "config.presets": ("preset_names", "resolve"),
     "config.schema": ("Config",),
     "config.values": ("ConfigError",),
+    "planning.preset": ("plan",),
     "quant.formats": ("FORMATS",),
     "quant.matmul": ("dequantize", "matmul"),
     "rl.advantages": ("advantages", "optimality"),

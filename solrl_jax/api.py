@@ -1,9 +1,9 @@
 """The functions for Python users: lists in, arrays out. The commands of `solrl` call them.
 
-`solrl_jax.__all__` lists them with the public names that other modules define.
+`solrl_jax.__all__` lists them, together with the public names that other modules define.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,18 +14,199 @@ from jaxtyping import Float
 from solrl_jax.config.presets import resolve
 from solrl_jax.config.schema import Precision
 from solrl_jax.config.values import brief_repr, expand_home
-from solrl_jax.errors import InputError
+from solrl_jax.errors import InputError, in_one_line
+from solrl_jax.models.backbone import DTYPES, load_backbone
+from solrl_jax.models.locate import mhla_override, open_model
+from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.quant.formats import FORMATS
 from solrl_jax.quant.leaf import Matrix, Quantized
 from solrl_jax.rl import rank as ranking
 from solrl_jax.rl.experiment import Experiment, build
-from solrl_jax.rl.iteration import no_progress
+from solrl_jax.rl.iteration import Progress, no_progress
 from solrl_jax.rl.trainable import lora_files, transformer_files
 from solrl_jax.rl.trainable.lora_settings import LoraSettings
-from solrl_jax.rl.trainable.trainable import Trainable
+from solrl_jax.rl.trainable.trainable import Trainable, find_targets
 from solrl_jax.runs import trainer
+from solrl_jax.runs.directory import (
+    configuration,
+    find_checkpoint,
+    load_ema,
+    load_policy,
+    read_run,
+)
 from solrl_jax.runs.generation import Generation, Request, generate_images
 from solrl_jax.runs.progress import TerminalProgress
+from solrl_jax.storage import files
+
+
+def load(preset: str, *overrides: str) -> Experiment:
+    """Builds the experiment of a preset: the models, the prompts and the rewards of a run.
+
+    Args:
+        preset: The name of a preset, e.g. "tiny". `preset_names()` lists all.
+        *overrides: Settings that differ from the preset, as `key=value`, e.g. "seed=1".
+
+    Raises:
+        ConfigError: If the preset or an override is invalid.
+        InputError: If a file that they name cannot be used here.
+    """
+    return build(resolve(preset, overrides))
+
+
+def open_policy(
+    target: str | Path,
+    *overrides: str,
+    preset: str | None = None,
+    checkpoint: str = "latest",
+    trust: bool = False,
+) -> tuple[Experiment, Trainable, int]:
+    """Opens the policy of a run, of a preset or of a model, to be evaluated or ranked.
+
+    Loads the model. A run gives its averaged policy (EMA); a preset or a model gives the policy
+    that training would start from.
+
+    Args:
+        target: A run directory, the name of a preset, or a model (a directory in the layout of
+            diffusers, or "embedded:NAME").
+        *overrides: Settings that differ, as `key=value`. For a run they cannot change which
+            parameters are trained.
+        preset: The preset that has the prompts, the reward and the sampler, if `target` is a model.
+            None: models are not accepted.
+        checkpoint: The checkpoint of a run: "latest", "best" (highest evaluation reward), or the
+            number of an iteration.
+        trust: Whether a run directory may name rewards and objectives that are not part of the
+            package, which run code that whoever wrote the directory chose.
+
+    Returns:
+        The experiment, the trainable parameters, and the number of iterations that they were
+        trained for. `evaluate`, `rank` and `export_lora` take the first two.
+
+    Raises:
+        ConfigError: If the configuration or an override is invalid.
+        InputError: If `target` or a file cannot be used, or if a run needs `trust`.
+        RunError: If the checkpoint is damaged.
+    """
+    config, run = configuration(expand_home(str(target)), overrides, preset, trust=trust)
+    path = find_checkpoint(run or str(target), checkpoint)
+    experiment = build(config)
+    trainable, iteration = load_policy(run, config, experiment.backbone, path)
+    return experiment, trainable, iteration
+
+
+class TrainingInterrupted(KeyboardInterrupt):
+    """Training stopped after Ctrl-C or SIGTERM, and the last complete iteration was saved.
+
+    Attributes:
+        summary: What `train` would have returned.
+    """
+
+    def __init__(self, summary: dict[str, Any]) -> None:
+        super().__init__(
+            f"{summary['run']}: saved after iteration {summary['iterations']}; the same call "
+            "resumes"
+        )
+        self.summary = summary
+
+
+def train(
+    preset: str,
+    *overrides: str,
+    profile: Collection[int] = (),
+    html_report: bool = False,
+    force: bool = False,
+    progress_bar: bool = False,
+) -> dict[str, Any]:
+    """Trains in the directory `run.dir`, or resumes the run that is there.
+
+    Prints progress on standard error. While it runs, Ctrl-C and SIGTERM stop it after the chunk
+    under way.
+
+    Args:
+        preset: The name of a preset, e.g. "tiny". `preset_names()` lists all.
+        *overrides: Settings that differ from the preset, as `key=value`, e.g. "run.dir=runs/a".
+        profile: Numbers of iterations to trace for TensorBoard, from 1.
+        html_report: Whether `report.html` in the run directory is kept up to date.
+        force: Whether to continue with input files that changed since the last start, to load
+            sizes that are estimated not to fit into memory, and to replace a `report.html` that
+            solrl_jax did not write.
+        progress_bar: Whether to show a progress bar if standard error is a terminal.
+
+    Returns:
+        "run" (the directory), "iterations" (the number of complete ones), "interrupted" (False),
+        and the first and the last recorded evaluation as "before" and "after", each a mapping from
+        a metric's name to its value.
+
+    Raises:
+        TrainingInterrupted: If it was interrupted. This is a KeyboardInterrupt.
+        ConfigError: If the preset or an override is invalid.
+        InputError: If the run directory or an input file cannot be used.
+        RunError: If the run fails for another reason, such as a full disk.
+    """
+    config = resolve(preset, overrides)
+    with TerminalProgress(bars=progress_bar) as progress:
+        summary = trainer.run(config, progress, profile, html_report, force=force)
+    if summary["interrupted"]:
+        raise TrainingInterrupted(summary)
+    return summary
+
+
+def rank(
+    experiment: Experiment,
+    adapters: Trainable,
+    prompts: int = 8,
+    formats: Sequence[str] = (),
+    explore: Sequence[str] = (),
+    steps: Sequence[int] = (),
+    progress: Progress = no_progress,
+) -> list[dict[str, Any]]:
+    """Measures how well exploration ranks candidates (docs/method.md, section 2).
+
+    All candidates of some test prompts are generated with full steps in the training precision, and
+    once more in every combination of the given formats, recipes and numbers of steps.
+
+    Args:
+        experiment: The experiment. Its configuration says how many candidates a prompt has.
+        adapters: The policy, e.g. `state.ema`.
+        prompts: The number of test prompts, from the first one on.
+        formats: Names of number formats to explore in, e.g. ["nvfp4", "fp8"]. Empty: the recipe's.
+        explore: Names of recipes in `configs/explore/`, e.g. ["paper", "best"]. Empty: the
+            experiment's own exploration.
+        steps: Numbers of solver steps to explore with. Empty: the recipe's.
+        progress: Called with the name of the running phase, its number of images, and the number of
+            further images that are done.
+
+    Returns:
+        One mapping per combination, with its "explore", "precision" and "steps", the means over
+        prompts of "spearman", "kendall" and other figures, and the figures of each prompt as
+        "per_prompt".
+
+    Raises:
+        InputError: If there are fewer test prompts, or an entry of a list cannot be used.
+        ConfigError: If a recipe does not exist or does not fit the configuration.
+    """
+    available = len(experiment.test_prompts)
+    if prompts not in range(1, available + 1):
+        raise InputError(
+            f"prompts={brief_repr(prompts)}: must be from 1 to {available}, the number of test "
+            "prompts"
+        )
+    settings = ranking.sweep(
+        experiment.config,
+        explore=_comma_separated(explore),
+        formats=_comma_separated(formats),
+        steps=_comma_separated(steps),
+    )
+    pools = ranking.explore_and_regenerate(experiment, adapters, prompts, settings, progress)
+    return [
+        ranking.summarise(pools, setting, experiment.config.rollout.kept) for setting in settings
+    ]
+
+
+def _comma_separated(entries: Sequence[Any]) -> str | None:
+    """Joins the entries of a list for `rank.sweep`. None for an empty list."""
+    if isinstance(entries, str):
+        return entries
+    return ",".join(map(str, entries)) or None
 
 
 def generate(
@@ -143,75 +324,110 @@ def generate_with_latents(
     return generate_images(request, progress)
 
 
-def load(preset: str, *overrides: str) -> Experiment:
-    """Builds the experiment of a preset with `key=value` overrides, as `solrl train` takes them. Loads the model.
-
-    Raises ConfigError or InputError in one line for what cannot be.
-    """
-    return build(resolve(preset, overrides))
-
-
-def train(preset: str, *overrides: str) -> dict[str, Any]:
-    """`solrl train`: trains in `run.dir`, or goes on there. Returns the run's directory, its scores before and after.
-
-    Raises KeyboardInterrupt if it was interrupted, after the last whole iteration is saved.
-    """
-    config = resolve(preset, overrides)
-    with TerminalProgress(bars=False) as progress:
-        summary = trainer.run(config, progress)
-    if summary["interrupted"]:
-        raise KeyboardInterrupt(
-            f"{summary['run']}: saved after iteration {summary['iterations']}; the same call goes on"
-        )
-    return summary
-
-
-def rank(
-    experiment: Experiment,
-    adapters: Trainable,
-    prompts: int = 8,
-    formats: Sequence[str] = (),
-    explore: Sequence[str] = (),
-) -> list[dict[str, Any]]:
-    """`solrl rank`: how well exploration ranks the candidates of the first test prompts. One row of figures a setting.
-
-    formats: explored in, by name; explore: recipes of `configs/explore/`. Empty: the experiment's own.
-    """
-    if prompts not in range(1, (most := len(experiment.test_prompts)) + 1):
-        raise InputError(
-            f"prompts={brief_repr(prompts)}: accepted: 1 to {most}, the number of test prompts"
-        )
-
-    def joined(names):
-        return ",".join([names] if isinstance(names, str) else names) or None
-
-    settings = ranking.sweep(experiment.config, explore=joined(explore), formats=joined(formats))
-    pools = ranking.explore_and_regenerate(experiment, adapters, prompts, settings, no_progress)
-    return [
-        ranking.summarise(pools, setting, experiment.config.rollout.kept) for setting in settings
-    ]
-
-
 def quantize(w: Matrix, precision: str = "nvfp4") -> Quantized:
-    """Quantises weight matrices to a format of `FORMATS`. `matmul(x, leaf)` multiplies by it, `dequantize(leaf)` undoes it.
+    """Quantizes weight matrices. `matmul(x, leaf)` multiplies by them, `dequantize(leaf)` undoes it.
 
-    Raises InputError for a format that quantises nothing or that does not exist, and for what is no matrix.
+    Args:
+        w: Real matrices [..., in, out], not empty.
+        precision: A quantizing number format, "nvfp4" or "fp8".
+
+    Returns:
+        The quantized matrices, a leaf of a parameter tree.
+
+    Raises:
+        InputError: If the format does not exist or quantizes nothing, or if `w` is no such array.
     """
-    quantizing = [name for name, form in FORMATS.items() if form.quantize is not None]
+    names = [name for name, form in FORMATS.items() if form.quantize is not None]
     form = FORMATS.get(str(precision))
     if form is None or form.quantize is None:
-        raise InputError(f"precision={precision!r}: accepted are {', '.join(quantizing)}")
+        raise InputError(f"precision={precision!r}: accepted are {', '.join(names)}")
+    accepted = "accepted: real matrices [..., in, out] that are not empty"
     try:
         w = jnp.asarray(w)
     except (TypeError, ValueError) as error:
-        raise InputError(
-            f"w: {brief_repr(w)}; accepted: real matrices [..., in, out] that are not empty"
-        ) from error
+        raise InputError(f"w: {brief_repr(w)}; {accepted}") from error
     if w.ndim < 2 or w.size == 0 or not jnp.isrealobj(w):
-        raise InputError(
-            f"w: is {w.dtype} {list(w.shape)}; accepted: real matrices [..., in, out] that are not empty"
-        )
+        raise InputError(f"w: is {w.dtype} {list(w.shape)}; {accepted}")
     return form.quantize(w)
+
+
+def export(
+    run: str | Path,
+    out: str | Path,
+    *,
+    form: Literal["diffusers", "peft"] = "diffusers",
+    dtype: Literal["fp32", "bf16"] = "fp32",
+    fold_alpha: bool = False,
+    checkpoint: str = "latest",
+    force: bool = False,
+) -> dict[str, Any]:
+    """Writes the averaged policy (EMA) of a run as files that diffusers or PEFT load.
+
+    A run that trains adapters becomes a LoRA. One that trains parameters in full becomes a
+    directory for `from_pretrained` of the transformer's class, with a LoRA in it if there are
+    adapters too. Loads the weights of the base model.
+
+    Args:
+        run: The run directory.
+        out: The file to write, which ends in .safetensors, or for PEFT and for whole transformers a
+            directory.
+        form: "diffusers" or "peft".
+        dtype: The number format of the written tensors, "fp32" or "bf16".
+        fold_alpha: Whether B is multiplied by alpha / rank, for programs that ignore alpha. Only
+            with `form` "diffusers".
+        checkpoint: "latest", "best" (highest evaluation reward), or the number of an iteration.
+        force: Whether existing files are replaced.
+
+    Returns:
+        "iteration" (of the checkpoint), and "rank" and "alpha" as in the file. For parameters
+        trained in full also their number, "trained_in_full".
+
+    Raises:
+        InputError: If `run` is no run directory, or `out` cannot be written.
+        RunError: If the checkpoint is damaged, or the disk refuses.
+    """
+    run = Path(expand_home(str(run)))
+    out = Path(expand_home(str(out)))
+    config = read_run(run)
+    if fold_alpha and form == "peft":
+        raise InputError("fold_alpha=True: PEFT always reads alpha; leave it out")
+    pipeline = open_model(config.model.path, mhla=mhla_override(config.model))
+    with in_one_line():
+        whole = find_targets(pipeline.transformer, config).whole
+    if whole and (form == "peft" or fold_alpha):
+        argument = "form=peft" if form == "peft" else "fold_alpha=True"
+        raise InputError(
+            f"{argument}: {run} trains {len(whole)} parameter(s) in full, which a LoRA does not "
+            "hold; leave it out"
+        )
+    if whole:
+        transformer_files.check_directory(out)
+    else:
+        lora_files.check_target(out, form)
+    existing = list(out.iterdir()) if out.is_dir() else [out]
+    files.refuse_existing("out", existing, force, folders=True)
+    if out.is_symlink() and out.is_dir():
+        raise InputError(f"out={out}: is a link; name the directory itself")
+    path = find_checkpoint(run, checkpoint)
+    files.writable_directory(out.absolute().parent, "out")
+
+    # Only the names, shapes and devices of the weights are needed.
+    backbone = load_backbone(pipeline, config.rollout.precision, make_mesh(-1, 1))
+    trainable, iteration = load_ema(run, config, backbone, path)
+    settings = LoraSettings(config.lora.rank, config.lora.alpha)
+    table = backbone.parameter_table()
+    array_dtype = DTYPES[dtype]
+    if whole:
+        transformer_files.export_transformer(out, backbone, trainable, settings, dtype=array_dtype)
+    elif form == "peft":
+        lora_files.export_peft(out, trainable, settings, table, dtype=array_dtype)
+    else:
+        lora_files.export_diffusers(
+            out, trainable, settings, table, dtype=array_dtype, fold=fold_alpha
+        )
+    alpha = float(settings.rank) if fold_alpha else settings.alpha
+    summary = {"iteration": iteration, "rank": settings.rank, "alpha": alpha}
+    return summary | ({"trained_in_full": len(whole)} if whole else {})
 
 
 def export_lora(
@@ -220,28 +436,56 @@ def export_lora(
     path: str | Path,
     form: Literal["diffusers", "peft"] = "diffusers",
 ) -> None:
-    """Writes adapters, e.g. `state.ema`, as a LoRA: a .safetensors file for diffusers, or a directory for PEFT.
+    """Writes adapters in memory as a LoRA, in float32. `export` does so for a run directory.
 
-    Raises InputError for a path that cannot be written to, and for another form.
+    Args:
+        experiment: The experiment that the adapters belong to.
+        adapters: LoRA adapters, e.g. `state.ema`.
+        path: A file that ends in .safetensors for "diffusers", or a directory for "peft".
+        form: The program that is to load it, "diffusers" or "peft".
+
+    Raises:
+        InputError: If `path` or `form` cannot be used, or parameters are trained in full.
+        RunError: If the disk refuses.
     """
     if form not in ("diffusers", "peft"):
         raise InputError(f"form={brief_repr(form)}: accepted: diffusers, peft")
-    lora = experiment.config.lora
+    settings = LoraSettings(experiment.config.lora.rank, experiment.config.lora.alpha)
     table = experiment.backbone.parameter_table()
-    export = lora_files.export_peft if form == "peft" else lora_files.export_diffusers
-    export(Path(path), adapters, LoraSettings(lora.rank, lora.alpha), table)
+    if form == "peft":
+        lora_files.export_peft(Path(path), adapters, settings, table)
+    else:
+        lora_files.export_diffusers(Path(path), adapters, settings, table)
 
 
 def export_transformer(experiment: Experiment, trained: Trainable, folder: str | Path) -> None:
-    """Writes a policy with parameters trained in full, e.g. `state.ema`: a directory for `from_pretrained` of diffusers.
+    """Writes a policy with parameters trained in full as the transformer of a pipeline.
 
-    Trainable on other parameters become a LoRA in it. Raises InputError for a directory that cannot be written to.
+    Args:
+        experiment: The experiment that the parameters belong to.
+        trained: The trainable parameters, e.g. `state.ema`. Adapters among them become a LoRA in
+            the directory.
+        folder: The directory to write, which `from_pretrained` of the transformer's class loads.
+
+    Raises:
+        InputError: If the directory holds other files, or a parameter is not finite.
+        RunError: If the disk refuses.
     """
-    lora = experiment.config.lora
-    settings = LoraSettings(lora.rank, lora.alpha)
+    settings = LoraSettings(experiment.config.lora.rank, experiment.config.lora.alpha)
     transformer_files.export_transformer(Path(folder), experiment.backbone, trained, settings)
 
 
 def import_lora(experiment: Experiment, path: str | Path) -> tuple[Trainable, LoraSettings]:
-    """Reads a LoRA of diffusers or PEFT: adapters by parameter path, and rank and alpha. Raises InputError."""
+    """Reads the adapters of a LoRA for the model of an experiment.
+
+    Args:
+        experiment: The experiment.
+        path: A LoRA file of diffusers, kohya, ai-toolkit or ComfyUI, or a LoRA directory of PEFT.
+
+    Returns:
+        The adapters by the path of their linear layer, in float32, and their rank and alpha.
+
+    Raises:
+        InputError: If the file cannot be read or does not fit the model.
+    """
     return lora_files.import_lora(Path(path), experiment.backbone.parameter_table())

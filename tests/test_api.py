@@ -71,12 +71,12 @@ BAD = {  # unwrapped where the types are wrong, which these tests check before
         lambda e: unwrap(solrl.export_lora)(e, {}, "x.safetensors", "xyz"),
         "form='xyz': accepted: diffusers, peft",
     ),
-    "no prompt": (lambda e: solrl.rank(e, {}, prompts=0), "prompts=0: accepted: 1 to 26"),
+    "no prompt": (lambda e: solrl.rank(e, {}, prompts=0), "prompts=0: must be from 1 to 26"),
     "more prompts than there are": (
         lambda e: solrl.rank(e, {}, prompts=27),
-        "prompts=27: accepted: 1 to 26",
+        "prompts=27: must be from 1 to 26",
     ),
-    "a text for formats": (lambda e: solrl.rank(e, {}, formats="int4"), "formats int4: expected"),
+    "a text for formats": (lambda e: solrl.rank(e, {}, formats="int4"), "formats=int4: expected"),
 }
 WRONG = {  # of functions on arrays
     "words for a matrix": (
@@ -201,10 +201,8 @@ def test_generate_takes_from_a_run_what_is_not_given():
 
 
 def test_an_interrupted_training_raises(monkeypatch):
-    monkeypatch.setattr(
-        api.trainer,
-        "run",
-        lambda config, report: {"interrupted": True, "run": "r", "iterations": 3},
-    )
-    with pytest.raises(KeyboardInterrupt, match="r: saved after iteration 3"):
+    summary = {"interrupted": True, "run": "r", "iterations": 3}
+    monkeypatch.setattr(api.trainer, "run", lambda *arguments, **options: summary)
+    with pytest.raises(KeyboardInterrupt, match="r: saved after iteration 3") as stop:
         solrl.train("tiny")
+    assert stop.value.summary == summary

@@ -124,7 +124,7 @@ def _check_paths(file: Path, out: Path, base: Path | None, force: bool) -> None:
     for path in (file, *([base] if base else [])):
         if out.resolve() in (path.resolve(), *path.resolve().parents):
             raise InputError(f"--out {out}: is or holds {path}, which is read; name another one")
-    files.refuse_existing("--out", [out], force, folders=True)
+    files.refuse_existing("out", [out], force, folders=True)
     if out.is_symlink():
         raise InputError(f"--out {out}: is a link; name what it is to be")
     files.writable_directory(out.absolute().parent, "--out")

@@ -1,13 +1,15 @@
-"""`solrl eval`."""
+"""`solrl eval`: scores a policy on the test prompts, or compares two."""
 
 import dataclasses
+import json
 from pathlib import Path
-from typing import Any
 
 import click
 
+from solrl_jax import api
 from solrl_jax.cli.options import (
     PATH,
+    TARGET,
     bar,
     checkpoint_option,
     finish,
@@ -18,8 +20,9 @@ from solrl_jax.cli.options import (
 )
 from solrl_jax.config.presets import preset_names
 from solrl_jax.config.schema import Config
+from solrl_jax.config.values import expand_home
 from solrl_jax.errors import InputError
-from solrl_jax.rl.experiment import Experiment, build
+from solrl_jax.rl.experiment import Experiment
 from solrl_jax.rl.trainable.trainable import Trainable
 from solrl_jax.runs.directory import configuration, find_checkpoint, is_run, load_policy
 from solrl_jax.runs.evaluate import (
@@ -37,12 +40,12 @@ SHOWN = (8, 4)  # prompts of a gallery, pictures of each
 
 
 @click.command("eval")
-@click.argument("target", metavar="RUN_OR_MODEL [OTHER]")
+@click.argument("target", metavar="RUN_OR_MODEL [OTHER]", type=TARGET)
 @overrides_argument
 @click.option(
     "--paired",
     is_flag=True,
-    help="Compare with the policy of OTHER, another run or model, picture by picture.",
+    help="Compare with the policy of OTHER, another run or model, image by image.",
 )
 @click.option(
     "--rewards",
@@ -63,9 +66,13 @@ def command(
     target: str,
     overrides: tuple[str, ...],
     paired: bool,
+    rewards: str | None,
+    gallery: Path | None,
+    preset: str | None,
     checkpoint: str,
+    trust: bool,
+    force: bool,
     as_json: bool,
-    **others: Any,
 ) -> None:
     """Score a run's averaged policy, or a model directory, on the test prompts.
 
@@ -74,61 +81,69 @@ def command(
     solrl eval runs/a runs/b --paired --gallery differ.png
     solrl eval runs/demo embedded:tiny-sana --paired      # what the run has gained
     """
-    other, overrides = (overrides[0], overrides[1:]) if paired and overrides else (None, overrides)
-    if paired and (other is None or "=" in other):
+    other = None
+    if paired:
+        if not overrides or "=" in overrides[0]:
+            raise InputError(
+                "--paired: expected two runs or models, e.g. solrl eval runs/a runs/b --paired"
+            )
+        other = expand_home(overrides[0])
+        overrides = overrides[1:]
+    if preset is not None and (is_run(target) or target in preset_names()):
         raise InputError(
-            "--paired: expected two runs or models, e.g. solrl eval runs/a runs/b --paired"
+            f"preset={preset}: {target} is a run or a preset and has its own settings; leave it out"
         )
-    gallery = others["gallery"]
-    preset = others["preset"] or "tiny"
-    if others["preset"] is not None and (is_run(target) or target in preset_names()):
-        raise InputError(
-            f"--preset {preset}: {target} is a run or a preset and has its own settings; leave it out"
-        )
+    preset = preset or "tiny"
     if gallery is not None:
         if not paired:
-            raise InputError(f"--gallery {gallery}: shows two policies; it needs --paired")
-        refuse_existing("--gallery", [gallery], others["force"])
+            raise InputError(f"gallery={gallery}: shows two policies; it needs --paired")
+        refuse_existing("gallery", [gallery], force)
         writable_directory(gallery.absolute().parent, "--gallery")
-    config, run = configuration(target, overrides, preset, trust=others["trust_run"])
-    config = _scored(config, others["rewards"])
-    chosen = find_checkpoint(target, checkpoint)
+    config, _ = configuration(target, overrides, preset, trust=trust)
+    overrides += _watched(config, rewards)
     if other is not None:
+        # Only the policy of the other one is used, with the settings and rewards of the first.
         find_checkpoint(other, "latest")  # raises before weights are loaded
-    # of the other one only the policy is used, by the settings and the rewards of the first
-    compared = None if other is None else configuration(other, (), preset, trust=True)
-    if compared is not None and (path := compared[0].model.path) != config.model.path:
-        raise InputError(f"{other}: is of {path}, not of {config.model.path}; their noise differs")
-    experiment = build(config)
-    adapters, iteration = load_policy(run, config, experiment.backbone, chosen)
+        other_config, other_run = configuration(other, (), preset, trust=True)
+        if other_config.model.path != config.model.path:
+            raise InputError(
+                f"{other}: is a policy for {other_config.model.path}, not for "
+                f"{config.model.path}, so their noise differs"
+            )
+
+    experiment, adapters, iteration = api.open_policy(
+        target, *overrides, preset=preset, checkpoint=checkpoint, trust=trust
+    )
     result = _evaluate(experiment, adapters)
-    said = setting(experiment)
-    lines = [
-        said,
-        *(f"{name}: {mean:.4f} ± {result.errors[name]:.4f}" for name, mean in result.means.items()),
-    ]
+    description = setting(experiment)
+    lines = [description]
+    for name, mean in result.means.items():
+        lines.append(f"{name}: {mean:.4f} ± {result.errors[name]:.4f}")
     summary = {
         "target": target,
         "iteration": iteration,
         "images": result.scores["reward"].size,
-        "setting": said,
+        "setting": description,
     }
-    if compared is not None and other is not None:
-        beside, second = _of_another(experiment, *compared)
-        differences = paired_difference(result, theirs := _evaluate(beside, second))
-        lines += [
-            f"{name}: {gain:+.4f} ± {half:.4f} (95 %) over {other}"
-            for name, (gain, half) in differences.items()
-        ]
+    if other is not None:
+        # The scale of the adapters is that of the other configuration.
+        other_experiment = dataclasses.replace(
+            experiment, config=dataclasses.replace(experiment.config, lora=other_config.lora)
+        )
+        other_adapters, _ = load_policy(other_run, other_config, experiment.backbone)
+        other_result = _evaluate(other_experiment, other_adapters)
+        differences = paired_difference(result, other_result)
+        for name, (gain, half) in differences.items():
+            lines.append(f"{name}: {gain:+.4f} ± {half:.4f} (95 %) over {other}")
         summary |= {"other": other, "differences": differences}
         if gallery is not None:
-            differing = LargestDifferences.find(result, theirs, *SHOWN)
+            differing = LargestDifferences.find(result, other_result, *SHOWN)
             _draw(
                 gallery,
                 differing,
                 (target, other),
                 differing.draw(experiment, adapters),
-                differing.draw(beside, second),
+                differing.draw(other_experiment, other_adapters),
             )
     finish(
         summary | {"means": result.means, "standard_errors": result.errors},
@@ -137,33 +152,29 @@ def command(
     )
 
 
-def _scored(config: Config, names: str | None) -> Config:
-    """The configuration with other watched rewards. names: separated by commas; what is trained on is scored anyway."""
+def _watched(config: Config, names: str | None) -> tuple[str, ...]:
+    """The overrides that score other rewards beside those that are trained on.
+
+    Args:
+        config: The configuration without them.
+        names: Names of rewards, separated by commas. None: the configuration's own.
+    """
     if names is None:
-        return config
-    watched = tuple(dict.fromkeys(name.strip() for name in names.split(",")))
+        return ()
+    watched = list(dict.fromkeys(name.strip() for name in names.split(",")))
     if not all(watched):
         raise InputError(
-            f"--rewards {names!r}: expected names separated by commas, e.g. shapes,tiny-clip"
+            f"rewards={names!r}: expected names separated by commas, e.g. shapes,tiny-clip"
         )
-    watched = tuple(name for name in watched if name not in config.reward.weights)
-    return dataclasses.replace(config, reward=dataclasses.replace(config.reward, eval_only=watched))
+    watched = [name for name in watched if name not in config.reward.weights]
+    return (f"reward.eval_only={json.dumps(watched)}",)
 
 
 def _evaluate(experiment: Experiment, adapters: Trainable) -> Evaluation:
+    """Evaluates a policy, with a progress bar."""
     config = experiment.config.eval
     with bar(config.num_prompts * config.num_images_per_prompt, "evaluate") as shown:
         return evaluate(experiment, adapters, shown.update)
-
-
-def _of_another(
-    experiment: Experiment, config: Config, run: Path | None
-) -> tuple[Experiment, Trainable]:
-    """The newest policy of another run or model, on the prompts and noise and by the settings of `experiment`."""
-    adapters, _ = load_policy(run, config, experiment.backbone)
-    return dataclasses.replace(
-        experiment, config=dataclasses.replace(experiment.config, lora=config.lora)
-    ), adapters
 
 
 def _draw(
@@ -173,7 +184,10 @@ def _draw(
     first: ImageGrid,
     second: ImageGrid,
 ) -> None:
-    """The two policies side by side; above each prompt, by how much the first one's reward is higher in its pictures."""
+    """Writes a PNG with the images of two policies side by side.
+
+    Above each prompt stands by how much the first policy's reward is higher in each image.
+    """
     gains = [", ".join(f"{gain:+.2f}" for gain in row) for row in differing.gains]
     prompts = [f"{prompt} ({of})" for prompt, of in zip(first.prompts, gains, strict=True)]
     save_before_after(path, first.images, second.images, prompts, first.right, second.right, names)

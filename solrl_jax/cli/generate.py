@@ -183,7 +183,7 @@ def command(
     latents = None if latents_file is None else _open_latents(latents_file)
     names = [f"{number:05d}.png" for number in range(len(texts))]
     names += ["grid.png", "images.npy", "latents.npy"]
-    files.refuse_existing("--out", (out / name for name in names), force)
+    files.refuse_existing("out", (out / name for name in names), force)
     files.writable_directory(out, "--out")
     with bar(None, "generate") as progress:
         generation = api.generate_with_latents(

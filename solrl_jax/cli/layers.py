@@ -4,22 +4,31 @@ import dataclasses
 
 import click
 
-from solrl_jax.cli.options import bar, finish, finite, json_option, overrides_argument, trust_option
+from solrl_jax import api
+from solrl_jax.cli.options import (
+    TARGET,
+    bar,
+    finish,
+    finite,
+    json_option,
+    overrides_argument,
+    trust_option,
+)
 from solrl_jax.errors import InputError, in_one_line
 from solrl_jax.models.backbone import DTYPES, load_backbone
 from solrl_jax.models.locate import mhla_override, open_model
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.quant.formats import resolve_format
-from solrl_jax.rl.experiment import build, load_prompt_sets, local_device
+from solrl_jax.rl.experiment import load_prompt_sets, local_device
 from solrl_jax.rl.explore import quantized_layers
 from solrl_jax.rl.sensitivity import measure, proposed, table
 from solrl_jax.runs.directory import configuration, find_checkpoint, load_policy
 
-DROP = 0.02  # Spearman that a proposed rule may cost
+DROP = 0.02  # by how much a proposed rule may lower the rank correlation (Spearman)
 
 
 @click.command("layers")
-@click.argument("target", metavar="RUN_OR_PRESET")
+@click.argument("target", metavar="RUN_OR_PRESET", type=TARGET)
 @overrides_argument
 @click.option(
     "--errors",
@@ -36,17 +45,18 @@ DROP = 0.02  # Spearman that a proposed rule may cost
     "--drop",
     type=click.FloatRange(0, 2),
     callback=finite,
-    help=f"Spearman that the proposed rule may cost.  [default: {DROP}]",
+    help=f"Rank correlation (Spearman) that the proposed rule may cost.  [default: {DROP}]",
 )
 @trust_option
 @json_option
 def command(
     target: str,
     overrides: tuple[str, ...],
+    errors: bool,
     sensitivity: int | None,
     drop: float | None,
+    trust: bool,
     as_json: bool,
-    **others: bool,
 ) -> None:
     """List the linear layers of a model: which are quantized, why others are not, and their sizes.
 
@@ -56,42 +66,47 @@ def command(
     solrl layers tiny rollout.explore.precision=fp8 --errors
     solrl layers tiny prompts.test=embedded:shapes-train --sensitivity 16
     """
-    if others["errors"] and sensitivity is not None:
+    if errors and sensitivity is not None:
         raise InputError("--errors: is another measurement than --sensitivity; ask for one of them")
     if drop is not None and sensitivity is None:
-        raise InputError(f"--drop {drop}: is of what --sensitivity proposes; leave it out")
-    config, run = configuration(
-        target, overrides, None, trust=others["trust_run"] or sensitivity is None
-    )  # ranks need rewards
-    if sensitivity is not None and sensitivity > (there := len(load_prompt_sets(config)[1])):
-        raise InputError(f"--sensitivity {sensitivity}: there are {there} test prompts")
-    if sensitivity is not None or others["errors"]:
-        find_checkpoint(target, "latest")  # raises before weights are loaded
+        raise InputError(f"drop={drop}: only with --sensitivity, whose proposal it limits")
+    needs_rewards = sensitivity is not None
+    config, run = configuration(target, overrides, None, trust=trust or not needs_rewards)
     if sensitivity is not None:
-        experiment = build(config)
-        adapters, _ = load_policy(run, config, experiment.backbone)
+        available = len(load_prompt_sets(config)[1])
+        if sensitivity > available:
+            raise InputError(f"sensitivity={sensitivity}: there are {available} test prompts")
+        experiment, adapters, _ = api.open_policy(target, *overrides, trust=trust)
         with bar(None, "sensitivity") as shown:
-            exact, groups = measure(
-                experiment, adapters, sensitivity, lambda stage, rows, done: shown.update(done)
-            )
+
+            def show(phase: str, images: int, done: int) -> None:
+                shown.update(done)
+
+            exact, groups = measure(experiment, adapters, sensitivity, show)
         skip = proposed(exact, groups, exact - (DROP if drop is None else drop))
-        found = {"exact": exact, "groups": list(map(dataclasses.asdict, groups)), "skip": skip}
-        finish(found, as_json, table(exact, groups, skip))
+        summary = {
+            "exact": exact,
+            "groups": [dataclasses.asdict(group) for group in groups],
+            "skip": skip,
+        }
+        finish(summary, as_json, table(exact, groups, skip))
         return
+
     device = local_device()
     form = resolve_format(config.rollout.explore.precision, device)
     pipeline = open_model(config.model.path, mhla=mhla_override(config.model))
     shapes = pipeline.transformer.abstract_params(DTYPES[config.rollout.precision])
     with in_one_line():
-        rows = quantized_layers.report(
-            shapes, config.model.quantization, form, config.rollout.explore
-        )
-    if others["errors"]:
+        rows = quantized_layers.report(shapes, config.model.quantization, form, config.rollout.explore)
+    if errors:
+        find_checkpoint(target, "latest")  # raises before weights are loaded
         backbone = load_backbone(pipeline, config.rollout.precision, make_mesh(-1, 1))
         adapters, _ = load_policy(run, config, backbone)
-        rows = quantized_layers.with_errors(
-            rows, backbone.transformer, adapters, config.lora.alpha / config.lora.rank, form
-        )
-    summary = {"exploration": form.describe(device), **quantized_layers.totals(rows)}
-    summary["per_linear"] = list(map(dataclasses.asdict, rows))
+        scale = config.lora.alpha / config.lora.rank
+        rows = quantized_layers.with_errors(rows, backbone.transformer, adapters, scale, form)
+    summary = {
+        "exploration": form.describe(device),
+        **quantized_layers.totals(rows),
+        "per_linear": [dataclasses.asdict(row) for row in rows],
+    }
     finish(summary, as_json, quantized_layers.table(rows, form))

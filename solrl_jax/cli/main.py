@@ -114,17 +114,14 @@ def with_options(message: str, command: click.Command) -> str:
         if not isinstance(parameter, click.Option):
             continue
         option = parameter.opts[0]
-        name = option.removeprefix("--").replace("-", "_")
+        names = {str(parameter.name), option.removeprefix("--").replace("-", "_")}
+        name = "|".join(sorted(names))
         if parameter.is_flag:
-            message = re.sub(rf"(?<![\w.-]){name}=True\b", option, message)
+            message = re.sub(rf"(?<![\w.-])({name})=True\b", option, message)
         else:
-            message = re.sub(rf"(?<![\w.'\"/-]){name}=|^{name}(?=[: ])", _as_option, message)
+            message = re.sub(rf"(?<![\w.'\"/-])({name})=", f"{option}=", message)
+            message = re.sub(rf"^({name})(?=[: ])", option, message)
     return message
-
-
-def _as_option(match: re.Match[str]) -> str:
-    """The option of the argument that `with_options` found in a message."""
-    return "--" + match[0].replace("_", "-")
 
 
 def main() -> None:

@@ -68,6 +68,7 @@ checkpoint_option = click.option(
 force_option = click.option("--force", is_flag=True, help="Replace what is at --out.")
 trust_option = click.option(
     "--trust-run",
+    "trust",
     is_flag=True,
     help="Use the functions and services that the run names as rewards.",
 )

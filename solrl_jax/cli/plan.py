@@ -1,14 +1,12 @@
-"""`solrl plan`."""
+"""`solrl plan`: predicts memory and time of training on devices that need not be here."""
 
 from pathlib import Path
 
 import click
 
 from solrl_jax.cli.options import PATH, bar, finish, json_option, overrides_argument
-from solrl_jax.config.presets import resolve
-from solrl_jax.planning import topology
+from solrl_jax.planning.preset import plan
 from solrl_jax.planning.targets import TARGETS
-from solrl_jax.storage.files import refuse_existing
 
 
 @click.command("plan")
@@ -25,38 +23,45 @@ from solrl_jax.storage.files import refuse_existing
     "--devices", default=1, show_default=True, type=click.IntRange(1, 1024), help="On each host."
 )
 @click.option("--hosts", default=1, show_default=True, type=click.IntRange(1, 4096))
-@click.option("--hlo", type=PATH, help="A folder for the compiled texts.")
-@click.option("--force", is_flag=True, help="Replace texts that are at --hlo.")
+@click.option("--hlo", type=PATH, help="Directory for the compiled programs as text.")
+@click.option("--force", is_flag=True, help="Replace the programs that are at --hlo.")
 @json_option
 def command(
     preset: str,
     overrides: tuple[str, ...],
     device: str,
+    devices: int,
+    hosts: int,
     hlo: Path | None,
     force: bool,
     as_json: bool,
-    **on: int,
 ) -> None:
-    """What training PRESET takes on devices that need not be here: memory, kernels, messages, least time. Needs no weights.
+    """Predict memory and time of training PRESET on devices that need not be here.
 
-    The compiler of the devices must be installed: `pip install 'solrl_jax[plan-cuda]'` or `[plan-tpu]`, in an environment
-    that does not train.
+    Compiles the programs for the devices and needs no weights. The compiler of the devices must be
+    installed: `pip install 'solrl_jax[plan-cuda]'` or `[plan-tpu]`, in an environment that does not
+    train.
 
     \b
     solrl plan flux1_sol_rl_hpsv2 --device b200
     solrl plan flux1_sol_rl_hpsv2 mesh.fsdp=4 --device h200 --devices 8 --hosts 2 --hlo compiled
     """
-    config = resolve(preset, overrides)
-    target = TARGETS[device]
-    refuse_existing("--hlo", hlo.glob("*.hlo") if hlo else (), force)
-    topology.prepare(target)  # before JAX is imported
-    from solrl_jax.planning import plan
-
     with bar(None, "plan", "program") as shown:
 
-        def show(doing: str) -> None:
-            shown.set_postfix_str(doing)
+        def show(program: str) -> None:
+            shown.set_postfix_str(program)
             shown.update()
 
-        summary = plan.plan(config, plan.Devices(target, on["devices"], on["hosts"]), hlo, show)
-    finish(summary, as_json, plan.table(summary))
+        summary = plan(
+            preset,
+            *overrides,
+            device=device,
+            devices=devices,
+            hosts=hosts,
+            hlo=hlo,
+            force=force,
+            progress=show,
+        )
+    from solrl_jax.planning.plan import table  # after JAX was set up for the devices
+
+    finish(summary, as_json, table(summary))

@@ -1,4 +1,4 @@
-"""`solrl rank`."""
+"""`solrl rank`: measures how well exploration ranks candidates."""
 
 import contextlib
 import json
@@ -7,8 +7,10 @@ from typing import Any
 
 import click
 
+from solrl_jax import api
 from solrl_jax.cli.options import (
     PATH,
+    TARGET,
     bar,
     finish,
     force_option,
@@ -19,14 +21,14 @@ from solrl_jax.cli.options import (
 from solrl_jax.errors import InputError
 from solrl_jax.quant.formats import FORMATS
 from solrl_jax.rl import rank
-from solrl_jax.rl.experiment import build, load_prompt_sets
-from solrl_jax.runs.directory import configuration, find_checkpoint, load_policy
+from solrl_jax.rl.experiment import load_prompt_sets
+from solrl_jax.runs.directory import configuration
 from solrl_jax.storage.files import atomic_write, refuse_existing, writable_directory
 from solrl_jax.storage.readers import parse_json, read_bytes, strict
 
 
 @click.command("rank")
-@click.argument("target", metavar="RUN_OR_PRESET")
+@click.argument("target", metavar="RUN_OR_PRESET", type=TARGET)
 @overrides_argument
 @click.option(
     "--prompts",
@@ -42,7 +44,7 @@ from solrl_jax.storage.readers import parse_json, read_bytes, strict
 @click.option(
     "--steps", metavar="S,S,...", help="Numbers of steps to explore with (default: the recipe's)."
 )
-@click.option("--out", type=PATH, help="Folder for rank.json (default: the run or runs/rank).")
+@click.option("--out", type=PATH, help="Directory for rank.json (default: the run, or runs/rank).")
 @trust_option
 @force_option
 @json_option
@@ -50,48 +52,67 @@ def command(
     target: str,
     overrides: tuple[str, ...],
     prompts: int,
+    explore: str | None,
+    formats: str | None,
+    steps: str | None,
     out: Path | None,
-    as_json: bool,
+    trust: bool,
     force: bool,
-    **others: Any,
+    as_json: bool,
 ) -> None:
-    """Measure how well exploration ranks candidates: whole pools, explored and regenerated in full.
+    """Measure how well exploration ranks candidates.
+
+    All candidates of some test prompts are explored, and generated in full for comparison.
 
     \b
-    solrl rank tiny prompts.test=embedded:shapes-train --prompts 64 --explore paper,best --formats nvfp4,fp8,bf16
+    solrl rank tiny --explore paper,best
+    solrl rank tiny prompts.test=embedded:shapes-train --prompts 64 --formats nvfp4,fp8,bf16
     """
-    config, run = configuration(target, overrides, None, trust=others.pop("trust_run"))
-    settings = rank.sweep(config, prefix="--", **others)
-    if prompts > (there := len(load_prompt_sets(config)[1])):
-        raise InputError(f"--prompts {prompts}: there are {there} test prompts")
+    config, run = configuration(target, overrides, None, trust=trust)
+    settings = rank.sweep(config, explore=explore, formats=formats, steps=steps)
+    available = len(load_prompt_sets(config)[1])
+    if prompts > available:
+        raise InputError(f"prompts={prompts}: there are {available} test prompts")
     folder = out or run or Path("runs/rank")
-    if out is not None or not _written(folder / "rank.json"):
-        refuse_existing("--out", [folder / "rank.json"], force)
+    if out is not None or not _is_ours(folder / "rank.json"):
+        refuse_existing("out", [folder / "rank.json"], force)
     writable_directory(folder, "--out")
-    find_checkpoint(target, "latest")  # raises before weights are loaded
-    experiment = build(config)
-    adapters, _ = load_policy(run, config, experiment.backbone)
+
+    experiment, adapters, _ = api.open_policy(target, *overrides, trust=trust)
     total = (1 + len(settings)) * prompts * config.rollout.candidates
     with bar(total, "rank") as shown:
 
-        def show(stage, rows, done):
-            return shown.update(done)
+        def show(phase: str, images: int, done: int) -> None:
+            shown.update(done)
 
-        pools = rank.explore_and_regenerate(experiment, adapters, prompts, settings, show)
-    results = [rank.summarise(pools, setting, config.rollout.kept) for setting in settings]
+        results = api.rank(
+            experiment,
+            adapters,
+            prompts,
+            formats=_split(formats),
+            explore=_split(explore),
+            steps=[int(number) for number in _split(steps)],
+            progress=show,
+        )
     atomic_write(folder / "rank.json", json.dumps(strict(results), indent=2) + "\n")
-    formats = {s.precision: FORMATS[s.precision].describe(experiment.device) for s in settings}
-    text = "\n".join(
-        [rank.table(results, settings), *(f"{name}: {how}" for name, how in formats.items())]
-    )
-    means = [
-        {name: value for name, value in result.items() if name != "per_prompt"}
-        for result in results
-    ]
-    finish({"out": str(folder), "formats": formats, "settings": means}, as_json, text)
+    computed = {s.precision: FORMATS[s.precision].describe(experiment.device) for s in settings}
+    lines = [rank.table(results, settings)]
+    lines += [f"{name}: {description}" for name, description in computed.items()]
+    summary = {"out": str(folder), "formats": computed, "settings": [*map(_means, results)]}
+    finish(summary, as_json, "\n".join(lines))
 
 
-def _written(path: Path) -> bool:
+def _split(text: str | None) -> list[str]:
+    """The entries of a comma-separated option; none if it was not given."""
+    return [] if text is None else [entry.strip() for entry in text.split(",")]
+
+
+def _means(result: dict[str, Any]) -> dict[str, Any]:
+    """One result of `api.rank` without the figures of each prompt."""
+    return {name: value for name, value in result.items() if name != "per_prompt"}
+
+
+def _is_ours(path: Path) -> bool:
     """Whether this command wrote the file, so that it may be written over."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         return all("per_prompt" in row for row in parse_json(read_bytes(path)))

@@ -26,7 +26,7 @@ def command(
     if page.is_dir():
         raise InputError(f"--out {page}: is a directory; name a file")
     if out is not None or not report.is_page(page):
-        refuse_existing("--out", [page], force)
+        refuse_existing("out", [page], force)
     if out is not None:
         writable_directory(page.absolute().parent, "--out")
     with in_one_line():

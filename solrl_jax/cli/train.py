@@ -1,4 +1,4 @@
-"""`solrl train`."""
+"""`solrl train`: trains a preset, or resumes a run."""
 
 import math
 import shutil
@@ -7,11 +7,10 @@ from typing import Any
 
 import click
 
+from solrl_jax import api
 from solrl_jax.cli.options import INTERRUPTED, finish, iterations, json_option, overrides_argument
 from solrl_jax.config.presets import resolve
-from solrl_jax.parallel.hosts import initialise
-from solrl_jax.runs import trainer
-from solrl_jax.runs.progress import TerminalProgress
+from solrl_jax.parallel import hosts
 
 
 @click.command("train")
@@ -19,21 +18,26 @@ from solrl_jax.runs.progress import TerminalProgress
 @overrides_argument
 @click.option(
     "--profile", multiple=True, metavar="ITER", callback=iterations,
-    help="Write a trace of this iteration for TensorBoard and Perfetto; repeat it, or separate several with commas.",
+    help="Write a trace of this iteration for TensorBoard and Perfetto; repeat it, or separate "
+    "several with commas.",
 )  # fmt: skip
 @click.option(
-    "--report", "page", is_flag=True, help="Keep RUN/report.html up to date (see `solrl report`)."
+    "--report",
+    "html_report",
+    is_flag=True,
+    help="Keep RUN/report.html up to date (see `solrl report`).",
 )
 @click.option(
     "--force",
     is_flag=True,
-    help="Go on with texts that changed, and with sizes that seem too large for memory.",
+    help="Continue with input files that changed, and with sizes that seem too large for memory.",
 )
 @click.option(
     "--hosts",
     metavar="N|auto",
     envvar="SOLRL_HOSTS",
-    help="Number of processes that train together; auto: read it from SLURM, Open MPI, Kubernetes or a TPU pod.",
+    help="Number of processes that train together; auto: read it from SLURM, Open MPI, Kubernetes "
+    "or a TPU pod.",
 )
 @click.option(
     "--host",
@@ -52,10 +56,10 @@ def command(
     preset: str,
     overrides: tuple[str, ...],
     profile: tuple[int, ...],
-    page: bool,
+    html_report: bool,
     force: bool,
     as_json: bool,
-    **hosts: Any,
+    **processes: Any,
 ) -> None:
     """Train PRESET (see `solrl presets`). The same command resumes.
 
@@ -64,43 +68,67 @@ def command(
     solrl train tiny family=naive_quant train.iterations=20 run.dir=runs/x seed=1
     srun solrl train flux1_sol_rl_hpsv2 --hosts auto mesh.fsdp=8 run.dir=/shared/run
     """
-    config = resolve(preset, overrides)
-    initialise(**hosts)
-    with TerminalProgress() as progress:
-        summary = trainer.run(config, progress, profile, page, force=force)
-    if progress.speaks:
-        finish(
-            summary,
-            as_json,
-            f"interrupted: {summary['run']}" if summary["interrupted"] else closing(summary, page),
+    resolve(preset, overrides)  # raises before the other processes are waited for
+    hosts.initialise(**processes)
+    try:
+        summary = api.train(
+            preset,
+            *overrides,
+            profile=profile,
+            html_report=html_report,
+            force=force,
+            progress_bar=True,
         )
-    if summary["interrupted"]:
+    except api.TrainingInterrupted as stop:
+        summary = stop.summary
+    interrupted = summary["interrupted"]
+    if hosts.first():
+        text = f"interrupted: {summary['run']}" if interrupted else closing(summary, html_report)
+        finish(summary, as_json, text)
+    if interrupted:
         sys.exit(INTERRUPTED)
 
 
-def closing(summary: dict[str, Any], page: bool) -> str:
-    """The last lines of a run: what was gained, where its report is, what to try next. page: whether the report was made."""
+def closing(summary: dict[str, Any], html_report: bool) -> str:
+    """The last lines of a run: what was gained, where the report is, and what to try next.
+
+    Args:
+        summary: What `api.train` returned.
+        html_report: Whether `report.html` was written.
+    """
     run = summary["run"]
     program = "solrl" if shutil.which("solrl") else sys.argv[0]
-    report = f"open {run}/report.html in a browser" if page else f"{program} report {run}"
-    following = f"{program} generate {run} --prompts FILE --out images; {program} export {run} --out lora.safetensors"
-    return f"gained: {gained(summary['before'], summary['after'])}\nreport: {report}\nnext:   {following}"
+    report = f"open {run}/report.html in a browser" if html_report else f"{program} report {run}"
+    generate = f"{program} generate {run} --prompts FILE --out images"
+    export = f"{program} export {run} --out lora.safetensors"
+    return (
+        f"gained: {gained(summary['before'], summary['after'])}\n"
+        f"report: {report}\n"
+        f"next:   {generate}; {export}"
+    )
 
 
 def gained(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """The held-out scores before and after in words, with standard errors. A gain below two of them is called none."""
+    """Describes the change of the held-out scores, with standard errors.
+
+    A change of less than two of them is said to be chance, perhaps.
+
+    Args:
+        before: Metrics of the evaluation before training, by name.
+        after: Metrics of the last evaluation.
+    """
     names = ["eval/reward", *(name for name in after if name.endswith("/strict"))]
     if any(row.get(name) is None for name in names for row in (before, after)):
-        return "unknown, for nothing was evaluated before and after"
+        return "unknown, because nothing was evaluated before and after"
     parts = []
     for name in names:
         errors = [row.get(f"{name}/standard_error") or 0.0 for row in (before, after)]
         change = after[name] - before[name]
-        told = "held-out reward" if name == "eval/reward" else "strict success"
+        label = "held-out reward" if name == "eval/reward" else "strict success"
         verdict = "" if abs(change) > 2 * math.hypot(*errors) else ", which may be chance"
         values = [
             f"{row[name]:.3f} ± {error:.3f}"
             for row, error in zip((before, after), errors, strict=True)
         ]
-        parts.append(f"{told} {change:+.3f} ({' -> '.join(values)}{verdict})")
+        parts.append(f"{label} {change:+.3f} ({' -> '.join(values)}{verdict})")
     return ", ".join(parts)

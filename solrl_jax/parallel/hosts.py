@@ -48,27 +48,23 @@ def initialise(hosts: str | None, host: int | None = None, coordinator: str | No
     process dies, or is not heard of for `HEARTBEAT` seconds, JAX ends the others with a message that has its number, and their
     exit code is 1. Raises InputError, and RunError that names the processes that are not there `START` seconds after this one.
     """
-    given = {"--host": host, "--coordinator": coordinator}
+    given = {"host": host, "coordinator": coordinator}
     settings: dict[str, Any] = {}
     if hosts in (None, AUTO):
         if stray := [name for name, value in given.items() if value is not None]:
-            raise InputError(f"{stray[0]}: only with --hosts N")
+            raise InputError(f"{stray[0]}={given[stray[0]]}: only with a number of hosts")
         if hosts is None:
             return
     else:
         if not (is_number(hosts) and 1 <= int(hosts) <= MOST):
             raise InputError(
-                f"--hosts {hosts!r}: expected a number of processes from 1 to {MOST}, or {AUTO}"
+                f"hosts={hosts!r}: expected a number of processes from 1 to {MOST}, or {AUTO}"
             )
         if absent := [name for name, value in given.items() if value is None]:
-            raise InputError(
-                f"--hosts {hosts}: needs {' and '.join(absent)} too, or --hosts {AUTO}"
-            )
+            raise InputError(f"hosts={hosts}: needs {' and '.join(absent)} too, or hosts={AUTO}")
         assert host is not None
         if not 0 <= host < int(hosts):
-            raise InputError(
-                f"--host {host}: must be from 0 to {int(hosts) - 1}, with --hosts {hosts}"
-            )
+            raise InputError(f"host={host}: must be from 0 to {int(hosts) - 1}, with hosts={hosts}")
         roll_call(int(hosts), host, str(coordinator))
         settings = {
             "num_processes": int(hosts),
@@ -86,7 +82,7 @@ def initialise(hosts: str | None, host: int | None = None, coordinator: str | No
         )
     except (RuntimeError, ValueError, LookupError) as error:
         raise InputError(
-            f"--hosts {hosts} --coordinator {coordinator}: {' '.join(str(error).split())}"
+            f"hosts={hosts}, coordinator={coordinator}: {' '.join(str(error).split())}"
         ) from error
 
 
@@ -112,11 +108,11 @@ def roll_call(count: int, mine: int, coordinator: str) -> None:
     except UnicodeError:  # nothing between two dots, or too much
         address = ""
     if not (address and is_number(port) and 0 < int(port) < 2**16):
-        raise InputError(f"--coordinator {coordinator}: expected HOST:PORT")
+        raise InputError(f"coordinator={coordinator}: expected HOST:PORT")
     end = time.monotonic() + START
     problem = _call(mine, (address, int(port)), end) if mine else _listen(count, int(port), end)
     if problem:
-        raise RunError(f"--hosts {count} --coordinator {coordinator}: {problem}")
+        raise RunError(f"hosts={count}, coordinator={coordinator}: {problem}")
 
 
 def _listen(count: int, port: int, end: float) -> str:
@@ -132,7 +128,7 @@ def _listen(count: int, port: int, end: float) -> str:
             )
         except OSError as error:
             raise InputError(
-                f"--coordinator: port {port} cannot be opened ({error.strerror})"
+                f"coordinator: port {port} cannot be opened ({error.strerror})"
             ) from error
         while len(there) < count - 1 and not problem:
             server.settimeout(max(end - time.monotonic(), 0.01))
@@ -147,7 +143,7 @@ def _listen(count: int, port: int, end: float) -> str:
             caller.settimeout(ANSWER)
             with contextlib.suppress(OSError, ValueError):  # a stranger
                 number = int(caller.recv(16))
-                problem = f"two processes are --host {number}" if number in there else ""
+                problem = f"two processes are host={number}" if number in there else ""
                 there[number] = caller
         for caller in there.values():
             with contextlib.suppress(OSError):

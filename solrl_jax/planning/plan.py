@@ -182,13 +182,13 @@ def plan(
     hlo: Path | None = None,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> dict[str, Any]:
-    """The plan, as `--json` prints it; of one device.
+    """The plan, as `solrl plan` prints it in JSON; of one device.
 
     hlo: a folder for the compiled texts, `STAGE-PROGRAM.hlo`; progress: told what is being done. Raises InputError.
     """
     planner = Planner(config, where)
     if hlo is not None:
-        writable_directory(hlo, "--hlo")
+        writable_directory(hlo, "hlo")
     stages = []
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         for stage, of_stage in itertools.groupby(

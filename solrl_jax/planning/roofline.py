@@ -56,7 +56,7 @@ class Roofline:
         return seconds | {"links": waiting + max(overlapping - sum(seconds.values()), 0.0)}
 
     def summary(self) -> dict[str, Any]:
-        """All figures, as `--json` prints them: seconds, bytes and operations of one call on one device."""
+        """All figures, as `solrl plan` prints them in JSON: seconds, bytes and operations of one call on one device."""
         split = self.split()
         operations = defaultdict[str, float](float)
         for kernel in self.kernels:

@@ -39,7 +39,7 @@ def prepare(target: Target) -> None:
     if not wheels or (target.platform == "gpu" and not _has_assembler()):
         extra = f"solrl_jax[{EXTRAS[target.platform]}]"
         raise InputError(
-            f"--device {target.name}: its compiler is not installed: pip install '{extra}'"
+            f"device={target.name}: its compiler is not installed: pip install '{extra}'"
         )
     os.environ.update(ENVIRONMENT)
 
@@ -65,7 +65,7 @@ def devices(target: Target, count: int, hosts: int) -> list[Any]:
     if target.platform == "gpu":
         if count > target.on_host:
             raise InputError(
-                f"--devices {count}: a host has at most {target.on_host} {target.name}; see --hosts"
+                f"devices={count}: a host has at most {target.on_host} {target.name}; name more hosts"
             )
         layout = f"1x{hosts}x{count}"  # slices, hosts, devices
         found = get_topology_desc(
@@ -89,13 +89,15 @@ def tpu_topology(target: Target, count: int, hosts: int) -> tuple[str, tuple[int
     }
     if count not in sizes:
         raise InputError(
-            f"--devices {count}: a host has {' or '.join(map(str, sizes))} {target.name}; see --hosts"
+            f"devices={count}: a host has {' or '.join(map(str, sizes))} {target.name}; name more "
+            "hosts"
         )
     chips = count * hosts // target.cores
     most = _MOST_CHIPS[target.axes]
     if hosts > 1 and (hosts & (hosts - 1) or chips > most or count == target.cores):
         raise InputError(
-            f"--hosts {hosts}: expected a power of two, {most} chips at most, and 4 or more of them a host"
+            f"hosts={hosts}: expected a power of two, at most {most} chips in all, and at least 4 chips "
+            "per host"
         )
     doublings = chips.bit_length() - 1
     edges = [

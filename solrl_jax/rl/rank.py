@@ -60,7 +60,6 @@ def sweep(
     explore: str | None = None,
     formats: str | None = None,
     steps: str | None = None,
-    prefix: str = "",
 ) -> list[ExplorationSetting]:
     """Lists every combination of recipes, formats and numbers of steps.
 
@@ -72,8 +71,6 @@ def sweep(
         explore: Names of files in `configs/explore/`.
         formats: Names of exploration formats. "auto" stands for the best one of this device.
         steps: Numbers of exploration steps.
-        prefix: Text before the name of an argument in error messages, for callers whose users know
-            the argument by another name.
 
     Raises:
         InputError: If an entry is not accepted. Also ConfigError, if a recipe does not exist or a
@@ -83,13 +80,13 @@ def sweep(
     def format_name(text: str) -> str:
         return resolve_format(text, local_device()).name
 
-    numbers = _parse_list(f"{prefix}steps", steps, None, _step_count, "integers of at least 1")
+    numbers = _parse_list("steps", steps, None, _step_count, "integers of at least 1")
     settings = []
-    for recipe in _parse_list(f"{prefix}explore", explore, "", str, "recipes"):
+    for recipe in _parse_list("explore", explore, "", str, "recipes"):
         chosen = override(config, (f"explore={recipe}",)) if recipe else config
         default = chosen.rollout.explore
         names = _parse_list(
-            f"{prefix}formats",
+            "formats",
             formats,
             format_name(default.precision),
             format_name,
@@ -130,7 +127,7 @@ def _parse_list(
     except InputError:  # it says more
         raise
     except (ValueError, KeyError):
-        raise InputError(f"{name} {text}: expected a comma-separated list of {expected}") from None
+        raise InputError(f"{name}={text}: expected a comma-separated list of {expected}") from None
 
 
 def _step_count(text: str) -> int:

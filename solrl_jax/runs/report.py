@@ -287,7 +287,7 @@ def _read_plan(path: Path) -> dict[str, Any]:
         return entries | checked | {"stages": stages}
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise InputError(
-            f"{path}: not the JSON of `solrl plan PRESET --json` ({disk_reason(error) or error!r})"
+            f"{path}: not the JSON that `solrl plan` prints ({disk_reason(error) or error!r})"
         ) from error
 
 

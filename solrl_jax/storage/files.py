@@ -173,15 +173,15 @@ def atomic_directory(path: Path) -> Iterator[Path]:
 
 
 def refuse_existing(
-    option: str, paths: Iterable[Path], force: bool, *, folders: bool = False
+    name: str, paths: Iterable[Path], force: bool, *, folders: bool = False
 ) -> None:
-    """Checks that a command replaces no existing file, unless its option `--force` allows it.
+    """Checks that no existing file is replaced, unless that is wanted.
 
     Args:
-        option: The option of the command that the paths come from, for the message, e.g. "--out".
-        paths: The files that the command is about to write.
+        name: The argument that the paths come from, for the message, e.g. "out".
+        paths: The files that are about to be written.
         force: Whether existing files may be replaced. Devices and pipes never are.
-        folders: Whether the command writes directories, so that `force` covers them too.
+        folders: Whether directories are written, so that `force` covers them too.
 
     Raises:
         InputError: If a path exists that may not be replaced.
@@ -194,10 +194,10 @@ def refuse_existing(
         is_replaceable_folder = folders and path.is_dir()
         if not (path.is_file() or is_replaceable_link or is_replaceable_folder):
             kind = "a directory" if path.is_dir() else "no file"
-            raise InputError(f"{option} {path}: is {kind}; name another one")
+            raise InputError(f"{name}={path}: is {kind}; name another one")
     if existing and not force:
         raise InputError(
-            f"{option} {existing[0]}: exists; name another one, or add --force to replace it"
+            f"{name}={existing[0]}: exists; name another one, or replace it with force=True"
         )
 
 
@@ -206,7 +206,7 @@ def writable_directory(path: Path, name: str = "the run directory") -> Path:
 
     Args:
         path: The directory. Missing parents are created too.
-        name: What the messages call it, e.g. the option of a command.
+        name: What the messages call it, e.g. the argument that it comes from.
 
     Returns:
         `path`.

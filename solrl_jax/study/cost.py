@@ -2,7 +2,7 @@
 
 Time on this machine says nothing of a method: a CPU emulates the formats that are fast elsewhere. What is counted are the
 network evaluations of exploration and regeneration, the pictures that are decoded and scored, and the terms of the update.
-Their prices are roofline seconds of a released model's compiled programs (`planning`, `solrl plan PRESET --json`).
+Their prices are roofline seconds of a released model's compiled programs (`planning`, `solrl plan`).
 """
 
 import dataclasses
@@ -65,7 +65,7 @@ def evaluations(config: Config, steps: int) -> int:
 
 
 def prices_of(plan: Mapping[str, Any]) -> Prices:
-    """Prices of a plan for one device, as `solrl plan PRESET --json` prints it.
+    """Prices of a plan for one device, as `solrl plan` prints it in JSON.
 
     Whole chunks are counted by the rows that they hold.
     """
@@ -94,7 +94,7 @@ def carried() -> dict[str, Prices]:
 
 
 def find_prices(name: str) -> Prices:
-    """Carried prices, or those of a file of `solrl plan --json`. Raises InputError."""
+    """Carried prices, or those of a file with the JSON of `solrl plan`. Raises InputError."""
     if name in (there := carried()):
         return there[name]
     try:
@@ -105,8 +105,8 @@ def find_prices(name: str) -> Prices:
             raise ValueError("its seconds must be above 0")
         return prices
     except FileNotFoundError:
-        raise InputError(f"--prices {name}: no file, and none of {', '.join(there)}") from None
+        raise InputError(f"prices={name}: no file, and none of {', '.join(there)}") from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise InputError(
-            f"--prices {name}: not the JSON of `solrl plan PRESET --json` ({error})"
+            f"prices={name}: not the JSON that `solrl plan` prints ({error})"
         ) from error

@@ -46,7 +46,7 @@ def refuse_foreign(folder: Path, logs: Iterable[Path] = ()) -> None:
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             if parse_json(read_text(folder / DATA))["plan"]["name"]:
                 return
-        raise InputError(f"--out {there[0]}: exists, and no study wrote it; name another directory")
+        raise InputError(f"out={there[0]}: exists, and no study wrote it; name another directory")
 
 
 def markdown(study: Mapping[str, Any]) -> str:

@@ -309,16 +309,16 @@ def test_rank_sweeps_recipes_and_formats(call, tmp_path):
     [
         (
             ("--formats", "nvfp4,fp5"),
-            "--formats nvfp4,fp5: expected a comma-separated list of fp32, bf16, ",
+            "--formats=nvfp4,fp5: expected a comma-separated list of fp32, bf16, ",
         ),
         (
             ("--steps", "4,0"),
-            "--steps 4,0: expected a comma-separated list of integers of at least 1",
+            "--steps=4,0: expected a comma-separated list of integers of at least 1",
         ),
         (("--explore", "paper,mine"), "unknown explore 'mine': expected one of "),
         (
             ("--steps", "all"),
-            "--steps all: expected a comma-separated list of integers of at least 1",
+            "--steps=all: expected a comma-separated list of integers of at least 1",
         ),
     ],
 )
@@ -366,7 +366,10 @@ def test_sample_from_a_run_is_its_base_with_its_exported_lora(trained, exported,
     made = ("00000.png", "00001.png", "grid.png", "images.npy", "latents.npy")
     assert {p.name for p in (tmp_path / "run").iterdir()} == {*made, *stale, *mine}
     code, _, error = call("generate", str(folder), *options, "--out", str(tmp_path / "run"))
-    assert (code, "00000.png: exists; name another one, or add --force" in error) == (2, True)
+    assert (code, "00000.png: exists; name another one, or replace it with --force" in error) == (
+        2,
+        True,
+    )
     assert (
         call("generate", str(folder), *options, "--out", str(tmp_path / "run"), "--force")[0] == 0
     )
@@ -541,7 +544,7 @@ def test_eval_of_a_model_directory_with_a_lora(trained, exported, call):
         (("export", "{run}", "--out", "{file}/x.safetensors"), "--out {file} is a file"),
         (
             ("export", "{run}", "--out", "{dir}/x", "--format", "peft", "--fold-alpha"),
-            "--fold-alpha: only with --format diffusers",
+            "--fold-alpha: PEFT always reads alpha",
         ),
         (
             ("export", "{run}", "--out", "{dir}/x", "--dtype", "fp16"),
@@ -574,11 +577,11 @@ def test_eval_of_a_model_directory_with_a_lora(trained, exported, call):
         ),
         (
             ("train", "tiny", "run.dir={dir}/run", "--profile", "1,31"),
-            "--profile 31: must be in 1..30 (train.iterations)",
+            "--profile=31: must be in 1..30 (train.iterations)",
         ),
         (
             ("train", "tiny", "run.dir={dir}/run", "--profile", "0"),
-            "--profile 0: must be in 1..30 (train.iterations)",
+            "--profile=0: must be in 1..30 (train.iterations)",
         ),
         (
             ("train", "tiny", "run.dir={dir}/run", "--profile", "2:3"),
@@ -586,7 +589,7 @@ def test_eval_of_a_model_directory_with_a_lora(trained, exported, call):
         ),
         (
             ("train", "tiny", "run.dir={run}", "--profile", "3", "--profile", "2"),
-            "--profile 2: done already, see {run}/checkpoin",
+            "--profile=2: done already, see {run}/checkpoin",
         ),
     ],
 )
@@ -691,7 +694,7 @@ def test_presets_lists_them_all(call):
         ),
         (
             ("eval", "embedded:tiny-sana", "embedded:tiny-flux", "--paired"),
-            "embedded:tiny-flux: is of embedded:tiny-flux, not of ",
+            "embedded:tiny-flux: is a policy for embedded:tiny-flux, not for ",
         ),
         (
             ("eval", "embedded:tiny-sana", "seed=1", "--paired"),
@@ -699,18 +702,18 @@ def test_presets_lists_them_all(call):
         ),
         (
             ("eval", "tiny", "--gallery", "x.png"),
-            "--gallery x.png: shows two policies; it needs --paired",
+            "--gallery=x.png: shows two policies; it needs --paired",
         ),
         (
             ("eval", "tiny", "--rewards", "shapes,,"),
-            "--rewards 'shapes,,': expected names separated by commas",
+            "--rewards='shapes,,': expected names separated by commas",
         ),
         (("eval", "tiny", "--rewards", "beauty"), "reward 'beauty'"),
         (
             ("study", "everything"),
             "'everything': no file, and no plan of the package (exploration, objectives, paper)",
         ),
-        (("study", "paper", "--prices", "tpu"), "--prices tpu: no file, and none of sana-h200, "),
+        (("study", "paper", "--prices", "tpu"), "--prices=tpu: no file, and none of sana-h200, "),
         (("rank", "nowhere"), "'nowhere': no run directory and no preset"),
         (
             ("generate", "nowhere", "--prompts", "embedded:shapes-test", "--out", "o"),

@@ -383,7 +383,8 @@ def test_nothing_is_replaced_unless_asked(tmp_path):
     out = tmp_path / "out.safetensors"
     out.write_text("mine")
     with pytest.raises(
-        InputError, match=r"out.safetensors: exists; name another one, or add --force to replace it"
+        InputError,
+        match=r"out.safetensors: exists; name another one, or replace it with force=True",
     ):
         convert(tmp_path / "weights.pt", out)
     assert out.read_text() == "mine"

@@ -491,7 +491,7 @@ CASES = [
     Case(
         "eval: a preset of a preset",
         "eval tiny --preset sana_sol_rl_hpsv2",
-        "--preset sana_sol_rl_hpsv2: tiny is",
+        "--preset=sana_sol_rl_hpsv2: tiny is",
     ),
     Case(
         "study: processes that start nothing",
@@ -522,8 +522,8 @@ CASES = [
     *(
         Case(f"rank: {name}", f"rank tiny {given}", said)
         for name, given, said in (
-            ("an empty recipe", "--explore ''", "--explore : expected"),
-            ("a recipe of no name", "--explore paper,", "--explore paper,: expected"),
+            ("an empty recipe", "--explore ''", "--explore=: expected"),
+            ("a recipe of no name", "--explore paper,", "--explore=paper,: expected"),
             (
                 "no step of the format",
                 "--explore best --steps 1",
@@ -561,7 +561,7 @@ CASES = [
     Case(
         "hosts in other digits",
         "train tiny --hosts ٢ --host 0 --coordinator localhost:1",
-        "--hosts '٢': expected",
+        "--hosts='٢': expected",
     ),
     Case(
         "convert: a base that is no pipeline",
@@ -588,7 +588,7 @@ CASES = [
     Case("a preset that is a path", "train ../../etc/passwd", "unknown preset"),
     Case("a preset with a null byte", "layers 'a\0b'", "no run directory and no preset"),
     Case("a preset as long as a book", "train " + 5000 * "x", "unknown preset"),
-    Case("a host without hosts", "train tiny --host 3", "only with --hosts"),
+    Case("a host without hosts", "train tiny --host 3", "--host=3: only with a number of hosts"),
     Case("hosts that are no number", "train tiny --hosts many", "expected a number"),
     *(
         Case(
@@ -610,7 +610,7 @@ CASES = [
     Case(
         "a coordinator of no name",
         "train tiny --hosts 2 --host 1 --coordinator a..b:1",
-        "--coordinator a..b:1: expected",
+        "--coordinator=a..b:1: expected",
     ),
     Case(
         "a coordinator that is no address",
@@ -715,7 +715,7 @@ CASES = [
         "eval {run} {run} --paired --gallery {dir} --force",
         "is a directory",
     ),
-    Case("eval: a preset for a run", "eval {run} --preset nope", "--preset nope"),
+    Case("eval: a preset for a run", "eval {run} --preset nope", "--preset=nope"),
     Case(
         "eval: a model whose name holds a comment",
         "eval '{dir}/m #2'",

@@ -223,7 +223,12 @@ def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders):
 
     want = run()
     got, _ = generated(
-        folder, prompts, latents=latents, num_steps=steps, guidance_scale=guidance, max_sequence_length=64
+        folder,
+        prompts,
+        latents=latents,
+        num_steps=steps,
+        guidance_scale=guidance,
+        max_sequence_length=64,
     )
     assert got.shape == (len(prompts), *size, 3)
     print(f"{model}, {steps} steps, guidance {guidance}, {size}: {np.abs(got - want).max():.1e}")
@@ -246,7 +251,12 @@ def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders):
     reference.scheduler = released
     if model == "distilled" and steps == 4:
         unguided, _ = generated(
-            folder, prompts, latents=latents, num_steps=steps, guidance_scale=0.0, max_sequence_length=64
+            folder,
+            prompts,
+            latents=latents,
+            num_steps=steps,
+            guidance_scale=0.0,
+            max_sequence_length=64,
         )
         np.testing.assert_array_equal(
             unguided, got
@@ -280,7 +290,9 @@ def test_what_the_base_model_does_not_have_is_refused(folders):
         InputError,
         match=r"^true_cfg_scale=2.0: must be 1 for a Flux2KleinPipeline, whose guidance_scale is ",
     ):
-        generated(folders["base"][0], ["a dog"], num_steps=1, guidance_scale=1.0, true_cfg_scale=2.0)
+        generated(
+            folders["base"][0], ["a dog"], num_steps=1, guidance_scale=1.0, true_cfg_scale=2.0
+        )
 
 
 @pytest.mark.exhaustive

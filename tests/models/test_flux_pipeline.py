@@ -255,7 +255,12 @@ def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders):
 
     want = run()
     got, _ = generated(
-        folder, prompts, latents=latents, num_steps=steps, guidance_scale=guidance, max_sequence_length=12
+        folder,
+        prompts,
+        latents=latents,
+        num_steps=steps,
+        guidance_scale=guidance,
+        max_sequence_length=12,
     )
     assert got.shape == (len(prompts), *size, 3)
     print(f"{model}, {steps} steps, guidance {guidance}, {size}: {np.abs(got - want).max():.1e}")
@@ -282,7 +287,12 @@ def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders):
     reference.scheduler = released
     if model == "schnell" and steps == 4:
         unguided, _ = generated(
-            folder, prompts, latents=latents, num_steps=steps, guidance_scale=0.0, max_sequence_length=12
+            folder,
+            prompts,
+            latents=latents,
+            num_steps=steps,
+            guidance_scale=0.0,
+            max_sequence_length=12,
         )
         np.testing.assert_array_equal(
             unguided, got

@@ -305,7 +305,12 @@ def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders):
     )
     want = diffusers_images(reference, **given)
     got, _ = generated(
-        folder, prompts, latents=latents, num_steps=steps, guidance_scale=guidance, max_sequence_length=12
+        folder,
+        prompts,
+        latents=latents,
+        num_steps=steps,
+        guidance_scale=guidance,
+        max_sequence_length=12,
     )
     assert got.shape == (len(prompts), *size, 3)
     print(f"{model}, {steps} steps, guidance {guidance}, {size}: {np.abs(got - want).max():.1e}")
@@ -340,7 +345,9 @@ def test_a_negative_prompt_is_that_of_diffusers(folders):
     )
     want = diffusers_images(reference, **given, negative=negative)
     nothing = diffusers_images(reference, **given)
-    options = dict(num_steps=4, guidance_scale=4.5, max_sequence_length=12, negative_prompt=negative)
+    options = dict(
+        num_steps=4, guidance_scale=4.5, max_sequence_length=12, negative_prompt=negative
+    )
     got, _ = generated(folder, prompts, latents=latents, **options)
     print(f"{np.abs(got - want).max():.1e}")
     assert np.abs(got - want).max() <= IMAGE_TOLERANCE

@@ -206,7 +206,12 @@ def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders):
 
     want = run()
     got, _ = generated(
-        folder, prompts, latents=latents, num_steps=steps, guidance_scale=1 + guidance, max_sequence_length=320
+        folder,
+        prompts,
+        latents=latents,
+        num_steps=steps,
+        guidance_scale=1 + guidance,
+        max_sequence_length=320,
     )
     assert got.shape == (len(prompts), *size, 3)
     print(f"{model}, {steps} steps, guidance {guidance}, {size}: {np.abs(got - want).max():.1e}")
@@ -236,7 +241,13 @@ def test_a_negative_prompt_is_that_of_diffusers(folders):
         reference, latents, 4, 1.5, prompts=prompts, negative_prompt=[negative] * 4
     )
     got, _ = generated(
-        folder, prompts, latents=latents, num_steps=4, guidance_scale=2.5, max_sequence_length=320, negative_prompt=negative
+        folder,
+        prompts,
+        latents=latents,
+        num_steps=4,
+        guidance_scale=2.5,
+        max_sequence_length=320,
+        negative_prompt=negative,
     )
     assert np.abs(got - want).max() <= IMAGE_TOLERANCE
     assert (

@@ -163,7 +163,7 @@ def call_roll(numbers: list[int], count: int) -> list[str]:
             hosts.roll_call(count, number, address)
             return ""
         except RunError as error:
-            return str(error).removeprefix(f"--hosts {count} --coordinator {address}: ")
+            return str(error).removeprefix(f"hosts={count}, coordinator={address}: ")
 
     with ThreadPoolExecutor(len(numbers)) as threads:
         return list(threads.map(told, numbers))
@@ -174,7 +174,7 @@ def test_processes_wait_for_each_other_and_name_those_that_are_not_there(monkeyp
     monkeypatch.setattr(hosts, "START", 2)
     assert call_roll([0, 2], 4) == ["process 1, 3 not there after 2 seconds"] * 2
     assert call_roll([1, 2], 3) == ["process 0 not there after 2 seconds (Connection refused)"] * 2
-    assert "two processes are --host 1" in call_roll([0, 1, 1], 4)
+    assert "two processes are host=1" in call_roll([0, 1, 1], 4)
 
 
 def test_a_stranger_at_the_port_holds_nobody_up(monkeypatch):
@@ -196,12 +196,12 @@ def test_a_stranger_at_the_port_holds_nobody_up(monkeypatch):
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (("two",), "--hosts 'two': expected a number of processes from 1 to 4096, or auto"),
-        (("2",), "--hosts 2: needs --host and --coordinator too, or --hosts auto"),
-        (("2", 2, "localhost:1"), "--host 2: must be from 0 to 1, with --hosts 2"),
-        (("2", 0, "localhost"), "--coordinator localhost: expected HOST:PORT"),
-        (("2", 0, "localhost:99999"), "--coordinator localhost:99999: expected HOST:PORT"),
-        (("auto", 1), "--host: only with --hosts N"),
+        (("two",), "hosts='two': expected a number of processes from 1 to 4096, or auto"),
+        (("2",), "hosts=2: needs host and coordinator too, or hosts=auto"),
+        (("2", 2, "localhost:1"), "host=2: must be from 0 to 1, with hosts=2"),
+        (("2", 0, "localhost"), "coordinator=localhost: expected HOST:PORT"),
+        (("2", 0, "localhost:99999"), "coordinator=localhost:99999: expected HOST:PORT"),
+        (("auto", 1), "host=1: only with a number of hosts"),
     ],
 )
 def test_what_does_not_name_the_hosts_is_refused(given, told):

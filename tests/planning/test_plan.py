@@ -364,11 +364,11 @@ def test_a_plan_is_shown_as_a_table_and_as_json(small):
         (["tiny", "--device", "h101"], "Invalid value for '--device': 'h101' is not one of"),
         (
             ["tiny", "--device", "h200", "--devices", "9"],
-            "--devices 9: a host has at most 8 h200; see --hosts",
+            "--devices=9: a host has at most 8 h200; name more hosts",
         ),
         (
             ["tiny", "--device", "tpu-v6e", "--devices", "3"],
-            "--devices 3: a host has 1 or 4 or 8 tpu-v6e; see --hosts",
+            "--devices=3: a host has 1 or 4 or 8 tpu-v6e; name more hosts",
         ),
     ],
 )

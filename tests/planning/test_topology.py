@@ -40,7 +40,7 @@ def _environment(monkeypatch):
 def test_a_compiler_that_is_not_installed_is_named(monkeypatch, device, extra):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
-        InputError, match=rf"^--device {device}: .*pip install 'solrl_jax\[{extra}\]'$"
+        InputError, match=rf"^device={device}: .*pip install 'solrl_jax\[{extra}\]'$"
     ):
         topology.prepare(TARGETS[device])
 
@@ -58,7 +58,7 @@ def test_without_cudas_assembler_the_compiler_is_not_installed(monkeypatch, tmp_
     plugin_alone(monkeypatch, tmp_path)
     with pytest.raises(
         InputError,
-        match=r"^--device h100: its compiler is not installed: pip install 'solrl_jax\[plan-cuda\]'$",
+        match=r"^device=h100: its compiler is not installed: pip install 'solrl_jax\[plan-cuda\]'$",
     ):
         topology.prepare(TARGETS["h100"])
     wheel = tmp_path / "nvidia" / "cu13" / "bin"
@@ -79,27 +79,27 @@ def plugin_alone(monkeypatch, folder):
 @pytest.mark.parametrize(
     ("device", "count", "hosts", "message"),
     [
-        ("h200", 9, 1, "--devices 9: a host has at most 8 h200; see --hosts"),
-        ("gb200", 8, 1, "--devices 8: a host has at most 4 gb200; see --hosts"),
-        ("tpu-v6e", 3, 1, "--devices 3: a host has 1 or 4 or 8 tpu-v6e; see --hosts"),
-        ("tpu7x", 4, 1, "--devices 4: a host has 2 or 8 tpu7x; see --hosts"),
+        ("h200", 9, 1, "devices=9: a host has at most 8 h200; name more hosts"),
+        ("gb200", 8, 1, "devices=8: a host has at most 4 gb200; name more hosts"),
+        ("tpu-v6e", 3, 1, "devices=3: a host has 1 or 4 or 8 tpu-v6e; name more hosts"),
+        ("tpu7x", 4, 1, "devices=4: a host has 2 or 8 tpu7x; name more hosts"),
         (
             "tpu-v6e",
             8,
             64,
-            "--hosts 64: expected a power of two, 256 chips at most, and 4 or more of them a host",
+            "hosts=64: expected a power of two, at most 256 chips in all, and at least 4 chips per host",
         ),
         (
             "tpu-v5p",
             4,
             3,
-            "--hosts 3: expected a power of two, 8192 chips at most, and 4 or more of them a host",
+            "hosts=3: expected a power of two, at most 8192 chips in all, and at least 4 chips per host",
         ),
         (
             "tpu-v5e",
             1,
             2,
-            "--hosts 2: expected a power of two, 256 chips at most, and 4 or more of them a host",
+            "hosts=2: expected a power of two, at most 256 chips in all, and at least 4 chips per host",
         ),
     ],
 )

@@ -182,14 +182,14 @@ def test_auto_stands_for_a_format(toy, monkeypatch):
     [
         (
             {"formats": "nvfp4,fp5"},
-            r"^formats nvfp4,fp5: expected a comma-separated list of fp32, bf16, .*nvfp4, auto$",
+            r"^formats=nvfp4,fp5: expected a comma-separated list of fp32, bf16, .*nvfp4, auto$",
         ),
         (
             {"steps": "2,x"},
-            r"^steps 2,x: expected a comma-separated list of integers of at least 1$",
+            r"^steps=2,x: expected a comma-separated list of integers of at least 1$",
         ),
-        ({"steps": "0"}, r"^steps 0: expected a comma-separated list of integers of at least 1$"),
-        ({"steps": ""}, r"^steps : expected a comma-separated list of integers of at least 1$"),
+        ({"steps": "0"}, r"^steps=0: expected a comma-separated list of integers of at least 1$"),
+        ({"steps": ""}, r"^steps=: expected a comma-separated list of integers of at least 1$"),
         ({"explore": "best,papr"}, r"^unknown explore 'papr': did you mean 'paper'\?$"),
     ],
 )

@@ -88,5 +88,6 @@ def test_a_gain_within_two_standard_errors_is_not_claimed():
     assert "which may be chance" in train.gained(row(0.5), row(0.42))
     for before in ({}, {"eval/reward": None}):
         assert (
-            train.gained(before, row(0.5)) == "unknown, for nothing was evaluated before and after"
+            train.gained(before, row(0.5))
+            == "unknown, because nothing was evaluated before and after"
         )

@@ -345,7 +345,7 @@ def test_the_plan_is_of_the_device(run, tmp_path):
     (tmp_path / "no-plan.json").write_text('{"stages": 1}')
     (tmp_path / "texts.json").write_text(json.dumps(plan | {"seconds": "5"}))
     for name in ("no-plan.json", "none.json", "texts.json"):
-        with pytest.raises(InputError, match=f"{name}: not the JSON of `solrl plan PRESET --json`"):
+        with pytest.raises(InputError, match=f"{name}: not the JSON that `solrl plan` prints"):
             report.write([run], tmp_path / "page.html", plan=tmp_path / name)
     assert not (tmp_path / "page.html").exists()
 

@@ -157,5 +157,5 @@ def test_prices_come_from_a_plan_of_ones_own(tmp_path):
     path.write_text("{}")
     with pytest.raises(InputError, match=r"plan\.json: not the JSON of `solrl plan PRESET --json`"):
         find_prices(str(path))
-    with pytest.raises(InputError, match=r"--prices flux: no file, and none of sana-h200, "):
+    with pytest.raises(InputError, match=r"prices=flux: no file, and none of sana-h200, "):
         find_prices("flux")

@@ -1,0 +1,64 @@
+"""Plans the training of a preset on devices that need not be here.
+
+This module imports JAX only when `plan` is called, because the compiler of an absent device is
+chosen by environment variables that JAX reads as it is imported.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from solrl_jax.config.presets import resolve
+from solrl_jax.config.values import expand_home
+from solrl_jax.errors import InputError
+from solrl_jax.planning import topology
+from solrl_jax.planning.targets import TARGETS
+from solrl_jax.storage.files import refuse_existing
+
+
+def plan(
+    preset: str,
+    *overrides: str,
+    device: str = "h200",
+    devices: int = 1,
+    hosts: int = 1,
+    hlo: str | Path | None = None,
+    force: bool = False,
+    progress: Callable[[str], None] = lambda program: None,
+) -> dict[str, Any]:
+    """Predicts memory and time of an iteration, by compiling the programs for the devices.
+
+    Call it before anything imports JAX, in a process that does not train: it sets environment
+    variables, after which JAX compiles for absent devices only. No weights are needed. The
+    compiler of the devices must be installed (`solrl_jax[plan-cuda]` or `solrl_jax[plan-tpu]`).
+
+    Args:
+        preset: The name of a preset, e.g. "flux1_sol_rl_hpsv2".
+        *overrides: Settings that differ from the preset, as `key=value`.
+        device: The kind of device, a key of `planning.targets.TARGETS`, e.g. "b200".
+        devices: The number of devices on each host.
+        hosts: The number of hosts.
+        hlo: A directory for the compiled programs as text. None: they are not written.
+        force: Whether existing files in `hlo` are replaced.
+        progress: Called with the stage and the name of each program before it is measured.
+
+    Returns:
+        The plan of one device: for each stage its seconds (a roofline bound), its peak memory in
+        bytes, its kernels and its collectives; and the same for the whole iteration. `solrl plan`
+        prints it in JSON.
+
+    Raises:
+        ConfigError: If the preset or an override is invalid.
+        InputError: If the device is unknown, its compiler is not installed, there are no such
+            hosts, or the configuration cannot be run on them.
+    """
+    config = resolve(preset, overrides)
+    if device not in TARGETS:
+        raise InputError(f"device={device!r}: expected one of {', '.join(TARGETS)}")
+    folder = None if hlo is None else Path(expand_home(str(hlo)))
+    refuse_existing("hlo", folder.glob("*.hlo") if folder else (), force)
+    topology.prepare(TARGETS[device])  # before JAX is imported
+    from solrl_jax.planning.plan import Devices
+    from solrl_jax.planning.plan import plan as plan_config
+
+    return plan_config(config, Devices(TARGETS[device], devices, hosts), folder, progress)
