@@ -47,7 +47,7 @@ def call(monkeypatch, capsys):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A finished run of two iterations, made by the command in a process of its own."""
-    folder = tmp_path_factory.mktemp("runs") / "cli"
+    folder = tmp_path_factory.mktemp("runs") / "cli:seed1"  # pyarrow takes it for a URI
     arguments = [
         "train",
         "tiny",
@@ -328,6 +328,47 @@ def test_rank_refuses_a_list_that_is_none(call, tmp_path, options, message):
     assert err.startswith(f"solrl: {message}")
     assert err.count("\n") == 1
     assert not (tmp_path / "rank").exists()
+
+
+def test_arguments_in_messages_become_options():
+    from solrl_jax.cli.generate import command
+
+    for message, expected in (
+        ("num_steps=0: must be at least 1", "--num-steps=0: must be at least 1"),
+        ("lora: x: no such file", "--lora: x: no such file"),
+        ("out=a: exists; replace it with force=True", "--out=a: exists; replace it with --force"),
+        ("model.seed=3: no; rollout.size=2", "model.seed=3: no; rollout.size=2"),
+        ("'a/seed=3': no such file", "'a/seed=3': no such file"),
+    ):
+        assert main.with_options(message, command) == expected
+
+
+def test_a_home_directory_is_expanded_where_options_are_read(call, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "p.txt").write_text("a red circle\n")
+    out = ("--num-steps", "1", "--out", "~/new images", "--json")
+    code, said, error = call("generate", TINY, "--prompts", "~/p.txt", *out)
+    assert code == 0, error
+    assert json.loads(said)["out"] == f"{tmp_path}/new images"
+    assert (tmp_path / "new images" / "00000.png").exists()
+    code, _, error = call("generate", "~nobody-at-all/x", "--prompts", "~/p.txt", *out)
+    assert (code, "no home directory of ~nobody-at-all is known" in error) == (2, True)
+
+
+def test_guidance_up_to_1_is_none_for_a_run_too(trained, call, tmp_path):
+    """Scale 0 would be classifier-free guidance that ignores the prompt."""
+    (tmp_path / "p.txt").write_text("a red circle\ntwo blue squares\n")
+    images = {}
+    for scale in ("0", "0.5", "1"):
+        options = ("--prompts", str(tmp_path / "p.txt"), "--num-steps", "2", "--json")
+        out = tmp_path / scale
+        code, _, error = call(
+            "generate", str(trained[0]), *options, "--guidance-scale", scale, "--out", str(out)
+        )
+        assert code == 0, error
+        images[scale] = np.load(out / "images.npy")
+    np.testing.assert_array_equal(images["0"], images["1"])
+    np.testing.assert_array_equal(images["0.5"], images["1"])
 
 
 @pytest.mark.parametrize(

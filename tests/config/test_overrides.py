@@ -127,3 +127,23 @@ def test_a_recipe_brings_the_models_rules_unless_the_user_has_others():
     assert fast.quantization.min_width_ratio == 0 < paper.quantization.min_width_ratio
     mine = resolve("sana_sol_rl_hpsv2", ["model.quantization.min_width_ratio=0.5"])
     assert override(mine, ["explore=fast"]).model.quantization == mine.model.quantization
+
+
+def test_a_home_directory_is_expanded_in_every_path(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    paths = {
+        "run.dir": lambda config: config.run.dir,
+        "model.path": lambda config: config.model.path,
+        "model.instruction": lambda config: config.model.instruction,
+        "model.prompt_cache_dir": lambda config: config.model.prompt_cache_dir,
+        "prompts.train": lambda config: config.prompts.train,
+        "prompts.test": lambda config: config.prompts.test,
+        "lora.path": lambda config: config.lora.path,
+        "reward.paths.hpsv2": lambda config: config.reward.paths["hpsv2"],
+    }
+    config = resolve("tiny", [f"{name}=~/x/{name}" for name in paths])
+    for name, get in paths.items():
+        assert get(config) == f"/home/me/x/{name}"
+    assert resolve("tiny", ["run.dir=a~/b"]).run.dir == "a~/b"
+    with pytest.raises(ConfigError, match=r"^run.dir='~nobody-at-all/x': no home directory of"):
+        resolve("tiny", ["run.dir=~nobody-at-all/x"])

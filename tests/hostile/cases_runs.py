@@ -318,7 +318,7 @@ CASES = [
         for command, call in (
             ("eval", "eval {run}"),
             ("rank", "rank {run} --prompts 1"),
-            ("sensitivity", "linears {run} --sensitivity 1"),
+            ("sensitivity", "layers {run} --sensitivity 1"),
         )
     ),
     *(
@@ -417,6 +417,6 @@ CASES = [
         )
         for name, target in REWARDS.items()
         if name != "x"
-        for command, call in (("export", EXPORT), ("linears", "linears {run}"))
+        for command, call in (("export", EXPORT), ("layers", "layers {run}"))
     ),
 ]

@@ -106,7 +106,7 @@ def test_json_of_a_model(file, count):
     def mutate(content: bytes) -> None:
         with copy(MODEL) as model:
             (model / file).write_bytes(content)
-            check("linears", "tiny", f"model.path={model}")
+            check("layers", "tiny", f"model.path={model}")
 
     mutate()
 
@@ -132,7 +132,7 @@ def test_safetensors_of_a_model(count):
     def mutate(content: bytes) -> None:
         with copy(MODEL) as model:
             (model / file).write_bytes(content)
-            check("linears", "tiny", f"model.path={model}", "--errors")
+            check("layers", "tiny", f"model.path={model}", "--errors")
 
     mutate()
 
@@ -146,7 +146,7 @@ def test_the_configuration_of_a_run(count, run):
     def mutate(content: bytes) -> None:
         with copy(run) as mine:
             (mine / "config.yaml").write_bytes(content)
-            check("linears", str(mine))
+            check("layers", str(mine))
             check("presets", "--show", "tiny", f"prompts.train={mine / 'config.yaml'}")
 
     mutate()

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -33,6 +34,14 @@ def columns(**changes):
         "policy_revision": 12,
         **changes,
     }
+
+
+def test_any_directory_name_can_be_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("flux:seed1", "~", "a b", "s3:"):
+        path = ledger.write(Path(name), 1, columns())
+        assert path.stat().st_size > 0
+        assert ledger.read(Path(name), 1).num_rows == ROWS
 
 
 def test_a_row_reads_back_exactly(tmp_path):
