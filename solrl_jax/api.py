@@ -219,7 +219,7 @@ def generate(
     negative_prompt: str = "",
     seed: int = 0,
     size: tuple[int, int] | None = None,
-    latents: Float[np.ndarray, "n c h w"] | None = None,
+    latents: Float[np.ndarray, "n c latent_h latent_w"] | None = None,
     lora: str | Path | None = None,
     precision: Precision = "bf16",
     max_sequence_length: int | None = None,
@@ -325,7 +325,7 @@ def generate_with_latents(
 
 
 def quantize(w: Matrix, precision: str = "nvfp4") -> Quantized:
-    """Quantizes weight matrices. `matmul(x, leaf)` multiplies by them, `dequantize(leaf)` undoes it.
+    """Quantizes weight matrices, to be used by `matmul(x, leaf)`. `dequantize(leaf)` undoes it.
 
     Args:
         w: Real matrices [..., in, out], not empty.

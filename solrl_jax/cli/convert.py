@@ -1,8 +1,8 @@
-"""`solrl convert`: turns a released torch pickle into safetensors, and a native SANA checkpoint into diffusers' layout.
+"""`solrl convert`: converts torch pickles to safetensors, and native SANA checkpoints to diffusers.
 
-This is the one file that imports PyTorch, and it does so only when it is called. All other files read safetensors, which hold
-numbers and no code. A pickle is read with `weights_only`, which runs none of its code, and is mapped into memory. Bytes go from
-the map to the new file, so the whole is never copied.
+Only this file imports PyTorch, and only when it is called. All others read safetensors, which hold
+numbers and no code. A pickle is read with `weights_only`, which runs none of its code. It is mapped
+into memory, and its bytes go from there to the new file, so it is never copied as a whole.
 """
 
 import contextlib
@@ -30,11 +30,12 @@ from solrl_jax.models.sana import native
 from solrl_jax.models.sana.transformer import SanaConfig
 from solrl_jax.storage import files
 
-# Keys under which checkpoints hold their tensors. The first one found is used: SANA's authors read `state_dict` before `model`.
+# Keys under which checkpoints hold their tensors. The first one found is used: SANA's authors read
+# `state_dict` before `model`.
 CONTAINERS = ("state_dict", "model", "model_state_dict", "module", "net", "weights", "params")
-# dictionaries within each other; bytes of tensors for a byte of the file
-MOST_NESTED = 8
-MOST_GROWTH = 4
+MOST_NESTED = 8  # dictionaries inside each other
+MOST_GROWTH = 4  # bytes of tensors per byte of the file
+# Types of entries that are left out. Others are refused.
 HARMLESS = (type(None), bool, int, float, str)
 INSTALL = "pip install 'solrl_jax[convert]'"
 INDEX = "model_index.json"
@@ -47,13 +48,26 @@ Tensors = dict[str, Any]  # of torch.Tensor, by name
 def convert(
     file: Path, out: Path, base: Path | None = None, *, force: bool = False
 ) -> dict[str, Any]:
-    """Writes the tensors of the pickle `file` to `out`. Returns what `--json` prints.
+    """Writes the tensors of a torch pickle as safetensors.
 
-    A native SANA checkpoint becomes the directory of a pipeline, with the other components of the pipeline `base`; that also
-    tells what names and shapes do not, such as the number of heads. Any other file becomes one safetensors file with the same
-    names and dtypes. force: replace `out` if it exists.
+    A native SANA checkpoint becomes the directory of a pipeline. Any other file becomes one
+    safetensors file with the same names and dtypes.
 
-    Raises InputError, and leaves no output, for a file that holds more than tensors, or other tensors than the network's.
+    Args:
+        file: The pickle.
+        out: The file to write, or the directory for a native SANA checkpoint.
+        base: For a native SANA checkpoint, a pipeline of the same width. Its other components are
+            added, and its configuration gives what names and shapes do not tell, such as the number
+            of heads.
+        force: Whether `out` is replaced if it exists.
+
+    Returns:
+        "out", "took" (the key of the tensors in the pickle), "left_out" (other entries), "kind",
+        and sizes.
+
+    Raises:
+        InputError: If the file holds more than tensors, or other tensors than the network's. Then
+            no output is left.
     """
     _check_paths(file, out, base, force)
     torch = _torch()
@@ -63,21 +77,23 @@ def convert(
     if native.is_native(tensors):
         if base is None:
             raise InputError(
-                f"{file}: is a native SANA checkpoint; name a SANA pipeline of the same width by --base DIR"
+                f"{file}: is a native SANA checkpoint; name a SANA pipeline of the same width by "
+                "--base DIR"
             )
         return summary | _write_sana(file, Path(os.path.abspath(out)), base, tensors)
     if base is not None:
         raise InputError(f"--base {base}: only for native SANA checkpoints, and {file} is none")
     if out.suffix != ".safetensors" or out.is_dir():
         raise InputError(
-            f"--out {out}: the tensors of {file} become one file; give it a name that ends in .safetensors"
+            f"--out {out}: the tensors of {file} become one file; give it a name that ends in "
+            ".safetensors"
         )
     _write(out, tensors)
     return summary | {"kind": "tensors", "tensors": len(tensors), "bytes": out.stat().st_size}
 
 
 def describe(summary: Mapping[str, Any]) -> str:
-    """`convert`'s result for a terminal."""
+    """Formats the result of `convert` as lines for a terminal."""
     lines = [f"took {summary['took']}"] if summary["took"] else []
     left = [*summary["left_out"], *summary.get("ignored", [])]
     lines += [f"left out {', '.join(left)}"] if left else []
@@ -103,13 +119,14 @@ def _torch() -> Any:
         ) from error
     if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 6):
         raise InputError(
-            f"PyTorch {torch.__version__} may run code that a pickle holds (CVE-2025-32434): {INSTALL}"
+            f"PyTorch {torch.__version__} may run code that a pickle holds (CVE-2025-32434): "
+            f"{INSTALL}"
         )
     return torch
 
 
 def _check_paths(file: Path, out: Path, base: Path | None, force: bool) -> None:
-    """Raises InputError for paths that cannot be used, or if a file would be lost."""
+    """Raises InputError if a path cannot be used, or if a file would be lost."""
     if not file.is_file():
         raise InputError(f"{file}: no such file")
     if file.suffix == ".safetensors":
@@ -131,7 +148,7 @@ def _check_paths(file: Path, out: Path, base: Path | None, force: bool) -> None:
 
 
 def _load(torch: Any, file: Path) -> Any:
-    """What the pickle holds. Tensors are mapped from the file if its format allows (a zip archive, since PyTorch 1.6)."""
+    """Loads a pickle. Tensors are mapped from the file if it is a zip archive (PyTorch 1.6 on)."""
     try:
         if zipfile.is_zipfile(
             file
@@ -166,9 +183,15 @@ def _load(torch: Any, file: Path) -> Any:
 
 
 def _unwrap(file: Path, value: Any, torch: Any) -> tuple[Tensors, str | None, list[str]]:
-    """The tensors, the key that they were under (dots between nested keys; None: no key), and the entries that are left out.
+    """Finds the tensors in what a pickle holds.
 
-    Raises InputError that lists entries which are neither tensors nor plain numbers and strings.
+    Returns:
+        The tensors by name, the key that they were under (dots between nested keys; None: no key),
+        and a description of each entry that is left out.
+
+    Raises:
+        InputError: If an entry is neither a tensor nor a plain number or text. The message lists
+            them.
     """
     took = ""
     left = []
@@ -199,7 +222,7 @@ def _unwrap(file: Path, value: Any, torch: Any) -> tuple[Tensors, str | None, li
 
 
 def _is_name(key: Any) -> bool:
-    """Whether a tensor of a safetensors file can have this name."""
+    """Whether a tensor in a safetensors file can have this name."""
     return (
         isinstance(key, str)
         and key != "__metadata__"
@@ -208,7 +231,10 @@ def _is_name(key: Any) -> bool:
 
 
 def _container(value: Mapping[Any, Any], torch: Any) -> str | None:
-    """The key under which a checkpoint holds its tensors: a known name, or the only key with tensors. None: there is no key."""
+    """Returns the key under which a checkpoint holds its tensors, or None if there is none.
+
+    It is a known name, or the only key with tensors.
+    """
     if known := [key for key in CONTAINERS if isinstance(value.get(key), Mapping)]:
         return known[0]
 
@@ -222,7 +248,7 @@ def _container(value: Mapping[Any, Any], torch: Any) -> str | None:
 
 
 def _check_tensors(file: Path, tensors: Tensors, torch: Any) -> None:
-    """Raises InputError that lists the tensors which a safetensors file cannot hold."""
+    """Raises InputError if a safetensors file cannot hold a tensor. The message lists them."""
     if (
         total := sum(t.nbytes for t in tensors.values() if t.layout == torch.strided)
     ) > MOST_GROWTH * file.stat().st_size:
@@ -248,7 +274,7 @@ def _check_tensors(file: Path, tensors: Tensors, torch: Any) -> None:
 
 
 def _write_sana(file: Path, out: Path, base: Path, tensors: Tensors) -> dict[str, Any]:
-    """Writes the directory `out` of a native SANA checkpoint, which the network's own loader checks first."""
+    """Writes a native SANA checkpoint as a directory, after the network's own loader checked it."""
     with in_one_line(lambda said: f"--base {base}: {said}"):
         config = SanaConfig.read(base / TRANSFORMER)
     with in_one_line(lambda said: f"{file}: {said}"):
@@ -283,7 +309,7 @@ def _write_sana(file: Path, out: Path, base: Path, tensors: Tensors) -> dict[str
 
 
 def _component_files(base: Path) -> dict[str, Path]:
-    """The files of a pipeline's directory, without its transformer, by their path in it."""
+    """Returns the files of a pipeline without its transformer, by their path in its directory."""
     there = {path.relative_to(base).as_posix(): path for path in base.rglob("*") if path.is_file()}
     return {
         name: there[name]
@@ -293,17 +319,18 @@ def _component_files(base: Path) -> dict[str, Path]:
 
 
 def _check_directory(out: Path, names: set[str]) -> None:
-    """Raises InputError if `out` cannot name a directory, or is a directory that holds more than `names`."""
+    """Raises InputError if `out` cannot be a directory, or is one that holds more than `names`."""
     if out.suffix == ".safetensors" or (out.exists() and not out.is_dir()):
         raise InputError(f"--out {out}: a native SANA checkpoint becomes a directory; name one")
     if out.is_dir() and (strange := sorted({path.name for path in out.iterdir()} - names)):
         raise InputError(
-            f"--out {out}: holds {', '.join(strange)}, which would be removed; name another directory"
+            f"--out {out}: holds {', '.join(strange)}, which would be removed; name another "
+            "directory"
         )
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copies a file. Weights become a hard link where possible, which takes no room; other files are edited by people."""
+    """Copies a file. Weights become a hard link where possible, which takes no space."""
     target.parent.mkdir(parents=True, exist_ok=True)
     source = source.resolve()  # a hub cache holds links
     if target.suffix == ".safetensors":
@@ -325,7 +352,7 @@ def _write(path: Path, tensors: Tensors) -> None:
 
 
 def _spec(t: Any) -> TensorSpec:
-    """How safetensors finds a contiguous tensor. Raises SafetensorError for a dtype that it lacks."""
+    """Describes a contiguous tensor for safetensors. Raises SafetensorError for unknown dtypes."""
     dtype = str(t.dtype).removeprefix("torch.")
     return TensorSpec(dtype=dtype, shape=t.shape, data_ptr=t.data_ptr(), data_len=t.nbytes)
 
@@ -341,7 +368,9 @@ def _spec(t: Any) -> TensorSpec:
 @force_option
 @json_option
 def command(file: Path, out: Path, base: Path | None, force: bool, as_json: bool) -> None:
-    """Turn a torch pickle (.pth, .pt, .bin, .ckpt) into safetensors, or a native SANA checkpoint into diffusers' layout.
+    """Convert a torch pickle (.pth, .pt, .bin, .ckpt) to safetensors.
+
+    A native SANA checkpoint becomes a pipeline of diffusers.
 
     \b
     solrl convert HPS_v2.1_compressed.pt --out weights/HPS_v2.1_compressed.safetensors

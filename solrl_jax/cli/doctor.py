@@ -1,4 +1,4 @@
-"""`solrl doctor`."""
+"""`solrl doctor`: reports what this machine can do, and what a preset lacks here."""
 
 import contextlib
 import ctypes
@@ -47,13 +47,13 @@ DRIVER = Path("/proc/driver/nvidia/version")  # is there where NVIDIA's driver i
 @overrides_argument
 @json_option
 def command(preset: str | None, overrides: tuple[str, ...], as_json: bool) -> None:
-    """What this machine can do, and what PRESET lacks here. Loads no weights, downloads nothing.
+    """Show what this machine can do, and what PRESET lacks here.
 
-    The exit code is 1 if something is missing.
+    Loads no weights and downloads nothing. The exit code is 1 if something is missing.
 
     \b
     solrl doctor
-    solrl doctor flux1_sol_rl_hpsv2 mesh.fsdp=8 reward.paths.hpsv2=weights/HPS_v2.1_compressed.safetensors
+    solrl doctor flux1_sol_rl_hpsv2 mesh.fsdp=8 reward.paths.hpsv2=weights/hpsv2.safetensors
     """
     config = None if preset is None else resolve(preset, overrides)
     summary = machine()
@@ -67,7 +67,14 @@ def command(preset: str | None, overrides: tuple[str, ...], as_json: bool) -> No
 
 
 def machine() -> dict[str, Any]:
-    """The facts of this machine. `missing`: what keeps JAX from its devices. Sizes are in bytes."""
+    """Describes this machine.
+
+    Returns:
+        "versions", "extras" (whether each is installed), "devices", "formats" (whether each is
+        native), "auto" (the format that it stands for), "cudnn", "hub" and "prompt_cache" (their
+        directories), and "missing" (messages on what keeps JAX from its devices). Sizes are in
+        bytes.
+    """
     device = local_device()
     cache = open_cache("")
     assert cache is not None
@@ -75,7 +82,8 @@ def machine() -> dict[str, Any]:
     missing = []
     if device.platform == "cpu" and DRIVER.exists():
         missing.append(
-            "JAX does not see the NVIDIA GPU of this machine; expected pip install 'solrl_jax[cuda13]'"
+            "JAX does not see the NVIDIA GPU of this machine; expected pip install "
+            "'solrl_jax[cuda13]'"
         )
     if device.platform == "gpu" and (dnn is None or _numbers(dnn) < _numbers(CUDNN)):
         missing.append(f"cuDNN {dnn or 'is not found'}; expected {CUDNN} or newer")
@@ -104,9 +112,13 @@ def machine() -> dict[str, Any]:
 
 
 def needs(config: Config) -> dict[str, Any]:
-    """What `config` takes of this machine: `weights` in bytes, what is `missing`, and the `downloads` of its first start.
+    """Describes what a configuration needs that this machine lacks.
 
-    Each part is looked at by itself, so that all that is missing is told at once.
+    Every part is checked on its own, so that everything missing is reported at once.
+
+    Returns:
+        "preset", "weights" (bytes by part of the model), "downloads" (names in the Hub of what the
+        first start downloads), and "missing" (a message for each problem).
     """
     missing: list[str] = []
     downloads = [*_model_download(config), *_reward_downloads(config)]
@@ -126,7 +138,8 @@ def needs(config: Config) -> dict[str, Any]:
         with noted():
             if len(found := load_prompts(path, field)) < least:
                 raise InputError(
-                    f"{field}={path!r}: has {len(found)} distinct prompts; the preset takes {least} at once"
+                    f"{field}={path!r}: has {len(found)} distinct prompts; the preset takes "
+                    f"{least} at once"
                 )
     with noted():
         read_instruction(config)
@@ -157,9 +170,14 @@ def needs(config: Config) -> dict[str, Any]:
 
 
 def sizes(config: Config) -> dict[str, int]:
-    """Bytes of the model's parts in the precision that they are loaded in, by their configurations alone.
+    """Computes the bytes of the model's parts from their configurations, without weights.
 
-    Raises InputError for a model without configurations, and for what cannot fit into a device of this machine.
+    Returns:
+        The bytes of "transformer", "text encoders" and "vae", in the precision that they are
+        loaded in.
+
+    Raises:
+        InputError: If the model has no configurations, or cannot fit into a device of this machine.
     """
     pipeline = open_configurations(config.model.path)
     dtype = DTYPES[config.rollout.precision]
@@ -173,9 +191,10 @@ def sizes(config: Config) -> dict[str, int]:
     memory = device_memory()
     share = found["transformer"] / (mesh.shape["fsdp"] * mesh.shape["tensor"])
     if share > memory:
-        takes = f"a device would hold {share / 1e9:.3g} GB of the transformer and has {memory / 1e9:.3g} GB"
         raise InputError(
-            f"mesh.fsdp={config.mesh.fsdp}: {takes}; expected more devices and mesh.fsdp, or a smaller model"
+            f"mesh.fsdp={config.mesh.fsdp}: a device would hold {share / 1e9:.3g} GB of the "
+            f"transformer and has {memory / 1e9:.3g} GB; expected more devices and mesh.fsdp, or a "
+            "smaller model"
         )
     targets, _ = select_parameters(config, pipeline, local_device())
     refuse_what_cannot_fit(config, pipeline, targets)
@@ -183,7 +202,7 @@ def sizes(config: Config) -> dict[str, int]:
 
 
 def _check_weights(path: str) -> None:
-    """Raises InputError unless the files of all components are there and hold the tensors that they should."""
+    """Raises InputError if a component of the model lacks a file or a tensor."""
     in_hub = not Path(path).is_dir() and hub.is_name(path)
     pipeline = open_model(str(hub.cached(path)) if in_hub else path)
     with in_one_line():
@@ -192,13 +211,13 @@ def _check_weights(path: str) -> None:
 
 
 def _reward_sources(config: Config) -> dict[str, Hub | Converted]:
-    """The released files that the rewards are read from."""
+    """Returns the released files that the rewards of a configuration are read from, by name."""
     names = reward_names((*config.reward.weights, *config.reward.eval_only))
     return {key: source for key, source in SOURCES.items() if key.split("/")[0] in names}
 
 
 def _model_download(config: Config) -> list[str]:
-    """The model's name in the hub, if its files are to be downloaded."""
+    """Returns the model's name in the Hub if its files are not here, else an empty list."""
     path = config.model.path
     return (
         [path] if not Path(path).is_dir() and hub.is_name(path) and hub.cached(path) is None else []
@@ -206,7 +225,7 @@ def _model_download(config: Config) -> list[str]:
 
 
 def _reward_downloads(config: Config) -> list[str]:
-    """Names in the hub of the repositories whose files the rewards lack."""
+    """Returns the names in the Hub of the repositories whose files the rewards lack."""
     used = _reward_sources(config)
     paths = config.reward.paths
     given = {
@@ -224,11 +243,10 @@ def _reward_downloads(config: Config) -> list[str]:
 
 
 def cudnn() -> str | None:
-    """The version of cuDNN that this process loads: "9.12.0". None: there is none."""
+    """Returns the version of cuDNN that this process loads, e.g. "9.12.0"; None without cuDNN."""
     try:
-        number = int(
-            ctypes.CDLL("libcudnn.so.9").cudnnGetVersion()
-        )  # JAX has loaded it from its wheel, if it came in one
+        # JAX has loaded it from its wheel, if it came in one.
+        number = int(ctypes.CDLL("libcudnn.so.9").cudnnGetVersion())
     except OSError:
         return None
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
@@ -245,14 +263,14 @@ def _hub_cache() -> Path:
 
 
 def _folder(path: Path) -> dict[str, Any]:
-    """A folder that need not be there yet, and the bytes that are free where it is or would be."""
+    """Describes a directory, which need not exist: its path, free bytes and writability."""
     there = next(parent for parent in (path, *path.parents) if parent.exists())
     writable = there.is_dir() and os.access(there, os.W_OK)
     return {"folder": str(path), "free": shutil.disk_usage(there).free, "writable": writable}
 
 
 def table(summary: dict[str, Any]) -> str:
-    """What `machine` and `needs` found, for a terminal."""
+    """Formats the results of `machine` and `needs` as lines for a terminal."""
     versions = summary["versions"]
     devices = summary["devices"]
     emulated = [name for name, native in summary["formats"].items() if not native]

@@ -1,4 +1,4 @@
-"""`solrl encode`."""
+"""`solrl encode`: fills the cache of encoded prompts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,9 +37,20 @@ def command(preset: str, overrides: tuple[str, ...], as_json: bool) -> None:
 def fill_cache(
     config: Config, progress: Callable[[int], None] = lambda prompts: None
 ) -> dict[str, Any]:
-    """Encodes both prompt sets of `config` and the empty prompt. Loads only the text encoders.
+    """Encodes all prompts of a configuration into its cache, with the empty prompt.
 
-    progress: called with the number of prompts done since the last call. Returns what `--json` prints.
+    Loads only the text encoders.
+
+    Args:
+        config: The configuration. `model.prompt_cache_dir` names the cache.
+        progress: Called with the number of further prompts that are done.
+
+    Returns:
+        "cache" (the directory), "prompts" (all of them), "encoded" (the new ones) and "bytes_each".
+
+    Raises:
+        InputError: If the configuration names no cache, or the model or a prompt file cannot be
+            used.
     """
     prompts = list(
         dict.fromkeys([p for prompt_set in load_prompt_sets(config) for p in prompt_set])
@@ -52,7 +63,8 @@ def fill_cache(
     )
     if encoders.cache is None:
         raise InputError(
-            "model.prompt_cache_dir=None: expected a directory to be filled, or '' for the user's own"
+            "model.prompt_cache_dir=None: expected a directory to be filled, or '' for the one in "
+            "the user's cache directory"
         )
     encoders.check_instruction(instruction)
     empty, encoded = encoders.encode([""], tokens)

@@ -1,4 +1,4 @@
-"""Options that several commands share; how commands show progress and results."""
+"""Options that several commands share, progress bars, and printing of results."""
 
 import json
 import sys
@@ -54,9 +54,10 @@ def finite(
 def iterations(
     _context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]
 ) -> tuple[int, ...]:
-    """A click callback: iteration numbers, as repeated options or separated by commas."""
+    """A click callback that parses iteration numbers, repeated or separated by commas."""
     parts = [part for value in values for part in value.split(",")]
-    if wrong := [part for part in parts if not is_number(part)]:
+    wrong = [part for part in parts if not is_number(part)]
+    if wrong:
         raise click.BadParameter(f"{wrong[0]!r} is no iteration; expected e.g. 3 or 3,10")
     return tuple(map(int, parts))
 
@@ -70,7 +71,7 @@ trust_option = click.option(
     "--trust-run",
     "trust",
     is_flag=True,
-    help="Use the functions and services that the run names as rewards.",
+    help="Use the rewards and objectives outside the package that the run names.",
 )
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print the result as one line of JSON."
@@ -78,7 +79,13 @@ json_option = click.option(
 
 
 def bar(total: int | None, name: str, unit: str = "img"):
-    """A progress bar on standard error; nothing is shown if that is not a terminal."""
+    """Returns a tqdm progress bar on standard error, shown only if that is a terminal.
+
+    Args:
+        total: The number of units. None: unknown.
+        name: The text before the bar.
+        unit: The name of a unit.
+    """
     from tqdm import tqdm
 
     return tqdm(total=total, desc=name, unit=unit, file=sys.stderr, disable=not sys.stderr.isatty())

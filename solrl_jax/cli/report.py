@@ -1,4 +1,4 @@
-"""`solrl report`."""
+"""`solrl report`: shows runs as one HTML page."""
 
 from pathlib import Path
 

@@ -1,4 +1,7 @@
-"""The signals that stop a command. They wait while modules are imported: a signal would break that off with a stack."""
+"""Holds back the signals that stop a command, e.g. while modules are imported.
+
+A signal would interrupt an import with a traceback.
+"""
 
 import contextlib
 import signal
@@ -8,18 +11,18 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def block() -> None:
-    """From here on, signals wait for `unblock`."""
+    """Holds signals back until `unblock`."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
 
 
 def unblock() -> None:
-    """Signals that wait arrive now."""
+    """Delivers the signals that were held back."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
 
 @contextlib.contextmanager
 def blocked() -> Iterator[None]:
-    """A context in which signals wait."""
+    """Holds signals back while the body runs."""
     block()
     try:
         yield
@@ -28,6 +31,9 @@ def blocked() -> Iterator[None]:
 
 
 def ignore() -> None:
-    """Nothing is left to stop. Python removes handlers before it ends, and a signal would change the exit code then."""
+    """Ignores signals from now on, when nothing is left to stop.
+
+    Python removes handlers before it ends, and a signal would change the exit code then.
+    """
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)

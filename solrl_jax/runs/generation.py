@@ -157,7 +157,7 @@ class Generation:
     """
 
     images: Float[np.ndarray, "n h w 3"]
-    latents: Float[np.ndarray, "n c h w"]
+    latents: Float[np.ndarray, "n c latent_h latent_w"]
     num_steps: int
     precision: str
 

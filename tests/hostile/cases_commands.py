@@ -496,7 +496,7 @@ CASES = [
     Case(
         "study: processes that start nothing",
         STUDY + " --compare-only --processes 2",
-        "--processes 2",
+        "--processes=2",
         files=GOOD,
     ),
     *(
