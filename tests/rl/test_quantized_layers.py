@@ -292,7 +292,7 @@ def test_the_command_lists_them_without_loading_weights(monkeypatch):
     def call(*arguments):
         return (
             CliRunner()
-            .invoke(main.cli, ["linears", "tiny", *arguments], catch_exceptions=False)
+            .invoke(main.cli, ["layers", "tiny", *arguments], catch_exceptions=False)
             .output
         )
 
@@ -359,7 +359,7 @@ def test_the_report_measures_what_each_layer_loses(tmp_path):
             CliRunner()
             .invoke(
                 main.cli,
-                ("linears", "tiny", *settings, "--errors", "--json"),
+                ("layers", "tiny", *settings, "--errors", "--json"),
                 catch_exceptions=False,
             )
             .stdout
