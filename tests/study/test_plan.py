@@ -155,7 +155,7 @@ def test_prices_come_from_a_plan_of_ones_own(tmp_path):
     path.write_text(json.dumps(PLANS["sana-h200"]))
     assert find_prices(str(path)) == prices_of(PLANS["sana-h200"]) == carried()["sana-h200"]
     path.write_text("{}")
-    with pytest.raises(InputError, match=r"plan\.json: not the JSON of `solrl plan PRESET --json`"):
+    with pytest.raises(InputError, match=r"plan\.json: not the JSON that `solrl plan` prints"):
         find_prices(str(path))
     with pytest.raises(InputError, match=r"prices=flux: no file, and none of sana-h200, "):
         find_prices("flux")
