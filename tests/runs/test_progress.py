@@ -76,7 +76,10 @@ def test_a_run_ends_with_what_was_gained_the_report_and_what_to_try_next(monkeyp
         " lora.safetensors",
     ]
     monkeypatch.setattr(train.shutil, "which", lambda name: "/usr/bin/solrl")
-    assert train.closing(summary, html_report=False).splitlines()[1] == "report: solrl report runs/demo"
+    assert (
+        train.closing(summary, html_report=False).splitlines()[1]
+        == "report: solrl report runs/demo"
+    )
 
 
 def test_a_gain_within_two_standard_errors_is_not_claimed():
