@@ -97,7 +97,9 @@ def command(
     pipeline = open_model(config.model.path, mhla=mhla_override(config.model))
     shapes = pipeline.transformer.abstract_params(DTYPES[config.rollout.precision])
     with in_one_line():
-        rows = quantized_layers.report(shapes, config.model.quantization, form, config.rollout.explore)
+        rows = quantized_layers.report(
+            shapes, config.model.quantization, form, config.rollout.explore
+        )
     if errors:
         find_checkpoint(target, "latest")  # raises before weights are loaded
         backbone = load_backbone(pipeline, config.rollout.precision, make_mesh(-1, 1))
