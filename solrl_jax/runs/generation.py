@@ -190,7 +190,8 @@ def generate_images(
     if config:
         pipeline = open_model(config.model.path, mhla=mhla_override(config.model))
     else:
-        pipeline = open_model(model)
+        with in_one_line(lambda message: message.replace("model.path=", "model=", 1)):
+            pipeline = open_model(model)
     latents = None if request.latents is None else _channels_last(request.latents, len(prompts))
     size = _image_size(request, config, pipeline, latents)
     _check_memory(len(prompts), size)

@@ -758,7 +758,7 @@ def test_presets_lists_them_all(call):
         (("rank", "nowhere"), "'nowhere': no run directory and no preset"),
         (
             ("generate", "nowhere", "--prompts", "embedded:shapes-test", "--out", "o"),
-            "model.path='nowhere': no such directory",
+            "model='nowhere': no such directory",
         ),
     ],
 )

@@ -586,7 +586,7 @@ CASES = [
     Case("an empty preset", "train ''", "unknown preset"),
     Case("a preset with a carriage return", "train 'ti\rny'", r"unknown preset 'ti\rny'"),
     Case("a preset that is a path", "train ../../etc/passwd", "unknown preset"),
-    Case("a preset with a null byte", "layers 'a\0b'", "no run directory and no preset"),
+    Case("a preset with a null byte", "layers 'a\0b'", "null character"),
     Case("a preset as long as a book", "train " + 5000 * "x", "unknown preset"),
     Case("a host without hosts", "train tiny --host 3", "--host=3: only with a number of hosts"),
     Case("hosts that are no number", "train tiny --hosts many", "expected a number"),
