@@ -82,7 +82,7 @@ def test_the_first_part_goes_from_nothing_to_a_lora_in_diffusers(folder, monkeyp
     assert said.count("gained: held-out reward") == 3
     assert (folder / "runs" / "first" / "report.html").is_file()
     assert (folder / "my-lora.safetensors").stat().st_size > 1000
-    assert len(list((folder / "pictures").glob("0*.png"))) == 4
+    assert len(list((folder / "images").glob("0*.png"))) == 4
     change = re.search(r"mean change of a pixel: ([\d.]+)", said)
     assert change is not None
     assert 0 < float(change[1]) < 0.5
