@@ -148,6 +148,7 @@ def test_eval_of_a_run_repeats_its_last_evaluation(trained, call):
     assert result["means"]["reward"] == pytest.approx(summary["after"]["eval/reward"], abs=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_eval_compares_a_run_with_itself_and_with_its_base(trained, call, tmp_path):
     folder, summary, _ = trained
     gained = summary["after"]["eval/reward"] - summary["before"]["eval/reward"]

@@ -312,7 +312,7 @@ def test_an_image_does_not_depend_on_the_others_in_the_file(first, models, tmp_p
     ("precision", "smallest", "largest", "correlation"),
     [
         pytest.param("bf16", 5e-4, 0.01, 0.995, marks=pytest.mark.exhaustive),
-        ("nvfp4", 5e-3, 0.04, 0.98),
+        pytest.param("nvfp4", 5e-3, 0.04, 0.98, marks=pytest.mark.exhaustive),
     ],
 )
 def test_lower_precisions_differ_a_little(

@@ -42,7 +42,7 @@ def test_names_are_distinct():
 WHOLE = [
     case for case in CASES if case.code == 0 and case.arguments.startswith(("train", "generate"))
 ]
-QUICK = ("run.json is deep", "metrics.jsonl has infinity", "generate: another picture is there")
+QUICK = ("run.json is deep", "metrics.jsonl has infinity")
 PARAMETERS = [
     pytest.param(
         case,

@@ -265,6 +265,7 @@ def test_what_it_adds_is_trained_in_full_kept_in_bounds_and_never_quantised():
     )
 
 
+@pytest.mark.exhaustive
 def test_a_network_of_equal_weights_has_sanas_velocities():
     """Of tiny-sana's released weights; and how far the paper's beginning is from them."""
     _, pipeline = configured()

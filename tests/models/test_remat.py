@@ -62,6 +62,7 @@ NETWORKS = {
 
 
 @pytest.mark.parametrize("name", first_is_quick(NETWORKS))
+@pytest.mark.exhaustive
 def test_gradients_are_the_same_and_take_less_memory(name):
     make = NETWORKS[name][0]
     told = jax.tree.map(jnp.asarray, NETWORKS[name][1])

@@ -281,6 +281,7 @@ def small(tmp_path_factory):
         return planning.plan(config, Devices(TARGETS["h200"], 2), folder), folder
 
 
+@pytest.mark.exhaustive
 def test_a_plan_explains_memory_to_the_byte(small):
     summary, _ = small
     assert [stage["name"] for stage in summary["stages"]] == list(STAGES[:-1])
@@ -303,6 +304,7 @@ def test_a_plan_explains_memory_to_the_byte(small):
     assert summary["too_large"] == {}
 
 
+@pytest.mark.exhaustive
 def test_a_plan_adds_seconds_up(small):
     """Of each stage calls by a call's; `naive_scaling` explores with the program that regenerates."""
     summary, folder = small
@@ -329,6 +331,7 @@ def test_a_plan_adds_seconds_up(small):
     }
 
 
+@pytest.mark.exhaustive
 def test_a_plan_is_shown_as_a_table_and_as_json(small):
     summary, _ = small
     assert json.loads(json.dumps(summary)) == summary

@@ -24,6 +24,7 @@ from solrl_jax.quant.lazy import (
     triton_kernel,
 )
 from solrl_jax.quant.matmul import lazy_matmul, matmul
+from tests.cases import first_is_quick
 from tests.lowering import cuda_text
 
 B = 2
@@ -145,7 +146,7 @@ def both(encoder, form):
     "dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.exhaustive)]
 )
 @pytest.mark.parametrize(("form", "n"), CASES)
-@pytest.mark.parametrize("encoder", ENCODERS)
+@pytest.mark.parametrize("encoder", first_is_quick(ENCODERS))
 def test_the_kernel_is_its_twin_bit_for_bit(encoder, form, n, dtype):
     of_twin, of_kernel = both(encoder, form)
     v = jnp.asarray(normal(B, 1, n, seed=2), dtype)

@@ -259,6 +259,7 @@ def test_a_reward_that_scores_nothing_is_found_before_the_weights_are(monkeypatc
         experiments.build(small_config("unused", f"reward={FAILING}", f"reward.options={options}"))
 
 
+@pytest.mark.exhaustive
 def test_scoring_a_chunk_overlaps_making_the_next(built, tmp_path):
     """The score of the first chunk waits for a file, which is written after the second chunk is
     generated.
@@ -294,6 +295,7 @@ def test_scoring_a_chunk_overlaps_making_the_next(built, tmp_path):
     np.testing.assert_allclose(samples.reward, samples.images.mean((1, 2, 3)), rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_the_sum_is_of_what_was_scored_in_jax_and_outside(built):
     weights = {
         "tests.outside:in_jax": 0.5,

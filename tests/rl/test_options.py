@@ -307,6 +307,7 @@ def test_without_one_option_the_others_work(paper, adapters, without, name):
     assert same(still.segments, want.segments)
 
 
+@pytest.mark.exhaustive
 def test_without_any_option_an_iteration_is_the_papers(paper, without):
     state, outcome = iterate(paper, fresh_state(paper), 1)
     without(*SETTINGS)

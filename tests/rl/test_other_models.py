@@ -156,11 +156,12 @@ def build(name: str, folder: Path, *overrides: str) -> Experiment:
 
 
 OTHERS = [
-    pytest.param(name, marks=pytest.mark.exhaustive) for name in ("sd3", "zimage", "flux2-klein-4b")
+    pytest.param(name, marks=pytest.mark.exhaustive)
+    for name in ("flux1", "sd3", "zimage", "flux2-klein-4b")
 ]
 
 
-@pytest.fixture(scope="module", params=["flux1", *OTHERS])
+@pytest.fixture(scope="module", params=OTHERS)
 def trained(request, tmp_path_factory):
     """Name, experiment, the trees that explored, and after each of two iterations: (state, metrics,
     ledger, traces).

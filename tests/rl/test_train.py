@@ -22,6 +22,7 @@ from solrl_jax.rl.objectives.nft import nft
 from solrl_jax.rl.select import rank
 from solrl_jax.rl.trainable.trainable import flatten
 from solrl_jax.rl.update import blend, old_decay, update
+from tests.cases import first_is_quick
 from tests.small import small_config
 from tests.toys import toy_experiment
 
@@ -106,6 +107,7 @@ def test_the_ledger_tells_the_whole_iteration(experiment, first):
     assert outcome.metrics["fidelity/level"] == 0
 
 
+@pytest.mark.exhaustive
 def test_progress_goes_through_the_stages_and_their_rows(toy):
     told = []
     iterate(toy, fresh_state(toy), 1, progress=lambda *facts: told.append(facts))
@@ -175,7 +177,7 @@ def test_low_precision_never_enters_the_loss(toy, monkeypatch):
 FAMILIES = {"naive_quant": ("nvfp4", 8), "naive_scaling": ("bf16", 8), "diffusionnft": ("bf16", 4)}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", first_is_quick(FAMILIES))
 def test_families_that_do_not_regenerate_train_on_what_they_explored(family, monkeypatch):
     precision, candidates = FAMILIES[family]
     toy = toy_experiment(
@@ -313,6 +315,7 @@ def test_if_every_reward_fails_the_policy_stays():
     same_bits(state.adapters, before)
 
 
+@pytest.mark.exhaustive
 def test_several_optimizer_steps_an_iteration():
     toy = toy_experiment("optimizer.steps_per_iteration=2")
     state, outcome = iterate(toy, fresh_state(toy), 1)

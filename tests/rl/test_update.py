@@ -353,6 +353,7 @@ def test_a_micro_batch_whose_loss_is_not_finite_contributes_nothing_and_is_count
         assert metrics["grad_norm"] == 0
 
 
+@pytest.mark.exhaustive
 def test_several_steps_of_the_optimiser_take_the_terms_in_turn(backbones):
     """Three steps: each on the terms of one slot, so of every row once."""
     backbone = backbones["one"]
@@ -369,6 +370,7 @@ def test_several_steps_of_the_optimiser_take_the_terms_in_turn(backbones):
     assert distance(uneven, state) < TOLERANCE
 
 
+@pytest.mark.exhaustive
 def test_the_reference_is_computed_only_if_it_has_a_weight(backbones):
     """Operations by XLA's count: three evaluations and a gradient, or one evaluation less."""
     backbone = backbones["one"]
@@ -398,6 +400,7 @@ def pull_to_the_base(velocities, target, algorithm):
     return algorithm.beta * kl, {"loss/mine": 2 * kl}
 
 
+@pytest.mark.exhaustive
 def test_the_objective_is_a_function_that_is_given(backbones):
     backbone = backbones["one"]
     state, metrics = run(backbone, batch_of(backbone), objective=pull_to_the_base)
