@@ -43,9 +43,16 @@ def gated_conv(
 
 
 def _materialize_matmul(x: LazyActivation, grid: tuple[int, int]) -> LazyActivation:
-    """The same activation, whose first array (a matmul) a TPU writes as images in its own dtype.
+    """Makes a TPU write the first array of an activation, a matmul, as images in its own dtype.
 
     XLA would write it in float32, and copy it.
+
+    Args:
+        x: The activation [b, n, c] as one lazy part.
+        grid: The number of rows and of columns of the n pixels.
+
+    Returns:
+        The same activation.
     """
     (part,) = x.parts
     first, *others = (a.value if isinstance(a, ColumnView) else a for a in part.arrays)
@@ -93,7 +100,12 @@ def depthwise_conv(
 def conv_by_shifts(
     x: Float[Array, "b h w c"], kernel: Float[Array, "k k 1 c"]
 ) -> Float[Array, "b h w c"]:
-    """The depthwise convolution as a sum of shifted products."""
+    """The depthwise convolution as a sum of shifted products.
+
+    Args:
+        x: The images, float32.
+        kernel: One filter per channel, float32.
+    """
     height, width = x.shape[1:3]
     size = len(kernel)
     margin = (size // 2, size // 2)
@@ -112,6 +124,10 @@ def conv_by_groups(
     """The depthwise convolution as XLA's grouped convolution, with one group per channel.
 
     At the default precision, a TPU multiplies in BF16.
+
+    Args:
+        x: The images, float32.
+        kernel: One filter per channel, float32.
     """
     margin = (len(kernel) // 2, len(kernel) // 2)
     return jax.lax.conv_general_dilated(

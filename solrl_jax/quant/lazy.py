@@ -65,7 +65,12 @@ class ColumnView:
         return self.array[..., self.start : self.stop]
 
     def slice(self, start: int, stop: int) -> "ColumnView":
-        """Columns `start` to `stop` of this view, counted from its first column."""
+        """Narrows the view.
+
+        Args:
+            start: The first column of the new view, counted from the first column of this one.
+            stop: The column after the last one of the new view, counted likewise.
+        """
         return ColumnView(self.array, self.start + start, self.start + stop)
 
 
@@ -291,11 +296,13 @@ def materialize_heads(
 
 
 def cast_saturating(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
-    """Casts `x` to `dtype`.
-
-    Values beyond the range of an 8-bit dtype become its largest finite value.
+    """Casts an array. Values beyond the range of an 8-bit dtype become its largest finite value.
 
     E4M3 has no infinity: without the clipping, magnitudes above 464 would become NaN.
+
+    Args:
+        x: The array.
+        dtype: The dtype of the result.
     """
     if jnp.dtype(dtype).itemsize == 1:
         largest = float(jnp.finfo(dtype).max)
@@ -304,7 +311,12 @@ def cast_saturating(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
 
 
 def cast_rows(dtype: Any, parts: Sequence[Array]) -> tuple[list[Array]]:
-    """An `Encode` with one output: the rows themselves, in `dtype`."""
+    """An `Encode` with one output: the rows themselves.
+
+    Args:
+        dtype: The dtype of the output. Casts to FP8 saturate.
+        parts: Float32 arrays [..., n_i] that lie side by side.
+    """
     return ([cast_saturating(x, dtype) for x in parts],)
 
 
@@ -349,7 +361,12 @@ def _arrays(pieces: Sequence[Sequence[LazyPart]]) -> list[Array]:
 def _replace_arrays(
     pieces: Sequence[Sequence[LazyPart]], arrays: Iterator[Array]
 ) -> list[list[LazyPart]]:
-    """The same parts reading other arrays, given in the order of `_arrays`."""
+    """Returns the same parts reading other arrays.
+
+    Args:
+        pieces: The parts of each activation.
+        arrays: The new arrays, in the order of `_arrays`.
+    """
 
     def replace(old: Array | ColumnView) -> Array | ColumnView:
         if isinstance(old, ColumnView):
@@ -363,7 +380,15 @@ def _replace_arrays(
 
 
 def reference(encode: Encode, pieces: Sequence[Sequence[LazyPart]]) -> tuple[Array, ...]:
-    """Computes what `triton_kernel` computes, in plain JAX. Arguments and result are the same."""
+    """Computes what `triton_kernel` computes, in plain JAX.
+
+    Args:
+        encode: The encoder of a row.
+        pieces: The parts of each activation. Activations follow each other along the sequence axis.
+
+    Returns:
+        The outputs of the encoder, each [b, s, m].
+    """
     encoded = [encode([part.compute(jnp.float32) for part in parts]) for parts in pieces]
     outputs = []
     for columns_of_pieces in zip(*encoded, strict=True):

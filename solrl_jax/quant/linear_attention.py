@@ -397,7 +397,12 @@ class _Head:
         ]
 
     def feature(self, x: Array, tokens: Any) -> Array:
-        """The features of queries or keys; 0 for tokens that do not exist."""
+        """Computes the features of queries or keys.
+
+        Args:
+            x: Queries or keys of a group [tokens, head].
+            tokens: The group. Tokens that do not exist have features 0.
+        """
         return jnp.where(tokens[1], self.blocks.feature(x), 0.0).astype(x.dtype)
 
     def load(self, ref: Any, tokens: Any, first_column: int = 0) -> Array:
@@ -417,7 +422,13 @@ class _Head:
         return self.plgpu.load(ref.at[rows, columns], **masked).astype(jnp.float32)
 
     def store(self, ref: Any, tokens: Any, value: Array) -> None:
-        """Stores [tokens, head] to the columns of this head, for tokens that exist."""
+        """Stores values to the columns of this head, for tokens that exist.
+
+        Args:
+            ref: A reference to an array [tokens, width].
+            tokens: The group of tokens.
+            value: The values [tokens, head].
+        """
         mask = jnp.broadcast_to(tokens[1], value.shape)
         self.plgpu.store(ref.at[tokens[0], self.columns], value.astype(ref.dtype), mask=mask)
 

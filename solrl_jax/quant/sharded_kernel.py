@@ -17,9 +17,14 @@ from solrl_jax.quant import tensor_parallel
 
 
 def power_of_two(count: int, least: int = 1) -> int:
-    """Returns the smallest power of two that is at least `count` and at least `least`.
+    """Returns a power of two, because Triton arrays have no other sizes.
 
-    Triton arrays have no other sizes.
+    Args:
+        count: The number of values that the array must hold.
+        least: The smallest size to return.
+
+    Returns:
+        The smallest power of two that is at least `count` and at least `least`.
     """
     return 1 << (max(count, least) - 1).bit_length()
 

@@ -39,9 +39,14 @@ def shard_axis(x: Array, axis: int) -> Array:
 
 
 def gather_axis(x: Array, axis: int = -1) -> Array:
-    """Returns `x` with all of its axis `axis` on every device, if it was sharded there.
+    """Gathers one axis of an activation: every device receives all of it.
 
-    The sharding of the other axes stays as it is.
+    Args:
+        x: Any array. The sharding of its other axes stays as it is.
+        axis: The axis, which may be sharded over the mesh axis `tensor`.
+
+    Returns:
+        `x` with a sharding constraint.
     """
     return _constrain(x, axis, None) if num_shards() > 1 else x
 
@@ -65,8 +70,14 @@ def partition_spec(shape: tuple[int, ...], axis: int | None, shards: int) -> Par
 
 
 def shard_weight(w: Array, axis: int) -> Array:
-    """Returns `w` with its axis `axis` sharded over the mesh axis `tensor` and all other axes
-    replicated (see `partition_spec`).
+    """Shards one axis of a weight over the mesh axis `tensor`, and replicates all other axes.
+
+    Args:
+        w: The weight.
+        axis: The axis to shard, see `partition_spec`.
+
+    Returns:
+        `w` with a sharding constraint.
     """
     if num_shards() == 1:
         return w

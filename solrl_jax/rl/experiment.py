@@ -294,7 +294,16 @@ def build(config: Config, *, force: bool = False) -> Experiment:
 
 
 def _check_count(field: str, count: int, prompts: Sequence[Prompt]) -> None:
-    """Raises InputError if a field asks for more prompts than there are."""
+    """Checks that a field does not ask for more prompts than there are.
+
+    Args:
+        field: The name of the field, for the message.
+        count: Its value.
+        prompts: The prompts.
+
+    Raises:
+        InputError: If there are fewer prompts.
+    """
     if count > len(prompts):
         raise InputError(
             f"{field}={count}: must be at most the {len(prompts)} distinct prompts of its file"
@@ -328,9 +337,16 @@ def _check_scoring(
 
 
 def _check_transitions(config: Config, pipeline: Pipeline) -> None:
-    """Raises InputError if the objective trains on transitions and guidance is classifier-free.
+    """Checks that an objective that trains on transitions has no classifier-free guidance.
 
     The recorded steps would then not be those of the trained policy alone.
+
+    Args:
+        config: The configuration of the run.
+        pipeline: It says which field scales its classifier-free guidance.
+
+    Raises:
+        InputError: If such an objective is combined with guidance.
     """
     field = "true_cfg_scale" if pipeline.embedded_guidance else "guidance_scale"
     scale = getattr(config.rollout, field)

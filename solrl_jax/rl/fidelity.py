@@ -135,7 +135,13 @@ def regret(proxy: Rewards, true: Rewards, top: int, within: int) -> Float[np.nda
 
 
 def _extremes(rewards: Rewards, count: int, best: bool) -> Bool[np.ndarray, "p n"]:
-    """Marks the `count` best (or worst) candidates of each prompt. Non-finite rewards never are."""
+    """Marks the best (or worst) candidates of each prompt. Non-finite rewards never are.
+
+    Args:
+        rewards: The rewards.
+        count: How many candidates are marked.
+        best: Whether the best ones are; otherwise the worst.
+    """
     ranks = rank(rewards)
     finite = np.isfinite(rewards)
     return finite & (ranks < count if best else ranks >= finite.sum(1, keepdims=True) - count)
@@ -144,6 +150,14 @@ def _extremes(rewards: Rewards, count: int, best: bool) -> Bool[np.ndarray, "p n
 def _mean(
     values: Shaped[np.ndarray, "p n"], where: Bool[np.ndarray, "p n"]
 ) -> Float[np.ndarray, " p"]:
-    """The mean of the selected values of each row that are not NaN; NaN where there is none."""
+    """Computes the mean of selected values for each prompt.
+
+    Args:
+        values: One value per candidate. NaN values are left out.
+        where: Which values are selected.
+
+    Returns:
+        One mean per prompt; NaN where no value is left.
+    """
     chosen = [v[w & ~np.isnan(v)] for v, w in zip(values, where, strict=True)]
     return np.array([row.mean() if len(row) else np.nan for row in chosen])

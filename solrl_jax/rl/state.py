@@ -161,6 +161,16 @@ def _fresh(
     optimizer: Optimizer,
     start: Mapping[str, Adapter],
 ) -> TrainState:
+    """Computes the state before the first step. It is used under jit.
+
+    Args:
+        key: The key of the initial adapters.
+        base: The parameters of the base.
+        targets: The parameters that are trained.
+        lora: Its rank is read.
+        optimizer: The optimizer section of the configuration.
+        start: Adapters that replace the initial ones.
+    """
     flat = flatten(base)
     adapters = init_adapters(key, base, targets.adapted, lora.rank)
     adapters |= {path: _filled(ab, adapters[path]) for path, ab in start.items()}
@@ -183,10 +193,14 @@ def _fresh(
 
 
 def _filled(adapter: Adapter, fresh: Adapter) -> Adapter:
-    """Replaces the ranks of `adapter` whose column of A and row of B are both zero by those of
-    `fresh`.
+    """Replaces the unused ranks of an imported adapter by freshly initialised ones.
 
-    No gradient would ever move them. Layers that a file lacks have only such ranks.
+    A rank is unused if its column of A and its row of B are both zero. No gradient would ever
+    move it. Layers that a file lacks have only such ranks.
+
+    Args:
+        adapter: The imported adapter.
+        fresh: A freshly initialised adapter of the same shape.
     """
     used = adapter["a"].any(-2) | adapter["b"].any(-1)
     return {

@@ -48,5 +48,11 @@ class AdaLayerNorm(nnx.Module):
         shift: Float[Array, "b 1 d"],
         scale: Float[Array, "b 1 d"],
     ) -> Activation:
-        """`norm(x) (1 + scale) + shift`, computed by the layer that reads it."""
+        """`norm(x) (1 + scale) + shift`, computed by the layer that reads it.
+
+        Args:
+            x: The tokens.
+            shift: The shift of each sample and feature, one of `vectors`.
+            scale: The scale of each sample and feature, one of `vectors`.
+        """
         return self.norm.modulated(x, shift, scale, self.modulate)

@@ -108,7 +108,12 @@ class TimestepMLP(nnx.Module):
         self.linear_1, self.linear_2 = (Linear(n, d, bias=bias, rngs=rngs) for n in (256, d))
 
     def __call__(self, value: Float[Array, " b"], dtype: DTypeLike) -> Float[Array, "b d"]:
-        """Embeds `value`. The sinusoids are cast to `dtype`, which the MLP computes in."""
+        """Embeds one number per sample.
+
+        Args:
+            value: The numbers, e.g. timesteps in 0..1000.
+            dtype: The dtype that the sinusoids are cast to and the MLP computes in.
+        """
         return self.linear_2(jax.nn.silu(self.linear_1(sinusoid(value).astype(dtype))))
 
 

@@ -13,7 +13,12 @@ from solrl_jax.quant.gated_conv import gated_conv
 
 
 def silu_gate(gate: Float[Array, "..."], value: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`silu(gate) * value`, the middle of a SiLU-gated linear unit (SwiGLU, arXiv 2002.05202)."""
+    """`silu(gate) * value`, the middle of a SiLU-gated linear unit (SwiGLU, arXiv 2002.05202).
+
+    Args:
+        gate: The first factor before its SiLU.
+        value: The second factor, of the same shape.
+    """
     return jax.nn.silu(gate) * value
 
 

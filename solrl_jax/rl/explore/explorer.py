@@ -98,6 +98,7 @@ class Explorer:
         return self._quantizers[precision]
 
     def _make_quantizer(self, precision: str) -> Quantizer | None:
+        """Applies the options to the quantizer of a format. None if it quantizes nothing."""
         quantize = FORMATS[precision].quantize
         if quantize is None:
             return None

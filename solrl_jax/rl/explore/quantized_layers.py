@@ -166,7 +166,13 @@ def report(
 
 
 def _quantized_bytes(quantizer: Quantizer, path: str, shape: jax.ShapeDtypeStruct) -> int:
-    """The bytes of a quantized parameter, from shapes alone."""
+    """Computes the bytes of a quantized parameter from its shape alone.
+
+    Args:
+        quantizer: How it is quantized.
+        path: Its path, by which its extra arrays are found.
+        shape: Its shape and dtype.
+    """
 
     def quantize(w: Array, *extra_arrays: Array) -> Any:
         return map_layers(quantizer.quantize, w, None, 1.0, *extra_arrays)
@@ -243,7 +249,13 @@ def table(layers: Sequence[LinearLayer], form: Format) -> str:
 
 
 def _line(layer: LinearLayer, form: Format, width: int) -> str:
-    """The line of one parameter in the `table`. `width`: the columns of the path."""
+    """Formats one line of the `table`.
+
+    Args:
+        layer: The parameter.
+        form: The exploration format.
+        width: The number of columns for the path.
+    """
     shape = f"{layer.layers} x {layer.n_in} -> {layer.n_out}"
     if layer.kept:
         outcome = f"stays: {layer.kept}"

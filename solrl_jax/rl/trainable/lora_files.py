@@ -333,9 +333,20 @@ def _lora_adapters(adapters: Trainable) -> dict[str, Adapter]:
 def _to_modules(
     adapters: Mapping[str, Adapter], settings: LoraSettings, table: Table
 ) -> dict[str, Tensors]:
-    """Converts adapters to the two matrices of each released module, in the order of PyTorch.
+    """Converts adapters to the matrices of each released module, in PyTorch's order of axes.
 
     Layers in which both factors are zero are left out.
+
+    Args:
+        adapters: The adapters by path.
+        settings: Their rank is read.
+        table: The table of all parameters of the network.
+
+    Returns:
+        The factors A and B by module name.
+
+    Raises:
+        InputError: If an adapter does not fit the network.
     """
     slots = _slots(table)
     out = {}

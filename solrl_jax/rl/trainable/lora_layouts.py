@@ -222,8 +222,14 @@ def _file_names(modules: Collection[str]) -> dict[str, tuple[tuple[str, ...], bo
 
 
 def _indices(pattern: str, modules: Collection[str]) -> list[str]:
-    """Returns the numbers for which `pattern`, with them in place of `#`, is one of `modules`; [""]
-    for a pattern without `#`.
+    """Finds the numbers for which a pattern names a module.
+
+    Args:
+        pattern: A module name in which `#` stands for a number.
+        modules: The names of all modules.
+
+    Returns:
+        The numbers as text; [""] for a pattern without `#`.
     """
     if "#" not in pattern:
         return [""]

@@ -30,7 +30,12 @@ Table = Sequence[ParameterEntry]  # all parameters of the network that adapters 
 
 @dataclasses.dataclass(frozen=True)
 class LoraSettings:
-    """The rank and the alpha of a LoRA."""
+    """The rank and the alpha of a LoRA (arXiv 2106.09685).
+
+    Attributes:
+        rank: The rank of the factors A and B.
+        alpha: The weight gains `alpha / rank * B A`.
+    """
 
     rank: int
     alpha: float
@@ -100,7 +105,15 @@ def read_config(
 
 
 def _fields(file: Path, text: str | None) -> dict[str, Any]:
-    """Parses the JSON object `text` of the header of `file`, or, if it is None, all of `file`."""
+    """Parses the fields of a `LoraConfig`.
+
+    Args:
+        file: The file that has them, also for messages.
+        text: The JSON object, from the header of the file. None: all of the file is the object.
+
+    Raises:
+        InputError: If the file is missing, or the text is not a JSON object.
+    """
     if text is None and not file.is_file():
         raise InputError(f"{file}: no such file; an adapter of PEFT has its alpha there")
     try:
@@ -112,7 +125,15 @@ def _fields(file: Path, text: str | None) -> dict[str, Any]:
 
 
 def _check_config(file: Path, config: Mapping[str, Any]) -> None:
-    """Raises InputError if a `LoraConfig` is not of plain LoRA or has a field of the wrong type."""
+    """Checks that a `LoraConfig` is of plain LoRA and has fields of the right types.
+
+    Args:
+        file: The file of tensors, for messages.
+        config: The fields.
+
+    Raises:
+        InputError: If it is not, or has not.
+    """
     if config.get("peft_type", "LORA") != "LORA" or config.get("use_dora"):
         raise InputError(
             f"{file}: accepted is plain LoRA, not peft_type={config.get('peft_type')!r} or DoRA"
@@ -185,10 +206,15 @@ def layer_alpha(
 
 
 def _by_pattern(pattern: Mapping[str, Any], name: str, default: Any) -> Any:
-    """Returns the value for a module in PEFT's `rank_pattern` or `alpha_pattern`.
+    """Looks up a module in PEFT's `rank_pattern` or `alpha_pattern`.
 
     As in PEFT, a key is a regular expression that matches the whole name or the end of it that
     follows a dot, and the first key that matches counts.
+
+    Args:
+        pattern: The values by regular expression.
+        name: The name of the module.
+        default: The value if no key matches.
     """
     for key, value in pattern.items():
         if re.fullmatch(rf"(.*\.)?({key})", name):

@@ -216,7 +216,12 @@ def flatten(params: Params) -> dict[str, Any]:
 
 
 def replace(params: Params, leaves: Mapping[str, Any]) -> Params:
-    """A copy of the tree `params` in which the leaves at the paths of `leaves` are replaced."""
+    """Returns a copy of a tree of parameters in which some leaves are replaced.
+
+    Args:
+        params: The tree.
+        leaves: The new leaves by path, such as `blocks/attn/to_q/kernel`. Other paths are ignored.
+    """
     flat = flatten_dict(params, keep_empty_nodes=True)
     return unflatten_dict(
         {path: leaves.get("/".join(map(str, path)), leaf) for path, leaf in flat.items()}

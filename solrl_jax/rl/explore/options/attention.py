@@ -16,9 +16,11 @@ class Attention(ExplorationOption):
     """Makes the network attend in FP8 during exploration."""
 
     def active(self, explore: Explore) -> bool:
+        """Returns whether `explore.attention` is "fp8"."""
         return explore.attention == "fp8"
 
     def segments(
         self, explore: Explore, segments: tuple[Segment, ...], exact: Params
     ) -> tuple[Segment, ...]:
+        """Returns the segments with FP8 attention. See `ExplorationOption.segments`."""
         return tuple(dataclasses.replace(segment, fp8_attention=True) for segment in segments)

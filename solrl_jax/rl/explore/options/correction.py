@@ -68,6 +68,7 @@ class Corrected(Quantized):
     basis_weight: Float[Array, "... r n_out"]
 
     def matmul(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
+        """`x @ w` in the dtype of `x`: the low-rank branch plus the matmul of the remainder."""
         basis = self.basis.astype(x.dtype)
         inner = x @ basis
         along_basis = jnp.dot(inner, basis.T, preferred_element_type=jnp.float32)
@@ -76,6 +77,7 @@ class Corrected(Quantized):
         return matmul_sharded(rest, self.remainder) + inner @ basis_weight
 
     def dequantize(self) -> Float[Array, "... n_in n_out"]:
+        """The matrix that the leaf represents, in float32."""
         along_basis = self.basis.astype(jnp.float32) @ self.basis_weight.astype(jnp.float32)
         return dequantize(self.remainder) + along_basis
 
@@ -121,9 +123,11 @@ class Probe(Leaf):
     basis: Float[Array, "... n_in r"]
 
     def matmul(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
+        """`x @ weight`. Its gradient with respect to `basis` is `x^T x basis`."""
         return _probe(x, self.weight.astype(x.dtype), self.basis)
 
     def dequantize(self) -> Float[Array, "... n_in n_out"]:
+        """The plain weight, in float32."""
         return self.weight.astype(jnp.float32)
 
 
@@ -154,9 +158,11 @@ class Correction(ExplorationOption):
     """Wraps the quantizer of every linear layer in `correct`."""
 
     def active(self, explore: Explore) -> bool:
+        """Returns whether `explore.correction_rank` is above 0."""
         return explore.correction_rank > 0
 
     def measures(self, explore: Explore, full_steps: int, quantizes: bool) -> bool:
+        """Returns whether the format quantizes: then the inputs of the layers are measured."""
         return quantizes
 
     def quantizer(
@@ -167,6 +173,10 @@ class Correction(ExplorationOption):
         quantizer: Quantizer,
         schedule: Schedule,
     ) -> Quantizer:
+        """Measures the principal inputs, and wraps the quantizer in `correct`.
+
+        See `ExplorationOption.quantizer` for the arguments.
+        """
         bases = principal_inputs(calibration, paths, explore.correction_rank, schedule)
         return Quantizer(
             partial(correct, quantizer.quantize), {path: (basis,) for path, basis in bases.items()}
@@ -175,6 +185,11 @@ class Correction(ExplorationOption):
     def abstract_quantizer(
         self, explore: Explore, weights: dict[str, jax.ShapeDtypeStruct], quantizer: Quantizer
     ) -> Quantizer:
+        """Wraps the quantizer in `correct`, with the shapes of the bases in the place of arrays.
+
+        See `ExplorationOption.abstract_quantizer` for the arguments.
+        """
+
         def basis(w: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             rank = min(explore.correction_rank, w.shape[-2])
             return jax.ShapeDtypeStruct((*w.shape[:-1], rank), w.dtype)
@@ -231,7 +246,13 @@ def principal_inputs(
 
 
 def _random_directions(base: Params, paths: tuple[str, ...], count: int) -> dict[str, np.ndarray]:
-    """Draws the directions that the iteration starts from, which are the same in every run."""
+    """Draws the directions that the iteration starts from, which are the same in every run.
+
+    Args:
+        base: The parameters of the transformer.
+        paths: The paths of the linear layers.
+        count: The number of directions. A layer has at most as many as inputs.
+    """
     flat = flatten(base)
     rng = np.random.default_rng(0)
     bases = {}

@@ -17,11 +17,16 @@ class ExactSteps(ExplorationOption):
     """Splits the first segment in two, of which the first uses the unquantized policy."""
 
     def active(self, explore: Explore) -> bool:
+        """Returns whether `explore.exact_steps` is above 0."""
         return explore.exact_steps > 0
 
     def segments(
         self, explore: Explore, segments: tuple[Segment, ...], exact: Params
     ) -> tuple[Segment, ...]:
+        """Returns the segments, of which the first now begins with exact steps.
+
+        See `ExplorationOption.segments` for the arguments.
+        """
         count = explore.exact_steps
         first, *others = segments
         return (

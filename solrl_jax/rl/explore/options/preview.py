@@ -31,12 +31,18 @@ class Preview(ExplorationOption):
     """Replaces the schedule of exploration."""
 
     def active(self, explore: Explore) -> bool:
+        """Returns whether `explore.sigmas` is "first"."""
         return explore.sigmas == "first"
 
     def measures(self, explore: Explore, full_steps: int, quantizes: bool) -> bool:
+        """Returns whether there are fewer steps than in the regeneration: then some are fitted."""
         return explore.num_steps < full_steps
 
     def schedule(self, explore: Explore, calibration: Calibration, schedule: Schedule) -> Schedule:
+        """Returns the schedule with the first sigmas and the fitted steps.
+
+        See `ExplorationOption.schedule` for the arguments. With all steps, it is the full schedule.
+        """
         full = calibration.schedule
         if schedule.steps >= full.steps:
             return full
@@ -146,7 +152,11 @@ def _step(row: Float[np.ndarray, " 5"], x: Latents, history: Sequence[Latents]) 
 
 
 def _fit(terms: Sequence[Latents], target: Latents) -> Float[np.ndarray, " 5"]:
-    """Fits the linear combination of `terms` that is nearest to `target` (least squares).
+    """Fits the linear combination of some latents that is nearest to others (least squares).
+
+    Args:
+        terms: The latents to combine.
+        target: The latents to approximate.
 
     Returns:
         The weights of the terms, and 0 for the noise. Terms that are zero get weight 0.
