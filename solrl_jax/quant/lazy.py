@@ -176,7 +176,8 @@ class LazyActivation:
         Returns:
             The lazy result, with the dtype of this activation.
         """
-        (part,), (other_part,) = self.parts, other.parts
+        (part,) = self.parts
+        (other_part,) = other.parts
         count = len(part.arrays)
 
         def function(*arrays: Array) -> Array:

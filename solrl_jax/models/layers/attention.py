@@ -207,7 +207,8 @@ def _cudnn_attention(
     Returns:
         The attended values [b, t, n, h].
     """
-    (batch, t, heads, _), s = q.shape, k.shape[1]
+    batch, t, heads, _ = q.shape
+    s = k.shape[1]
     query_lengths = key_lengths = None
     if mask is not None and mask.ndim == 1:
         # t for every row, but computed from the mask, for the reason that is given below
@@ -258,7 +259,8 @@ def _softcapped(
         scale: factor of the logits before the cap.
         softcap: the largest magnitude of a logit.
     """
-    (batch, t, heads, head_dim), (s, kv) = q.shape, k.shape[1:3]
+    batch, t, heads, head_dim = q.shape
+    s, kv = k.shape[1:3]
     q = q.reshape(batch, t, kv, heads // kv, head_dim)
     logits = scale * jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)
     logits = softcap * jnp.tanh(logits / softcap)

@@ -66,7 +66,8 @@ def flash_attention(
     Returns:
         The attended values, in the dtype of `q`.
     """
-    (batch, t), s = q.shape[:2], k.shape[1]
+    batch, t = q.shape[:2]
+    s = k.shape[1]
     masked = jnp.zeros((1, s), jnp.int32) if mask is None else 1 - mask[:, 0, 0].astype(jnp.int32)
     masked = jnp.broadcast_to(masked, (batch, s))
     masked = jnp.pad(masked, ((0, 0), (0, -s % TILE)), constant_values=1)
