@@ -241,7 +241,15 @@ def generate(
 
 
 def _place_schedules(segments: tuple[Segment, ...], mesh: jax.sharding.Mesh) -> tuple[Segment, ...]:
-    """The segments with the arrays of their schedules on every device."""
+    """Copies the arrays of schedules to every device.
+
+    Args:
+        segments: The segments whose schedules are copied.
+        mesh: The devices.
+
+    Returns:
+        The segments with these schedules.
+    """
     return tuple(
         dataclasses.replace(
             segment, schedule=hosts.put(segment.schedule, sharding.replicated(mesh))
@@ -251,7 +259,13 @@ def _place_schedules(segments: tuple[Segment, ...], mesh: jax.sharding.Mesh) -> 
 
 
 def _place_samples(x: Array | np.ndarray, count: int, mesh: jax.sharding.Mesh) -> Array:
-    """Pads the first axis of `x` to `count` samples, and shards it over `mesh`."""
+    """Pads an array to a number of samples and shards the samples over a mesh.
+
+    Args:
+        x: An array with one row per sample, on the host.
+        count: The number of samples of the result.
+        mesh: The devices.
+    """
     return hosts.put(sharding.pad_rows(np.asarray(x), count), sharding.rows(mesh))
 
 
@@ -298,7 +312,12 @@ def _sample_parts(
 
 
 def _join_parts(parts: list[Any], scoring_mesh: jax.sharding.Mesh) -> Any:
-    """Concatenates sampled parts, and shards the samples over all devices of `scoring_mesh`."""
+    """Concatenates the parts of a chunk, and shards its samples over all devices of a mesh.
+
+    Args:
+        parts: The arrays of each part, as trees of equal structure.
+        scoring_mesh: The mesh that the chunk is scored on.
+    """
     if len(parts) == 1:
         joined = parts[0]
     else:
@@ -360,16 +379,14 @@ def sample_chunk(
     )
 
     def velocity(segment: Segment, x: Array, timestep: Array) -> Array:
-        def predict(conditioning):
-            return backbone.velocity(
-                segment.policy,
-                x,
-                conditioning,
-                timestep,
-                jnp.asarray(segment.schedule.embedded_guidance),
-                segment.fp8_attention,
-            )
-
+        predict = partial(
+            backbone.velocity,
+            segment.policy,
+            x,
+            time=timestep,
+            guidance=jnp.asarray(segment.schedule.embedded_guidance),
+            fp8_attention=segment.fp8_attention,
+        )
         if not segment.schedule.guided:
             return predict(cond)
         # Classifier-free guidance (arXiv 2207.12598).

@@ -178,9 +178,7 @@ def _optimizer_step(
     batch = problem.batch
     total = jnp.maximum(batch.weight[terms % len(batch.weight)].sum(), 1.0)
 
-    def loss(adapters, terms, valid):
-        return _micro_batch_loss(problem, adapters, terms, valid, total)
-
+    loss = partial(_micro_batch_loss, problem, total=total)
     micro = min(config.optimizer.per_device_batch_size, len(terms))
     gradient, metrics = _accumulate(loss, state.adapters, terms, micro, problem.backbone.mesh)
     metrics["grad_norm"] = optax.tree.norm(gradient)
@@ -207,8 +205,8 @@ def _accumulate(
 
     A group is the devices that share samples. Micro-batches are the same on every mesh, and the
     sums do not depend on the order of their terms (`parallel.sums`), so the gradient does not
-    depend on the mesh. The gradients of adapters are summed within each group, and only the sums are
-    communicated. The sums of whole arrays would take several times the memory of the network on
+    depend on the mesh. The gradients of adapters are summed within each group, and only the sums
+    are communicated. The sums of whole arrays would take several times the memory of the network on
     each device. They are therefore divided over all devices, which receive their shares of each
     micro-batch, and the gradient is divided as the weights are.
 
