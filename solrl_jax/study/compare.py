@@ -1,7 +1,8 @@
-"""What a study finds: means and standard errors over seeds, at equal iterations, at equal cost, and at equal progress.
+"""Compares the arms of a study: means and standard errors over seeds, at equal iterations, equal cost and equal progress.
 
-Arms that are compared share their seeds, hence their prompts and noise, and all are evaluated on the same pictures. So
-differences are taken seed by seed. Standard errors are over seeds alone: they do not say how other pictures would score.
+Arms that are compared share their seeds, hence their prompts and noise, and all are evaluated on the
+same images, so differences are taken seed by seed. Standard errors are over seeds alone: they do not
+say how other images would score.
 """
 
 import dataclasses
@@ -18,87 +19,135 @@ from solrl_jax.runs.metrics import read
 from solrl_jax.study.cost import Prices, evaluations
 from solrl_jax.study.plan import Run
 
-PROGRESS = (25, 50, 75, 100)  # per cent of what the other arm gains
-Estimate: TypeAlias = tuple[
-    float, float
-]  # a mean and its standard error; NaN where it cannot be told
+# The parts of the other arm's gain, in per cent, at which speed-ups are given.
+PROGRESS = (25, 50, 75, 100)
+# A mean and its standard error. NaN stands for an unknown value.
+Estimate: TypeAlias = tuple[float, float]
 Evaluated: TypeAlias = Float[np.ndarray, " e"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Course:
-    """What a finished run did: at its e evaluations, and in its i iterations."""
+    """The course of a finished run, at its e evaluations and in its i iterations.
+
+    Attributes:
+        seed: The seed of the run.
+        iterations: The iteration of each evaluation.
+        cost: The counted seconds up to each evaluation.
+        scores: The held-out scores at each evaluation by name. "reward" is among them.
+        network_evaluations: The number of network evaluations of exploration and regeneration.
+        fidelity: Rank fidelity of each iteration by name; empty for a run that does not regenerate.
+    """
 
     seed: int
     iterations: Int[np.ndarray, " e"]
-    cost: Evaluated  # counted seconds up to there
-    scores: Mapping[str, Evaluated]  # held-out, by name; "reward" is among them
-    network_evaluations: int  # of exploration and regeneration, in all
-    fidelity: Mapping[str, Float[np.ndarray, " i"]]  # of a run that regenerates, by name
+    cost: Evaluated
+    scores: Mapping[str, Evaluated]
+    network_evaluations: int
+    fidelity: Mapping[str, Float[np.ndarray, " i"]]
 
     @property
     def reward(self) -> Evaluated:
+        """The held-out reward at each evaluation."""
         return self.scores["reward"]
 
 
 def read_course(run: Run, prices: Prices) -> Course:
-    """From the run's record and ledger. Raises InputError for what is missing there, or cannot be read."""
+    """Reads the course of a finished run from its record and ledger.
+
+    Args:
+        run: The run.
+        prices: The seconds of each kind of work.
+
+    Raises:
+        InputError: If the record or the ledger is incomplete or cannot be read.
+    """
     last = run.config.train.iterations
-    every = run.config.eval.every
-    trained = run.config.reward.weights
+    every = run.config.eval.every or last
     rows: dict[int, dict[str, Any]] = {}
     for row in read(run.folder):
         rows.setdefault(row["iteration"], {}).update(row)
-    at = sorted({0, last, *range(0, last, every or last)})
-    if lost := [i for i in at if rows.get(i, {}).get("eval/reward") is None]:
-        raise InputError(
-            f"{run.folder}: has no held-out reward after iteration {lost[0]}; remove it, and it is trained again"
-        )
-    names = [
-        key[5:-15]
-        for key in rows[last]
-        if key.startswith("eval/") and key.endswith("/standard_error")
-    ]
-    names = [
-        "reward",
-        *(name for name in names if name != "reward" and (name not in trained or len(trained) > 1)),
-    ]
-    scores = {name: np.array([rows[i].get(f"eval/{name}") for i in at], float) for name in names}
+    evaluated = sorted({0, last, *range(0, last, every)})
+    for iteration in evaluated:
+        if rows.get(iteration, {}).get("eval/reward") is None:
+            raise InputError(
+                f"{run.folder}: has no held-out reward after iteration {iteration}; remove the "
+                "directory, and the run is trained again"
+            )
+    scores = {
+        name: np.array([rows[i].get(f"eval/{name}") for i in evaluated], float)
+        for name in _score_names(rows[last], run)
+    }
     costs = [0.0]
-    count = 0
+    network_evaluations = 0
     ranks = []
     for iteration in range(1, last + 1):
         table = ledger.read(run.folder / "ledger", iteration)
         if len(table) != run.config.train.num_prompts * run.config.rollout.candidates:
-            cut = f"its ledger has {len(table)} rows of iteration {iteration}"
-            raise InputError(f"{run.folder}: {cut}; remove it, and it is trained again")
+            raise InputError(
+                f"{run.folder}: its ledger has {len(table)} rows of iteration {iteration}; remove "
+                "the directory, and the run is trained again"
+            )
         precision = table["precision"][0].as_py()
         steps = table["steps"][0].as_py()
         costs.append(costs[-1] + prices.of_iteration(run.config, precision, steps))
-        count += evaluations(run.config, steps)
+        network_evaluations += evaluations(run.config, steps)
         ranks.append(true_ranks(table, run.config.rollout.candidates, run.config.rollout.kept))
     fidelity = {}
     if run.config.rollout.regenerate:
-        spearman = [rows.get(i, {}).get("fidelity/spearman") for i in range(1, len(ranks) + 1)]
+        spearman = [rows.get(i, {}).get("fidelity/spearman") for i in range(1, last + 1)]
         fidelity = {
             "spearman": np.array(spearman, float),
             "best": np.array(ranks)[:, 0],
             "worst": np.array(ranks)[:, 1],
         }
-    return Course(run.config.seed, np.array(at), np.array(costs)[at], scores, count, fidelity)
+    return Course(
+        seed=run.config.seed,
+        iterations=np.array(evaluated),
+        cost=np.array(costs)[evaluated],
+        scores=scores,
+        network_evaluations=network_evaluations,
+        fidelity=fidelity,
+    )
+
+
+def _score_names(row: Mapping[str, Any], run: Run) -> list[str]:
+    """Returns the names of the scores of an evaluation, "reward" first.
+
+    If only one reward is trained on, its own score equals "reward" and is left out.
+
+    Args:
+        row: The row of the evaluation in the record.
+        run: The run.
+    """
+    suffix = "/standard_error"
+    names = [
+        key.removeprefix("eval/").removesuffix(suffix)
+        for key in row
+        if key.startswith("eval/") and key.endswith(suffix)
+    ]
+    trained = run.config.reward.weights
+    repeated = set(trained) if len(trained) == 1 else set()
+    return ["reward", *(name for name in names if name not in repeated | {"reward"})]
 
 
 def true_ranks(table: Any, candidates: int, kept: int) -> tuple[float, float]:
-    """The mean true rank, among the kept, of the proxy's best K/2 and worst K/2 in an iteration's ledger; rank 1 is the best.
+    """Returns the mean true rank, among the kept candidates, of the proxy's best and worst K/2.
 
-    Perfect are (K/2 + 1) / 2 and (3 K/2 + 1) / 2; a coin has (K + 1) / 2 twice. The ledger has no true reward of the others.
+    Rank 1 is the best. A perfect proxy has (K/2 + 1) / 2 and (3 K/2 + 1) / 2; a random one has
+    (K + 1) / 2 twice. Candidates that are not kept have no true reward in the ledger.
+
+    Args:
+        table: The ledger of an iteration.
+        candidates: The number of candidates per prompt.
+        kept: The number K of kept candidates per prompt.
     """
 
-    def of(name):
+    def column(name: str) -> np.ndarray:
         return np.array(table[name].to_pylist(), float).reshape(-1, candidates)
 
-    true = of("regenerated_reward")
-    proxy = np.where(np.isfinite(true), of("proxy_reward"), np.nan)
+    true = column("regenerated_reward")
+    proxy = np.where(np.isfinite(true), column("proxy_reward"), np.nan)
     best, worst = (mean_true_rank(proxy, true, kept // 2, end) for end in (True, False))
     return _mean(best), _mean(worst)
 
@@ -106,31 +155,50 @@ def true_ranks(table: Any, candidates: int, kept: int) -> tuple[float, float]:
 def compare(
     courses: Mapping[str, Sequence[Course]], compared: Sequence[tuple[str, str]]
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """The arms, and the pairs of `compared`, as tables of estimates. Arms without a finished run are left out."""
-    there = {arm: list(of) for arm, of in courses.items() if of}
-    equal = min((course.cost[-1] for of in there.values() for course in of), default=float("nan"))
-    pairs = [(arm, other) for arm, other in compared if arm in there and other in there]
-    return (
-        {arm: _arm(of, equal) for arm, of in there.items()},
-        [{"arm": arm, "against": other, **_pair(there[arm], there[other])} for arm, other in pairs],
-    )
+    """Computes the estimates of a study.
+
+    Args:
+        courses: The finished runs of each arm. Arms without any are left out of the result.
+        compared: Pairs of an arm and the arm that it is compared with.
+
+    Returns:
+        The estimates of each arm by name, and those of each pair.
+    """
+    finished = {arm: list(runs) for arm, runs in courses.items() if runs}
+    costs = [course.cost[-1] for runs in finished.values() for course in runs]
+    common_cost = min(costs, default=float("nan"))
+    arms = {arm: _arm_estimates(runs, common_cost) for arm, runs in finished.items()}
+    pairs = []
+    for arm, other in compared:
+        if arm in finished and other in finished:
+            estimates = _pair_estimates(finished[arm], finished[other])
+            pairs.append({"arm": arm, "against": other, **estimates})
+    return arms, pairs
 
 
-def _arm(courses: Sequence[Course], equal: float) -> dict[str, Any]:
-    """equal: the cost that all arms reach."""
-    last = {name: estimate([c.scores[name][-1] for c in courses]) for name in courses[0].scores}
+def _arm_estimates(courses: Sequence[Course], common_cost: float) -> dict[str, Any]:
+    """Returns the estimates of one arm.
 
-    def quarter(values, end):
-        return _mean(np.array_split(values, 4)[0 if end == "first" else -1])
+    Args:
+        courses: Its finished runs.
+        common_cost: The cost that all arms reach.
+    """
 
+    def quarter(values: np.ndarray, end: str) -> float:
+        quarters = np.array_split(values, 4)
+        return _mean(quarters[0] if end == "first" else quarters[-1])
+
+    rewards = [at_cost(course, common_cost) for course in courses]
     return {
         "seeds": [course.seed for course in courses],
         "iterations": int(courses[0].iterations[-1]),
-        "scores": last,
+        "scores": {
+            name: estimate([c.scores[name][-1] for c in courses]) for name in courses[0].scores
+        },
         "gain": estimate([c.reward[-1] - c.reward[0] for c in courses]),
         "cost": estimate([c.cost[-1] for c in courses])[0],
         "network_evaluations": courses[0].network_evaluations,
-        "at_equal_cost": {"cost": equal, "reward": estimate([at_cost(c, equal) for c in courses])},
+        "at_equal_cost": {"cost": common_cost, "reward": estimate(rewards)},
         "fidelity": {
             name: {
                 end: estimate([quarter(c.fidelity[name], end) for c in courses])
@@ -141,82 +209,104 @@ def _arm(courses: Sequence[Course], equal: float) -> dict[str, Any]:
     }
 
 
-def _pair(courses: Sequence[Course], others: Sequence[Course]) -> dict[str, Any]:
-    """An arm less another one, over the seeds that both have."""
+def _pair_estimates(courses: Sequence[Course], others: Sequence[Course]) -> dict[str, Any]:
+    """Returns the differences between an arm and another one, over the seeds that both have.
+
+    Args:
+        courses: The finished runs of the arm.
+        others: Those of the other one.
+    """
     by_seed = {other.seed: other for other in others}
     pairs = [(course, by_seed[course.seed]) for course in courses if course.seed in by_seed]
-    equal = min((course.cost[-1] for pair in pairs for course in pair), default=float("nan"))
+    common_cost = min((run.cost[-1] for pair in pairs for run in pair), default=float("nan"))
     final = [a.reward[-1] - b.reward[-1] for a, b in pairs]
-    base = _mean([b.reward[-1] for _, b in pairs])
+    other_reward = _mean([b.reward[-1] for _, b in pairs])
+    at_equal_cost = [at_cost(a, common_cost) - at_cost(b, common_cost) for a, b in pairs]
     return {
         "seeds": [a.seed for a, _ in pairs],
         "final": estimate(final),
-        "final_share": estimate([x / base for x in final]),  # of the other's reward
+        "final_share": estimate([x / other_reward for x in final]),
         "cost_share": _mean([a.cost[-1] / b.cost[-1] for a, b in pairs]),
-        "at_equal_cost": {
-            "cost": equal,
-            "reward": estimate([at_cost(a, equal) - at_cost(b, equal) for a, b in pairs]),
-        },
+        "at_equal_cost": {"cost": common_cost, "reward": estimate(at_equal_cost)},
         "speed_up": {str(part): speed_up(pairs, part / 100) for part in PROGRESS},
     }
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The mean and its standard error, which one value does not tell."""
+    """Returns the mean of one value per seed, and its standard error (NaN for a single value)."""
     x = np.asarray(values, float)
-    return _mean(x), float(x.std(ddof=1) / len(x) ** 0.5) if len(x) > 1 else float("nan")
+    error = float(x.std(ddof=1) / len(x) ** 0.5) if len(x) > 1 else float("nan")
+    return _mean(x), error
 
 
 def at_cost(course: Course, cost: float) -> float:
-    """The held-out reward at a cost, between evaluations along a line; NaN beyond the run."""
+    """Returns the held-out reward at a cost, interpolated between evaluations.
+
+    Args:
+        course: The run.
+        cost: The cost in counted seconds. Beyond that of the run, the result is NaN.
+    """
     return float(np.interp(cost, course.cost, course.reward, right=np.nan))
 
 
 def speed_up(pairs: Sequence[tuple[Course, Course]], part: float) -> Estimate:
-    """How many times as much the second of each pair costs to reach a part of its own gain; by the mean curves over seeds.
+    """Returns the ratio of the costs at which two arms reach the same reward.
 
-    The standard error leaves out one seed after another (jackknife). NaN where an arm does not get there.
+    The reward is that of the second arm after a part of its gain, and the curves are means over
+    seeds. The standard error is the jackknife's, which leaves out one seed after another.
+
+    Args:
+        pairs: Runs of the two arms with the same seed.
+        part: The part of the second arm's gain, in [0, 1].
+
+    Returns:
+        The cost of the second arm divided by that of the first, and its standard error; NaN if an
+        arm does not reach the reward.
     """
 
-    def ratio(of: Sequence[tuple[Course, Course]]) -> float:
-        def mean(side: Any) -> tuple[Any, Any]:
-            return (np.mean([c.cost for c in side], 0), np.mean([c.reward for c in side], 0))
+    def mean_curve(courses: Sequence[Course]) -> tuple[Evaluated, Evaluated]:
+        cost = np.mean([course.cost for course in courses], 0)
+        return cost, np.mean([course.reward for course in courses], 0)
 
-        arm, other = (mean(side) for side in zip(*of, strict=True))
-        level = other[1][0] + part * (other[1][-1] - other[1][0])
-        return (
-            reached(*other, level) / reached(*arm, level)
-            if other[1][-1] > other[1][0]
-            else float("nan")
-        )
+    def ratio(pairs: Sequence[tuple[Course, Course]]) -> float:
+        cost, reward = mean_curve([first for first, _ in pairs])
+        other_cost, other_reward = mean_curve([second for _, second in pairs])
+        gain = other_reward[-1] - other_reward[0]
+        if gain <= 0:
+            return float("nan")
+        level = other_reward[0] + part * gain
+        return reached(other_cost, other_reward, level) / reached(cost, reward, level)
 
     if not pairs:
         return float("nan"), float("nan")
-    without = np.array(
-        [ratio([*pairs[:i], *pairs[i + 1 :]]) for i in range(len(pairs))]
-        if len(pairs) > 1
-        else [np.nan]
-    )
-    return ratio(pairs), float(
-        np.sqrt((len(without) - 1) / len(without) * np.square(without - without.mean()).sum())
-    )
+    n = len(pairs)
+    if n == 1:
+        return ratio(pairs), float("nan")
+    without_one = np.array([ratio([*pairs[:i], *pairs[i + 1 :]]) for i in range(n)])
+    squares = np.square(without_one - without_one.mean()).sum()
+    return ratio(pairs), float(np.sqrt((n - 1) / n * squares))
 
 
 def reached(cost: Evaluated, reward: Evaluated, level: float) -> float:
-    """The cost at which a curve of straight lines first reaches a level; NaN if it does not."""
+    """Returns the cost at which a curve first reaches a reward; NaN if it does not.
+
+    Args:
+        cost: The costs of the curve's points, which straight lines connect.
+        reward: Their rewards.
+        level: The reward to reach.
+    """
     above = np.flatnonzero(reward >= level)
     if not len(above):
         return float("nan")
     i = above[0]
     if i == 0:
         return float(cost[0])
-    return float(
-        cost[i - 1]
-        + (level - reward[i - 1]) / (reward[i] - reward[i - 1]) * (cost[i] - cost[i - 1])
-    )
+    fraction = (level - reward[i - 1]) / (reward[i] - reward[i - 1])
+    return float(cost[i - 1] + fraction * (cost[i] - cost[i - 1]))
 
 
 def _mean(values: Any) -> float:
-    """The mean of the numbers among values; NaN if there is none."""
+    """Returns the mean of the values that are not NaN; NaN if there are none."""
     x = np.asarray(values, float)
-    return float(x[~np.isnan(x)].mean()) if (~np.isnan(x)).any() else float("nan")
+    known = x[~np.isnan(x)]
+    return float(known.mean()) if known.size else float("nan")

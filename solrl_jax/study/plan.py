@@ -1,4 +1,7 @@
-"""What a study trains: arms, which are settings of one preset, each with several seeds. Plans are files in `configs/study/`."""
+"""The plan of a study: arms, which are settings of one preset, each trained with several seeds.
+
+Plans are YAML files in `configs/study/`.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -17,59 +20,73 @@ from solrl_jax.errors import InputError, first_line
 from solrl_jax.storage.readers import MOST_YAML, parse_yaml, read_text
 
 _CARRIED = Path(__file__).parents[1] / "configs" / "study"
-MOST_RUNS = 1000  # of a study
-ArmName = Annotated[
-    str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$", max_length=60)
-]  # a part of a directory's name
+MAX_RUNS = 1000  # of a study
+# The name of an arm, which is part of a directory's name.
+ArmName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$", max_length=60)]
 Overrides = tuple[Text, ...]
 Seeds = Annotated[tuple[Seed, ...], Field(min_length=1)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quick(Section):
-    """What a quick study changes. overrides: after those of the arms."""
+    """The changes of a quick study."""
 
+    # The seeds of every arm.
     seeds: Seeds
+    # Overrides `key=value` that follow those of the arms.
     overrides: Overrides
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(Section):
-    """Arms by name, each a list of `key=value`, and what is compared."""
+    """The arms of a study and their comparisons."""
 
-    what: Text  # for the page, in a sentence
+    # One sentence about the study, for its page.
+    what: Text
     preset: Text
-    overrides: Overrides  # of every arm
+    # Overrides `key=value` of every arm.
+    overrides: Overrides
+    # The further overrides of each arm, by its name.
     arms: Annotated[dict[ArmName, Overrides], Field(min_length=1)]
+    # The seeds of every arm.
     seeds: Seeds
-    compared: tuple[tuple[ArmName, ArmName], ...]  # an arm and the one that it is measured against
-    sweeps: dict[
-        Text, tuple[ArmName, ...]
-    ]  # a setting, and arms that differ in it: a panel of the figure
+    # Pairs of an arm and the arm that it is compared with.
+    compared: tuple[tuple[ArmName, ArmName], ...]
+    # By the name of a setting, arms that differ in it. Each is a panel of the figure.
+    sweeps: dict[Text, tuple[ArmName, ...]]
     quick: Quick
 
     def __post_init__(self) -> None:
-        named = {name for pair in self.compared for name in pair} | {
-            name for arms in self.sweeps.values() for name in arms
-        }
-        if missing := sorted(named - self.arms.keys()):
+        """Raises ConfigError if arms are missing, seeds repeat, or there are too many runs."""
+        named = {name for pair in self.compared for name in pair}
+        named |= {name for arms in self.sweeps.values() for name in arms}
+        missing = sorted(named - self.arms.keys())
+        if missing:
             raise ConfigError(
                 f"compared and sweeps: no arm {missing[0]!r}; there are {', '.join(self.arms)}"
             )
-        if itself := [name for name, other in self.compared if name == other]:
-            raise ConfigError(f"compared: {itself[0]!r} with itself")
+        for name, other in self.compared:
+            if name == other:
+                raise ConfigError(f"compared: {name!r} with itself")
         for seeds in (self.seeds, self.quick.seeds):
             if len(set(seeds)) < len(seeds):
                 raise ConfigError(f"seeds={brief_repr(list(seeds))}: must differ")
-            if (runs := len(self.arms) * len(seeds)) > MOST_RUNS:
+            num_runs = len(self.arms) * len(seeds)
+            if num_runs > MAX_RUNS:
                 raise ConfigError(
-                    f"seeds: {runs} runs of {len(self.arms)} arms; must be at most {MOST_RUNS}"
+                    f"seeds: {num_runs} runs of {len(self.arms)} arms; must be at most {MAX_RUNS}"
                 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """An arm with a seed. arguments: of `solrl train`."""
+    """One arm with one seed.
+
+    Attributes:
+        arm: The name of the arm.
+        config: The resolved configuration.
+        arguments: The preset and the overrides, as `solrl train` takes them.
+    """
 
     arm: str
     config: Config
@@ -77,20 +94,30 @@ class Run:
 
     @property
     def name(self) -> str:
+        """The name of the run, ARM-SEED."""
         return f"{self.arm}-{self.config.seed}"
 
     @property
     def folder(self) -> Path:
+        """The run directory."""
         return Path(self.config.run.dir)
 
 
 def plan_names() -> list[str]:
-    """The plans that the package carries."""
+    """Returns the names of the plans that the package contains, sorted."""
     return sorted(path.stem for path in _CARRIED.glob("*.yaml"))
 
 
 def read_plan(name: str) -> Plan:
-    """A plan that the package carries, or a YAML file. Raises InputError or ConfigError, in one line."""
+    """Reads a plan.
+
+    Args:
+        name: The name of a plan of the package, or the path of a YAML file.
+
+    Raises:
+        InputError: If there is no such plan, or if the file cannot be read.
+        ConfigError: If the file is not a plan.
+    """
     path = _CARRIED / f"{name}.yaml" if name in plan_names() else Path(name)
     try:
         tree = parse_yaml(read_text(path, MOST_YAML))
@@ -104,34 +131,45 @@ def read_plan(name: str) -> Plan:
         return pydantic.TypeAdapter(Plan).validate_python(tree)
     except pydantic.ValidationError as errors:
 
-        def unknown(key):
-            return f"unknown key '{key}': expected one of {', '.join(f.name for f in dataclasses.fields(Plan))}"
+        def unknown(key: str) -> str:
+            names = ", ".join(field.name for field in dataclasses.fields(Plan))
+            return f"unknown key '{key}': expected one of {names}"
 
-        found = (describe_error(error, "a plan", unknown) for error in errors.errors())
-        raise ConfigError("; ".join(f"{path}: {text}" for text in found if text)) from None
+        messages = (describe_error(error, "a plan", unknown) for error in errors.errors())
+        raise ConfigError("; ".join(f"{path}: {text}" for text in messages if text)) from None
 
 
 def runs_of(plan: Plan, out: Path, quick: bool, overrides: tuple[str, ...]) -> list[Run]:
-    """All runs, in directories `out/ARM-SEED`: the first seed of every arm, then the second. Raises ConfigError."""
-    last = (*(plan.quick.overrides if quick else ()), *overrides)
+    """Lists all runs of a study: the first seed of every arm, then the second, and so on.
+
+    Args:
+        plan: The plan.
+        out: The directory of the study. The directory of a run is `out/ARM-SEED`.
+        quick: Whether the seeds and overrides of the quick study are used.
+        overrides: Overrides `key=value` that follow those of the plan.
+
+    Raises:
+        ConfigError: If an override is invalid, or sets the seed or the run directory.
+    """
+    final_overrides = overrides
+    if quick:
+        final_overrides = (*plan.quick.overrides, *overrides)
     problems = [
         f"sweeps: {setting} is no setting"
         for setting in plan.sweeps
         if setting not in field_names()
     ]
-    given = (*plan.overrides, *(setting for own in plan.arms.values() for setting in own), *last)
-    problems += [
-        f"{setting}: a study sets it itself"
-        for setting in given
-        if setting.split("=")[0].strip() in ("seed", "run.dir")
-    ]
+    arm_overrides = [override for arm in plan.arms.values() for override in arm]
+    for override in (*plan.overrides, *arm_overrides, *final_overrides):
+        if override.split("=")[0].strip() in ("seed", "run.dir"):
+            problems.append(f"{override}: a study sets it itself")
     runs: list[Run] = []
     for seed in plan.quick.seeds if quick else plan.seeds:
-        for arm, own in plan.arms.items():
+        for arm, overrides_of_arm in plan.arms.items():
             arguments = (
                 *plan.overrides,
-                *own,
-                *last,
+                *overrides_of_arm,
+                *final_overrides,
                 f"seed={seed}",
                 text_override("run.dir", str(out / f"{arm}-{seed}")),
             )

@@ -1,4 +1,7 @@
-"""Runs of a study as processes of `solrl train`, several at once. What is finished is not repeated; what stopped goes on."""
+"""Trains the runs of a study as processes of `solrl train`, several at once.
+
+Finished runs are not repeated, and interrupted runs continue.
+"""
 
 import os
 import subprocess
@@ -14,12 +17,12 @@ from solrl_jax.study.plan import Run
 
 
 def log_of(run: Run) -> Path:
-    """The file of what a run says."""
+    """Returns the file with the output of a run, `ARM-SEED.log` beside its directory."""
     return run.folder.with_name(f"{run.name}.log")
 
 
 def finished(run: Run) -> bool:
-    """Whether its directory holds this very run, trained and evaluated to the end."""
+    """Whether the directory of a run holds this very run, trained and evaluated to the end."""
     if not is_run(run.folder) or read_run(run.folder) != run.config:
         return False
     return any(
@@ -31,10 +34,20 @@ def finished(run: Run) -> bool:
 def train(
     runs: Sequence[Run], out: Path, processes: int, say: Callable[[str], None]
 ) -> dict[str, str]:
-    """Trains what is not finished, `processes` runs at once. Returns why runs failed, by their names; others go on.
+    """Trains the runs that are not finished. The output of a run goes to `out/ARM-SEED.log`.
 
-    say: told of each run that ends. What a run says is in `out/ARM-SEED.log`. Raises KeyboardInterrupt when it is interrupted;
-    the runs under way have then saved.
+    Args:
+        runs: All runs of the study.
+        out: The directory of the study.
+        processes: The number of runs that train at once.
+        say: Called with one line for each run that ends.
+
+    Returns:
+        Why runs failed, by their names. The failure of a run does not stop the others.
+
+    Raises:
+        KeyboardInterrupt: If it is interrupted. The current runs have then saved their last
+            complete iteration.
     """
     waiting = [run for run in runs if not finished(run)]
     if len(waiting) < len(runs):
@@ -49,11 +62,11 @@ def train(
                 problem = future.result()
                 if problem is not None:
                     failed[run.name] = problem
-                say(f"{number}/{len(waiting)} {run.name}: {problem or _last(run)}")
+                say(f"{number}/{len(waiting)} {run.name}: {problem or _gain(run)}")
         except BaseException:
             threads.shutdown(wait=False, cancel_futures=True)
             for child in started:
-                child.terminate()  # it saves its last whole iteration
+                child.terminate()  # the run saves its last complete iteration
             raise
     return failed
 
@@ -61,36 +74,45 @@ def train(
 def _train(
     run: Run, out: Path, processes: int, started: list[subprocess.Popen[bytes]]
 ) -> str | None:
-    """Why the run failed; None if it did not."""
+    """Trains one run in a process of its own, and waits for it.
+
+    Args:
+        run: The run.
+        out: The directory of the study, in which all runs share compiled programs.
+        processes: The number of runs that train at once and share the CPU cores.
+        started: The process is appended to this list.
+
+    Returns:
+        Why the run failed, or None.
+    """
     log = log_of(run)
-    share = str(max(1, (os.cpu_count() or 1) // processes))
-    # threads of XLA on a CPU; programs are compiled once for all seeds of an arm
-    shared = {
+    threads = str(max(1, (os.cpu_count() or 1) // processes))
+    environment = {
         "JAX_COMPILATION_CACHE_DIR": str(out / "programs"),
-        "NPROC": share,
-        "OMP_NUM_THREADS": share,
+        "NPROC": threads,  # XLA's threads on a CPU
+        "OMP_NUM_THREADS": threads,
     }
     with writing(log):
         log.unlink(missing_ok=True)  # also a link or a pipe
     with writing(log), log.open("wb") as lines:
         child = subprocess.Popen(
             (sys.executable, "-m", "solrl_jax", "train", *run.arguments),
-            stdin=subprocess.DEVNULL, stdout=lines, stderr=lines, env=shared | os.environ,
-            start_new_session=True,  # Ctrl-C reaches it once, through `train`: a second signal would stop it without saving
+            stdin=subprocess.DEVNULL, stdout=lines, stderr=lines, env=environment | os.environ,
+            # Ctrl-C reaches the process once, through `train`. A second signal would stop it
+            # without saving.
+            start_new_session=True,
         )  # fmt: skip
         started.append(child)
         code = child.wait()
     if code == 0:
         return None
     if code < 0:
-        return f"ended by signal {-code}; {log} has what it said"
+        return f"ended by signal {-code}; its output is in {log}"
     return log.read_text(errors="replace").strip().rpartition("\n")[2].removeprefix("solrl: ")
 
 
-def _last(run: Run) -> str:
-    rows = [row for row in read(run.folder) if "eval/reward" in row]
-    told = (
-        "not finite" if value is None else f"{value:.3f}"
-        for value in (rows[0]["eval/reward"], rows[-1]["eval/reward"])
-    )
-    return f"held-out reward {' -> '.join(told)}"
+def _gain(run: Run) -> str:
+    """Describes the held-out reward of a finished run, before and after training."""
+    rewards = [row["eval/reward"] for row in read(run.folder) if "eval/reward" in row]
+    texts = ["not finite" if x is None else f"{x:.3f}" for x in (rewards[0], rewards[-1])]
+    return f"held-out reward {texts[0]} -> {texts[1]}"

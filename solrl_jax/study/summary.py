@@ -1,8 +1,8 @@
-"""`study.json`: a study's arms, its setting, and what `compare` finds."""
+"""Summarises a study for `study.json`: its arms, its setting, and its comparisons."""
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from solrl_jax.runs.report import read_facts
@@ -15,19 +15,31 @@ from solrl_jax.study.runs import finished
 def summarise(
     name: str, plan: Plan, runs: Sequence[Run], prices: Prices, failed: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, list[Course]]]:
-    """What `study.json` holds, and what the finished runs did, by arm. failed: why runs failed, by their names."""
+    """Summarises the finished runs of a study.
+
+    Args:
+        name: The name of the plan.
+        plan: The plan.
+        runs: All runs.
+        prices: The seconds of each kind of work.
+        failed: Why runs failed, by their names.
+
+    Returns:
+        The content of `study.json`, and the courses of the finished runs by arm.
+    """
     done = [run for run in runs if finished(run)]
     courses = {
         arm: [read_course(run, prices) for run in done if run.arm == arm] for arm in plan.arms
     }
     arms, compared = compare(courses, plan.compared)
-    own = {run.arm: list(run.arguments[1:-2]) for run in runs}  # without the seed and the directory
+    # Without the preset, the seed and the directory.
+    overrides = {run.arm: list(run.arguments[1:-2]) for run in runs}
     study = {
         "plan": {
             "name": name,
             "what": plan.what,
             "preset": plan.preset,
-            "arms": own,
+            "arms": overrides,
             "seeds": sorted({r.config.seed for r in runs}),
         },
         "setting": _setting(done, prices),
@@ -46,21 +58,26 @@ def summarise(
                     for key, values in {**course.scores, **course.fidelity}.items()
                 },
             }
-            for arm, of in courses.items()
-            for course in of
+            for arm, finished_runs in courses.items()
+            for course in finished_runs
         },
     }
     return study, courses
 
 
 def _setting(done: Sequence[Run], prices: Prices) -> dict[str, str]:
-    """How the finished runs were evaluated and where they ran; one line each if they differ in neither."""
+    """Describes how the finished runs were evaluated, priced and trained.
+
+    Args:
+        done: The finished runs. Different descriptions are joined by semicolons.
+        prices: The seconds of each kind of work.
+    """
     facts = [
         dict.fromkeys(("evaluation", "devices", "python"), "unknown") | read_facts(run.folder)
         for run in done
     ]
 
-    def distinct(lines):
+    def distinct(lines: Iterable[Any]) -> str:
         return "; ".join(dict.fromkeys(map(str, lines))) or "no run is finished"
 
     network = ", ".join(
@@ -69,8 +86,9 @@ def _setting(done: Sequence[Run], prices: Prices) -> dict[str, str]:
     return {
         "evaluation": distinct(fact["evaluation"] for fact in facts),
         "cost": (
-            f"roofline seconds of {prices.name}: a network evaluation {network}; a picture {1e3 * prices.scored:.3g} ms, "
-            f"a term of the update {1e3 * prices.trained:.3g} ms, a sync {1e3 * prices.synced:.3g} ms"
+            f"roofline seconds of {prices.name}: a network evaluation {network}; an image "
+            f"{1e3 * prices.scored:.3g} ms, a term of the update {1e3 * prices.trained:.3g} ms, a "
+            f"sync {1e3 * prices.synced:.3g} ms"
         ),
         "trained on": distinct(
             f"{f['devices']}, jax {f.get('packages', {}).get('jax')}, Python {f['python']}"
@@ -80,10 +98,18 @@ def _setting(done: Sequence[Run], prices: Prices) -> dict[str, str]:
 
 
 def sweeps(plan: Plan, runs: Sequence[Run]) -> dict[str, list[tuple[Any, str]]]:
-    """By the setting of each of the plan's sweeps: its value in an arm, and the arm."""
+    """Returns the values of the settings that a plan sweeps.
+
+    Args:
+        plan: The plan.
+        runs: All runs.
+
+    Returns:
+        For each setting in `plan.sweeps`, pairs of its value in an arm and the arm.
+    """
     configs = {run.arm: run.config for run in runs}
 
-    def value(setting, arm):
+    def value(setting: str, arm: str) -> Any:
         return functools.reduce(getattr, setting.split("."), configs[arm])
 
     return {
