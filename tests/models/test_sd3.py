@@ -155,6 +155,7 @@ def check(case: str, by_params: bool = False):
 @pytest.mark.parametrize(
     "case", first_is_quick(["large", "no-qk-norm", "dual-everywhere", "one-layer"])
 )
+@pytest.mark.exhaustive
 def test_forward_and_input_gradient_equal_diffusers(case):
     check(case)
 

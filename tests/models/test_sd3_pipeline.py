@@ -286,7 +286,7 @@ CASES = [
     pytest.param("large", 4, 1.0, (16, 24), marks=pytest.mark.exhaustive),
     ("large", 10, 4.5, (24, 16)),
     pytest.param("no-t5", 4, 4.5, (32, 16), marks=pytest.mark.exhaustive),
-    ("no-t5", 10, 1.0, (16, 16)),
+    pytest.param("no-t5", 10, 1.0, (16, 16), marks=pytest.mark.exhaustive),
 ]
 
 

@@ -155,6 +155,7 @@ def same(name, ours, at_once):
     np.testing.assert_allclose(ours, at_once[name], rtol=0, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.exhaustive
 def test_chunks_of_any_size_score_the_same(many, at_once, everything):
     images, index = many
     chunk = 10  # the last one is filled up, as `rl.generate` does it
@@ -187,6 +188,7 @@ def test_on_a_mesh_rows_and_parameters_are_split_and_scores_stay(many, at_once, 
     ("dtype", "least"),
     [(jnp.float16, 0.9995), pytest.param(jnp.bfloat16, 0.995, marks=pytest.mark.exhaustive)],
 )
+@pytest.mark.exhaustive
 def test_products_in_sixteen_bits_score_and_rank_almost_as_float32(
     dtype, least, many, at_once, files
 ):

@@ -70,6 +70,7 @@ def test_every_quantised_linear_has_as_many_orthonormal_directions(experiment, b
 
 
 @pytest.mark.parametrize("rank", first_is_quick([16, 20, 1000]))
+@pytest.mark.exhaustive
 def test_a_linear_has_no_more_directions_than_inputs(rank):
     """Then nothing is left to the format, and the product is the exact one."""
     experiment = toy_experiment(f"rollout.explore.correction_rank={rank}")
@@ -84,6 +85,7 @@ def test_a_linear_has_no_more_directions_than_inputs(rank):
         assert error < (1e-5 if rank >= base[path].shape[0] else 0.12), path
 
 
+@pytest.mark.exhaustive
 def test_directions_are_those_of_the_sigmas_that_are_explored(experiment, bases, monkeypatch):
     """Measured at other sigmas, the directions differ: they hold less energy of these inputs."""
     calibration = experiment.explorer.calibration

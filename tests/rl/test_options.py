@@ -159,6 +159,7 @@ def test_attention_marks_the_legs_of_a_format_alone(paper, adapters):
     assert marked(both.sampler(adapters, ExplorationSetting("bf16", 4))) == [False]
 
 
+@pytest.mark.exhaustive
 def test_a_correction_changes_the_leaves_alone(paper, adapters):
     stage = with_options(paper, "correction").explorer.sampler(adapters, FORMAT)
     plain = paper.explorer.sampler(adapters, FORMAT)

@@ -42,6 +42,7 @@ def test_the_proposal_takes_what_costs_least_for_its_share():
     assert "model.quantization.modules_to_not_convert=[/norm1/]" in table(0.99, groups, ["/norm1/"])
 
 
+@pytest.mark.exhaustive
 def test_each_group_is_measured_alone(monkeypatch):
     def some(*of):
         return [

@@ -53,6 +53,7 @@ def test_every_cycle_goes_through_all_sizes_in_an_order_of_its_own(toy):
     assert sizes_of(toy_experiment(), 3) == [(32, 32)] * 3
 
 
+@pytest.mark.exhaustive
 def test_each_size_is_traced_once(toy):
     state = fresh_state(toy)
     counts = []
