@@ -1,4 +1,4 @@
-"""The level at which exploration goes on, by what was seen of it."""
+"""The exploration setting of the next iteration, by the correlations of those before."""
 
 import math
 
@@ -23,7 +23,7 @@ def run(quality, floor=0.8, highest=3):
     return [level for level, _ in history]
 
 
-def test_levels_are_more_steps_and_then_finer_formats():
+def test_the_ladder_has_more_steps_and_then_finer_formats():
     names = [(x.precision, x.steps) for x in setting_ladder(FORMATS["nvfp4"], 6, 10, "bf16")]
     assert names == [("nvfp4", 6), ("nvfp4", 10), ("fp8", 10), ("bf16", 10)]
     assert setting_ladder(FORMATS["fp8"], 10, 10, "bf16") == (

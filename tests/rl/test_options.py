@@ -44,12 +44,12 @@ def paper():
 
 @pytest.fixture(scope="module")
 def adapters(paper):
-    """Both factors are away from zero, so that merging is seen."""
+    """Both factors are away from zero, so that merging changes the weights."""
     return jax.tree.map(lambda x: x + 0.1, fresh_state(paper).old)
 
 
 def with_options(experiment, *names, extra=()):
-    """The same experiment, backbone and all, with some options."""
+    """The same experiment with the same backbone and some options."""
     config = toy_experiment(*STEPS, *(SETTINGS[name] for name in names), *extra).config
     return dataclasses.replace(experiment, config=config)
 
@@ -68,24 +68,26 @@ def same(a, b):
     )
 
 
-def whole_grid(stage):
+def whole_schedule(sampler):
     """The steps of all segments."""
     return tuple(
-        np.concatenate([getattr(segment.schedule, name) for segment in stage.segments])
+        np.concatenate([getattr(segment.schedule, name) for segment in sampler.segments])
         for name in ("sigmas", "timesteps", "table")
     )
 
 
-def test_the_papers_recipe_has_one_leg_on_the_schedules_own_sigmas_in_the_format(paper, adapters):
+def test_the_papers_recipe_has_one_segment_on_the_configured_schedule_in_the_format(
+    paper, adapters
+):
     explorer = paper.explorer
     assert not explorer.calibrates
-    stage = explorer.sampler(adapters, FORMAT)
+    sampler = explorer.sampler(adapters, FORMAT)
     regenerating = paper.sampler("regenerate", adapters, 6)
-    (segment,) = stage.segments
+    (segment,) = sampler.segments
     assert same(segment.schedule, paper.schedule(4))
     flat = flatten(segment.policy)
     assert {path for path in flat if type(flat[path]) is NVFP4Tensor} == set(KERNELS)
-    assert (stage.name, stage.decoder, stage.shape, stage.chunk) == (
+    assert (sampler.name, sampler.decoder, sampler.shape, sampler.chunk) == (
         "explore",
         regenerating.decoder,
         regenerating.shape,
@@ -96,11 +98,11 @@ def test_the_papers_recipe_has_one_leg_on_the_schedules_own_sigmas_in_the_format
     assert same(exact.schedule, paper.schedule(6))
 
 
-def test_a_preview_changes_the_grid_alone(paper, adapters):
+def test_a_preview_changes_the_schedule_alone(paper, adapters):
     explorer = with_options(paper, "preview").explorer
-    stage = explorer.sampler(adapters, FORMAT)
+    sampler = explorer.sampler(adapters, FORMAT)
     plain = paper.explorer.sampler(adapters, FORMAT)
-    (segment,), (own,) = stage.segments, plain.segments
+    (segment,), (own,) = sampler.segments, plain.segments
     full = paper.schedule(6)
     np.testing.assert_array_equal(segment.schedule.sigmas, full.sigmas[[0, 1, 2, 4]])
     np.testing.assert_array_equal(segment.schedule.timesteps, full.timesteps[[0, 1, 2, 4]])
@@ -116,7 +118,7 @@ def test_a_preview_changes_the_grid_alone(paper, adapters):
         own.schedule.guided,
     )
     assert same(segment.policy, own.policy)
-    assert dataclasses.replace(stage, segments=()) == dataclasses.replace(plain, segments=())
+    assert dataclasses.replace(sampler, segments=()) == dataclasses.replace(plain, segments=())
     assert same(
         explorer.sampler(adapters, ExplorationSetting("nvfp4", 6)).segments[0].schedule, full
     )  # with all steps there is nothing to preview
@@ -126,32 +128,32 @@ def test_a_preview_changes_the_grid_alone(paper, adapters):
     )  # and the format is no matter
 
 
-def test_exact_steps_change_the_legs_alone(paper, adapters):
-    stage = with_options(paper, "exact_steps").explorer.sampler(adapters, FORMAT)
+def test_exact_steps_change_the_segments_alone(paper, adapters):
+    sampler = with_options(paper, "exact_steps").explorer.sampler(adapters, FORMAT)
     plain = paper.explorer.sampler(adapters, FORMAT)
-    first, rest = stage.segments
+    first, rest = sampler.segments
     assert (first.schedule.steps, rest.schedule.steps) == (1, 3)
-    assert same(whole_grid(stage), whole_grid(plain))
+    assert same(whole_schedule(sampler), whole_schedule(plain))
     assert same(first.policy, paper.policy(adapters))
     assert same(rest.policy, plain.segments[0].policy)
-    assert dataclasses.replace(stage, segments=()) == dataclasses.replace(plain, segments=())
+    assert dataclasses.replace(sampler, segments=()) == dataclasses.replace(plain, segments=())
     others = flatten(first.policy).keys() - set(KERNELS)
     assert all(
         flatten(first.policy)[path] is flatten(rest.policy)[path] for path in others
     )  # held once
 
 
-def test_attention_marks_the_legs_of_a_format_alone(paper, adapters):
-    def marked(stage):
-        return [segment.fp8_attention for segment in stage.segments]
+def test_attention_marks_the_segments_of_a_format_alone(paper, adapters):
+    def marked(sampler):
+        return [segment.fp8_attention for segment in sampler.segments]
 
-    stage, plain = (
+    sampler, plain = (
         experiment.explorer.sampler(adapters, FORMAT)
         for experiment in (with_options(paper, "attention"), paper)
     )
-    assert (marked(stage), marked(plain)) == ([True], [False])
+    assert (marked(sampler), marked(plain)) == ([True], [False])
     assert same(
-        stage.segments,
+        sampler.segments,
         tuple(dataclasses.replace(segment, fp8_attention=True) for segment in plain.segments),
     )
     both = with_options(paper, "attention", "exact_steps").explorer
@@ -161,9 +163,9 @@ def test_attention_marks_the_legs_of_a_format_alone(paper, adapters):
 
 @pytest.mark.exhaustive
 def test_a_correction_changes_the_leaves_alone(paper, adapters):
-    stage = with_options(paper, "correction").explorer.sampler(adapters, FORMAT)
+    sampler = with_options(paper, "correction").explorer.sampler(adapters, FORMAT)
     plain = paper.explorer.sampler(adapters, FORMAT)
-    (segment,), (own,) = stage.segments, plain.segments
+    (segment,), (own,) = sampler.segments, plain.segments
     assert same(segment.schedule, own.schedule)
     flat = flatten(segment.policy)
     base = flatten(paper.backbone.transformer)
@@ -179,17 +181,17 @@ def test_a_correction_changes_the_leaves_alone(paper, adapters):
             return np.linalg.norm(leaf.dequantize() - w) / np.linalg.norm(w)
 
         assert 0 < error(flat[path]) < error(flatten(own.policy)[path]) < 0.12
-    assert dataclasses.replace(stage, segments=()) == dataclasses.replace(plain, segments=())
+    assert dataclasses.replace(sampler, segments=()) == dataclasses.replace(plain, segments=())
 
 
-def test_levers_go_together(paper, adapters):
-    stage = with_options(paper, *SETTINGS).explorer.sampler(adapters, FORMAT)
-    first, rest = stage.segments
+def test_options_can_be_combined(paper, adapters):
+    sampler = with_options(paper, *SETTINGS).explorer.sampler(adapters, FORMAT)
+    first, rest = sampler.segments
     alone = {
         name: with_options(paper, name).explorer.sampler(adapters, FORMAT)
         for name in ("preview", "correction")
     }
-    assert same(whole_grid(stage), whole_grid(alone["preview"]))
+    assert same(whole_schedule(sampler), whole_schedule(alone["preview"]))
     assert same(first.policy, paper.policy(adapters))
     for (
         path
@@ -199,15 +201,15 @@ def test_levers_go_together(paper, adapters):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_in_a_format_that_quantises_nothing_there_is_nothing_to_correct_or_to_relieve(
+def test_in_a_format_that_quantizes_nothing_correction_and_exact_steps_change_nothing(
     paper, adapters, precision
 ):
     level = ExplorationSetting(precision, 4)
-    stage = with_options(paper, "exact_steps", "correction").explorer.sampler(adapters, level)
+    sampler = with_options(paper, "exact_steps", "correction").explorer.sampler(adapters, level)
     plain = paper.explorer.sampler(adapters, level)
-    assert len(stage.segments) == 1
-    assert same(stage.segments, plain.segments)
-    assert same(stage.segments[0].policy, paper.policy(adapters))
+    assert len(sampler.segments) == 1
+    assert same(sampler.segments, plain.segments)
+    assert same(sampler.segments[0].policy, paper.policy(adapters))
 
 
 @pytest.mark.parametrize(
@@ -223,7 +225,7 @@ def test_in_a_format_that_quantises_nothing_there_is_nothing_to_correct_or_to_re
         (("correction", "exact_steps"), ("rollout.explore.precision=fp8",), True),
     ],
 )
-def test_what_there_is_to_calibrate(paper, names, extra, expected, monkeypatch):
+def test_options_calibrate_only_if_they_measure(paper, names, extra, expected, monkeypatch):
     """The prompts are encoded and the base is sampled then, and only then; once."""
     explorer = with_options(paper, *names, extra=extra).explorer
     sampled = []
@@ -240,7 +242,7 @@ def test_what_there_is_to_calibrate(paper, names, extra, expected, monkeypatch):
     assert len(explorer.calibration.seed_batch) == 16
 
 
-def test_quantisers_are_one_object_so_that_nothing_is_traced_again(paper, adapters):
+def test_quantizers_are_one_object_so_that_nothing_is_traced_again(paper, adapters):
     explorer = with_options(paper, "correction").explorer
     assert explorer.quantizer("nvfp4") is explorer.quantizer("nvfp4")
     assert explorer.schedule(4) is explorer.schedule(4) is explorer.schedule(4, 0)
