@@ -348,10 +348,10 @@ CASES = [
         )
         for name, said, shape in (
             ("of 3 GB and another model", "have 32 channels", (1, 32, 4000, 4000)),
-            ("of 3 GB", "up to 16384 pixels", (1, 8, 10_000, 10_000)),
+            ("of 3 GB", "at most 16384 pixels", (1, 8, 10_000, 10_000)),
         )
     ),
-    Case("many tokens", f"{LOAD} --max-tokens 16384", "--max-tokens", files=P),
+    Case("many tokens", f"{LOAD} --max-sequence-length 16384", "--max-sequence-length", files=P),
     Case(
         "many tokens to train on",
         "train tiny model.max_sequence_length=16384 run.dir={dir}/r",
@@ -366,7 +366,7 @@ CASES = [
     Case(
         "weights that are not finite",
         LOAD,
-        "1 of 1 pictures are not finite",
+        "1 of 1 images are not finite",
         1,
         files=P | {WEIGHTS: not_finite},
         seconds=60,

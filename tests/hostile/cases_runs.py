@@ -306,7 +306,7 @@ CASES = [
         Case(
             f"{command} of a run that names {name}",
             call,
-            "trust=True",
+            "--trust-run",
             kept=("{dir}",),
             repeats=command != "eval" and name != "a function",
             files={
@@ -377,7 +377,7 @@ CASES = [
     Case(
         "train: the run has somebody's report",
         TRAIN + " --report",
-        "html_report=True: ",
+        "--report: ",
         files={"{run}/report.html": "mine"},
         kept=("{run}",),
     ),
@@ -391,7 +391,7 @@ CASES = [
         Case(
             f"{command} of a run that watches {name}",
             call,
-            "trust=True",
+            "--trust-run",
             kept=("{dir}",),
             files={
                 "{run}/config.yaml": Replaced("eval_only: []", f"eval_only: ['{target}']"),
