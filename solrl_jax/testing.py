@@ -193,6 +193,15 @@ def assert_block_error(
 
 
 def _pools(proxy: Given, true: Given) -> tuple[Rewards, Rewards]:
+    """Returns proxy and true rewards as float32 arrays.
+
+    Args:
+        proxy: The proxy rewards, [prompts, candidates].
+        true: The true rewards, of the same shape.
+
+    Raises:
+        ValueError: If the shapes differ, or an array is empty or not two-dimensional.
+    """
     proxy = jnp.asarray(proxy, jnp.float32)
     true = jnp.asarray(true, jnp.float32)
     if proxy.ndim != 2 or proxy.shape != true.shape or proxy.size == 0:
@@ -203,8 +212,15 @@ def _pools(proxy: Given, true: Given) -> tuple[Rewards, Rewards]:
 
 
 def _within(top_k: int, within: int | None, proxy: Rewards) -> int:
-    """The value of `within`, or `top_k` if it is None. Raises ValueError unless 1 <= top_k <=
-    within <= n.
+    """Returns the value of `within`, or `top_k` if it is None.
+
+    Args:
+        top_k: The number of best candidates by true reward.
+        within: The number of best candidates by proxy reward.
+        proxy: The proxy rewards, whose number n of candidates is read.
+
+    Raises:
+        ValueError: Unless 1 <= top_k <= within <= n.
     """
     within = top_k if within is None else within
     if not 1 <= top_k <= within <= proxy.shape[1]:
@@ -217,8 +233,12 @@ def _within(top_k: int, within: int | None, proxy: Rewards) -> int:
 def _mean(
     figure: Callable[[np.ndarray, np.ndarray], Any], proxy: Rewards, true: Rewards
 ) -> Float[Array, ""]:
-    """The mean over prompts of a figure of `rl.fidelity`, computed on the host; NaN if it is
-    undefined.
+    """Returns the mean over prompts of a measure of rank fidelity; NaN if it is undefined for all.
+
+    Args:
+        figure: A function of `rl.fidelity`, computed on the host.
+        proxy: The proxy rewards, [prompts, candidates].
+        true: The true rewards, of the same shape.
     """
 
     def on_host(*pools: Array) -> np.float32:
@@ -232,7 +252,13 @@ def _mean(
 
 
 def _check(holds: Any, message: str, *values: Bound) -> None:
-    """Asserts a scalar truth value through chex, for concrete and for traced arrays alike."""
+    """Asserts a scalar truth value through chex, for concrete and for traced arrays alike.
+
+    Args:
+        holds: The truth value.
+        message: The message of the failure, a format string.
+        values: The values for the format string.
+    """
     chex.assert_trees_all_equal(
         jnp.asarray(holds), jnp.asarray(True), include_default_message=False,
         custom_message=message, custom_message_format_vars=[jnp.asarray(v) for v in values],

@@ -1,4 +1,6 @@
-"""An `Experiment` of shapes: what `experiment.build` makes of a configuration, without a weight, a vocabulary or a prompt."""
+"""Builds an `Experiment` of shapes, as `experiment.build` does without weights, vocabularies or
+prompts.
+"""
 
 import dataclasses
 import math
@@ -39,9 +41,17 @@ from solrl_jax.storage import hub
 def open_configurations(
     path: str, remat: str = "none", mhla: MhlaOverride | None = None
 ) -> Pipeline:
-    """The pipeline that `model.path` names: a directory's, `embedded:NAME`'s, that of the hub's cache, or the one carried here.
+    """Opens the pipeline of `model.path` for its configurations alone. Nothing is downloaded.
 
-    The hub is not asked: nothing is downloaded. Raises InputError.
+    Args:
+        path: A directory, `embedded:NAME`, or OWNER/NAME of a hub repository. The latter is looked
+            for in the hub's cache, then among the released configurations in `assets/`.
+        remat: What the gradient of the transformer recomputes, a key of
+            `models.layers.stack.REMAT`.
+        mhla: Replaces the linear attention of SANA; see `models.locate.mhla_override`.
+
+    Raises:
+        InputError: If there is no such model.
     """
     if Path(path).is_dir() or not hub.is_name(path):
         return open_model(path, remat, mhla)
@@ -58,7 +68,17 @@ def open_configurations(
 
 
 def experiment(config: Config, pipeline: Pipeline, device: DeviceInfo, mesh: Mesh) -> Experiment:
-    """The parts of a run on `mesh`, whose devices are like `device`. Every array is a ShapeDtypeStruct. Raises InputError."""
+    """Builds the experiment of a configuration, with a ShapeDtypeStruct in place of every array.
+
+    Args:
+        config: The configuration.
+        pipeline: The model.
+        device: The kind of device that is planned for.
+        mesh: The mesh of the planned devices.
+
+    Raises:
+        InputError: If the configuration cannot be run.
+    """
     load_objective(config.algorithm.objective)  # imports an objective outside the package
     model = config.model
     dtype = DTYPES[config.rollout.precision]
@@ -97,7 +117,10 @@ def experiment(config: Config, pipeline: Pipeline, device: DeviceInfo, mesh: Mes
 
 
 def some_prompts(config: Config) -> list[Prompt]:
-    """An iteration's number of prompts: those of the file if it is there, whose texts do not matter; else empty ones."""
+    """Returns the prompts of one iteration. Their texts do not matter.
+
+    They are those of the prompt file if it is there, and empty ones otherwise.
+    """
     count = config.train.num_prompts
     try:
         found = load_prompt_sets(config)[0][:count]
@@ -107,14 +130,22 @@ def some_prompts(config: Config) -> list[Prompt]:
 
 
 def reward(config: Config, mesh: Mesh, products: DTypeLike) -> Reward:
-    """What is trained on, its networks as they are released. What is scored outside JAX takes nothing of a device."""
+    """Returns the trained reward with its networks as shapes, in their released configurations.
+
+    Rewards outside of JAX take nothing of a device.
+
+    Args:
+        config: The configuration.
+        mesh: The mesh that the networks are placed on.
+        products: The dtype of the matmuls of the reward networks.
+    """
     settings = dataclasses.replace(config.reward, paths=CARRIED, eval_only=())
     loaded = open_rewards(settings, products).load(mesh).trained
     return dataclasses.replace(loaded, params=abstract(loaded.params, mesh))
 
 
 def text_encoders(backbone: Backbone) -> dict[str, Any]:
-    """What `TextEncoders.params` would load."""
+    """Returns the parameters of the text encoders as shapes, by the name of the encoder."""
     encoders = backbone.text_encoders
     place = sharding.placement(encoders.mesh)
     return {
@@ -124,7 +155,13 @@ def text_encoders(backbone: Backbone) -> dict[str, Any]:
 
 
 def abstract(tree: Any, mesh: Mesh, where: NamedSharding | None = None) -> Any:
-    """Shapes for arrays; where: their sharding, else what they have on `mesh`, else whole on every device."""
+    """Returns a tree with a placed ShapeDtypeStruct in place of every array.
+
+    Args:
+        tree: Arrays or shapes.
+        mesh: The mesh on which arrays without a sharding are replicated.
+        where: The sharding of all results. None: each keeps its own.
+    """
 
     def one(x: Any) -> jax.ShapeDtypeStruct:
         placed = where or (
@@ -140,7 +177,14 @@ def abstract(tree: Any, mesh: Mesh, where: NamedSharding | None = None) -> Any:
 
 
 def shaped(make: Callable[..., Any], *trees: Any) -> Any:
-    """`make(*trees)`, which rearranges trees of shapes. It is called with traced arrays, because its annotations say arrays."""
+    """Returns `make(*trees)` for trees of shapes.
+
+    `make` is called with traced arrays, because its annotations require arrays.
+
+    Args:
+        make: A function that rearranges its arguments.
+        trees: Trees of placed shapes.
+    """
     leaves: list[Any] = []
 
     def traced(*given: Any) -> Any:
@@ -153,7 +197,7 @@ def shaped(make: Callable[..., Any], *trees: Any) -> Any:
 
 
 def held(tree: Any) -> int:
-    """Bytes that a device holds of a tree of placed shapes. Elements of four bits are packed."""
+    """Returns the bytes of a tree of placed shapes on one device. Elements of four bits are packed."""
 
     def bits(x):
         return jax.dtypes.itemsize_bits(x.dtype) * math.prod(x.sharding.shard_shape(x.shape))

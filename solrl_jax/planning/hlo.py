@@ -1,7 +1,8 @@
-"""The text of a compiled program: XLA's HLO after optimisation, partitioning and scheduling, read into instructions.
+"""Parses the text of a compiled program: XLA's HLO after optimisation, partitioning and scheduling.
 
-`compiled.as_text()` prints a program as computations, each a list of instructions in the order in which they run. The entry
-computation calls others: a loop its body, a conditional its branches, a fusion what it computes in one kernel.
+`compiled.as_text()` prints a program as computations, each a list of instructions in the order in
+which they run. The entry computation calls others: a loop calls its body, a conditional its
+branches, and a fusion the computation of one kernel.
 """
 
 import dataclasses
@@ -19,7 +20,13 @@ _OPERAND = re.compile(r"%([\w.\-]+)")
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """An array of a result. kind: the element's type, as HLO names it; space: 0 is the device's main memory."""
+    """One array in the result of an instruction.
+
+    Attributes:
+        kind: The type of an element, as HLO names it, e.g. "bf16".
+        shape: The shape on one device.
+        space: The memory space; 0 is the device's main memory.
+    """
 
     kind: str
     shape: tuple[int, ...]
@@ -27,16 +34,23 @@ class Array:
 
     @property
     def size(self) -> float:
-        """Bytes; elements of four bits are packed."""
+        """The number of bytes. Elements of four bits are packed."""
         return math.prod(self.shape) * element_bits(self.kind) / 8
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
-    """One instruction.
+    """One instruction of a computation.
 
-    arrays: the results, one unless the result is a tuple; literal: the text in parentheses (operands, a constant's value or a
-    parameter's number); attributes: the text behind them.
+    Attributes:
+        name: Its name.
+        opcode: Its operation, e.g. "dot" or "fusion".
+        arrays: Its results, one unless the result is a tuple.
+        operands: The instructions that it reads.
+        literal: The text in parentheses: operands, the value of a constant or the number of a
+            parameter.
+        attributes: The text after the parentheses.
+        is_root: Whether its result is that of the computation.
     """
 
     name: str
@@ -51,28 +65,38 @@ class Instruction:
 
     @property
     def size(self) -> float:
-        """Bytes of all results in main memory."""
+        """The bytes of all results in main memory."""
         return sum((a.size for a in self.arrays if a.space == 0), 0.0)
 
     def text(self, key: str) -> str:
-        """A quoted attribute, `key="..."` or `"key":"..."`; empty if there is none."""
+        """Returns a quoted attribute, `key="..."` or `"key":"..."`; "" if there is none."""
         found = re.search(rf'\b{key}"?[=:]\s*"([^"]*)"', self.attributes)
         return found[1] if found else ""
 
     def integers(self, key: str) -> list[int]:
-        """A list of integers: `key={1,2}` or `"key":["1","2"]`; empty if there is none."""
+        """Returns an attribute with a list of integers, `key={1,2}` or `"key":["1","2"]`; [] if
+        there is none.
+        """
         found = re.search(rf'\b{key}"?[=:]\s*[\[{{]([\d," ]*)[\]}}]', self.attributes)
         return [int(n) for n in re.findall(r"\d+", found[1])] if found else []
 
     def value(self, key: str) -> str:
-        """What stands behind `key=` without quotes, a computation's name or a number; empty if there is none."""
+        """Returns an unquoted attribute `key=VALUE`, the name of a computation or a number; "" if
+        there is none.
+        """
         found = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
         return found[1] if found else ""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Module:
-    """A program. computations: by name, each in the order in which its instructions run; entry: the one that runs first."""
+    """A program.
+
+    Attributes:
+        computations: The instructions of each computation by its name, in the order in which they
+            run.
+        entry: The name of the computation that runs first.
+    """
 
     computations: Mapping[str, list[Instruction]]
     entry: str
@@ -80,9 +104,14 @@ class Module:
     def executed(
         self, computation: str | None = None, times: int = 1
     ) -> Iterator[tuple[Instruction, int]]:
-        """The instructions that run, and how often: those of loops as often as the loop turns.
+        """Yields the instructions that run, each with the number of times.
 
-        Of a conditional, the branch that writes the most. A loop of unknown length counts once (`unknown_loops`).
+        Of a conditional, the branch that writes most bytes is taken. A loop of unknown length
+        counts as one iteration (see `unknown_loops`).
+
+        Args:
+            computation: The name of the computation. None: the entry.
+            times: The number of times that the computation runs.
         """
         for step in self.computations[computation or self.entry]:
             if step.opcode == "while":
@@ -98,9 +127,10 @@ class Module:
                 yield step, times
 
     def turns(self, loop: Instruction) -> int | None:
-        """How often a loop turns: as XLA notes, else by its condition `counter < constant`; None if neither says.
+        """Returns the number of iterations of a loop; None if it is unknown.
 
-        A counter starts at 0, as that of `lax.scan` does.
+        It is the number that XLA notes, or follows from a condition `counter < constant`, where the
+        counter starts at 0 as in `lax.scan`.
         """
         if known := re.search(r'"known_trip_count":\s*\{"n":\s*"(\d+)"', loop.attributes):
             return int(known[1])
@@ -113,19 +143,19 @@ class Module:
         return int(test.operands[1].literal) if counts else None
 
     def unknown_loops(self) -> int:
-        """How many loops there are whose length is not known."""
+        """The number of loops whose number of iterations is unknown."""
         loops = [
             step for steps in self.computations.values() for step in steps if step.opcode == "while"
         ]
         return sum(self.turns(loop) is None for loop in loops)
 
     def root(self, computation: str) -> Instruction:
-        """The instruction whose result is the computation's."""
+        """Returns the instruction whose result is that of a computation, given by name."""
         return next(step for step in self.computations[computation] if step.is_root)
 
 
 def parse(text: str) -> Module:
-    """Reads a module. Raises ValueError if there is no entry computation, or a type is not known."""
+    """Parses a module from its text. Raises ValueError without an entry or for an unknown type."""
     computations: dict[str, list[str]] = {}
     entry = ""
     lines = list[str]()
@@ -145,7 +175,7 @@ def parse(text: str) -> Module:
 
 
 def element_bits(kind: str) -> int:
-    """Bits of one element. Raises ValueError for a type that is not known."""
+    """Returns the number of bits of an element of a type. Raises ValueError for an unknown type."""
     size = re.match(r"(?:[suf]|bf|c)(\d+)", kind)
     if kind not in BITS and size is None:
         raise ValueError(f"HLO: element type {kind!r} is not known")
@@ -153,6 +183,7 @@ def element_bits(kind: str) -> int:
 
 
 def _instructions(lines: list[str]) -> list[Instruction]:
+    """Parses the lines of one computation into instructions."""
     made: dict[str, Instruction] = {}
     for line in lines:
         head = _INSTRUCTION.match(line)
@@ -172,6 +203,7 @@ def _instructions(lines: list[str]) -> list[Instruction]:
 
 
 def _arrays(text: str) -> tuple[Array, ...]:
+    """Parses the type of a result, one array or a tuple of arrays."""
     found = []
     for kind, dims, layout in _ARRAY.findall(text):
         space = re.search(r"S\((\d+)\)", layout)
@@ -181,7 +213,7 @@ def _arrays(text: str) -> tuple[Array, ...]:
 
 
 def _closing(text: str) -> int:
-    """The end of the parenthesis that `text` starts with."""
+    """Returns the index after the parenthesis that closes the one at the start of `text`."""
     depth = 0
     for found in re.finditer(r"[()]", text):
         depth += 1 if found[0] == "(" else -1
@@ -191,6 +223,7 @@ def _closing(text: str) -> int:
 
 
 def _branches(step: Instruction) -> list[str]:
+    """Returns the names of the computations that a conditional chooses from."""
     listed = re.search(r"branch_computations=\{([^}]*)\}", step.attributes)
     return (
         _OPERAND.findall(listed[1])

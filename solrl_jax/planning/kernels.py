@@ -1,7 +1,8 @@
-"""What each kernel of a compiled program does: operations of products, and bytes of memory read and written.
+"""Counts the work of each kernel of a compiled program: arithmetic operations and bytes of memory.
 
-Every instruction of a scheduled computation is a kernel. XLA's fusions say what they compute. Functions of libraries are known
-by name: cuBLASLt's products, cuDNN's block-scaled products, convolutions and flash attention, kernels written in Pallas.
+Every instruction of a scheduled computation is a kernel. Fusions state what they compute. Library
+functions are known by name: matmuls of cuBLASLt, block-scaled matmuls, convolutions and flash
+attention of cuDNN, and kernels written in Pallas.
 """
 
 import dataclasses
@@ -57,9 +58,17 @@ Unit = Literal["fp4", "fp8", "bf16", "tf32", "fp32"]
 class Kernel:
     """One kernel.
 
-    name: the library's function or the kind of fusion; of products the type of the operands too; kind: what its time counts as;
-    unit: whose peak rate counts; result: type and shape; source: the JAX operation; times: runs in one call of the program;
-    operations and moved (bytes of main memory): of one run.
+    Attributes:
+        name: The library function or the kind of fusion. Matmuls also have the type of their
+            operands.
+        kind: What its time counts as: "products" (matmuls and convolutions), "attention" or
+            "memory".
+        unit: The arithmetic unit whose peak rate counts.
+        result: Type and shape of its result.
+        source: The JAX operation that it comes from.
+        times: The number of runs in one call of the program.
+        operations: The arithmetic operations of one run.
+        moved: The bytes of main memory that one run reads and writes.
     """
 
     name: str
@@ -73,7 +82,7 @@ class Kernel:
 
 
 def kernels(module: Module) -> list[Kernel]:
-    """All kernels of a program except collectives."""
+    """Returns all kernels of a program except collectives."""
     memory = _Memory(module)
     found = [
         (step, times)
@@ -86,13 +95,13 @@ def kernels(module: Module) -> list[Kernel]:
 
 
 def collective(opcode: str) -> str | None:
-    """The collective that an instruction starts, if it starts one."""
+    """Returns the kind of collective that an instruction with this opcode starts, or None."""
     name = opcode.removesuffix("-start")
     return name if name in COLLECTIVES else None
 
 
 def native(found: Iterable[Kernel]) -> dict[str, int]:
-    """How often each function of a library and each kernel in Pallas runs, by name."""
+    """Counts how often each library function and each Pallas kernel runs, by its name."""
     counts = Counter[str]()
     for kernel in found:
         if not kernel.name.startswith("fusion") and (
@@ -103,7 +112,7 @@ def native(found: Iterable[Kernel]) -> dict[str, int]:
 
 
 def unit(kind: str) -> Unit:
-    """The units that multiply elements of a type."""
+    """Returns the arithmetic unit that multiplies elements of a type."""
     if kind.startswith("f4"):
         return "fp4"
     if kind.startswith(("f8", "s8", "u8")):
@@ -112,6 +121,13 @@ def unit(kind: str) -> Unit:
 
 
 def _kernel(step: Instruction, times: int, memory: "_Memory") -> Kernel:
+    """Describes the kernel of an instruction.
+
+    Args:
+        step: The instruction.
+        times: The number of its runs.
+        memory: Counts the bytes of the program's instructions.
+    """
     inside = memory.module.computations[step.value("calls")] if step.opcode in FUSIONS else []
     # a library's function may be fused with the slices that it reads and writes (XLA of JAX 0.11)
     work = next((inner for inner in inside if inner.opcode == "custom-call"), step)
@@ -143,7 +159,13 @@ def _kernel(step: Instruction, times: int, memory: "_Memory") -> Kernel:
 
 
 def _inside(steps: Sequence[Instruction], module: Module) -> tuple[float, str]:
-    """Of a fusion; the type is that of the largest product."""
+    """Returns the operations of a fusion, and the type of its largest matmul ("bf16" if there is
+    none).
+
+    Args:
+        steps: The instructions of the fusion.
+        module: The program, for fusions within it.
+    """
     found = [_product(step) for step in steps if step.opcode in ("dot", "convolution")]
     inner = [step.value("calls") for step in steps if step.opcode == "fusion"]
     found += [_inside(module.computations[name], module) for name in inner]
@@ -151,7 +173,7 @@ def _inside(steps: Sequence[Instruction], module: Module) -> tuple[float, str]:
 
 
 def _product(step: Instruction) -> tuple[float, str]:
-    """Of XLA's own product or convolution."""
+    """Returns the operations of XLA's own matmul or convolution, and the type of its operands."""
     left, right = (operand.arrays[0] for operand in step.operands[:2])
     if step.opcode == "convolution":
         return _convolution(step, left, right, step.arrays[0]), _multiplied(step, left.kind)
@@ -160,12 +182,22 @@ def _product(step: Instruction) -> tuple[float, str]:
 
 
 def _multiplied(step: Instruction, kind: str) -> str:
-    """The type that operands are multiplied in: float32 only where the product asks for the highest precision."""
+    """Returns the type that operands are multiplied in.
+
+    Args:
+        step: The matmul. Only the highest precision multiplies float32 as float32, not as TF32.
+        kind: The type of the operands.
+    """
     return "tf32" if kind == "f32" and "highest" not in step.attributes.lower() else kind
 
 
 def _library(step: Instruction, name: str) -> tuple[float, str]:
-    """Of a custom call; 0 if the function multiplies nothing, or does not say how much."""
+    """Returns the operations of a library function and the type of its operands.
+
+    Args:
+        step: The custom call.
+        name: The name of the function. The operations of unknown ones count as 0.
+    """
     operands = [operand.arrays[0] for operand in step.operands if operand.arrays]
     result = step.arrays[0]
     kind = _multiplied(step, operands[0].kind) if operands else "bf16"
@@ -199,7 +231,16 @@ def _library(step: Instruction, name: str) -> tuple[float, str]:
 
 
 def _convolution(step: Instruction, left: Array, kernel: Array, out: Array) -> float:
-    """Operations on elements of the input, not on padding or on a dilation's zeros (a TPU's batched products have many)."""
+    """Returns the operations of a convolution on elements of the input.
+
+    Padding and the zeros of dilation are not counted; batched matmuls on TPUs have many of them.
+
+    Args:
+        step: The convolution, whose attributes name the axes and the window.
+        left: The input.
+        kernel: The filter.
+        out: The output.
+    """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", step.attributes)
     assert labels is not None
     arrays = zip(labels.groups(), (left, kernel, out), strict=True)
@@ -213,7 +254,13 @@ def _convolution(step: Instruction, left: Array, kernel: Array, out: Array) -> f
 
 
 def _taps(sizes: Sequence[int], window: dict[str, str], axis: int) -> int:
-    """Pairs of an output and a tap that meet in an element of the input; sizes: of input, kernel and output along the axis."""
+    """Counts the pairs of an output and a tap of the filter that meet an element of the input.
+
+    Args:
+        sizes: The sizes of input, filter and output along the axis.
+        window: The attributes of the window by name.
+        axis: The number of the spatial axis.
+    """
     low, stride, spread, gap = (
         int(window[key].split("x")[axis].split("_")[0]) if key in window else default
         for key, default in (("pad", 0), ("stride", 1), ("lhs_dilate", 1), ("rhs_dilate", 1))
@@ -226,26 +273,39 @@ def _taps(sizes: Sequence[int], window: dict[str, str], axis: int) -> int:
 
 
 def _started(step: Instruction) -> Array:
-    """What an instruction returns, or will when it is done: its start repeats the operands, a copy's behind the result."""
+    """Returns the result of an instruction, or the later result of an asynchronous start.
+
+    The tuple of a start repeats the operands; a copy has them after the result.
+    """
     return step.arrays[
         len(step.operands) if step.opcode.endswith("-start") and step.opcode != "copy-start" else 0
     ]
 
 
 def _is_workspace(step: Instruction, result: int) -> bool:
-    """Whether one of an instruction's results is a library's workspace, which nobody reads."""
+    """Whether a result of an instruction is a library's workspace, which nothing reads.
+
+    Args:
+        step: The instruction.
+        result: The index of the result.
+    """
     return step.opcode == "custom-call" and result > 0 and step.arrays[result].kind in ("s8", "u8")
 
 
 class _Memory:
-    """Bytes of main memory that instructions read and write, in place where they may."""
+    """Counts the bytes of main memory that instructions read and write, in place where possible."""
 
     def __init__(self, module: Module):
         self.module = module
         self._read: dict[tuple[str, int], float] = {}
 
     def moved(self, step: Instruction, name: str) -> float:
-        """What a kernel reads and writes; a library's workspace is not counted."""
+        """Returns the bytes that a kernel reads and writes, without a library's workspace.
+
+        Args:
+            step: The instruction.
+            name: The name of the kernel.
+        """
         if name == "AllocateBuffer":
             return 0.0
         reads = sum((self._reads(step, i) for i in range(len(step.operands))), 0.0)
@@ -255,7 +315,15 @@ class _Memory:
         return reads + self._writes(step)
 
     def _reads(self, step: Instruction, position: int) -> float:
-        """Of one operand: of a slice what it returns, nothing of what is updated in place."""
+        """Returns the bytes that an instruction reads of one operand.
+
+        A slice reads as much as it returns. An update reads nothing of the array that it updates in
+        place.
+
+        Args:
+            step: The instruction.
+            position: The index of the operand.
+        """
         operand = step.operands[position]
         if step.opcode in FUSIONS:
             return min(operand.size, self._parameter(step.value("calls"), position))
@@ -264,7 +332,12 @@ class _Memory:
         return 0.0 if position == 0 and step.opcode in UPDATES else operand.size
 
     def _parameter(self, computation: str, number: int) -> float:
-        """Of a fusion's parameter, all its readers together."""
+        """Returns the bytes that all readers within a fusion read of one of its parameters.
+
+        Args:
+            computation: The name of the fusion's computation.
+            number: The number of the parameter.
+        """
         key = computation, number
         if key not in self._read:
             steps = self.module.computations[computation]
@@ -282,7 +355,9 @@ class _Memory:
         return self._read[key]
 
     def _writes(self, step: Instruction) -> float:
-        """Of all results: of an update in place what it updates."""
+        """Returns the bytes that an instruction writes. An update in place writes only the updated
+        part.
+        """
         if step.opcode in UPDATES:
             return step.operands[UPDATES[step.opcode]].size
         if step.opcode in FUSIONS:
@@ -292,7 +367,7 @@ class _Memory:
         )
 
     def _written(self, root: Instruction) -> float:
-        """By a fusion with this root."""
+        """Returns the bytes that a fusion with this root instruction writes."""
         if root.opcode == "tuple":
             return sum(map(self._written, root.operands), 0.0)
         if root.opcode == "get-tuple-element" and _is_workspace(

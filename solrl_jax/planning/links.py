@@ -1,4 +1,4 @@
-"""What a partitioned program moves between devices: its collectives, who takes part, and whether kernels run meanwhile."""
+"""Reads the collectives of a partitioned program: bytes, participants, and overlap with kernels."""
 
 import dataclasses
 import itertools
@@ -20,10 +20,14 @@ _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective.
+    """One collective operation.
 
-    size: bytes of the array where it is whole; groups: numbers of the devices that take part; overlaps: whether kernels run
-    until the result is wanted.
+    Attributes:
+        kind: Its operation, e.g. "all-gather".
+        size: The bytes of the array where it is whole.
+        groups: The numbers of the devices that take part, group by group.
+        times: The number of runs in one call of the program.
+        overlaps: Whether kernels run until the result is needed.
     """
 
     kind: str
@@ -34,20 +38,25 @@ class Collective:
 
     @property
     def ways(self) -> int:
-        """How many devices take part in one group."""
+        """The number of devices in one group."""
         return len(self.groups[0])
 
     @property
     def sent(self) -> float:
-        """Bytes that a device sends each time: in a ring all that is not its own; a sum goes round twice."""
+        """The bytes that a device sends in one run: in a ring, all that is not its own; twice for a
+        sum.
+        """
         if self.kind == "collective-permute":
             return self.size
         return self.size * (2 if self.kind == "all-reduce" else 1) * (self.ways - 1) / self.ways
 
     def crossing(self, devices: int) -> float:
-        """The part of `sent` that leaves the host, which has `devices` devices with numbers in a row.
+        """Returns the part of `sent`, in bytes, that leaves the host.
 
-        Of the bytes that a host lacks, each of its members fetches a share.
+        The devices of a host share equally the bytes that the host has to receive.
+
+        Args:
+            devices: The number of devices per host. They have consecutive numbers.
         """
         hosts = max(len({i // devices for i in group}) for group in self.groups)
         if self.kind == "collective-permute":
@@ -57,7 +66,12 @@ class Collective:
 
 
 def collectives(module: Module, devices: int) -> list[Collective]:
-    """The collectives of a program for so many devices; those among groups of one device move nothing, and are left out."""
+    """Returns the collectives of a program. Groups of one device move nothing and are left out.
+
+    Args:
+        module: The compiled program.
+        devices: The number of devices that it runs on.
+    """
     accompanied = {step for steps in module.computations.values() for step in _accompanied(steps)}
     wrapped = {step.value("calls") for step in accompanied if step.opcode == "async-start"}
     accompanied |= {step for name in wrapped for step in module.computations[name]}
@@ -74,7 +88,7 @@ def collectives(module: Module, devices: int) -> list[Collective]:
 
 
 def _accompanied(steps: Sequence[Instruction]) -> Iterator[Instruction]:
-    """Of the instructions that start something, those between which and their end a kernel runs."""
+    """Yields the asynchronous starts of a computation between which and their end a kernel runs."""
     ran = 0
     before = dict[Instruction, int]()
     for step in steps:
@@ -88,7 +102,13 @@ def _accompanied(steps: Sequence[Instruction]) -> Iterator[Instruction]:
 
 
 def _groups(step: Instruction, kind: str, devices: int) -> tuple[tuple[int, ...], ...]:
-    """Device numbers, group by group."""
+    """Returns the numbers of the devices that take part in a collective, group by group.
+
+    Args:
+        step: The instruction.
+        kind: The kind of collective.
+        devices: The number of all devices.
+    """
     if kind == "collective-permute":
         pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", step.attributes)
         assert pairs is not None
@@ -110,7 +130,15 @@ def _groups(step: Instruction, kind: str, devices: int) -> tuple[tuple[int, ...]
 def _mesh_groups(
     axes: str, order: str | None, transposed: str | None, chosen: str
 ) -> tuple[tuple[int, ...], ...]:
-    """Groups along some axes of a mesh, 'x'=4, or parts of axes, 'x':(2)2: those of 2 numbers within whole runs of 2."""
+    """Returns groups that are given as axes of a mesh.
+
+    Args:
+        axes: The axes of the mesh with their sizes, e.g. "'x'=4".
+        order: The order of the devices, or None for their numbers.
+        transposed: The permutation of axes in that order, or None.
+        chosen: The axes along which groups lie. A part of an axis is written 'x':(2)2: those of 2
+            numbers within runs of 2.
+    """
     sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", axes)}
     numbers = _numbers(order or str(math.prod(sizes.values())), transposed)
     parts: list[tuple[str, int, int]] = []  # axes divided where a part of one is chosen
@@ -137,10 +165,17 @@ def _mesh_groups(
 
 
 def _numbers(order: str, transposed: str | None) -> np.ndarray:
+    """Returns the device numbers in the order that HLO writes as sizes and a permutation.
+
+    Args:
+        order: The sizes, separated by commas.
+        transposed: The permutation, or None.
+    """
     shape = _integers(order)
     numbers = np.arange(math.prod(shape)).reshape(shape)
     return numbers.transpose(_integers(transposed)) if transposed else numbers
 
 
 def _integers(text: str) -> list[int]:
+    """Parses integers that are separated by commas."""
     return [int(n) for n in text.split(",")]

@@ -1,7 +1,8 @@
-"""What an iteration of training takes on a device: memory, kernels, messages and the least time, by the device's own compiler.
+"""Plans an iteration of training on a device: memory, kernels, collectives and a roofline time.
 
-The programs that train are lowered for the shapes and shardings of a run, and compiled for a topology of devices that need not
-be here. Memory is the compiler's own figure. Kernels and messages are read from the compiled text. Seconds are a roofline.
+The programs that train are lowered for the shapes and shardings of a run, and compiled for devices
+that need not be present. Memory is the compiler's own figure. Kernels and collectives are read from
+the compiled text, and seconds are roofline bounds.
 """
 
 import dataclasses
@@ -29,7 +30,8 @@ from solrl_jax.rl.gradient_checkpointing import open_for_training
 from solrl_jax.storage import hub
 from solrl_jax.storage.files import atomic_write, writable_directory
 
-USABLE = 0.92  # of a device's memory: the rest is the runtime's and the libraries', and lost between buffers
+# of a device's memory: the rest is the runtime's and the libraries', and lost between buffers
+USABLE = 0.92
 COPY = "quantised copy"
 ENCODERS = "text encoders"
 CONDITIONING = "conditioning"
@@ -55,7 +57,13 @@ SETTINGS = {  # what a stage takes less memory with
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """`count` devices of one kind on each of `hosts` hosts."""
+    """The devices of a plan.
+
+    Attributes:
+        target: The kind of device.
+        count: The number of devices on each host.
+        hosts: The number of hosts.
+    """
 
     target: Target
     count: int = 1
@@ -63,10 +71,22 @@ class Devices:
 
 
 class Planner:
-    """Compiles the programs of one configuration. `topology.prepare` comes before, and before JAX is imported."""
+    """Compiles the programs of one configuration for absent devices.
+
+    `topology.prepare` must be called before, and before JAX is imported.
+    """
 
     def __init__(self, config: Config, where: Devices):
-        """Raises InputError: there is no such topology, the mesh does not divide it, or the configuration cannot be run."""
+        """Builds the experiment of shapes and the programs of its stages.
+
+        Args:
+            config: The configuration.
+            where: The devices.
+
+        Raises:
+            InputError: If there is no such topology, the mesh does not divide it, or the
+                configuration cannot be run.
+        """
         self.config = config
         self.where = where
         target = where.target
@@ -82,10 +102,16 @@ class Planner:
         self.usable = int(target.memory * USABLE)
 
     def programs(self, threads: Executor) -> list[tuple[str, Program, Future[Any]]]:
-        """The stage, the program and what compiles it, in the order of an iteration.
+        """Starts to compile all programs.
 
-        XLA compiles without Python's lock, hence in `threads`. `sync` is waited for: the other programs take the quantised copy
-        from where the compiled `sync` leaves it. Raises what XLA raises.
+        XLA compiles without Python's lock. `sync` is compiled first, because the other programs
+        take the quantized copy with the shardings that it returns. Raises what XLA raises.
+
+        Args:
+            threads: Runs the compilations.
+
+        Returns:
+            The stage, the program and the future of its compilation, in the order of an iteration.
         """
         found = []
         for stage in filter(self.stages.has, STAGES):
@@ -97,12 +123,12 @@ class Planner:
         return found
 
     def lowered(self, program: Program) -> Any:
-        """A program traced for the devices."""
+        """Lowers a program for the devices."""
         with jax.set_mesh(program.mesh):
             return topology.lowered(program.function, program.arguments)
 
     def place(self, sync: Any) -> None:
-        """The quantised copy is from now on where the compiled `sync` leaves it."""
+        """Places the quantized copy as the compiled `sync` returns it. Changes `self.codes`."""
         self.codes = jax.tree.map(
             lambda x, where: abstract(x, self.stages.mesh, where), self.codes, sync.output_shardings
         )
@@ -110,7 +136,14 @@ class Planner:
     def measure(
         self, stage: str, program: Program, made: Any, hlo: Path | None = None
     ) -> dict[str, Any]:
-        """The figures of one compiled program, for one device. hlo: the folder that its text is written to."""
+        """Returns the figures of one compiled program for one device, as JSON values.
+
+        Args:
+            stage: The name of its stage.
+            program: The program.
+            made: The compiled program.
+            hlo: The directory that its text is written to, or None.
+        """
         text = made.as_text()
         if hlo is not None:
             atomic_write(hlo / f"{stage}-{program.name}.hlo", text)
@@ -121,7 +154,7 @@ class Planner:
         return {"name": program.name, "calls": program.calls, "memory": memory, "roofline": figures}
 
     def parts(self) -> dict[str, Any]:
-        """The arrays that stay in memory between programs."""
+        """Returns the trees of arrays that stay in memory between programs, by name."""
         experiment = self.stages.experiment
         state = self.stages.state
         return {
@@ -136,12 +169,18 @@ class Planner:
         }
 
     def memory(self, stage: str, program: Program, analysis: Any) -> dict[str, Any]:
-        """Bytes of a device while a program runs. analysis: the compiler's.
+        """Returns the bytes on a device while a program runs.
 
-        `peak` = `held` + `padded` + `temporaries` + `outputs` - `aliased` + `code` + the sum of `resident`, and
-        `arguments` = `held` + `repeated` + `padded` - `unread`. held: arguments, each array once; repeated: arrays that are
-        passed more than once; unread: arguments that the compiler leaves out; padded: what a TPU fills its tiles up with, less
-        `unread`; resident: arrays that are not arguments, by part.
+        `peak` = `held` + `padded` + `temporaries` + `outputs` - `aliased` + `code` + the sum of
+        `resident`, and `arguments` = `held` + `repeated` + `padded` - `unread`. `held` counts each
+        argument once, `repeated` the arguments that are passed more than once, `unread` those that
+        the compiler leaves out, `padded` the padding of a TPU's tiles less `unread`, and `resident`
+        the arrays that are not arguments, by part.
+
+        Args:
+            stage: The name of its stage.
+            program: The program.
+            analysis: The memory analysis of the compiled program.
         """
         given = arrays(program.arguments)
         once = {id(x): x for x in given}
@@ -182,9 +221,19 @@ def plan(
     hlo: Path | None = None,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> dict[str, Any]:
-    """The plan, as `solrl plan` prints it in JSON; of one device.
+    """Plans an iteration.
 
-    hlo: a folder for the compiled texts, `STAGE-PROGRAM.hlo`; progress: told what is being done. Raises InputError.
+    Args:
+        config: The configuration.
+        where: The devices.
+        hlo: A directory for the compiled texts, `STAGE-PROGRAM.hlo`. None: they are not written.
+        progress: Called with the stage and the name of each program before it is measured.
+
+    Returns:
+        The plan of one device, as `solrl plan` prints it in JSON.
+
+    Raises:
+        InputError: If the configuration cannot be planned.
     """
     planner = Planner(config, where)
     if hlo is not None:
@@ -232,15 +281,23 @@ def plan(
 
 
 def arrays(tree: Any) -> list[Any]:
-    """The shapes among the leaves; other leaves are static arguments."""
+    """Returns the shapes among the leaves of a tree. Other leaves are static arguments."""
     return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.ShapeDtypeStruct)]
 
 
 def faster(planner: Planner, left: dict[str, int]) -> dict[str, str]:
-    """By stage, the setting with which it may take less time, if there is one. left: bytes that a stage leaves free.
+    """Names settings with which stages may take less time.
 
-    To keep what products make takes several times the memory of `model.gradient_checkpointing=blocks`, so it is named where half is free. Larger
-    chunks and micro-batches are not among them: the least time of a row hardly depends on how many run at once.
+    Saving the outputs of matmuls takes several times the memory of
+    `model.gradient_checkpointing=blocks`, so it is named where half of the memory is free. Larger
+    batches are not named, because the time per sample hardly depends on them.
+
+    Args:
+        planner: The planner, after all programs were measured.
+        left: The free bytes of each stage.
+
+    Returns:
+        The setting `key=value` by stage.
     """
     explorer = planner.stages.experiment.explorer
     remat = planner.config.model.gradient_checkpointing
@@ -256,9 +313,15 @@ def faster(planner: Planner, left: dict[str, int]) -> dict[str, str]:
 
 
 def totals(planner: Planner, stages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Seconds of the iteration and of the rollout phase; the same of `naive_scaling` where this run regenerates.
+    """Adds up the seconds of an iteration and of its rollout.
 
-    `naive_scaling` explores in BF16 with all steps, which is the program that regenerates, and scores its candidates once.
+    Args:
+        planner: The planner.
+        stages: The figures of all stages.
+
+    Returns:
+        "seconds" and "rollout". If the run regenerates, "naive_scaling" has the same for that
+        family, which explores in BF16 with all steps and scores its candidates once.
     """
     seconds = {stage["name"]: stage["seconds"] for stage in stages}
     rollout = sum(seconds.get(name, 0.0) for name in ROLLOUT)
@@ -277,7 +340,7 @@ def totals(planner: Planner, stages: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def assumptions(planner: Planner) -> Iterator[str]:
-    """What the figures take for granted."""
+    """Yields sentences with the assumptions of the figures."""
     where = planner.where
     config = planner.config
     yield f"{USABLE:.0%} of a device's memory are for arrays; JAX takes 75% of a GPU without XLA_PYTHON_CLIENT_MEM_FRACTION"
@@ -303,7 +366,7 @@ def assumptions(planner: Planner) -> Iterator[str]:
 
 
 def table(summary: dict[str, Any]) -> str:
-    """The plan for a terminal."""
+    """Formats a plan for a terminal."""
 
     def gb(size):
         return f"{size / 1e9:.2f}"
@@ -370,7 +433,7 @@ def table(summary: dict[str, Any]) -> str:
 
 
 def rows(summary: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The programs of a plan, each with the name of its stage."""
+    """Yields the programs of a plan, each with the name of its stage."""
     for stage in summary["stages"]:
         for row in stage["programs"]:
             yield stage["name"], row

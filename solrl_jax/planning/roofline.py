@@ -1,8 +1,10 @@
-"""The least time that a compiled program can take on a device: every kernel at the peak of its operations or of memory.
+"""Computes a lower bound of the time of a compiled program: every kernel at a peak rate of the
+device.
 
-A yardstick to compare programs by, not a prediction (Williams et al. 2009, "Roofline", doi:10.1145/1498765.1498785): it knows
-nothing of caches, of the time to launch a kernel, or of how near a library comes to its peak. A kernel takes the longer of its
-operations at the peak of its operands' type, and its operands and results at the peak of memory.
+It is a yardstick for comparing programs, not a prediction (Williams et al. 2009, "Roofline",
+doi:10.1145/1498765.1498785): it knows nothing of caches, launch overhead, or how near a library
+comes to its peak. A kernel takes the longer of two times: its operations at the peak rate of its
+operands' type, and its bytes at the peak rate of memory.
 """
 
 import dataclasses
@@ -20,7 +22,15 @@ LARGEST = 8  # kernels that are listed
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """One call of a program on one device of a host that has `on_host`. unknown_loops: loops counted as one turn."""
+    """The work of one call of a program on one device.
+
+    Attributes:
+        target: The device.
+        on_host: The number of devices per host.
+        kernels: The kernels of the program.
+        collectives: Its collectives.
+        unknown_loops: The number of loops that count as one iteration.
+    """
 
     target: Target
     on_host: int
@@ -29,17 +39,17 @@ class Roofline:
     unknown_loops: int
 
     def peak_seconds(self, kernel: Kernel) -> float:
-        """What the operations alone would take, of all runs."""
+        """Returns the seconds of the arithmetic operations of all runs of a kernel."""
         return kernel.times * kernel.operations / getattr(self.target.peaks, kernel.unit)
 
     def kernel_seconds(self, kernel: Kernel) -> float:
-        """Of all runs of a kernel."""
+        """Returns the seconds of all runs of a kernel."""
         return max(
             self.peak_seconds(kernel), kernel.times * kernel.moved / self.target.peaks.memory
         )
 
     def link_seconds(self, collective: Collective) -> float:
-        """Of all runs of a collective."""
+        """Returns the seconds of all runs of a collective."""
         crossing = collective.crossing(self.on_host)
         return collective.times * (
             max(collective.sent - crossing, 0) / self.target.peaks.link
@@ -47,7 +57,11 @@ class Roofline:
         )
 
     def split(self) -> dict[str, float]:
-        """Seconds by `KINDS`. Collectives that overlap with kernels count for what is left when all kernels have run."""
+        """Returns the seconds by what limits them, see `KINDS`.
+
+        Collectives that overlap with kernels count only for the time that remains after all
+        kernels.
+        """
         seconds = dict.fromkeys(KINDS, 0.0)
         for kernel in self.kernels:
             seconds[kernel.kind] += self.kernel_seconds(kernel)
@@ -56,7 +70,9 @@ class Roofline:
         return seconds | {"links": waiting + max(overlapping - sum(seconds.values()), 0.0)}
 
     def summary(self) -> dict[str, Any]:
-        """All figures, as `solrl plan` prints them in JSON: seconds, bytes and operations of one call on one device."""
+        """Returns all figures as JSON values: seconds, bytes and operations of one call on one
+        device.
+        """
         split = self.split()
         operations = defaultdict[str, float](float)
         for kernel in self.kernels:
@@ -75,7 +91,9 @@ class Roofline:
         }
 
     def _messages(self) -> list[dict[str, Any]]:
-        """Collectives by kind, and whether they overlap with kernels; bytes that a device sends."""
+        """Returns collectives by kind and by whether they overlap, with the bytes that a device
+        sends.
+        """
         alike: defaultdict[tuple[str, bool], list[Collective]] = defaultdict(list)
         for one in self.collectives:
             alike[one.kind, one.overlaps].append(one)
@@ -92,7 +110,7 @@ class Roofline:
         ]
 
     def _largest(self) -> list[dict[str, Any]]:
-        """Kernels of the same name, result and source, those first that take longest."""
+        """Returns the kernels that take longest, grouped by name, result and source."""
         alike: defaultdict[tuple[str, str, str], list[Kernel]] = defaultdict(list)
         for kernel in self.kernels:
             alike[kernel.name, kernel.result, kernel.source].append(kernel)
@@ -111,7 +129,14 @@ class Roofline:
 
 
 def roofline(text: str, target: Target, on_host: int = 1, hosts: int = 1) -> Roofline:
-    """Of the text of a program compiled for `hosts` hosts with `on_host` devices each."""
+    """Reads the work of a program from its compiled text.
+
+    Args:
+        text: The compiled text.
+        target: The device.
+        on_host: The number of devices per host.
+        hosts: The number of hosts.
+    """
     module = parse(text)
     return Roofline(
         target,
@@ -123,7 +148,7 @@ def roofline(text: str, target: Target, on_host: int = 1, hosts: int = 1) -> Roo
 
 
 def table(summary: dict[str, Any]) -> str:
-    """A program's figures for a terminal."""
+    """Formats the result of `Roofline.summary` for a terminal."""
     total = summary["seconds"]
 
     def row_of(seconds):

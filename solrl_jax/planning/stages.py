@@ -1,4 +1,4 @@
-"""The programs of an iteration, in the order of `train.iterate`: those that train, and no others. Shapes replace arrays."""
+"""Lists the programs of an iteration, in its order: those that train, with shapes for arrays."""
 
 import copy
 import dataclasses
@@ -29,7 +29,15 @@ STAGES = ("encode", "sync", "explore", "regenerate", "score", "update", "evaluat
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A jitted function and its arguments, called `calls` times an iteration. meanwhile: other arrays that stay in memory."""
+    """A jitted function and its arguments.
+
+    Attributes:
+        mesh: The mesh that it runs on.
+        function: The jitted function.
+        arguments: Its arguments, with placed shapes in place of arrays.
+        calls: The number of calls per iteration.
+        meanwhile: Other arrays that stay in memory during a call.
+    """
 
     mesh: Mesh
     function: Any
@@ -39,11 +47,12 @@ class Program:
 
     @property
     def name(self) -> str:
+        """The name of the function."""
         return self.function.__name__
 
 
 class Stages:
-    """The programs of an experiment of shapes, for the mesh of the experiment."""
+    """The programs of an experiment of shapes, on the mesh of the experiment."""
 
     def __init__(self, experiment: Experiment):
         self.experiment = experiment
@@ -61,7 +70,11 @@ class Stages:
         )
 
     def has(self, stage: str) -> bool:
-        """Whether a run has that stage."""
+        """Whether a run has programs of a stage that no other stage has.
+
+        Args:
+            stage: A name of `STAGES`.
+        """
         if stage == "sync":
             return self.experiment.explorer.format.quantize is not None
         if stage == "evaluate":  # else its programs take no more than those of the other stages
@@ -71,7 +84,9 @@ class Stages:
         return stage != "regenerate" or self.experiment.config.rollout.regenerate
 
     def codes(self) -> Any:
-        """What `sync` makes, whole on every device; nothing where nothing is quantised."""
+        """The result of `sync`, replicated on every device; an empty dict where nothing is
+        quantized.
+        """
         if not self.has("sync"):
             return {}
         with jax.set_mesh(self.mesh):
@@ -79,7 +94,11 @@ class Stages:
         return abstract(made, self.mesh, self.whole)
 
     def chunks(self, groups: int) -> tuple[int, int]:
-        """How many chunks of rows an iteration explores and regenerates, where rows are divided among `groups` devices."""
+        """Returns the numbers of batches that an iteration explores and regenerates.
+
+        Args:
+            groups: The number of groups of devices that samples are divided among.
+        """
         rollout = self.experiment.config.rollout
         prompts = self.experiment.config.train.num_prompts
         rows = self._stage.chunk * groups
@@ -88,7 +107,12 @@ class Stages:
         )
 
     def programs(self, stage: str, codes: Any) -> list[Program]:
-        """The programs of a stage that the run has. codes: the quantised copy."""
+        """Returns the programs of a stage; an empty list for a stage that the run does not have.
+
+        Args:
+            stage: A name of `STAGES`.
+            codes: The quantized copy, as placed shapes.
+        """
         experiment = self.experiment
         rollout = self.experiment.config.rollout
         drafts, redone = self.chunks(row_groups(self.mesh))
@@ -133,6 +157,7 @@ class Stages:
         return [self._update()]
 
     def _encodings(self, count: int) -> Any:
+        """Returns the conditioning of `count` prompts, replicated, as shapes."""
         with jax.set_mesh(self.rows_mesh), tracing():
             out = encode_chunk.eval_shape(*self._encode().arguments)
         return jax.tree.map(
@@ -140,7 +165,11 @@ class Stages:
         )
 
     def _policy(self, codes: Any) -> Any:
-        """The base with the old adapters. codes: of the quantised linears."""
+        """Returns the base with the old adapters attached, as shapes.
+
+        Args:
+            codes: The quantized layers, or an empty dict for the policy in the training precision.
+        """
 
         def policy(base, adapters, codes):
             return attach(base, adapters, self.experiment.scale, codes)
@@ -148,6 +177,9 @@ class Stages:
         return shaped(policy, self.experiment.backbone.transformer, self.state.old, codes)
 
     def _encode(self) -> Program:
+        """Returns the program that encodes a batch of prompts. The empty prompt takes one more
+        call.
+        """
         backbone = self.experiment.backbone
         model = self.experiment.config.model
         mesh = self.rows_mesh
@@ -162,6 +194,7 @@ class Stages:
         return Program(mesh, encode_chunk, (encoders, self.encoders, placed), calls)
 
     def _sync(self) -> tuple[Any, ...]:
+        """Returns the arguments of the program that merges and quantizes the policy."""
         experiment = self.experiment
         explorer = self.experiment.explorer
         base = experiment.backbone.transformer
@@ -179,13 +212,28 @@ class Stages:
 
     @property
     def _stage(self) -> Sampler:
+        """The sampler of regeneration, whose batch size and latent shape are read."""
         return self.experiment.explorer.calibration.sampler
 
     def _rows(self, mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Returns the shape of an array with one row per sample of a batch on all devices.
+
+        Args:
+            mesh: The mesh over which samples are sharded.
+            shape: The shape of one row.
+            dtype: The dtype.
+        """
         rows = self._stage.chunk * row_groups(mesh)
         return jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=sharding.rows(mesh))
 
     def _sample(self, segments: tuple[Segment, ...], calls: int, recorded: int) -> Program:
+        """Returns the program that samples one batch.
+
+        Args:
+            segments: The policies with their schedules.
+            calls: The number of calls per iteration.
+            recorded: The number of steps whose states are recorded.
+        """
         noise = self._rows(self.mesh, self._stage.shape, jnp.float32)
         rows = shaped(
             SeedBatch,
@@ -201,6 +249,12 @@ class Stages:
         return Program(self.mesh, sample_chunk, arguments, calls)
 
     def _score(self, calls: int) -> list[Program]:
+        """Returns the programs that decode and score one batch. A reward outside of JAX has no
+        program.
+
+        Args:
+            calls: The number of calls per iteration.
+        """
         experiment = self.experiment
         reward = self.experiment.reward
         mesh = self.rows_mesh
@@ -216,6 +270,7 @@ class Stages:
         return [*decode, Program(mesh, score_images, arguments, calls, meanwhile=latents)]
 
     def _update(self) -> Program:
+        """Returns the program of the update."""
         experiment = self.experiment
         config = self.experiment.config
         backbone = experiment.backbone

@@ -1,9 +1,10 @@
-"""The devices that a plan can be made for: their public figures, and what their compiler is told of them.
+"""The devices that a plan can be made for: their public figures, and their description for XLA.
 
-Figures are one device's, per second and dense (without sparsity); links are counted in one direction. Sources, all of the
-makers: data sheets and white papers of NVIDIA's A100, H100 (SXM), H200, HGX B200, GB200 NVL72 and RTX PRO 6000 Blackwell; the
-pages of TPU v5e, v5p, v6e and TPU7x in Google Cloud's documentation. NVIDIA states no network: one 200 Gb/s (A100) or 400 Gb/s
-card a GPU is that of its reference systems (DGX); the 18 hosts of a GB200 NVL72 share their links.
+Figures are those of one device, per second and dense (without sparsity); links are counted in one
+direction. The sources are the makers': data sheets and white papers of NVIDIA's A100, H100 (SXM),
+H200, HGX B200, GB200 NVL72 and RTX PRO 6000 Blackwell; the pages of TPU v5e, v5p, v6e and TPU7x in
+Google Cloud's documentation. NVIDIA states no network: one 200 Gb/s (A100) or 400 Gb/s card per GPU
+is that of its reference systems (DGX); the 18 hosts of a GB200 NVL72 share their links.
 """
 
 import dataclasses
@@ -14,7 +15,16 @@ CUDNN = "9.12.0"  # the oldest that jax 0.10's plug-in for CUDA 13 takes
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """What XLA asks of a GPU: processors, GHz, bytes of cache; of each processor: bytes to share, threads, float32 units."""
+    """The figures of a GPU that XLA asks for.
+
+    Attributes:
+        cores: The number of multiprocessors.
+        clock: Their clock in GHz.
+        cache: The bytes of the L2 cache.
+        shared: The bytes of shared memory of a multiprocessor.
+        threads: The threads of a multiprocessor.
+        units: Its float32 units.
+    """
 
     cores: int
     clock: float
@@ -26,10 +36,17 @@ class Chip:
 
 @dataclasses.dataclass(frozen=True)
 class Peaks:
-    """Operations or bytes a second.
+    """Peak rates, in operations or bytes per second.
 
-    fp8, fp4: BF16's where there are no units; fp32: on TPUs in six passes of BF16; tf32: of float32 products that ask for less,
-    on TPUs in three passes; link: between devices of a host, or of a TPU slice; network: between hosts, a device's share.
+    Attributes:
+        bf16: Matmuls in BF16.
+        fp8: Matmuls in FP8; equal to `bf16` where there are no units.
+        fp4: Matmuls in FP4; equal to `bf16` where there are no units.
+        fp32: Matmuls in float32. On TPUs these are six passes of BF16.
+        tf32: Float32 matmuls in lower precision. On TPUs these are three passes of BF16.
+        memory: Main memory.
+        link: Links between the devices of a host, or of a TPU slice.
+        network: The network between hosts, the share of one device.
     """
 
     bf16: float
@@ -46,8 +63,17 @@ class Peaks:
 class Target:
     """One kind of device.
 
-    kind: JAX's `device_kind`; capability: CUDA's, (0, 0) on TPUs; memory: bytes; on_host: most devices of one host; chip: None
-    on TPUs; axes: of a TPU's torus; cores: how many of JAX's devices one TPU chip is.
+    Attributes:
+        name: Its name in commands, e.g. "h200".
+        platform: "gpu" or "tpu".
+        kind: JAX's `device_kind`.
+        capability: The CUDA compute capability; (0, 0) on TPUs.
+        memory: The bytes of main memory.
+        peaks: The peak rates.
+        on_host: The largest number of devices of one host.
+        chip: The figures of a GPU; None on TPUs.
+        axes: The number of axes of a TPU's torus.
+        cores: The number of JAX devices of one TPU chip.
     """
 
     name: str
@@ -71,7 +97,18 @@ def _gpu(
     chip: Chip,
     on_host: int = 8,
 ) -> Target:
-    """memory: MiB, as the driver reports it; rates: teraflops in BF16, FP8, FP4, TB/s of memory, GB/s of links and network."""
+    """Makes a GPU.
+
+    Args:
+        name: Its name in commands.
+        kind: JAX's `device_kind`.
+        major: The first number of its compute capability.
+        memory: MiB of memory, as the driver reports it.
+        rates: Teraflops in BF16, FP8 and FP4, then TB/s of memory, GB/s of links and of the
+            network.
+        chip: The figures that XLA asks for.
+        on_host: The largest number of devices of one host.
+    """
     bf16, fp8, fp4, bandwidth, link, network = rates
     fp32 = 2e9 * chip.units * chip.cores * chip.clock
     tf32 = bf16 / 2 * 1e12
@@ -84,7 +121,16 @@ def _gpu(
 def _tpu(
     name: str, kind: str, memory: int, rates: tuple[int | float, ...], axes: int, cores: int = 1
 ) -> Target:
-    """Of a chip: GB of memory; rates: teraflops in BF16 and FP8, TB/s of memory, GB/s of links. Its cores share them."""
+    """Makes a TPU. The figures are those of a chip, which its cores share.
+
+    Args:
+        name: Its name in commands.
+        kind: JAX's `device_kind`.
+        memory: GB of memory.
+        rates: Teraflops in BF16 and FP8, then TB/s of memory and GB/s of links.
+        axes: The number of axes of the torus.
+        cores: The number of JAX devices of one chip.
+    """
     bf16, fp8, bandwidth, link = (rate / cores for rate in rates)
     fp32 = bf16 / 6 * 1e12
     tf32 = bf16 / 3 * 1e12
@@ -145,7 +191,7 @@ TARGETS = {
 
 
 def description(target: Target) -> str:
-    """A GPU as XLA's compiler takes it: a `GpuTargetConfigProto` as text."""
+    """Returns a GPU as XLA's compiler takes it: a `GpuTargetConfigProto` as text."""
     chip = target.chip
     (major, minor) = target.capability
     assert chip is not None

@@ -1,7 +1,8 @@
-"""XLA's compilers for devices that are not here: devices to lower programs for, and compiling for them.
+"""Compiles for devices that are not present, by XLA's own compilers.
 
-The GPU compiler is in JAX's CUDA plug-in, the TPU compiler in libtpu. Neither needs a device or a driver. The functions that
-train are lowered as they are, with shardings over a topology's devices in place of those that JAX finds.
+The GPU compiler is in JAX's CUDA plug-in, the TPU compiler in libtpu. Neither needs a device or a
+driver. The functions that train are lowered unchanged, with shardings over the devices of a
+topology.
 """
 
 import contextlib
@@ -18,22 +19,29 @@ from solrl_jax.planning.targets import CUDNN, Target, description
 WHEELS = {"gpu": ("jax_cuda13_plugin", "jax_cuda12_plugin"), "tpu": ("libtpu",)}  # any of them
 TOOLKIT = Path("/usr/local/cuda/bin")  # where CUDA's own tools are, if they are installed
 EXTRAS = {"gpu": "plan-cuda", "tpu": "plan-tpu"}
-# No device is asked for anything, and no program is kept, since none can be loaded. libtpu looks for no TPU and writes no log.
+# No device is asked for anything, and no program is kept, since none can be loaded. libtpu looks
+# for no TPU and writes no log.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false", "TPU_ACCELERATOR_TYPE": "v6e-4", "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_LOG_DIR": "disabled", "TPU_STDERR_LOG_LEVEL": "3", "TPU_MIN_LOG_LEVEL": "3",
 }  # fmt: skip
-# Nothing can be tuned without a device: products in Triton would get tiles that no one measured, or none that fit.
+# Nothing can be tuned without a device: products in Triton would get tiles that no one measured, or
+# none that fit.
 OPTIONS: dict[str, dict[str, Any]] = {"gpu": {"xla_gpu_enable_triton_gemm": False}, "tpu": {}}
 _TPU_HOSTS = {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 4, 1)}  # how the chips of a host lie
 _MOST_CHIPS = {2: 256, 3: 8192}  # of a slice, by its axes
 
 
 def prepare(target: Target) -> None:
-    """Sets the environment to compile for `target` in. JAX reads it as it is imported, so that this must come before.
+    """Sets the environment variables for compiling for a device. JAX reads them when it is
+    imported.
 
-    Raises InputError if the compiler is not installed.
+    Args:
+        target: The device.
+
+    Raises:
+        InputError: If its compiler is not installed.
     """
     wheels = any(map(importlib.util.find_spec, WHEELS[target.platform]))
     if not wheels or (target.platform == "gpu" and not _has_assembler()):
@@ -45,7 +53,10 @@ def prepare(target: Target) -> None:
 
 
 def _has_assembler() -> bool:
-    """Whether XLA finds CUDA's assembler: in a wheel, on the PATH, or in the toolkit. Some compilers crash without it."""
+    """Whether XLA finds CUDA's assembler: in a wheel, on the PATH, or in the toolkit.
+
+    Some compilers crash without it.
+    """
     nvidia = importlib.util.find_spec("nvidia")
     wheels = [Path(folder) for folder in nvidia.submodule_search_locations or ()] if nvidia else []
     return bool(
@@ -54,9 +65,18 @@ def _has_assembler() -> bool:
 
 
 def devices(target: Target, count: int, hosts: int) -> list[Any]:
-    """`count` devices on each of `hosts` hosts, host by host: `jax.Device`s that can be compiled for, and nothing else.
+    """Returns devices that programs can be compiled for, and nothing else.
 
-    Raises InputError if there is no such topology.
+    Args:
+        target: The kind of device.
+        count: The number of devices on each host.
+        hosts: The number of hosts.
+
+    Returns:
+        `jax.Device`s, host by host.
+
+    Raises:
+        InputError: If there is no such topology.
     """
     import jax
     from jax.experimental.topologies import get_topology_desc
@@ -78,9 +98,19 @@ def devices(target: Target, count: int, hosts: int) -> list[Any]:
 
 
 def tpu_topology(target: Target, count: int, hosts: int) -> tuple[str, tuple[int, int, int]]:
-    """A slice as libtpu names it, 2 hosts of 8 tpu-v6e as "v6e:4x4", and how a host's chips lie.
+    """Returns the name of a TPU slice and the arrangement of a host's chips.
 
-    Raises InputError if there are no hosts with so many devices, or no slices with so many hosts.
+    Args:
+        target: The kind of TPU.
+        count: The number of devices on each host.
+        hosts: The number of hosts.
+
+    Returns:
+        libtpu's name of the slice, e.g. "v6e:4x4" for 2 hosts of 8 tpu-v6e, and the numbers of a
+        host's chips along the three axes.
+
+    Raises:
+        InputError: If there are no hosts with so many devices, or no slices with so many hosts.
     """
     sizes = {
         chips * target.cores: lie
@@ -109,7 +139,9 @@ def tpu_topology(target: Target, count: int, hosts: int) -> tuple[str, tuple[int
 
 @contextlib.contextmanager
 def tracing() -> Iterator[None]:
-    """Within it, JAX traces attention for the target's cuDNN, whichever is installed here, or none."""
+    """Within it, JAX traces attention for the target's cuDNN, whichever is installed here, or
+    none.
+    """
     from jax._src.cudnn import fused_attention_stablehlo
 
     major, minor, patch = map(int, CUDNN.split("."))
@@ -122,11 +154,21 @@ def tracing() -> Iterator[None]:
 
 
 def lowered(function: Any, arguments: tuple[Any, ...]) -> Any:
-    """A jitted function traced for shapes that are placed on a topology's devices."""
+    """Lowers a jitted function for shapes that are placed on a topology's devices.
+
+    Args:
+        function: The jitted function.
+        arguments: Its arguments.
+    """
     with tracing():
         return function.lower(*arguments)
 
 
 def compiled(program: Any, target: Target) -> Any:
-    """What `lowered` traced, compiled. Raises what XLA raises."""
+    """Compiles a lowered program for a device. Raises what XLA raises.
+
+    Args:
+        program: The result of `lowered`.
+        target: The kind of device.
+    """
     return program.compile(compiler_options=OPTIONS[target.platform])

@@ -94,7 +94,9 @@ def _weight_folders(pipeline: Pipeline) -> dict[str, Path]:
 
 
 def _hash_weights(folder: Path) -> str:
-    """Hashes the weight files of a component by their sizes, headers and a sample of their bytes."""
+    """Hashes the weight files of a component by their sizes, headers and a sample of their
+    bytes.
+    """
     digest = hashlib.sha256()
     for path in weight_files(folder):
         size = path.stat().st_size

@@ -4,8 +4,9 @@
                       were not finite are null
     tensorboard/      the same values as TensorBoard scalars
 
-Each line is on the disk when `log` returns, so no checkpoint is newer than the record. A resumed run
-drops the lines after its checkpoint, so its record equals that of a run that was never interrupted.
+Each line is on the disk when `log` returns, so no checkpoint is newer than the record. A resumed
+run drops the lines after its checkpoint, so its record equals that of a run that was never
+interrupted.
 """
 
 import contextlib

@@ -2,7 +2,8 @@
 
     run.dir/profile/iteration-000003/plugins/profile/TIME/    *.xplane.pb; perfetto_trace.json.gz for ui.perfetto.dev
 
-A trace names the stages of the iteration (`rl.phase_timer.PhaseTimer`). Of several processes, only the first writes one, of itself.
+A trace names the stages of the iteration (`rl.phase_timer.PhaseTimer`). Of several processes, only
+the first writes one, of itself.
 """
 
 import contextlib
@@ -17,7 +18,9 @@ from solrl_jax.storage import files
 
 
 def refuse(profile: Collection[int], folder: Path, iterations: int) -> None:
-    """Raises InputError if the run in `folder` has done an iteration of `profile` already, or ends before it."""
+    """Raises InputError if the run in `folder` has done an iteration of `profile` already, or ends
+    before it.
+    """
 
     def shown(found):
         return ",".join(map(str, found))
@@ -35,7 +38,8 @@ def refuse(profile: Collection[int], folder: Path, iterations: int) -> None:
 
 @contextlib.contextmanager
 def traced(folder: Path, iteration: int, profile: Collection[int]) -> Iterator[None]:
-    """Writes a trace of the body to the run directory `folder`, if `iteration` is in `profile` and the body does not raise.
+    """Writes a trace of the body to the run directory `folder`, if `iteration` is in `profile` and
+    the body does not raise.
 
     Raises RunError if the disk refuses.
     """

@@ -19,8 +19,8 @@ from solrl_jax.parallel import hosts
 class TerminalProgress:
     """Shows progress on standard error, as a bar or as lines. Standard output is for results alone.
 
-    As a context manager it also handles Ctrl-C and SIGTERM: the first signal is noted, and `stage` or
-    `iteration` raises KeyboardInterrupt for it; the second one ends the process.
+    As a context manager it also handles Ctrl-C and SIGTERM: the first signal is noted, and `stage`
+    or `iteration` raises KeyboardInterrupt for it; the second one ends the process.
     """
 
     def __init__(self, *, bars: bool = True) -> None:
@@ -157,7 +157,9 @@ class TerminalProgress:
         return between_stages and hosts.anywhere([self._stopping])[0]
 
     def line(self, text: str) -> None:
-        """Prints one line above the bar, in the first process. Line breaks in `text` are replaced."""
+        """Prints one line above the bar, in the first process. Line breaks in `text` are
+        replaced.
+        """
         if not self.speaks:
             return
         tqdm.write(one_line(text), file=sys.stderr)

@@ -50,8 +50,8 @@ _FACTS = (
     "exploration",
     "evaluation",
 )
-# The figures after those of the rewards: section, then metric and title. Metrics that a run does not
-# have are left out.
+# The figures after those of the rewards: section, then metric and title. Metrics that a run does
+# not have are left out.
 _FIGURES = {
     "exploration": {
         "pool/reward": "Reward of the explored pool",

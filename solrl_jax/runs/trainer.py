@@ -132,8 +132,8 @@ def run(
         profile: Numbers of the iterations to trace, from 1. They must not be complete yet.
         html_report: Whether `report.html` is rewritten after every iteration.
         force: Whether to continue with input files (prompts, instruction, base weights, plug-ins)
-            that changed since the last start, to train with sizes that are estimated not to fit into memory, and to
-            replace a `report.html` that solrl_jax did not write.
+            that changed since the last start, to train with sizes that are estimated not to fit
+            into memory, and to replace a `report.html` that solrl_jax did not write.
 
     Returns:
         The summary of the run: "run" (its directory), "iterations" (complete ones), "interrupted",

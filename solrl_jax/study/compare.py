@@ -1,8 +1,9 @@
-"""Compares the arms of a study: means and standard errors over seeds, at equal iterations, equal cost and equal progress.
+"""Compares the arms of a study: means and standard errors over seeds, at equal iterations, equal
+cost and equal progress.
 
-Arms that are compared share their seeds, hence their prompts and noise, and all are evaluated on the
-same images, so differences are taken seed by seed. Standard errors are over seeds alone: they do not
-say how other images would score.
+Arms that are compared share their seeds, hence their prompts and noise, and all are evaluated on
+the same images, so differences are taken seed by seed. Standard errors are over seeds alone: they
+do not say how other images would score.
 """
 
 import dataclasses

@@ -1,8 +1,10 @@
-"""The cost of an iteration as counted work: network evaluations, each at the least time that it takes on a named device.
+"""Prices an iteration by counted work: each network evaluation at its roofline time on a named
+device.
 
-Time on this machine says nothing of a method: a CPU emulates the formats that are fast elsewhere. What is counted are the
-network evaluations of exploration and regeneration, the pictures that are decoded and scored, and the terms of the update.
-Their prices are roofline seconds of a released model's compiled programs (`planning`, `solrl plan`).
+The time on this machine says nothing about a method, because a CPU emulates the formats that are
+fast elsewhere. The network evaluations of exploration and regeneration, the decoded and scored
+images, and the terms of the update are counted. Their prices are roofline seconds of a released
+model's compiled programs (`planning`, `solrl plan`).
 """
 
 import dataclasses
@@ -30,11 +32,16 @@ class Prices:
     synced: float  # merging and quantising the policy, once an iteration
 
     def of_iteration(self, config: Config, precision: str, steps: int) -> float:
-        """Seconds of an iteration that explores with `steps` steps in `precision`; NaN if that format has no price.
+        """Returns the seconds of an iteration; NaN if the exploration format has no price.
 
-        Not counted: text encoders, what a correction adds, what attention in FP8 saves, a second network evaluation for
-        classifier-free guidance. The update is that of adapters, and every picture is of the size of the plan's preset,
-        decoded and scored as that does.
+        Not counted are text encoders, the cost of a correction, the gain of attention in FP8, and a
+        second network evaluation for classifier-free guidance. The update is that of adapters, and
+        images have the size of the plan's preset.
+
+        Args:
+            config: The configuration.
+            precision: The format that the iteration explores in.
+            steps: The number of its exploring steps.
         """
         rollout = config.rollout
         prompts = config.train.num_prompts
@@ -57,7 +64,12 @@ class Prices:
 
 
 def evaluations(config: Config, steps: int) -> int:
-    """Network evaluations of an iteration's exploration and regeneration."""
+    """Returns the network evaluations of an iteration's exploration and regeneration.
+
+    Args:
+        config: The configuration.
+        steps: The number of exploring steps.
+    """
     rollout = config.rollout
     return config.train.num_prompts * (
         rollout.candidates * steps + rollout.kept * rollout.regenerate * rollout.num_steps
@@ -65,9 +77,11 @@ def evaluations(config: Config, steps: int) -> int:
 
 
 def prices_of(plan: Mapping[str, Any]) -> Prices:
-    """Prices of a plan for one device, as `solrl plan` prints it in JSON.
+    """Returns the prices of a plan for one device. Whole batches are divided by their number of
+    samples.
 
-    Whole chunks are counted by the rows that they hold.
+    Args:
+        plan: The plan, as `solrl plan` prints it in JSON.
     """
     config = resolve(plan["preset"])
     rollout = config.rollout
@@ -89,12 +103,19 @@ def prices_of(plan: Mapping[str, Any]) -> Prices:
 
 
 def carried() -> dict[str, Prices]:
-    """The prices that the package carries, by their names."""
+    """Returns the prices that the package contains, by their names."""
     return {row["name"]: Prices(**row) for row in json.loads(CARRIED.read_text())}
 
 
 def find_prices(name: str) -> Prices:
-    """Carried prices, or those of a file with the JSON of `solrl plan`. Raises InputError."""
+    """Returns prices by name.
+
+    Args:
+        name: A name of prices in the package, or a file with the JSON of `solrl plan`.
+
+    Raises:
+        InputError: If there are no such prices, or if the file is no plan.
+    """
     if name in (there := carried()):
         return there[name]
     try:

@@ -1,4 +1,4 @@
-"""`study.md` and `study.png`: what a study found, for readers."""
+"""Writes `study.md` and `study.png`: the results of a study for readers."""
 
 import contextlib
 import json
@@ -27,16 +27,29 @@ Sweeps = Mapping[str, Sequence[tuple[Any, str]]]  # by a setting: its value in a
 def write(
     folder: Path, study: Mapping[str, Any], courses: Mapping[str, Sequence[Course]], sweeps: Sweeps
 ) -> None:
-    """Writes `study.json`, `study.md` and `study.png`."""
+    """Writes `study.json`, `study.md` and `study.png`.
+
+    Args:
+        folder: The directory of the study.
+        study: The summary, see `summary.summarise`.
+        courses: The finished runs of each arm.
+        sweeps: The swept settings, see `summary.sweeps`.
+
+    Raises:
+        RunError: If the disk refuses.
+    """
     atomic_write(folder / DATA, json.dumps(strict(study), allow_nan=False, indent=1) + "\n")
     draw(folder / FIGURE, courses, sweeps, study["setting"]["evaluation"])
     atomic_write(folder / PAGE, markdown(study))
 
 
 def refuse_foreign(folder: Path, logs: Iterable[Path] = ()) -> None:
-    """Raises InputError if a file that `write` would replace is there, and no study's.
+    """Raises InputError if a file that a study would replace exists and no study wrote it.
 
-    logs: files that are replaced too. They are a study's in a folder that one has locked.
+    Args:
+        folder: The directory of the study.
+        logs: Further files that are replaced. In a directory that a study has locked, they are its
+            own.
     """
     replaced = (
         *(folder / name for name in (DATA, PAGE, FIGURE)),
@@ -50,7 +63,7 @@ def refuse_foreign(folder: Path, logs: Iterable[Path] = ()) -> None:
 
 
 def markdown(study: Mapping[str, Any]) -> str:
-    """The page of a study."""
+    """Returns the page of a study, given its summary, as Markdown."""
     lines = [f"# Study `{study['plan']['name']}`", "", study["plan"]["what"], ""]
     lines += [f"* {name}: {text}" for name, text in study["setting"].items()]
     lines += ["", *_arms(study["arms"]), "", *_pairs(study["compared"])]
@@ -65,6 +78,7 @@ def markdown(study: Mapping[str, Any]) -> str:
 
 
 def _arms(arms: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yields the lines of the table of arms, given their estimates by name."""
     names = [
         name
         for name in dict.fromkeys(name for arm in arms.values() for name in arm["scores"])
@@ -103,6 +117,7 @@ def _arms(arms: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _pairs(pairs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yields the lines of the table of compared pairs, given their estimates."""
     if not pairs:
         return
     parts = [f"speed-up at {part} %" for part in PROGRESS]
@@ -126,16 +141,29 @@ def _pairs(pairs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _head(first: str, names: Sequence[str]) -> Iterator[str]:
+    """Yields the two lines of a table's head.
+
+    Args:
+        first: The name of the first column.
+        names: The names of the others.
+    """
     yield _row(first, names)
     yield _row("---", ["---"] * len(names))
 
 
 def _row(first: str, cells: Sequence[str]) -> str:
+    """Returns a line of a table from its first cell and the other ones."""
     return f"| {' | '.join([first, *cells])} |"
 
 
 def brief_repr(value: Estimate | None, sign: str = "", digits: int = 3) -> str:
-    """A mean ± its standard error."""
+    """Formats an estimate as mean ± standard error.
+
+    Args:
+        value: The estimate, or None if it is unknown.
+        sign: "+" to print the sign of a positive mean.
+        digits: The number of decimal places.
+    """
     if value is None or math.isnan(value[0]):
         return UNKNOWN
     mean = f"{value[0]:{sign}.{digits}f}"
@@ -143,14 +171,20 @@ def brief_repr(value: Estimate | None, sign: str = "", digits: int = 3) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits."""
+    """Formats a number with three digits."""
     return UNKNOWN if math.isnan(value) else f"{value:.3g}"
 
 
 def draw(path: Path, courses: Mapping[str, Sequence[Course]], sweeps: Sweeps, setting: str) -> None:
-    """Curves over cost and iterations, fidelity along training, the final reward of each sweep; bands are standard errors.
+    """Draws the curves of a study: reward over cost and iterations, fidelity, and swept settings.
 
-    setting: how rewards were measured, for the line above.
+    Bands are standard errors over seeds.
+
+    Args:
+        path: The PNG file to write.
+        courses: The finished runs of each arm.
+        sweeps: The swept settings, see `summary.sweeps`.
+        setting: How rewards were measured, for the title.
     """
     there = {arm: of for arm, of in courses.items() if of}
     faithful = {arm: of for arm, of in there.items() if of[0].fidelity}
@@ -206,7 +240,15 @@ def draw(path: Path, courses: Mapping[str, Sequence[Course]], sweeps: Sweeps, se
 
 
 def _band(panel: Any, x: np.ndarray, y: np.ndarray, look: tuple[str, str], label: str) -> None:
-    """The mean of `y` [seeds, x] and its standard error around it. look: a colour and a line style."""
+    """Draws the mean of curves, with a band of its standard error.
+
+    Args:
+        panel: The matplotlib axes.
+        x: The common x values.
+        y: The curves, [seeds, x].
+        look: A colour and a line style.
+        label: The name in the legend.
+    """
     color, style = look
     mean = y.mean(0)
     error = y.std(0, ddof=1) / len(y) ** 0.5 if len(y) > 1 else np.zeros(y.shape[1])
