@@ -47,7 +47,7 @@ PROMPTS = {
 JSON_LINES = {
     "no JSON": ("{", "line 1: not JSON"),
     "no object": ("[1]", "expected an object"),
-    "no prompt": ('{"text": "a"}', "expected an object"),
+    "no prompt": ('{"words": "a"}', "expected an object"),
     "twice with other metadata": (
         '{"prompt": "a", "t": 1}\n{"prompt": "a", "t": 2}',
         "different metadata",
