@@ -1,7 +1,9 @@
-"""Decisions that all processes of a run share: every process is told what each of them found, and which error it had.
+"""Decisions that all processes of a run share.
 
-Answers go as JSON through JAX's coordination service, not through the devices. So a thread may ask while a computation runs.
-Collectives of two threads could start in a different order on each process, and would then wait for each other forever.
+Every process learns the answer of each process, and the error that any of them had. Answers travel
+as JSON through JAX's coordination service, not through the devices, so a background thread may ask
+while a computation runs. `multihost_utils` uses device collectives: those of two threads could
+start in a different order in each process, and would then wait for each other forever.
 """
 
 import collections
@@ -10,53 +12,81 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax._src import (
-    distributed,
-)  # the only place that has the service's client; orbax takes it from here too
+
+# JAX has no public access to the coordination service's key-value store. Orbax also uses this one.
+from jax._src import distributed
 
 from solrl_jax.errors import InputError, RunError, first_line
 
-PATIENCE = 1800.0  # seconds to wait for an answer: a process may have gigabytes to write; if it dies, JAX tells the others
-_asked: collections.Counter[str] = collections.Counter()
+# Seconds to wait for an answer. A process may have gigabytes to write; if it dies, JAX ends the
+# others.
+PATIENCE = 1800.0
+_use_counts: collections.Counter[str] = collections.Counter()
 
 
 def together(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> list[Any]:
-    """Calls `act` on every process, and gives all of them what it returned (JSON values), by process. Every process must call.
+    """Calls a function in every process and returns all results to all of them.
 
-    If `act` raised, the error of the first process where it did is raised in all: a RunError, an InputError and an error of one
-    of `kinds` as itself, any other as a RunError that names the process. Only one thread at a time may use a label.
+    Every process must call this with the same label. It blocks until all have answered.
+
+    Args:
+        label: Names the decision. Only one thread at a time may use a label.
+        act: The function. It returns a JSON value and may raise.
+        *kinds: Further exception types that are raised in every process as they are.
+
+    Returns:
+        The result of each process, in the order of their numbers.
+
+    Raises:
+        Exception: The error of the first process whose `act` raised. An InputError, a RunError or
+            one of `kinds` keeps its type. Any other error is a RunError that names the process,
+            except in the process itself, which raises the original.
+        RunError: If a process gives no answer within `PATIENCE` seconds.
     """
     if jax.process_count() == 1:
         return [act()]
-    mine: BaseException | None = None
+    error_here: BaseException | None = None
     try:
-        said: dict[str, Any] = {"value": act()}
+        answer: dict[str, Any] = {"value": act()}
     except BaseException as error:  # whatever it is, the others must not wait for an answer
-        mine = error
-        said = {"error": type(error).__name__, "message": first_line(error)}
-    answers = _exchange(label, said)
+        error_here = error
+        answer = {"error": type(error).__name__, "message": first_line(error)}
+    answers = _exchange(label, answer)
     for index, answer in enumerate(answers):
         if "error" in answer:
-            if index == jax.process_index() and mine is not None:
-                raise mine
+            if index == jax.process_index() and error_here is not None:
+                raise error_here
             known: tuple[type[Exception], ...] = (RunError, InputError, *kinds)
             for kind in known:
                 if kind.__name__ == answer["error"]:
-                    raise kind(answer["message"]) from mine
-            raise RunError(f"process {index}: {answer['error']}: {answer['message']}") from mine
+                    raise kind(answer["message"]) from error_here
+            message = f"process {index}: {answer['error']}: {answer['message']}"
+            raise RunError(message) from error_here
     return [answer["value"] for answer in answers]
 
 
 def first(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> Any:
-    """Gives every process what `act` returns or raises on the first; the others wait. See `together`."""
+    """Calls a function in the first process and returns its result to all; the others wait.
+
+    Args:
+        label: Names the decision, see `together`.
+        act: The function. It returns a JSON value and may raise.
+        *kinds: Further exception types that are raised in every process as they are.
+
+    Returns:
+        What `act` returned in the first process.
+
+    Raises:
+        Exception: What `act` raised in the first process, in all processes; see `together`.
+    """
     return together(label, act if jax.process_index() == 0 else lambda: None, *kinds)[0]
 
 
 def client() -> Any:
-    """The client of JAX's coordination service, which stores a string for each key.
+    """Returns the client of JAX's coordination service, which stores a string for each key.
 
     Raises:
-        RuntimeError: If `jax.distributed` was not initialized.
+        RuntimeError: If `jax.distributed` was not initialised.
     """
     if distributed.global_state.client is None:
         raise RuntimeError("several processes, but jax.distributed was not initialised")
@@ -64,27 +94,30 @@ def client() -> Any:
 
 
 def _exchange(label: str, answer: dict[str, Any]) -> list[dict[str, Any]]:
-    """The answer of each process, by process. The service keeps a key's value forever, so each use of a label has a number.
+    """Sends this process's answer and returns the answers of all, in the order of their numbers.
 
-    A process that has all answers knows that all processes have those of the use before. Each then deletes its earlier answer.
-    So the service, which runs in the first process, holds at most two answers for a label and process.
+    The service keeps the value of a key forever, so each use of a label has its own number. A
+    process that has all answers knows that every process has read those of the previous use, and
+    deletes its own previous answer. So the service, which runs in the first process, holds at most
+    two answers per label and process.
+
+    Raises:
+        RunError: If a process gives no answer within `PATIENCE` seconds.
     """
-    count = _asked[label]
     service = client()
-    mine = jax.process_index()
+    index_here = jax.process_index()
+    count = _use_counts[label]
+    _use_counts[label] += 1
     key = f"solrl_jax/{label}/{count}"
-    _asked[label] += 1
-    service.key_value_set(f"{key}/{mine}", json.dumps(answer))
+    service.key_value_set(f"{key}/{index_here}", json.dumps(answer))
+    timeout_ms = int(PATIENCE * 1000)
     answers = []
     for index in range(jax.process_count()):
         try:
-            answers.append(
-                json.loads(service.blocking_key_value_get(f"{key}/{index}", int(PATIENCE * 1000)))
-            )
+            answers.append(json.loads(service.blocking_key_value_get(f"{key}/{index}", timeout_ms)))
         except jax.errors.JaxRuntimeError as error:
-            raise RunError(
-                f"process {index} gave no answer about {label}: {first_line(error)}"
-            ) from error
+            message = f"process {index} gave no answer about {label}: {first_line(error)}"
+            raise RunError(message) from error
     if count:
-        service.key_value_delete(f"solrl_jax/{label}/{count - 1}/{mine}")
+        service.key_value_delete(f"solrl_jax/{label}/{count - 1}/{index_here}")
     return answers

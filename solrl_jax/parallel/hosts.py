@@ -1,8 +1,9 @@
-"""Several hosts: how the processes of a run find each other, and how they agree. On one host nobody else is asked.
+"""Multi-host runs: start-up, agreement between processes, and arrays that span hosts.
 
-Every process runs the same program on the same arguments (JAX's multi-controller model) and holds the shards of its own
-devices. Two rules follow. A value that decides which program runs next must be the same in every process (`agreed`,
-`anywhere`). Only the first process writes to the run directory (`write`); then all go on, or all fail.
+Every process runs the same program on the same arguments (JAX's multi-controller model) and holds
+the shards of its own devices. Two rules follow. A value that decides which program runs next must
+be the same in every process (`agreed`, `anywhere`). Only the first process writes to the run
+directory (`write`); then all continue, or all fail. With one process, no function communicates.
 """
 
 import contextlib
@@ -27,26 +28,31 @@ from solrl_jax.parallel import consensus
 from solrl_jax.storage.readers import is_number
 
 T = TypeVar("T")
-# processes
-AUTO = "auto"
-MOST = 4096
-HEARTBEAT = (
-    30  # seconds without a heartbeat after which a process counts as dead, and the others end
-)
-START = 300  # seconds within which all processes must have joined
-ANSWER = 5  # seconds within which a process that calls must say its number
-END = (
-    15  # seconds that a process waits at its end for the others; then it leaves, and they are told
-)
+AUTO = "auto"  # JAX reads the number of processes from the cluster's environment
+MOST = 4096  # processes
+# All times are in seconds.
+HEARTBEAT = 30  # a process without a heartbeat for so long counts as dead, and the others end
+START = 300  # all processes must join within this time
+ANSWER = 5  # a process that connects must send its number within this time
+END = 15  # how long a process that ends waits for the others
 
 
 def initialise(hosts: str | None, host: int | None = None, coordinator: str | None = None) -> None:
     """Joins the processes of a run. Call it before anything else asks JAX for devices.
 
-    hosts: the number of processes; "auto": JAX reads it from SLURM, Open MPI, Kubernetes or a TPU pod; None: there is no other.
-    host: the number of this process, from 0. coordinator: HOST:PORT of the first process, a free port that all can reach. If a
-    process dies, or is not heard of for `HEARTBEAT` seconds, JAX ends the others with a message that has its number, and their
-    exit code is 1. Raises InputError, and RunError that names the processes that are not there `START` seconds after this one.
+    Also installs a handler of SIGABRT: if a process dies, or has no heartbeat for `HEARTBEAT`
+    seconds, JAX ends the others with a message that has its number, and their exit code is 1.
+
+    Args:
+        hosts: The number of processes as text, from "1" to "4096". With "auto", JAX reads it from
+            SLURM, Open MPI, Kubernetes or a TPU pod. None means that this is the only process.
+        host: The number of this process, from 0. Required with a number of hosts.
+        coordinator: HOST:PORT of the first process, a free port that all processes can reach.
+            Required with a number of hosts.
+
+    Raises:
+        InputError: If the arguments do not fit each other, or JAX refuses them.
+        RunError: If processes have not joined within `START` seconds. The message names them.
     """
     given = {"host": host, "coordinator": coordinator}
     settings: dict[str, Any] = {}
@@ -71,6 +77,7 @@ def initialise(hosts: str | None, host: int | None = None, coordinator: str | No
             "process_id": host,
             "coordinator_address": coordinator,
         }
+    # The name of a logger, which JAX has no other way to quiet. It reports each connection.
     logging.getLogger("jax._src.distributed").setLevel(logging.WARNING)
     ctypes.CDLL(None).signal(signal.SIGABRT, _aborted)
     try:
@@ -88,24 +95,38 @@ def initialise(hosts: str | None, host: int | None = None, coordinator: str | No
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int)
 def _aborted(number: int) -> None:
-    """What SIGABRT calls: JAX aborts a process that hears of another's death. In 0.10 it cannot call Python instead."""
+    """Handles SIGABRT, which JAX raises in a process when another one has died.
+
+    JAX 0.10 cannot call a Python function instead.
+    """
     os.write(
         2,
-        b"solrl: JAX ended this process, for the reason above; the same command goes on from the last checkpoint\n",
+        b"solrl: JAX ended this process, for the reason above; "
+        b"the same command goes on from the last checkpoint\n",
     )
     os._exit(1)
 
 
 def roll_call(count: int, mine: int, coordinator: str) -> None:
-    """Returns when all `count` processes have called. JAX would abort if some did not, and name none.
+    """Waits until all processes have connected to the first one.
 
-    Raises RunError in all that called if others have not after `START` seconds, or if two have one number; InputError for an
-    address that cannot be used.
+    `jax.distributed.initialize` aborts if a process is missing, and its message does not name it;
+    this one does. `multihost_utils` works only after that.
+
+    Args:
+        count: The number of processes.
+        mine: The number of this process, from 0.
+        coordinator: HOST:PORT of the first process. The port is closed again on return.
+
+    Raises:
+        RunError: In every process that has connected, if others have not after `START` seconds, or
+            if two processes have the same number.
+        InputError: If the address cannot be used.
     """
     address, _, port = coordinator.rpartition(":")
     try:
-        address.encode("idna")  # as it is looked up
-    except UnicodeError:  # nothing between two dots, or too much
+        address.encode("idna")  # the look-up does this, and would raise UnicodeError
+    except UnicodeError:  # e.g. an empty or overlong label between two dots
         address = ""
     if not (address and is_number(port) and 0 < int(port) < 2**16):
         raise InputError(f"coordinator={coordinator}: expected HOST:PORT")
@@ -116,43 +137,64 @@ def roll_call(count: int, mine: int, coordinator: str) -> None:
 
 
 def _listen(count: int, port: int, end: float) -> str:
-    """Waits for the other processes and answers them: what is wrong, or nothing."""
-    there: dict[int, socket.socket] = {}
+    """Waits for the other processes and sends each of them the outcome.
+
+    Args:
+        count: The number of processes, with this one.
+        port: The port to listen on.
+        end: When to give up, by `time.monotonic`.
+
+    Returns:
+        The problem in a few words; "" if all processes have connected.
+
+    Raises:
+        InputError: If the port cannot be opened.
+    """
+    callers: dict[int, socket.socket] = {}
     problem = ""
     with contextlib.ExitStack() as stack:
         try:
-            both = socket.has_dualstack_ipv6()
-            family = socket.AF_INET6 if both else socket.AF_INET
+            dual_stack = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if dual_stack else socket.AF_INET
             server = stack.enter_context(
-                socket.create_server(("", port), family=family, dualstack_ipv6=both)
+                socket.create_server(("", port), family=family, dualstack_ipv6=dual_stack)
             )
         except OSError as error:
             raise InputError(
                 f"coordinator: port {port} cannot be opened ({error.strerror})"
             ) from error
-        while len(there) < count - 1 and not problem:
+        while len(callers) < count - 1 and not problem:
             server.settimeout(max(end - time.monotonic(), 0.01))
             try:
                 caller = stack.enter_context(server.accept()[0])
             except TimeoutError:
                 missing = ", ".join(
-                    str(number) for number in range(1, count) if number not in there
+                    str(number) for number in range(1, count) if number not in callers
                 )
                 problem = f"process {missing} not there after {START} seconds"
                 break
             caller.settimeout(ANSWER)
-            with contextlib.suppress(OSError, ValueError):  # a stranger
+            with contextlib.suppress(OSError, ValueError):  # not a process of this run
                 number = int(caller.recv(16))
-                problem = f"two processes are host={number}" if number in there else ""
-                there[number] = caller
-        for caller in there.values():
+                problem = f"two processes are host={number}" if number in callers else ""
+                callers[number] = caller
+        for caller in callers.values():
             with contextlib.suppress(OSError):
                 caller.sendall(problem.encode() + b"\n")
     return problem
 
 
 def _call(mine: int, address: tuple[str, int], end: float) -> str:
-    """Calls the first process until it is there; returns what it answers."""
+    """Connects to the first process, again and again until it listens.
+
+    Args:
+        mine: The number of this process.
+        address: The host and port of the first process.
+        end: When to give up, by `time.monotonic`.
+
+    Returns:
+        The problem in a few words; "" if all processes have connected.
+    """
     why = ""
     while (left := end - time.monotonic()) > 0:
         try:
@@ -161,16 +203,22 @@ def _call(mine: int, address: tuple[str, int], end: float) -> str:
                 first.settimeout(left + ANSWER)
                 if answer := first.recv(1000):
                     return answer.decode().strip()
-        except (
-            OSError
-        ) as error:  # not there yet; nor its name, where the cluster gives it one when it starts
+        except OSError as error:
+            # It does not listen yet. Its name may not exist either, because some clusters create it
+            # when the process starts.
             why = f" ({error.strerror or error})"
             time.sleep(min(0.2, left))
     return f"process 0 not there after {START} seconds{why}"
 
 
 def connect(mesh: Mesh) -> None:
-    """Connects every group of devices that a program may sum over. Done later, Gloo waits only 30 s for a slower process."""
+    """Runs one sum over every combination of mesh axes, so that their devices are connected.
+
+    Otherwise a later program would connect them, and Gloo waits only 30 s for a slower process.
+
+    Args:
+        mesh: The mesh of all processes.
+    """
     if jax.process_count() == 1:
         return
     names = mesh.axis_names
@@ -189,37 +237,59 @@ def connect(mesh: Mesh) -> None:
 
 
 def first() -> bool:
-    """Whether this is the process that writes to the run directory and to the terminal."""
+    """Returns whether this process writes to the run directory and to the terminal."""
     return jax.process_index() == 0
 
 
 def write(act: Callable[[], Any]) -> None:
-    """Calls `act` in the first process; the others wait. An InputError or RunError is raised in all of them."""
+    """Calls `act` in the first process, while the others wait.
+
+    Raises:
+        InputError: In all processes, if `act` raised it.
+        RunError: In all processes, if `act` raised it or another error.
+    """
     consensus.first("write", lambda: act() and None)
 
 
 def agreed(find: Callable[[], T]) -> T:
-    """Gives every process what `find` returns in the first (JSON). An InputError or RunError is raised in all of them."""
+    """Calls `find` in the first process and returns its JSON value in every process.
+
+    Raises:
+        InputError: In all processes, if `find` raised it.
+        RunError: In all processes, if `find` raised it or another error.
+    """
     return consensus.first("agreed", find)
 
 
 def everyones(value: T) -> list[T]:
-    """The JSON value of each process, in their order."""
+    """Returns the JSON values that all processes passed, in the order of their numbers."""
     return consensus.together("everyones", lambda: value)
 
 
 def anywhere(flags: Sequence[bool]) -> list[bool]:
-    """For each flag, whether it is true in any process. All processes give the same number of flags."""
-    return [any(of_all) for of_all in zip(*everyones(list(flags)), strict=True)]
+    """Returns for each flag whether it is true in any process.
+
+    Args:
+        flags: The flags of this process. All processes pass the same number of them.
+    """
+    return [any(values) for values in zip(*everyones(list(flags)), strict=True)]
 
 
 def memory() -> int:
-    """The bytes of memory of this host."""
+    """Returns the size of this host's memory in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def put(tree: Any, where: NamedSharding) -> Any:
-    """Places arrays on a mesh. Every process has the full arrays on its host, and gives its own devices their parts."""
+    """Places arrays on a mesh.
+
+    Args:
+        tree: A tree of full arrays. Every process passes the same ones.
+        where: The sharding of each array.
+
+    Returns:
+        The tree with global arrays. Each process transfers only the shards of its own devices.
+    """
     if jax.process_count() == 1:
         return jax.device_put(tree, where)
 
@@ -230,7 +300,14 @@ def put(tree: Any, where: NamedSharding) -> Any:
 
 
 def fetch(tree: Any) -> Any:
-    """The full arrays of a mesh, on the host of every process."""
+    """Copies arrays from their mesh to the host of every process. All processes must call it.
+
+    Args:
+        tree: A tree of global arrays.
+
+    Returns:
+        The tree with full NumPy arrays.
+    """
     if jax.process_count() == 1:
         return jax.device_get(tree)
     return jax.tree.map(
@@ -239,7 +316,12 @@ def fetch(tree: Any) -> Any:
 
 
 def rows_held(where: NamedSharding, count: int) -> list[int]:
-    """The numbers of the rows that this process's devices hold, in order, of `count` rows placed by `where`."""
+    """Returns the indices of the rows that this process's devices hold, ascending.
+
+    Args:
+        where: The sharding of an array with one axis, or of the leading axis.
+        count: The number of rows of the array.
+    """
     slices = {
         index[0].indices(count)[:2]
         for index in where.addressable_devices_indices_map((count,)).values()
@@ -249,6 +331,6 @@ def rows_held(where: NamedSharding, count: int) -> list[int]:
 
 
 def held(x: jax.Array) -> np.ndarray:
-    """The rows of `x` that this process's devices hold, in the order of `rows_held`."""
+    """Returns the rows of `x` that this process's devices hold, in the order of `rows_held`."""
     parts = {shard.index[0].indices(x.shape[0])[0]: shard for shard in x.addressable_shards}
     return np.concatenate([np.asarray(parts[start].data) for start in sorted(parts)])

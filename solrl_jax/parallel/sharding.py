@@ -1,8 +1,9 @@
-"""The mesh, and where arrays lie on it. One device is a mesh of size one: there is no other path.
+"""The mesh and the shardings of arrays on it. A single device is a mesh of size one.
 
-Three axes. SeedBatch (candidates, samples) are split over `data` and `fsdp`. The frozen base and the adapters are split over `fsdp`
-and replicated over `data`. The products of the transformer are divided over `tensor` by their outputs (`quant.tensor_parallel`).
-Other computations on rows have no use for the axis `tensor`: its devices take rows as well (`rows_only`).
+The mesh has three axes. Samples are split over `data` and `fsdp`. The frozen base and the adapters
+are split over `fsdp` and replicated over `data`. The matmuls of the transformer are split over
+`tensor` by their outputs (`quant.tensor_parallel`). Other computations on samples cannot use the
+axis `tensor`, so its devices take samples as well (`rows_only`).
 """
 
 from collections.abc import Callable, Sequence
@@ -20,62 +21,90 @@ from solrl_jax.quant.tensor_parallel import TENSOR
 T = TypeVar("T")
 AXES = ("data", "fsdp", TENSOR)
 AUTO = (jax.sharding.AxisType.Auto,) * len(AXES)
-ROWS = PartitionSpec(AXES[:2])  # the leading axis of anything that has a row a sample
-# Every stage is compiled with these options, or results would depend on the mesh. By default XLA keeps float32 instead of BF16
-# wherever it fuses so, which differs between programs (gradients by 4 %, measured). On a CPU it also chooses kernels by the
-# shape of a product: with AMX, a product of half of the columns then differs from half of the product. On a GPU, JAX 0.11 would
-# compute a product a second time to write it into a stack of layers (SANA's update: 9.8e16 operations in place of 8.2e16).
+ROWS = PartitionSpec(AXES[:2])  # for arrays with one row per sample
+# Every stage is compiled with these options, because results would otherwise depend on the mesh. By
+# default XLA keeps float32 instead of BF16 wherever it fuses operations, which differs between
+# programs (gradients by 4 %, measured). On a CPU it also chooses kernels by the shape of a matmul:
+# with AMX, the matmul of half of the columns then differs from half of the matmul. On a GPU, JAX
+# 0.11 would compute a matmul a second time to write it into a stack of layers (SANA's update:
+# 9.8e16 operations instead of 8.2e16).
 OPTIONS = {
     "xla_allow_excess_precision": False,
     "xla_cpu_enable_platform_dependent_math": False,
     "xla_gpu_enable_dynamic_slice_fusion": False,
-    "xla_gpu_enable_dus_accumulator_zero_init_elimination": True,  # of stacks that are written whole: for speed alone
+    # For speed alone: a stack of layers that is written completely is not filled with zeros first.
+    "xla_gpu_enable_dus_accumulator_zero_init_elimination": True,
 }
-# float32 is multiplied as float32: by default it would be TF32 on a GPU, and BF16 on a TPU.
+# Matmuls of float32 use full precision. The default would be TF32 on a GPU and BF16 on a TPU.
 in_float32 = jax.default_matmul_precision("highest")
-SMALLEST_SHARDED = (
-    2**12
-)  # elements; to split a smaller array costs more in messages than it saves in memory
+# In elements. Splitting a smaller array costs more in collectives than it saves in memory.
+SMALLEST_SHARDED = 2**12
 
 
 def jit(stage: Callable[..., Any], **options: Any) -> Any:
-    """`jax.jit` of a stage: its result is the same on every device and mesh, up to rounding in the dtypes that it names."""
+    """Compiles a function with `OPTIONS` and with float32 matmuls in full precision.
+
+    Its result is then the same on every mesh, up to rounding in the dtypes that it uses.
+
+    Args:
+        stage: The function to compile.
+        **options: Further arguments of `jax.jit`.
+
+    Returns:
+        The jitted function.
+    """
     return jax.jit(in_float32(stage), compiler_options=OPTIONS, **options)
 
 
 def make_mesh(
     data: int, fsdp: int, tensor: int = 1, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
-    """A `data` x `fsdp` x `tensor` mesh; `data = -1` takes all devices.
+    """Makes a mesh of `data` x `fsdp` x `tensor` devices.
 
-    Raises ValueError if the sizes do not fit the number of devices.
+    Args:
+        data: The size of the axis `data`. -1 uses all devices.
+        fsdp: The size of the axis `fsdp`.
+        tensor: The size of the axis `tensor`.
+        devices: The devices to choose from, the first ones first. None means all of `jax.devices`.
+
+    Raises:
+        ValueError: If there are too few devices, or if -1 would leave some of them unused.
     """
     devices = list(jax.devices() if devices is None else devices)
     groups = max(len(devices) // (fsdp * tensor), 1) if data == -1 else data
     needed = groups * fsdp * tensor
     if needed > len(devices) or (data == -1 and needed < len(devices)):
         raise ValueError(
-            f"mesh.data={data}, mesh.fsdp={fsdp}, mesh.tensor={tensor}: need {needed} of the {len(devices)} device(s), "
-            "all of them if data=-1"
+            f"mesh.data={data}, mesh.fsdp={fsdp}, mesh.tensor={tensor}: "
+            f"need {needed} of the {len(devices)} device(s), all of them if data=-1"
         )
     return jax.make_mesh((groups, fsdp, tensor), AXES, AUTO, devices=devices[:needed])
 
 
 def rows_only(mesh: Mesh) -> Mesh:
-    """The same devices in the same order, with the axis `tensor` folded into `fsdp`."""
+    """Returns the mesh with the axis `tensor` folded into `fsdp`, its devices in the same order."""
     data, fsdp, tensor = (mesh.shape[axis] for axis in AXES)
     return Mesh(mesh.devices.reshape(data, fsdp * tensor, 1), AXES, axis_types=AUTO)
 
 
 def row_groups(mesh: Mesh) -> int:
-    """How many parts rows are split into."""
+    """Returns the number of parts that the samples of a batch are split into."""
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
 def parameter_sharding(mesh: Mesh, tree: Any) -> Any:
-    """A sharding for each array: its largest axis that `fsdp` divides is split over `fsdp`; small arrays are replicated.
+    """Chooses a sharding for each array of a tree of parameters.
 
-    The outputs of linears (leaves named kernel, and the factor b of adapters) are split over `tensor` first.
+    The output axis of linear layers (leaves named "kernel", and the factor "b" of adapters) is
+    split over `tensor`. Then the largest axis that `fsdp` divides is split over `fsdp`. Arrays of
+    fewer than `SMALLEST_SHARDED` elements are replicated.
+
+    Args:
+        mesh: The mesh of the shardings.
+        tree: Arrays, `jax.ShapeDtypeStruct`s or quantized leaves, by name.
+
+    Returns:
+        The tree with a NamedSharding in place of each array.
     """
     size = mesh.shape["fsdp"]
     tensor = mesh.shape[TENSOR]
@@ -89,9 +118,8 @@ def parameter_sharding(mesh: Mesh, tree: Any) -> Any:
         if size > 1 and divisible:
             axis = max(divisible, key=lambda i: (left[i], i))
             names[axis] = (TENSOR, "fsdp") if names[axis] else "fsdp"
-        while (
-            names and names[-1] is None
-        ):  # one spelling: jit distinguishes P() and P(None), and would compile again
+        # jit distinguishes P() from P(None) and would compile twice.
+        while names and names[-1] is None:
             names.pop()
         return NamedSharding(mesh, PartitionSpec(*names))
 
@@ -110,7 +138,13 @@ def parameter_sharding(mesh: Mesh, tree: Any) -> Any:
 
 
 def placement(mesh: Mesh) -> Callable[[tuple, tuple[int, ...]], NamedSharding]:
-    """The sharding of one parameter, from its path and shape (`models.loading.weights.Placement`)."""
+    """Returns a function from a parameter's path and shape to its sharding.
+
+    It is a `models.loading.weights.Placement`, and chooses as `parameter_sharding` does.
+
+    Args:
+        mesh: The mesh of the shardings.
+    """
 
     def place(path: tuple, shape: tuple[int, ...]) -> NamedSharding:
         return parameter_sharding(mesh, {path[-1]: jax.ShapeDtypeStruct(shape, np.float32)})[
@@ -121,40 +155,54 @@ def placement(mesh: Mesh) -> Callable[[tuple, tuple[int, ...]], NamedSharding]:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of an array that every device holds completely."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def rows(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of an array whose leading axis has one entry per sample."""
     return NamedSharding(mesh, ROWS)
 
 
 def split_rows(x: T) -> T:
-    """Constrains the leading axis of each array in `x` to be split over the rows' axes of the ambient mesh."""
+    """Constrains the leading axis of each array to be split over `data` and `fsdp`.
+
+    Args:
+        x: A tree of arrays with one row per sample. A mesh must be set (`jax.set_mesh`).
+    """
     return jax.lax.with_sharding_constraint(x, ROWS)
 
 
 def replicate(x: jax.Array) -> jax.Array:
-    """Constrains `x` to be replicated over the ambient mesh, if any; under `jax.vmap`, over the devices of each row."""
-    return (
-        x
-        if jax.sharding.get_abstract_mesh().empty
-        else jax.lax.with_sharding_constraint(x, PartitionSpec())
-    )
+    """Constrains an array to be replicated over the mesh that is set; no effect without a mesh.
+
+    Under `jax.vmap` it is replicated over the devices of each row.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec())
 
 
 def map_rows(f: Callable[[Any], Any], tree: Any, count: int) -> Any:
-    """`f` of `count` rows at a time on every device of the ambient mesh; the last `count` are filled up with copies of a row.
+    """Applies a function to `count` rows at a time on every device of the mesh that is set.
 
-    tree: arrays with rows first; `f` returns the same. So every product in `f` has the same number of rows, and rounds the same
-    way, whatever the total number.
+    Every matmul in `f` has the same number of rows whatever the total number, and so rounds the
+    same way. The last call is filled up with copies of a device's first row.
+
+    Args:
+        f: The function. It maps arrays with leading axis n to arrays with leading axis n.
+        tree: Arrays with the rows as leading axis, a number that the mesh's size divides.
+        count: The number of rows of a call on one device.
+
+    Returns:
+        The outputs of all rows, in the order of the rows.
     """
     devices = max(jax.sharding.get_abstract_mesh().size, 1)
     each = len(jax.tree.leaves(tree)[0]) // devices
     parts = -(-each // count)
 
-    def split(
-        x: jax.Array,
-    ) -> jax.Array:  # [rows] to [parts, devices * count], each device's rows staying on it
+    def split(x: jax.Array) -> jax.Array:
+        # [rows] to [parts, devices * count]; each device keeps its rows.
         x = x.reshape(devices, each, *x.shape[1:])
         x = jnp.concatenate([x, jnp.repeat(x[:, :1], parts * count - each, axis=1)], axis=1)
         return (
@@ -176,5 +224,12 @@ def map_rows(f: Callable[[Any], Any], tree: Any, count: int) -> Any:
 
 
 def pad_rows(x: np.ndarray, count: int) -> np.ndarray:
-    """`x` filled up to `count` rows with copies of its first row, so that every chunk runs the same compiled program."""
-    return x if len(x) == count else np.concatenate([x, np.repeat(x[:1], count - len(x), axis=0)])
+    """Fills an array up to `count` rows, so that every chunk runs the same compiled program.
+
+    Args:
+        x: An array of 1 to `count` rows.
+        count: The number of rows of the result. Missing ones are copies of the first row.
+    """
+    if len(x) == count:
+        return x
+    return np.concatenate([x, np.repeat(x[:1], count - len(x), axis=0)])

@@ -1,9 +1,10 @@
-"""Sums whose value does not depend on the order of their terms, and so not on the number of devices.
+"""Compensated sums, whose value does not depend on the order of the terms or the number of devices.
 
-The part that rounding loses in an addition is itself a float (Knuth, The Art of Computer Programming, volume 2, section 4.2.2,
-theorem B). These parts are added up beside the sum (Neumaier 1974, "Rundungsfehleranalyse einiger Verfahren zur Summation
-endlicher Summen"). Both together have about twice the digits, and are rounded once, at the end. Another order of the terms
-gives another float only if the sum is almost exactly half-way between two floats, about once in millions.
+The rounding error of an addition is itself a float (Knuth, The Art of Computer Programming, volume
+2, section 4.2.2, theorem B). The errors are added up beside the sum (Neumaier 1974,
+"Rundungsfehleranalyse einiger Verfahren zur Summation endlicher Summen"). Both together have about
+twice the digits, and are rounded once, at the end. Another order of the terms gives another float
+only if the sum is almost exactly half-way between two floats, about once in millions of sums.
 """
 
 import dataclasses
@@ -16,36 +17,48 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """Two trees of floats of the same shapes: the rounded sum, and the sum of the parts that rounding lost."""
+    """A sum of trees of floats with its compensation.
+
+    Attributes:
+        rounded: The tree of sums as rounded in each addition.
+        lost: The tree of sums of the rounding errors, of the same shapes.
+    """
 
     rounded: Any
     lost: Any
 
     @property
     def value(self) -> Any:
+        """The tree of sums, rounded once."""
         return jax.tree.map(jnp.add, self.rounded, self.lost)
 
 
 def zero(tree: Any) -> Sum:
-    """The empty sum of trees like `tree`."""
+    """Returns the sum of no terms, for trees with the structure, shapes and dtypes of `tree`."""
     zeros = jax.tree.map(jnp.zeros_like, tree)
     return Sum(zeros, zeros)
 
 
 def add(total: Sum, tree: Any) -> Sum:
-    """`total` plus one more term."""
+    """Adds one tree to a sum."""
     rounded = jax.tree.map(jnp.add, total.rounded, tree)
     lost = jax.tree.map(_lost, total.rounded, tree, rounded)
     return Sum(rounded, jax.tree.map(jnp.add, total.lost, lost))
 
 
 def add_each(total: Sum, trees: Any, count: int) -> Sum:
-    """`total` plus `count` more terms, which lie along the leading axis."""
+    """Adds several trees to a sum, one after the other.
+
+    Args:
+        total: The sum so far.
+        trees: A tree of arrays whose leading axis has one entry per term.
+        count: The number of terms.
+    """
     return jax.lax.scan(lambda total, tree: (add(total, tree), None), total, trees, length=count)[0]
 
 
 def join(parts: Sum) -> Sum:
-    """The sum of the sums along the leading axis."""
+    """Adds up several sums, which are stacked along the leading axis of each array of `parts`."""
     if not jax.tree.leaves(parts):  # a tree without arrays
         return parts
 
@@ -57,6 +70,6 @@ def join(parts: Sum) -> Sum:
 
 
 def _lost(a: jax.Array, b: jax.Array, rounded: jax.Array) -> jax.Array:
-    """`a + b - rounded`, exactly, where rounded is `a + b` rounded."""
-    of_b = rounded - a
-    return (a - (rounded - of_b)) + (b - of_b)
+    """Returns `a + b - rounded` exactly, where `rounded` is the float sum of `a` and `b`."""
+    b_added = rounded - a
+    return (a - (rounded - b_added)) + (b - b_added)

@@ -139,9 +139,11 @@ def tpu_topology(target: Target, count: int, hosts: int) -> tuple[str, tuple[int
 
 @contextlib.contextmanager
 def tracing() -> Iterator[None]:
-    """Within it, JAX traces attention for the target's cuDNN, whichever is installed here, or
-    none.
+    """While the body runs, attention is traced for cuDNN `CUDNN`, even if none is installed here.
+
+    Replaces JAX's private version check for that time, in all threads.
     """
+    # JAX has no public way to state the target's cuDNN: it asks the library that is loaded here.
     from jax._src.cudnn import fused_attention_stablehlo
 
     major, minor, patch = map(int, CUDNN.split("."))
