@@ -61,7 +61,8 @@ def assert_ranking_preserved(
     if top_k is None and not (match is within is None):
         given = f"match={match}, within={within}"
         raise ValueError(
-            f"assert_ranking_preserved: {given} without top_k; accepted: top_k, at least 1, beside them"
+            f"assert_ranking_preserved: {given} without top_k; "
+            "accepted: top_k, at least 1, beside them"
         )
     if spearman is None and kendall is None and top_k is None:
         raise ValueError(
@@ -172,7 +173,8 @@ def assert_block_error(
     quantized = jnp.asarray(quantized, jnp.float32)
     if x.shape != quantized.shape or x.size == 0 or x.ndim == 0:
         raise ValueError(
-            f"assert_block_error: shapes {x.shape} and {quantized.shape}; accepted: equal, with axes, not empty"
+            f"assert_block_error: shapes {x.shape} and {quantized.shape}; "
+            "accepted: equal, with axes, not empty"
         )
     if block < 1:
         raise ValueError(f"assert_block_error: block={block}; accepted: 1 or more")
@@ -206,7 +208,8 @@ def _pools(proxy: Given, true: Given) -> tuple[Rewards, Rewards]:
     true = jnp.asarray(true, jnp.float32)
     if proxy.ndim != 2 or proxy.shape != true.shape or proxy.size == 0:
         raise ValueError(
-            f"proxy {proxy.shape}, true {true.shape}; accepted: both [prompts, candidates], at least one of each"
+            f"proxy {proxy.shape}, true {true.shape}; "
+            "accepted: both [prompts, candidates], at least one of each"
         )
     return proxy, true
 

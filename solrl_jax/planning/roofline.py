@@ -160,10 +160,12 @@ def table(summary: dict[str, Any]) -> str:
     for row in summary["collectives"]:
         how = "asynchronous" if row["overlaps"] else "synchronous"
         lines.append(
-            f"  {row['count']:9} x {row['kind']}, {how}: {row['sent'] / 1e9:.3g} GB sent, {row['seconds']:.3g} s"
+            f"  {row['count']:9} x {row['kind']}, {how}: "
+            f"{row['sent'] / 1e9:.3g} GB sent, {row['seconds']:.3g} s"
         )
     for row in summary["largest"]:
         lines.append(
-            f"{row_of(row['seconds'])}{row['times']} x {row['name']} {row['result']} {row['source'][-60:]}"
+            f"{row_of(row['seconds'])}{row['times']} x {row['name']} "
+            f"{row['result']} {row['source'][-60:]}"
         )
     return "\n".join(lines)

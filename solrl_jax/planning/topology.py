@@ -85,7 +85,8 @@ def devices(target: Target, count: int, hosts: int) -> list[Any]:
     if target.platform == "gpu":
         if count > target.on_host:
             raise InputError(
-                f"devices={count}: a host has at most {target.on_host} {target.name}; name more hosts"
+                f"devices={count}: a host has at most {target.on_host} {target.name}; "
+                "name more hosts"
             )
         layout = f"1x{hosts}x{count}"  # slices, hosts, devices
         found = get_topology_desc(
@@ -126,7 +127,8 @@ def tpu_topology(target: Target, count: int, hosts: int) -> tuple[str, tuple[int
     most = _MOST_CHIPS[target.axes]
     if hosts > 1 and (hosts & (hosts - 1) or chips > most or count == target.cores):
         raise InputError(
-            f"hosts={hosts}: expected a power of two, at most {most} chips in all, and at least 4 chips "
+            f"hosts={hosts}: expected a power of two, at most {most} chips in all, "
+            "and at least 4 chips "
             "per host"
         )
     doublings = chips.bit_length() - 1
