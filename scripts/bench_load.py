@@ -288,7 +288,7 @@ def check(folder: Path, state: nnx.State, params: dict) -> None:
         name: file
         for file in folder.glob("*.safetensors")
         for name in safe_open(file, "numpy").keys()
-    }  # noqa: SIM118
+    }
     for e in parameter_table(state):
         leaf = params
         for key in e.path:

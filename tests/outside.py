@@ -1,4 +1,6 @@
-"""Rewards for the tests. Those outside JAX are imported by worker processes; some fail on request."""
+"""Rewards for the tests. Those outside JAX are imported by worker processes; some fail on
+request.
+"""
 
 import os
 import time
@@ -41,7 +43,8 @@ def pid(images, prompts, metadata):
 
 
 def failing(images, prompts, metadata, *, how, prompt="", file="", once=False):
-    """Fails as `how` says, if `prompt` is among the prompts (or "") and `file` exists (or ""); otherwise returns the mean.
+    """Fails as `how` says, if `prompt` is among the prompts (or "") and `file` exists (or "");
+    otherwise returns the mean.
 
     once: removes `file`, so that the next call does not fail.
     """

@@ -1,4 +1,6 @@
-"""Parameters of a network from the tensors of the PyTorch module that it ports, and how far results are apart."""
+"""Parameters of a network from the tensors of the PyTorch module that it ports, and how far results
+are apart.
+"""
 
 import math
 from collections.abc import Mapping
@@ -20,7 +22,9 @@ OUR_ORDER = {
 
 
 def from_torch(state: nnx.State, tensors: Mapping[str, np.ndarray]) -> Params:
-    """A nested dict for `nnx.merge(graphdef, params)`. The tensors must be exactly those of the network."""
+    """A nested dict for `nnx.merge(graphdef, params)`. The tensors must be exactly those of the
+    network.
+    """
     table = parameter_table(state)
     assert {name: e.torch_shape for e in table for name in e.names} == {
         name: t.shape for name, t in tensors.items()

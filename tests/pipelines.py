@@ -1,4 +1,6 @@
-"""Small random pipelines in diffusers' layout. Their weights are so large that every input changes the output."""
+"""Small random pipelines in diffusers' layout. Their weights are so large that every input changes
+the output.
+"""
 
 from pathlib import Path
 
@@ -49,27 +51,76 @@ COMPRESSION = 4
 CHANNELS = 8
 
 WORDS = [
-    "a", "an", "and", "above", "below", "left", "right", "of", "the", "one", "two", "three", "red", "green", "blue", "yellow",
-    "circle", "square", "triangle", "star", "small", "large", "happy", "cat", "dog", "photo",
-]  # fmt: skip
+    "a",
+    "an",
+    "and",
+    "above",
+    "below",
+    "left",
+    "right",
+    "of",
+    "the",
+    "one",
+    "two",
+    "three",
+    "red",
+    "green",
+    "blue",
+    "yellow",
+    "circle",
+    "square",
+    "triangle",
+    "star",
+    "small",
+    "large",
+    "happy",
+    "cat",
+    "dog",
+    "photo",
+]
 STAGES = {
-    "block_out_channels": (8, 16, 16), "layers_per_block": (1, 1, 1), "qkv_multiscales": ((), (), (5,)),
+    "block_out_channels": (8, 16, 16),
+    "layers_per_block": (1, 1, 1),
+    "qkv_multiscales": ((), (), (5,)),
     "block_types": ("ResBlock", "ResBlock", "EfficientViTBlock"),
-}  # fmt: skip
+}
 VAE = {
-    "latent_channels": CHANNELS, "attention_head_dim": 8, "scaling_factor": 0.4, "upsample_block_type": "interpolate",
-    "downsample_block_type": "Conv", **{f"{side}_{k}": v for side in ("encoder", "decoder") for k, v in STAGES.items()},
-}  # fmt: skip
+    "latent_channels": CHANNELS,
+    "attention_head_dim": 8,
+    "scaling_factor": 0.4,
+    "upsample_block_type": "interpolate",
+    "downsample_block_type": "Conv",
+    **{f"{side}_{k}": v for side in ("encoder", "decoder") for k, v in STAGES.items()},
+}
 TEXT = {
-    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4, "max_position_embeddings": 64,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "query_pre_attn_scalar": 8,
+    "sliding_window": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 TRANSFORMER = {
-    "in_channels": CHANNELS, "out_channels": CHANNELS, "num_attention_heads": 4, "attention_head_dim": 8, "num_layers": 2,
-    "num_cross_attention_heads": 2, "cross_attention_head_dim": 16, "cross_attention_dim": 32, "caption_channels": 16,
-    "mlp_ratio": 2.5, "sample_size": 8, "patch_size": 1,
-}  # fmt: skip
+    "in_channels": CHANNELS,
+    "out_channels": CHANNELS,
+    "num_attention_heads": 4,
+    "attention_head_dim": 8,
+    "num_layers": 2,
+    "num_cross_attention_heads": 2,
+    "cross_attention_head_dim": 16,
+    "cross_attention_dim": 32,
+    "caption_channels": 16,
+    "mlp_ratio": 2.5,
+    "sample_size": 8,
+    "patch_size": 1,
+}
 
 KL_COMPRESSION, KL_CHANNELS, CLIP_TOKENS = (
     2,
@@ -77,14 +128,29 @@ KL_COMPRESSION, KL_CHANNELS, CLIP_TOKENS = (
     9,
 )  # FLUX, SD3: pixels per latent each way, channels, CLIP's tokens
 KL = {
-    "latent_channels": KL_CHANNELS, "block_out_channels": (8, 16), "norm_num_groups": 4, "layers_per_block": 1,
-    "down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2, "scaling_factor": 0.4,
-    "shift_factor": 0.3, "use_quant_conv": False, "use_post_quant_conv": False,
-}  # fmt: skip
+    "latent_channels": KL_CHANNELS,
+    "block_out_channels": (8, 16),
+    "norm_num_groups": 4,
+    "layers_per_block": 1,
+    "down_block_types": ["DownEncoderBlock2D"] * 2,
+    "up_block_types": ["UpDecoderBlock2D"] * 2,
+    "scaling_factor": 0.4,
+    "shift_factor": 0.3,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+}
 CLIP_L = {  # released files have an end of text of 2, which means the highest token
-    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "projection_dim": 12,
-    "max_position_embeddings": CLIP_TOKENS, "hidden_act": "quick_gelu", "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1,
-}  # fmt: skip
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "projection_dim": 12,
+    "max_position_embeddings": CLIP_TOKENS,
+    "hidden_act": "quick_gelu",
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 1,
+}
 CLIP_G = CLIP_L | {
     "hidden_size": 24,
     "num_hidden_layers": 3,
@@ -93,31 +159,68 @@ CLIP_G = CLIP_L | {
 }
 T5 = {"d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 3, "feed_forward_proj": "gated-gelu"}
 FLUX = {
-    "in_channels": 4 * KL_CHANNELS, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2,
-    "joint_attention_dim": 24, "pooled_projection_dim": 16, "axes_dims_rope": (4, 6, 6), "guidance_embeds": True,
-}  # fmt: skip
+    "in_channels": 4 * KL_CHANNELS,
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 24,
+    "pooled_projection_dim": 16,
+    "axes_dims_rope": (4, 6, 6),
+    "guidance_embeds": True,
+}
 SD3 = {
-    "sample_size": 8, "patch_size": 2, "in_channels": KL_CHANNELS, "out_channels": KL_CHANNELS, "num_layers": 3,
-    "attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 48, "caption_projection_dim": 32,
-    "pooled_projection_dim": 32, "pos_embed_max_size": 9, "qk_norm": "rms_norm", "dual_attention_layers": (),
-}  # fmt: skip
+    "sample_size": 8,
+    "patch_size": 2,
+    "in_channels": KL_CHANNELS,
+    "out_channels": KL_CHANNELS,
+    "num_layers": 3,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 48,
+    "caption_projection_dim": 32,
+    "pooled_projection_dim": 32,
+    "pos_embed_max_size": 9,
+    "qk_norm": "rms_norm",
+    "dual_attention_layers": (),
+}
 
-KL_FLUX2 = {name: value for name, value in KL.items() if name not in ("scaling_factor", "shift_factor")} | {
-    "use_quant_conv": True, "use_post_quant_conv": True,
-}  # fmt: skip
-FLUX2 = {name: value for name, value in KL.items() if name not in ("scaling_factor", "shift_factor")} | {
-    "use_quant_conv": True, "use_post_quant_conv": True,
-}  # fmt: skip
-QWEN3 = {  # three of the states are read, the last of them below the last layer
-    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 28, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "head_dim": 8, "max_position_embeddings": 1024, "rope_theta": 1e4, "tie_word_embeddings": True,
-}  # fmt: skip
+KL_FLUX2 = {
+    name: value for name, value in KL.items() if name not in ("scaling_factor", "shift_factor")
+} | {
+    "use_quant_conv": True,
+    "use_post_quant_conv": True,
+}
 FLUX2 = {
-    "in_channels": 4 * KL_CHANNELS, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2,
-    "joint_attention_dim": 48, "axes_dims_rope": (4, 4, 4, 4), "guidance_embeds": False,
-}  # fmt: skip
+    name: value for name, value in KL.items() if name not in ("scaling_factor", "shift_factor")
+} | {
+    "use_quant_conv": True,
+    "use_post_quant_conv": True,
+}
+QWEN3 = {  # three of the states are read, the last of them below the last layer
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 1024,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": True,
+}
+FLUX2 = {
+    "in_channels": 4 * KL_CHANNELS,
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 48,
+    "axes_dims_rope": (4, 4, 4, 4),
+    "guidance_embeds": False,
+}
 
-# what Qwen3's template makes of a user's turn; the released one also writes system turns, tools and answers
+# what Qwen3's template makes of a user's turn; the released one also writes system turns, tools and
+# answers
 CHAT_TEMPLATE = """{%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
 {%- endfor %}
@@ -128,14 +231,25 @@ CHAT_TEMPLATE = """{%- for message in messages %}
     {%- endif %}
 {%- endif %}"""
 QWEN3 = {
-    "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
     "attn_implementation": "eager",
-}  # fmt: skip
+}
 QWEN3_DEEP = QWEN3 | {"num_hidden_layers": 28, "hidden_size": 16}  # FLUX.2 reads up to the 27th
 ZIMAGE = {
-    "in_channels": KL_CHANNELS, "dim": 48, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 3, "n_kv_heads": 3,
-    "cap_feat_dim": 20, "axes_dims": [4, 6, 6], "axes_lens": [450, 32, 32],
-}  # fmt: skip
+    "in_channels": KL_CHANNELS,
+    "dim": 48,
+    "n_layers": 2,
+    "n_refiner_layers": 1,
+    "n_heads": 3,
+    "n_kv_heads": 3,
+    "cap_feat_dim": 20,
+    "axes_dims": [4, 6, 6],
+    "axes_lens": [450, 32, 32],
+}
 
 
 def dpm(**changes) -> DPMSolverMultistepScheduler:
@@ -260,7 +374,9 @@ def save_sd3_pipeline(
 def save_zimage_pipeline(
     folder: Path, scheduler=None, seed: int = 0, encoder=Qwen3Model, **transformer
 ) -> ZImagePipeline:
-    """The same for Z-Image. encoder: the class of the text encoder, Qwen3Model or Qwen3ForCausalLM."""
+    """The same for Z-Image. encoder: the class of the text encoder, Qwen3Model or
+    Qwen3ForCausalLM.
+    """
     torch.manual_seed(seed)
     tokenizer = make_qwen_tokenizer()
     network = ZImageTransformer2DModel(**ZIMAGE | transformer)
@@ -305,7 +421,9 @@ def _t5(width: int, tokenizer: T5Tokenizer) -> T5EncoderModel:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per word after <bos>; other words are <unk>. Capitals and trailing spaces count, as in Gemma's tokenizer."""
+    """One token per word after <bos>; other words are <unk>. Capitals and trailing spaces count, as
+    in Gemma's tokenizer.
+    """
     words = ["<pad>", "<bos>", "<eos>", "<unk>", *(f"▁{w}" for w in WORDS)]
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", "always")
@@ -313,12 +431,20 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         single="<bos> $A", special_tokens=[("<bos>", 1)]
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>",
-        padding_side="right", model_max_length=MAX_TOKENS)  # fmt: skip
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        padding_side="right",
+        model_max_length=MAX_TOKENS,
+    )
 
 
 def make_clip_tokenizer(second: bool = False) -> CLIPTokenizer:
-    """About one token per word, in lower case. SD3's two tokenizers differ in the order of tokens and in the padding."""
+    """About one token per word, in lower case. SD3's two tokenizers differ in the order of tokens
+    and in the padding.
+    """
     letters = [c for c in map(chr, range(33, 127)) if not c.isupper()]
     merges = [
         (word[:i], word[i] + "</w>" * (i == len(word) - 1))
@@ -348,8 +474,12 @@ def make_qwen_tokenizer() -> Qwen2Tokenizer:
     merges = [(f"Ġ{word}"[:i], word[i - 1]) for word in WORDS for i in range(1, len(word) + 1)]
     pieces = dict.fromkeys([*letters, *map("".join, merges)])
     tokenizer = Qwen2Tokenizer(
-        {piece: i for i, piece in enumerate(pieces)}, list(dict.fromkeys(merges)), model_max_length=1000,
-        eos_token="<|im_end|>", extra_special_tokens=["<|im_start|>", "<think>", "</think>"])  # fmt: skip
+        {piece: i for i, piece in enumerate(pieces)},
+        list(dict.fromkeys(merges)),
+        model_max_length=1000,
+        eos_token="<|im_end|>",
+        extra_special_tokens=["<|im_start|>", "<think>", "</think>"],
+    )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 

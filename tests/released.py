@@ -1,4 +1,6 @@
-"""Released rewards in miniature, with the same structure and files, small widths and random weights; and PyTorch's scores."""
+"""Released rewards in miniature, with the same structure and files, small widths and random
+weights; and PyTorch's scores.
+"""
 
 import importlib.util
 import itertools
@@ -36,9 +38,13 @@ PERCEIVED = (
 )
 
 TEXT = {
-    "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "eos_token_id": 2,
+    "hidden_size": 32,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "eos_token_id": 2,
     "max_position_embeddings": POSITIONS,
-}  # fmt: skip
+}
 VISION = {
     "hidden_size": 40,
     "intermediate_size": 160,
@@ -54,7 +60,9 @@ HPS = CLIPConfig.from_dict(
 
 
 def pictures(height: int, width: int, count: int = len(PROMPTS), seed: int = 0) -> np.ndarray:
-    """Smooth pictures with edges, [count, height, width, 3] in [0, 1]; floats, not all of them whole levels."""
+    """Smooth pictures with edges, [count, height, width, 3] in [0, 1]; floats, not all of them
+    whole levels.
+    """
     rng = np.random.default_rng((seed, height, width))
     y = np.linspace(0, 1, height)[:, None, None]
     x = np.linspace(0, 1, width)[None, :, None]
@@ -68,7 +76,9 @@ def pictures(height: int, width: int, count: int = len(PROMPTS), seed: int = 0) 
 
 
 def strengthen(model: torch.nn.Module, seed: int) -> torch.nn.Module:
-    """Weights so large that every token, position and pixel changes the output; float16 holds them exactly."""
+    """Weights so large that every token, position and pixel changes the output; float16 holds them
+    exactly.
+    """
     generator = torch.Generator().manual_seed(seed)
     for name, p in model.eval().requires_grad_(False).named_parameters():
         noise = torch.randn(p.shape, generator=generator)
@@ -216,7 +226,9 @@ def processed(images: np.ndarray) -> torch.Tensor:
 
 
 def open_clip() -> types.ModuleType:
-    """open_clip. `make test` installs it without torchvision, which it needs only for pictures: empty classes stand in."""
+    """open_clip. `make test` installs it without torchvision, which it needs only for pictures:
+    empty classes stand in.
+    """
     if "open_clip" in sys.modules or importlib.util.find_spec("torchvision") is not None:
         return importlib.import_module("open_clip")
     names = ("", ".transforms", ".transforms.functional", ".ops", ".ops.misc")
@@ -243,15 +255,23 @@ class _AnyAttribute(type):
 
 
 def save_hps(file: Path, seed: int) -> torch.nn.Module:
-    """ViT-H-14 in miniature: another head width in each tower, exact GELU; float16, as in the released file."""
+    """ViT-H-14 in miniature: another head width in each tower, exact GELU; float16, as in the
+    released file.
+    """
     vision = {
-        "image_size": PIXELS, "layers": VISION["num_hidden_layers"], "width": VISION["hidden_size"], "head_width": 20,
+        "image_size": PIXELS,
+        "layers": VISION["num_hidden_layers"],
+        "width": VISION["hidden_size"],
+        "head_width": 20,
         "patch_size": VISION["patch_size"],
-    }  # fmt: skip
+    }
     text = {
-        "context_length": POSITIONS, "vocab_size": 49408, "width": TEXT["hidden_size"], "heads": TEXT["num_attention_heads"],
+        "context_length": POSITIONS,
+        "vocab_size": 49408,
+        "width": TEXT["hidden_size"],
+        "heads": TEXT["num_attention_heads"],
         "layers": TEXT["num_hidden_layers"],
-    }  # fmt: skip
+    }
     model = strengthen(open_clip().model.CLIP(24, vision, text, quick_gelu=False), seed)
     save_file({name: t.half().contiguous() for name, t in model.state_dict().items()}, file)
     return model
@@ -297,23 +317,48 @@ def make_head(features: int, seed: int) -> torch.nn.Sequential:
 def save_image_reward(
     file: Path, vocabulary: int, seed: int
 ) -> tuple[ImageRewardConfig, tuple[torch.nn.Module, ...]]:
-    """transformers' encoders under the names of the released file, with the other tensors of that file."""
+    """transformers' encoders under the names of the released file, with the other tensors of that
+    file.
+    """
     config = ImageRewardConfig(
-        vision_width=EYES, vision_layers=3, vision_heads=4, text_width=WIDTH, text_layers=2, text_heads=3, text_mlp=4 * WIDTH,
-        vocabulary=vocabulary, positions=50, image_size=PIXELS,
-    )  # fmt: skip
-    vision = transformers.BlipVisionModel(transformers.BlipVisionConfig(
-        hidden_size=EYES, intermediate_size=4 * EYES, num_hidden_layers=3, num_attention_heads=4, image_size=PIXELS,
-        patch_size=16, hidden_act="gelu", layer_norm_eps=1e-6,
-    ))  # fmt: skip
+        vision_width=EYES,
+        vision_layers=3,
+        vision_heads=4,
+        text_width=WIDTH,
+        text_layers=2,
+        text_heads=3,
+        text_mlp=4 * WIDTH,
+        vocabulary=vocabulary,
+        positions=50,
+        image_size=PIXELS,
+    )
+    vision = transformers.BlipVisionModel(
+        transformers.BlipVisionConfig(
+            hidden_size=EYES,
+            intermediate_size=4 * EYES,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            image_size=PIXELS,
+            patch_size=16,
+            hidden_act="gelu",
+            layer_norm_eps=1e-6,
+        )
+    )
     text = transformers.models.blip.modeling_blip_text.BlipTextModel(
         transformers.BlipTextConfig(
-            vocab_size=vocabulary, hidden_size=WIDTH, encoder_hidden_size=EYES, intermediate_size=4 * WIDTH,
-            num_hidden_layers=2, num_attention_heads=3, max_position_embeddings=50, hidden_act="gelu", layer_norm_eps=1e-12,
+            vocab_size=vocabulary,
+            hidden_size=WIDTH,
+            encoder_hidden_size=EYES,
+            intermediate_size=4 * WIDTH,
+            num_hidden_layers=2,
+            num_attention_heads=3,
+            max_position_embeddings=50,
+            hidden_act="gelu",
+            layer_norm_eps=1e-12,
             is_decoder=True,
         ),
         add_pooling_layer=False,
-    )  # fmt: skip
+    )
     strengthen(vision, seed), strengthen(text, seed + 1)
     head = make_head(WIDTH, seed + 2)
     tensors = {
@@ -334,16 +379,21 @@ def save_image_reward(
 def _blip_name(name: str) -> str:
     """The released file's name of a tensor of transformers' vision model."""
     outside = {
-        "embeddings.class_embedding": "cls_token", "embeddings.position_embedding": "pos_embed",
+        "embeddings.class_embedding": "cls_token",
+        "embeddings.position_embedding": "pos_embed",
         "embeddings.patch_embedding.weight": "patch_embed.proj.weight",
         "embeddings.patch_embedding.bias": "patch_embed.proj.bias",
-        "post_layernorm.weight": "norm.weight", "post_layernorm.bias": "norm.bias",
-    }  # fmt: skip
+        "post_layernorm.weight": "norm.weight",
+        "post_layernorm.bias": "norm.bias",
+    }
     if name in outside:
         return outside[name]
     for theirs, released in (
-        ("encoder.layers.", "blocks."), ("layer_norm", "norm"), ("self_attn.projection", "attn.proj"), ("self_attn", "attn"),
-    ):  # fmt: skip
+        ("encoder.layers.", "blocks."),
+        ("layer_norm", "norm"),
+        ("self_attn.projection", "attn.proj"),
+        ("self_attn", "attn"),
+    ):
         name = name.replace(theirs, released)
     return name
 
@@ -370,7 +420,10 @@ def image_reward_scores(
         list(PROMPTS), padding="max_length", truncation=True, max_length=35, return_tensors="pt"
     )
     out = text(
-        input_ids=tokens.input_ids, attention_mask=tokens.attention_mask, encoder_hidden_states=seen,
-        encoder_attention_mask=torch.ones(seen.shape[:2], dtype=torch.long), is_decoder=False,
-    )  # fmt: skip
+        input_ids=tokens.input_ids,
+        attention_mask=tokens.attention_mask,
+        encoder_hidden_states=seen,
+        encoder_attention_mask=torch.ones(seen.shape[:2], dtype=torch.long),
+        is_decoder=False,
+    )
     return ((head(out.last_hidden_state[:, 0])[:, 0] - MEAN) / STD).double().numpy()

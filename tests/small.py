@@ -6,11 +6,24 @@ from solrl_jax.config.presets import resolve
 from solrl_jax.config.schema import Config
 
 SMALL = (
-    "train.num_prompts=2", "rollout.candidates=8", "rollout.kept=4", "rollout.per_device_batch_size=2", "rollout.num_steps=3",
-    "rollout.explore.num_steps=2", "optimizer.per_device_batch_size=2", "algorithm.timestep_fraction=0.7", "train.iterations=3",
-    "eval.num_prompts=2", "eval.num_images_per_prompt=2", "eval.num_grid_images=4", "eval.num_steps=3", "eval.every=0", "mesh.data=1",
-    "run.checkpoint_every=1", "run.tensorboard=false",
-)  # fmt: skip
+    "train.num_prompts=2",
+    "rollout.candidates=8",
+    "rollout.kept=4",
+    "rollout.per_device_batch_size=2",
+    "rollout.num_steps=3",
+    "rollout.explore.num_steps=2",
+    "optimizer.per_device_batch_size=2",
+    "algorithm.timestep_fraction=0.7",
+    "train.iterations=3",
+    "eval.num_prompts=2",
+    "eval.num_images_per_prompt=2",
+    "eval.num_grid_images=4",
+    "eval.num_steps=3",
+    "eval.every=0",
+    "mesh.data=1",
+    "run.checkpoint_every=1",
+    "run.tensorboard=false",
+)
 
 
 def small_config(run_dir: Path | str = "unused", *overrides: str, preset: str = "tiny") -> Config:

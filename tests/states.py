@@ -22,7 +22,9 @@ class Policy:
 
 
 def make_state(number: int) -> Policy:
-    """A state of every kind of node and of dtypes that are easily lost; `number` decides its values."""
+    """A state of every kind of node and of dtypes that are easily lost; `number` decides its
+    values.
+    """
     import optax  # slow, and not needed where states are only compared
 
     key = jax.random.key(number)
@@ -69,7 +71,9 @@ def assert_same_bits(a, b):
 
 
 def shardings(state, mesh: Mesh):
-    """Shardings over ("data", "fsdp"): of a matrix over both, of a vector over one; what does not divide is replicated."""
+    """Shardings over ("data", "fsdp"): of a matrix over both, of a vector over one; what does not
+    divide is replicated.
+    """
 
     def place(leaf) -> NamedSharding:
         axes = ("data", "fsdp")[-leaf.ndim :] if 0 < leaf.ndim <= 2 else ()

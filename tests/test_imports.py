@@ -1,4 +1,6 @@
-"""The architecture: rooms import downwards only, files in no circle, nobody PyTorch; and importing the package is quick."""
+"""The architecture: rooms import downwards only, files in no circle, nobody PyTorch; and importing
+the package is quick.
+"""
 
 import ast
 import graphlib
@@ -39,7 +41,9 @@ LATE = {"solrl_jax.cli.convert": {"torch"}}
 
 
 def modules() -> dict[str, Path]:
-    """Every file of the package by its dotted name; a folder's `__init__.py` has the name of the folder."""
+    """Every file of the package by its dotted name; a folder's `__init__.py` has the name of the
+    folder.
+    """
 
     def dotted(path):
         return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -51,7 +55,9 @@ MODULES = modules()
 
 
 def imports(path: Path, late: bool = True) -> set[str]:
-    """What a file imports, files of the package by their dotted names; late: inside functions too."""
+    """What a file imports, files of the package by their dotted names; late: inside functions
+    too.
+    """
     found = set()
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree) if late else tree.body:

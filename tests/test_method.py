@@ -14,7 +14,9 @@ SECTIONS = {int(number) for number in re.findall(r"^## (\d+)\. ", TEXT, re.MULTI
 
 
 def names_of(body: list[ast.stmt]) -> set[str]:
-    """What a module or a class defines: functions, classes with their own names behind a point, assigned names."""
+    """What a module or a class defines: functions, classes with their own names behind a point,
+    assigned names.
+    """
     names = set()
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):

@@ -1,4 +1,6 @@
-"""What a user installs: the archives hold the package and nothing beside it, and the installed package trains."""
+"""What a user installs: the archives hold the package and nothing beside it, and the installed
+package trains.
+"""
 
 import importlib.util
 import json

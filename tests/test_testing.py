@@ -1,4 +1,6 @@
-"""The public assertions: they hold where they must, fail by a hair, agree with SciPy, and work under jit with chexify."""
+"""The public assertions: they hold where they must, fail by a hair, agree with SciPy, and work
+under jit with chexify.
+"""
 
 import functools
 
@@ -85,7 +87,9 @@ def test_rewards_that_do_not_differ_pass_for_no_ranking():
 
 @pytest.mark.parametrize("noise", [0.1, 0.3, 1.0])
 def test_reward_error_maps_to_rank_correlation(noise):
-    """Noise of `noise` standard deviations leaves Pearson's r = 1 / sqrt(1 + noise^2), and rho = 6 / pi asin(r / 2) of it."""
+    """Noise of `noise` standard deviations leaves Pearson's r = 1 / sqrt(1 + noise^2), and rho = 6
+    / pi asin(r / 2) of it.
+    """
     rng = np.random.default_rng(2)
     true = rng.standard_normal((64, 96))
     proxy = true + noise * rng.standard_normal(true.shape)
@@ -109,7 +113,9 @@ def test_selection_range(pools):
 
 
 def test_selection_range_is_of_what_is_selected():
-    """It selects as the loop does. The bound by hand, where the extremes by proxy are not the true ones."""
+    """It selects as the loop does. The bound by hand, where the extremes by proxy are not the true
+    ones.
+    """
     true = np.array([[0.0, 1.0, 2.0, 3.0]])
     proxy = np.array([[0.9, 0.0, 3.1, 3.0]])
     index, _ = select(proxy, 2, "best_worst")

@@ -149,7 +149,9 @@ def toy_reward() -> Reward:
 
 
 def toy_experiment(*overrides: str, mesh: tuple[int, ...] = (1, 1)) -> Experiment:
-    """All parts of a run on the smallest settings of `tiny` (`tests.small`) with other overrides."""
+    """All parts of a run on the smallest settings of `tiny` (`tests.small`) with other
+    overrides.
+    """
     config = small_config(
         "unused", "lora.target_modules=['.*/kernel']", "lora.rank=2", "lora.alpha=4", *overrides
     )

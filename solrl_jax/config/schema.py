@@ -225,8 +225,8 @@ class Rollout(Section):
     # Shift of the sigmas towards high noise, from 0.001 to 1000; 1 does not shift. "flux" computes
     # its own instead.
     shift: Annotated[Number, Field(ge=1e-3, le=1e3)] = 1.0
-    # Classifier-free guidance scale; at most 1 disables it, as in diffusers. For models with embedded
-    # guidance (FLUX.1) the scale that the network is given.
+    # Classifier-free guidance scale; at most 1 disables it, as in diffusers. For models with
+    # embedded guidance (FLUX.1) the scale that the network is given.
     guidance_scale: NonNegative = 1.0
     # Classifier-free guidance scale for models with embedded guidance. At most 1 disables it;
     # other models accept only 1.

@@ -20,17 +20,35 @@ SMALLEST_SHIFT = 1e-6
 # The accepted values of the settings of each scheduler. A setting that is absent from the file has
 # the first value.
 EULER = {
-    "num_train_timesteps": (1000,), "invert_sigmas": (False,), "shift_terminal": (None, 0), "use_karras_sigmas": (False,),
-    "use_exponential_sigmas": (False,), "use_beta_sigmas": (False,), "time_shift_type": ("exponential",),
-    "stochastic_sampling": (False,), "base_shift": (0.5,), "max_shift": (1.15,), "base_image_seq_len": (256,),
-    "max_image_seq_len": (4096,), "prediction_type": ("flow_prediction",),
-}  # fmt: skip
+    "num_train_timesteps": (1000,),
+    "invert_sigmas": (False,),
+    "shift_terminal": (None, 0),
+    "use_karras_sigmas": (False,),
+    "use_exponential_sigmas": (False,),
+    "use_beta_sigmas": (False,),
+    "time_shift_type": ("exponential",),
+    "stochastic_sampling": (False,),
+    "base_shift": (0.5,),
+    "max_shift": (1.15,),
+    "base_image_seq_len": (256,),
+    "max_image_seq_len": (4096,),
+    "prediction_type": ("flow_prediction",),
+}
 DPM = {
-    "num_train_timesteps": (1000,), "use_flow_sigmas": (True,), "prediction_type": ("flow_prediction",),
-    "algorithm_type": ("dpmsolver++",), "solver_type": ("midpoint",), "final_sigmas_type": ("zero",),
-    "thresholding": (False,), "use_karras_sigmas": (False,), "use_lu_lambdas": (False,), "use_dynamic_shifting": (False,),
-    "use_exponential_sigmas": (False,), "use_beta_sigmas": (False,), "variance_type": (None,),
-}  # fmt: skip
+    "num_train_timesteps": (1000,),
+    "use_flow_sigmas": (True,),
+    "prediction_type": ("flow_prediction",),
+    "algorithm_type": ("dpmsolver++",),
+    "solver_type": ("midpoint",),
+    "final_sigmas_type": ("zero",),
+    "thresholding": (False,),
+    "use_karras_sigmas": (False,),
+    "use_lu_lambdas": (False,),
+    "use_dynamic_shifting": (False,),
+    "use_exponential_sigmas": (False,),
+    "use_beta_sigmas": (False,),
+    "variance_type": (None,),
+}
 
 
 def read_scheduler(

@@ -197,7 +197,9 @@ def shaped(make: Callable[..., Any], *trees: Any) -> Any:
 
 
 def held(tree: Any) -> int:
-    """Returns the bytes of a tree of placed shapes on one device. Elements of four bits are packed."""
+    """Returns the bytes of a tree of placed shapes on one device. Elements of four bits are
+    packed.
+    """
 
     def bits(x):
         return jax.dtypes.itemsize_bits(x.dtype) * math.prod(x.sharding.shard_shape(x.shape))

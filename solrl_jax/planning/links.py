@@ -12,7 +12,7 @@ from solrl_jax.planning.hlo import Instruction, Module
 from solrl_jax.planning.kernels import FREE, collective
 
 _MESH = re.compile(
-    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}"
+    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}"  # noqa: E501
 )
 _PARTS = re.compile(r"'(\w+)'(?::\((\d+)\)(\d+))?")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")

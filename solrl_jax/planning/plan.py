@@ -343,7 +343,10 @@ def assumptions(planner: Planner) -> Iterator[str]:
     """Yields sentences with the assumptions of the figures."""
     where = planner.where
     config = planner.config
-    yield f"{USABLE:.0%} of a device's memory are for arrays; JAX takes 75% of a GPU without XLA_PYTHON_CLIENT_MEM_FRACTION"
+    yield (
+        f"{USABLE:.0%} of a device's memory are for arrays; JAX takes 75% of a GPU without "
+        "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    )
     kept = (
         "stay in memory (model.prompt_cache_dir=null)"
         if config.model.prompt_cache_dir is None
@@ -354,14 +357,22 @@ def assumptions(planner: Planner) -> Iterator[str]:
         yield "every iteration has the largest of rollout.size"
     if planner.stages.has("evaluate"):
         yield "an evaluation, whose pictures are larger, takes no time of an iteration"
-    yield "seconds are the least possible: a kernel takes the longer of its operations and its memory at the public peaks"
+    yield (
+        "seconds are the least possible: a kernel takes the longer of its operations and its "
+        "memory at the public peaks"
+    )
     yield "rewards outside JAX, the host's work, launching kernels and compiling take no time"
     if where.target.platform == "gpu":
-        yield f"cuDNN {CUDNN}; no kernel is tuned, since that needs the device; products are cuBLAS's"
+        yield (
+            f"cuDNN {CUDNN}; no kernel is tuned, since that needs the device; matmuls are cuBLAS's"
+        )
     if where.count * where.hosts > 1:
         yield "messages that overlap cost what the program's other kernels do not hide"
     if hub.is_carried(planner.pipeline.folder):
-        yield f"{config.model.path}: the configuration that the package carries, because no files are at hand"
+        yield (
+            f"{config.model.path}: the configuration that the package contains, because no files "
+            "are present"
+        )
     yield "reward networks: as released"
 
 
@@ -373,7 +384,8 @@ def table(summary: dict[str, Any]) -> str:
 
     mesh = " x ".join(f"{axis} {size}" for axis, size in summary["mesh"].items())
     lines = [
-        f"{summary['preset']} on {summary['hosts']} host(s) x {summary['devices']} {summary['device']}; mesh {mesh}"
+        f"{summary['preset']} on {summary['hosts']} host(s) x {summary['devices']} "
+        f"{summary['device']}; mesh {mesh}"
     ]
     lines[0] += "; pictures of {} x {} pixels".format(*summary["size"])
     lines += [
@@ -402,12 +414,14 @@ def table(summary: dict[str, Any]) -> str:
     for stage, row in rows(summary):
         lines += [
             "",
-            f"{stage}: {row['name']}, {row['calls']} calls of at least {roofline.table(row['roofline'])}",
+            f"{stage}: {row['name']}, {row['calls']} calls of at least "
+            f"{roofline.table(row['roofline'])}",
         ]
     fits = "fits" if summary["fits"] else "does not fit"
     lines += [
         "",
-        f"largest: {summary['largest']}, {gb(summary['peak'])} of {gb(summary['usable'])} GB: {fits}",
+        f"largest: {summary['largest']}, {gb(summary['peak'])} of "
+        f"{gb(summary['usable'])} GB: {fits}",
     ]
     lines += [
         f"  {stage} is too large; it takes less with {', '.join(by)}"
@@ -420,7 +434,8 @@ def table(summary: dict[str, Any]) -> str:
     ]
     by_stage = ", ".join(f"{stage['name']} {stage['seconds']:.3g}" for stage in summary["stages"])
     lines += [
-        f"an iteration: {summary['seconds']:.3g} s at least ({by_stage}); rollout phase {summary['rollout']:.3g} s"
+        f"an iteration: {summary['seconds']:.3g} s at least ({by_stage}); rollout phase "
+        f"{summary['rollout']:.3g} s"
     ]
     if naive := summary.get("naive_scaling"):
         times = naive["seconds"] / summary["seconds"]

@@ -195,16 +195,17 @@ def description(target: Target) -> str:
     chip = target.chip
     (major, minor) = target.capability
     assert chip is not None
-    own = (
-        "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
-    )  # what this architecture alone has: sm_90a
+    # The features of one architecture alone, as of sm_90a.
+    features = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
     dnn = "major: {} minor: {} patch: {}".format(*CUDNN.split("."))
     return f"""
 gpu_device_info {{
-  cuda_compute_capability {{ major: {major} minor: {minor} {own} }}
-  core_count: {chip.cores} fpus_per_core: {chip.units} clock_rate_ghz: {chip.clock} l2_cache_size: {chip.cache}
+  cuda_compute_capability {{ major: {major} minor: {minor} {features} }}
+  core_count: {chip.cores} fpus_per_core: {chip.units} clock_rate_ghz: {chip.clock}
+  l2_cache_size: {chip.cache}
   memory_bandwidth: {target.peaks.memory:.0f} device_memory_size: {target.memory:.0f}
-  shared_memory_per_core: {chip.shared} shared_memory_per_block: {48 * _KIB} shared_memory_per_block_optin: {chip.shared - _KIB}
+  shared_memory_per_core: {chip.shared} shared_memory_per_block: {48 * _KIB}
+  shared_memory_per_block_optin: {chip.shared - _KIB}
   threads_per_warp: 32 threads_per_core_limit: {chip.threads} threads_per_block_limit: 1024
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64

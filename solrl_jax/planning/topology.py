@@ -22,10 +22,16 @@ EXTRAS = {"gpu": "plan-cuda", "tpu": "plan-tpu"}
 # No device is asked for anything, and no program is kept, since none can be loaded. libtpu looks
 # for no TPU and writes no log.
 ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false", "TPU_ACCELERATOR_TYPE": "v6e-4", "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_LOG_DIR": "disabled", "TPU_STDERR_LOG_LEVEL": "3", "TPU_MIN_LOG_LEVEL": "3",
-}  # fmt: skip
+    "JAX_PLATFORMS": "cpu",
+    "JAX_ENABLE_COMPILATION_CACHE": "false",
+    "TPU_ACCELERATOR_TYPE": "v6e-4",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_LOG_DIR": "disabled",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_MIN_LOG_LEVEL": "3",
+}
 # Nothing can be tuned without a device: products in Triton would get tiles that no one measured, or
 # none that fit.
 OPTIONS: dict[str, dict[str, Any]] = {"gpu": {"xla_gpu_enable_triton_gemm": False}, "tpu": {}}

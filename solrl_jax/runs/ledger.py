@@ -23,18 +23,22 @@ _COLUMNS = {
     "prompt": (pa.string(), "the prompt's text"),
     "prompt_uid": (pa.uint32(), "number of the prompt that its noise seeds depend on"),
     "candidate": (pa.int32(), "index of the candidate within its prompt, from 0"),
-    "seed": (pa.uint64(), "seed of the initial noise; it gives the same noise in exploration and regeneration"),
+    "seed": (pa.uint64(), "seed of the initial noise, the same in exploration and regeneration"),
     "precision": (pa.string(), "number format of the weights and activations in exploration"),
     "steps": (pa.int32(), "solver steps in exploration"),
     "proxy_reward": (pa.float32(), "reward of the explored image; NaN when it was not finite"),
     "rank": (pa.int32(), "place by proxy reward within its prompt, 0 is the best"),
     "kept": (pa.bool_(), "whether the candidate was selected for training"),
     "regenerated_reward": (
-        pa.float32(), "reward of the full-precision, full-step image of the same seed; null when it was not regenerated",
+        pa.float32(),
+        "reward of the regenerated image; null when it was not regenerated",
     ),
-    "advantage": (pa.float32(), "standardised regenerated reward that training used; null when the candidate was not kept"),
-    "policy_revision": (pa.int32(), "how many syncs the policy that made the candidate had behind it"),
-}  # fmt: skip
+    "advantage": (pa.float32(), "standardised regenerated reward of training; null when not kept"),
+    "policy_revision": (
+        pa.int32(),
+        "number of syncs before the policy that generated the candidate",
+    ),
+}
 _NULLABLE = ("regenerated_reward", "advantage")
 SCHEMA = pa.schema(
     [

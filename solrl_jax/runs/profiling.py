@@ -1,6 +1,8 @@
 """Traces of iterations, for TensorBoard and Perfetto.
 
-    run.dir/profile/iteration-000003/plugins/profile/TIME/    *.xplane.pb; perfetto_trace.json.gz for ui.perfetto.dev
+    run.dir/profile/iteration-000003/plugins/profile/TIME/
+        *.xplane.pb                 for TensorBoard
+        perfetto_trace.json.gz      for ui.perfetto.dev
 
 A trace names the stages of the iteration (`rl.phase_timer.PhaseTimer`). Of several processes, only
 the first writes one, of itself.

@@ -38,8 +38,19 @@ MAX_ROWS = 20_000  # candidates of all ledgers that are shown, those of the newe
 MAX_ITERATIONS_WITH_IMAGES = 12  # iterations of a run whose images are shown, evenly spaced
 MAX_PIXELS = 160  # the longer side of an image
 MAX_TIME_FRACTION = 0.01  # the fraction of the time of a run that `HtmlReport` may take
-_LEDGER = ("iteration", "prompt", "candidate", "seed", "precision", "steps", "proxy_reward", "rank", "kept",
-           "regenerated_reward", "advantage")  # fmt: skip
+_LEDGER = (
+    "iteration",
+    "prompt",
+    "candidate",
+    "seed",
+    "precision",
+    "steps",
+    "proxy_reward",
+    "rank",
+    "kept",
+    "regenerated_reward",
+    "advantage",
+)
 # The entries of `run.json` that are shown.
 _FACTS = (
     "solrl_jax",

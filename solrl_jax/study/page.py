@@ -113,7 +113,10 @@ def _arms(arms: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             [str(len(arm["seeds"])), str(arm["iterations"]), *scores, *counted, *places],
         )
     yield ""
-    yield "Means ± standard errors over seeds. Fidelity: first → last quarter of the iterations, within the kept."
+    yield (
+        "Means ± standard errors over seeds. Fidelity: first → last quarter of the iterations, "
+        "within the kept."
+    )
 
 
 def _pairs(pairs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -132,12 +135,16 @@ def _pairs(pairs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             number(pair["cost_share"]),
         ]
         cells += [
-            f"{brief_repr(pair['at_equal_cost']['reward'], '+')} at {number(pair['at_equal_cost']['cost'])} s"
+            f"{brief_repr(pair['at_equal_cost']['reward'], '+')} at "
+            f"{number(pair['at_equal_cost']['cost'])} s"
         ]
         cells += [brief_repr(pair["speed_up"][str(part)], digits=2) for part in PROGRESS]
         yield _row(f"`{pair['arm']}`, `{pair['against']}`", cells)
     yield ""
-    yield "Differences seed by seed. Speed-up: how many times the other's cost to reach that part of its own gain."
+    yield (
+        "Differences seed by seed. Speed-up: how many times the other's cost to reach that part of "
+        "its own gain."
+    )
 
 
 def _head(first: str, names: Sequence[str]) -> Iterator[str]:

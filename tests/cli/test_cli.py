@@ -57,7 +57,8 @@ def trained(tmp_path_factory):
         f"run.dir={folder}",
         "--json",
     ]
-    # the schedule is the one that the model directory itself names, so that both can make the same pictures
+    # the schedule is the one that the model directory itself names, so that both can make the same
+    # pictures
     arguments += [
         "run.tensorboard=true",
         "reward=tiny-clip",
@@ -117,10 +118,17 @@ def test_train_leaves_everything_a_run_has(trained):
     assert not summary["interrupted"]
     assert {"eval/reward", "eval/tiny-clip"} <= summary["after"].keys()
     for name in (
-        "config.yaml", "run.json", "metrics.jsonl", "ledger/iteration-000002.parquet", "checkpoints/000002",
-        "pictures/iteration-000000.png", "pictures/iteration-000001.png", "pictures/before-after.png",
-        "pictures/pool-000001.png", "report.html",
-    ):  # fmt: skip
+        "config.yaml",
+        "run.json",
+        "metrics.jsonl",
+        "ledger/iteration-000002.parquet",
+        "checkpoints/000002",
+        "pictures/iteration-000000.png",
+        "pictures/iteration-000001.png",
+        "pictures/before-after.png",
+        "pictures/pool-000001.png",
+        "report.html",
+    ):
         assert (folder / name).exists(), name
     assert list((folder / "tensorboard").iterdir())
     assert "2 prompts x 4 kept x 2 sigmas = 16 terms" in said
@@ -803,7 +811,9 @@ def test_a_run_directory_that_is_a_file(call, tmp_path):
 
 
 def test_a_read_only_run_directory(tmp_path):
-    """In a process that may not write there (permissions do not stop root; a kernel file system does)."""
+    """In a process that may not write there (permissions do not stop root; a kernel file system
+    does).
+    """
     folder = tmp_path / "locked"
     folder.mkdir()
     folder.chmod(0o555)

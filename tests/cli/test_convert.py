@@ -1,4 +1,6 @@
-"""`solrl convert`: native SANA checkpoints against diffusers, pickles of every kind, and those that are refused."""
+"""`solrl convert`: native SANA checkpoints against diffusers, pickles of every kind, and those that
+are refused.
+"""
 
 import argparse
 import json
@@ -39,17 +41,29 @@ def base(tmp_path_factory):
 
 
 def to_native(tensors, ffn, qkv="qkv", kv="kv"):
-    """diffusers' tensors as the authors' code has them; qkv, kv: the order in which they are put together."""
+    """diffusers' tensors as the authors' code has them; qkv, kv: the order in which they are put
+    together.
+    """
     rename = {
-        "patch_embed.proj": "x_embedder.proj", "caption_projection.linear_1": "y_embedder.y_proj.fc1",
-        "caption_projection.linear_2": "y_embedder.y_proj.fc2", "caption_norm": "attention_y_norm",
-        "time_embed.emb.timestep_embedder.linear_1": "t_embedder.mlp.0", "time_embed.linear": "t_block.1",
-        "time_embed.emb.timestep_embedder.linear_2": "t_embedder.mlp.2", "proj_out": "final_layer.linear",
-        "attn1.to_out.0": "attn.proj", "attn2.to_q": "cross_attn.q_linear", "attn2.to_out.0": "cross_attn.proj",
-        "ff.conv_inverted": f"mlp.inverted_conv.{ffn}", "ff.conv_depth": "mlp.depth_conv.conv",
-        "ff.conv_point": f"mlp.point_conv.{ffn}", "attn1.norm_q": "attn.q_norm", "attn1.norm_k": "attn.k_norm",
-        "attn2.norm_q": "cross_attn.q_norm", "attn2.norm_k": "cross_attn.k_norm",
-    }  # fmt: skip
+        "patch_embed.proj": "x_embedder.proj",
+        "caption_projection.linear_1": "y_embedder.y_proj.fc1",
+        "caption_projection.linear_2": "y_embedder.y_proj.fc2",
+        "caption_norm": "attention_y_norm",
+        "time_embed.emb.timestep_embedder.linear_1": "t_embedder.mlp.0",
+        "time_embed.linear": "t_block.1",
+        "time_embed.emb.timestep_embedder.linear_2": "t_embedder.mlp.2",
+        "proj_out": "final_layer.linear",
+        "attn1.to_out.0": "attn.proj",
+        "attn2.to_q": "cross_attn.q_linear",
+        "attn2.to_out.0": "cross_attn.proj",
+        "ff.conv_inverted": f"mlp.inverted_conv.{ffn}",
+        "ff.conv_depth": "mlp.depth_conv.conv",
+        "ff.conv_point": f"mlp.point_conv.{ffn}",
+        "attn1.norm_q": "attn.q_norm",
+        "attn1.norm_k": "attn.k_norm",
+        "attn2.norm_q": "cross_attn.q_norm",
+        "attn2.norm_k": "cross_attn.k_norm",
+    }
     native = {}
     for name, tensor in tensors.items():
         head, _, last = name.rpartition(".")
@@ -82,7 +96,9 @@ def to_native(tensors, ffn, qkv="qkv", kv="kv"):
 
 @pytest.fixture(scope="module")
 def forward(base):
-    """(parameters of ours -> velocity), compiled once, and diffusers' velocity from the same input."""
+    """(parameters of ours -> velocity), compiled once, and diffusers' velocity from the same
+    input.
+    """
     rng = np.random.default_rng(0)
     latent = rng.standard_normal((2, 6, 4, CHANNELS)).astype(np.float32)
     text = rng.standard_normal((2, 5, TEXT["hidden_size"])).astype(np.float32)
@@ -215,8 +231,12 @@ def test_what_does_not_fit_is_listed_and_nothing_is_written(base, tmp_path):
     torch.save(tensors, tmp_path / "sana.pth")
     with pytest.raises(InputError, match="3 tensor") as error:
         convert(tmp_path / "sana.pth", tmp_path / "out", base[0])
-    for said in ("sana.pth: ", "missing blocks.1.attn.qkv.weight (96, 32)", "unexpected logvar_linear.bias (1,)",
-                 "attention_y_norm.weight has shape (3,), expected (32,)"):  # fmt: skip
+    for said in (
+        "sana.pth: ",
+        "missing blocks.1.attn.qkv.weight (96, 32)",
+        "unexpected logvar_linear.bias (1,)",
+        "attention_y_norm.weight has shape (3,), expected (32,)",
+    ):
         assert said in str(error.value)
     assert [p.name for p in tmp_path.iterdir()] == ["sana.pth"]
 
@@ -267,17 +287,37 @@ def test_a_base_that_does_not_fit(file, fields, said, base, tmp_path):
 
 
 def plain_tensors():
-    """Tensors of all kinds: dtypes, tied ones, out of order, parts of others, without axes, empty."""
+    """Tensors of all kinds: dtypes, tied ones, out of order, parts of others, without axes,
+    empty.
+    """
     torch.manual_seed(0)
     whole = torch.randn(6, 8)
-    names = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64",
-             "float8_e4m3fn", "float8_e5m2"]  # fmt: skip
+    names = [
+        "float64",
+        "float32",
+        "float16",
+        "bfloat16",
+        "int64",
+        "int32",
+        "int16",
+        "int8",
+        "uint8",
+        "bool",
+        "complex64",
+        "float8_e4m3fn",
+        "float8_e5m2",
+    ]
     tensors = {f"of.{name}": whole.abs().to(getattr(torch, name)) for name in names}
     return tensors | {
-        "shared.weight": whole, "lm_head.weight": whole, "turned": whole.T, "columns": whole[:, 2:5],
-        "scalar": torch.tensor(2.5), "none": torch.zeros(0, 3), "position_ids": torch.arange(5)[None],
+        "shared.weight": whole,
+        "lm_head.weight": whole,
+        "turned": whole.T,
+        "columns": whole[:, 2:5],
+        "scalar": torch.tensor(2.5),
+        "none": torch.zeros(0, 3),
+        "position_ids": torch.arange(5)[None],
         "parameter": torch.nn.Parameter(torch.randn(3)),
-    }  # fmt: skip
+    }
 
 
 def bits(tensor):
@@ -288,14 +328,33 @@ def bits(tensor):
 
 CONTAINERS = {  # the pickle, under what it has its tensors, what is left out
     "at the top": (lambda t: t, None, []),
-    "beside plain values": (lambda t: t | {"epoch": 3, "name": "HPS"}, None, ["epoch (int)", "name (str)"]),
-    "of a trainer": (
-        lambda t: {"epoch": 3, "optimizer": {"state": {0: {"m": t["turned"]}}}, "state_dict": t, "ema": dict(t), "none": None},
-        "state_dict", ["epoch (int)", "optimizer (dict)", "ema (dict)", "none (NoneType)"],
+    "beside plain values": (
+        lambda t: t | {"epoch": 3, "name": "HPS"},
+        None,
+        ["epoch (int)", "name (str)"],
     ),
-    "twice": (lambda t: {"model": {"state_dict": t, "step": 1}}, "model.state_dict", ["model.step (int)"]),
-    "of a name of its own": (lambda t: {"generator": t, "args": {"lr": 1.0}}, "generator", ["args (dict)"]),
-}  # fmt: skip
+    "of a trainer": (
+        lambda t: {
+            "epoch": 3,
+            "optimizer": {"state": {0: {"m": t["turned"]}}},
+            "state_dict": t,
+            "ema": dict(t),
+            "none": None,
+        },
+        "state_dict",
+        ["epoch (int)", "optimizer (dict)", "ema (dict)", "none (NoneType)"],
+    ),
+    "twice": (
+        lambda t: {"model": {"state_dict": t, "step": 1}},
+        "model.state_dict",
+        ["model.step (int)"],
+    ),
+    "of a name of its own": (
+        lambda t: {"generator": t, "args": {"lr": 1.0}},
+        "generator",
+        ["args (dict)"],
+    ),
+}
 
 
 @pytest.mark.parametrize("case", CONTAINERS)
@@ -308,9 +367,13 @@ def test_tensors_are_kept_as_they_are(case, archive, tmp_path):
     torch.save(wrap(tensors), tmp_path / "weights.pt", _use_new_zipfile_serialization=archive)
     summary = convert(tmp_path / "weights.pt", tmp_path / "new" / "weights.safetensors")
     assert summary == {
-        "out": str(tmp_path / "new" / "weights.safetensors"), "took": took, "left_out": left, "kind": "tensors",
-        "tensors": len(tensors), "bytes": (tmp_path / "new" / "weights.safetensors").stat().st_size,
-    }  # fmt: skip
+        "out": str(tmp_path / "new" / "weights.safetensors"),
+        "took": took,
+        "left_out": left,
+        "kind": "tensors",
+        "tensors": len(tensors),
+        "bytes": (tmp_path / "new" / "weights.safetensors").stat().st_size,
+    }
     written = safetensors.torch.load_file(tmp_path / "new" / "weights.safetensors")
     assert written.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -331,14 +394,26 @@ class Code:
 
 a = torch.zeros(2)
 REFUSED = {
-    "code": ({"state_dict": {"a": a}, "x": Code("touch ran")}, "reading it may run code (it asks for posix.system)"),
-    "a module": (torch.nn.Linear(2, 2), "reading it may run code (it asks for torch.nn.modules.linear.Linear)"),
-    "settings": ({"a": a, "args": argparse.Namespace()}, "reading it may run code (it asks for argparse.Namespace)"),
+    "code": (
+        {"state_dict": {"a": a}, "x": Code("touch ran")},
+        "reading it may run code (it asks for posix.system)",
+    ),
+    "a module": (
+        torch.nn.Linear(2, 2),
+        "reading it may run code (it asks for torch.nn.modules.linear.Linear)",
+    ),
+    "settings": (
+        {"a": a, "args": argparse.Namespace()},
+        "reading it may run code (it asks for argparse.Namespace)",
+    ),
     "other entries": (
         {"a": a, "names": ["b"], "inner": {"b": a}, 7: a},
         "3 entries are no named tensors: names (list), inner (dict), 7 (Tensor)",
     ),
-    "two of a kind": ({"old": {"a": a}, "new": {"a": a}}, "2 entries are no named tensors: old (dict), new (dict)"),
+    "two of a kind": (
+        {"old": {"a": a}, "new": {"a": a}},
+        "2 entries are no named tensors: old (dict), new (dict)",
+    ),
     "one tensor": (a, "holds one Tensor; accepted is a dictionary of tensors"),
     "a list": ([a], "holds one list; accepted is"),
     "none": ({"epoch": 3}, "holds no tensor; there is epoch (int)"),
@@ -347,7 +422,7 @@ REFUSED = {
         {"a": a, "s": a.to_sparse(), "c": a.to(torch.complex128)},
         "2 tensor(s) that safetensors cannot hold: s is torch.sparse_coo on cpu, c is torch.complex128",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("archive", [True, False])

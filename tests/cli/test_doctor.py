@@ -26,7 +26,9 @@ PROMPTS = (
 
 @pytest.fixture
 def diagnosed(monkeypatch, tmp_path):
-    """Calls the command in an empty folder, with an empty cache of the hub: (exit code, its JSON)."""
+    """Calls the command in an empty folder, with an empty cache of the hub: (exit code, its
+    JSON).
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)

@@ -1,6 +1,8 @@
-"""`solrl generate` and `solrl.generate` on model directories: diffusers' pictures, its own files read back, and what it says of bad input.
+"""`solrl generate` and `solrl.generate` on model directories: diffusers' pictures, its own files
+read back, and what it says of bad input.
 
-Pictures are compared in float32 on the 0..1 scale, from the same initial noise; largest difference at most 1e-3.
+Pictures are compared in float32 on the 0..1 scale, from the same initial noise; largest difference
+at most 1e-3.
 """
 
 import inspect
@@ -107,10 +109,18 @@ def diffusers_images(
     pipeline.transformer.register_to_config(timestep_scale=timestep_scale)
     height, width = (n * pipelines.COMPRESSION for n in latents.shape[2:])
     return pipeline(
-        prompts, height=height, width=width, num_inference_steps=steps, guidance_scale=guidance,
-        latents=torch.from_numpy(latents), use_resolution_binning=False, output_type="np", negative_prompt=negative,
-        complex_human_instruction=instruction, max_sequence_length=pipelines.MAX_TOKENS,
-    ).images  # fmt: skip
+        prompts,
+        height=height,
+        width=width,
+        num_inference_steps=steps,
+        guidance_scale=guidance,
+        latents=torch.from_numpy(latents),
+        use_resolution_binning=False,
+        output_type="np",
+        negative_prompt=negative,
+        complex_human_instruction=instruction,
+        max_sequence_length=pipelines.MAX_TOKENS,
+    ).images
 
 
 @pytest.mark.parametrize(("scheduler", "steps", "guidance", "size"), CASES)
@@ -123,8 +133,18 @@ def test_images_equal_those_of_diffusers(
     want = diffusers_images(reference, as_saved(), latents, steps, guidance)
     np.save(tmp_path / "noise.npy", latents)
     got, _, summary = generate(
-        folder / scheduler, prompt_file, tmp_path / "out", "--latents", tmp_path / "noise.npy", "--precision", "fp32",
-        "--num-steps", steps, "--guidance-scale", guidance)  # fmt: skip
+        folder / scheduler,
+        prompt_file,
+        tmp_path / "out",
+        "--latents",
+        tmp_path / "noise.npy",
+        "--precision",
+        "fp32",
+        "--num-steps",
+        steps,
+        "--guidance-scale",
+        guidance,
+    )
     assert got.shape == (len(PROMPTS), *size, 3)
     difference = np.abs(got - want).max()
     print(f"{scheduler}, {steps} steps, guidance {guidance}, {size}: {difference:.1e}")
@@ -164,8 +184,22 @@ def test_an_instruction_and_a_negative_prompt_are_those_of_diffusers(models, pro
     for name, lines in (("released", RELEASED), ("short", ["Photo of"])):
         (tmp_path / "instruction.txt").write_text("\n".join(lines) + "\n")  # as editors end a file
         got, _, _ = generate(
-            folder / "euler", prompt_file, tmp_path / "out", "--latents", tmp_path / "noise.npy", "--precision", "fp32",
-            "--num-steps", 4, "--guidance-scale", 4.5, "--negative-prompt", negative, "--instruction", tmp_path / "instruction.txt")  # fmt: skip
+            folder / "euler",
+            prompt_file,
+            tmp_path / "out",
+            "--latents",
+            tmp_path / "noise.npy",
+            "--precision",
+            "fp32",
+            "--num-steps",
+            4,
+            "--guidance-scale",
+            4.5,
+            "--negative-prompt",
+            negative,
+            "--instruction",
+            tmp_path / "instruction.txt",
+        )
         difference = np.abs(got - run[name]).max()
         print(f"instruction {name}: {difference:.1e}")
         assert difference <= TOLERANCE
@@ -327,7 +361,8 @@ def test_lower_precisions_differ_a_little(
     assert correlated > correlation
 
 
-# --------------------------------------------------------------------------------------------------------------- bad input
+# ---------------------------------------------------------------------------------------------------------------
+# bad input
 
 
 def set_json(path: Path, **fields) -> None:

@@ -1,4 +1,6 @@
-"""A released scheduler_config.json read as a schedule and a solver, against the diffusers scheduler that it configures."""
+"""A released scheduler_config.json read as a schedule and a solver, against the diffusers scheduler
+that it configures.
+"""
 
 import json
 
@@ -20,17 +22,41 @@ MU = 0.63
 # as released: SD3.5-Large, FLUX.1-dev, SANA (only what the file sets)
 SD3 = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 3.0}
 FLUX = SD3 | {
-    "base_image_seq_len": 256, "base_shift": 0.5, "max_image_seq_len": 4096, "max_shift": 1.15, "use_dynamic_shifting": True,
-}  # fmt: skip
+    "base_image_seq_len": 256,
+    "base_shift": 0.5,
+    "max_image_seq_len": 4096,
+    "max_shift": 1.15,
+    "use_dynamic_shifting": True,
+}
 SANA = {
-    "_class_name": "DPMSolverMultistepScheduler", "algorithm_type": "dpmsolver++", "beta_end": 0.02, "beta_schedule": "linear",
-    "beta_start": 0.0001, "dynamic_thresholding_ratio": 0.995, "euler_at_final": False, "final_sigmas_type": "zero",
-    "flow_shift": 3.0, "lambda_min_clipped": -np.inf, "lower_order_final": True, "num_train_timesteps": 1000,
-    "prediction_type": "flow_prediction", "rescale_betas_zero_snr": False, "sample_max_value": 1.0, "solver_order": 2,
-    "solver_type": "midpoint", "steps_offset": 0, "thresholding": False, "timestep_spacing": "linspace", "trained_betas": None,
-    "use_beta_sigmas": False, "use_exponential_sigmas": False, "use_flow_sigmas": True, "use_karras_sigmas": False,
-    "use_lu_lambdas": False, "variance_type": None,
-}  # fmt: skip
+    "_class_name": "DPMSolverMultistepScheduler",
+    "algorithm_type": "dpmsolver++",
+    "beta_end": 0.02,
+    "beta_schedule": "linear",
+    "beta_start": 0.0001,
+    "dynamic_thresholding_ratio": 0.995,
+    "euler_at_final": False,
+    "final_sigmas_type": "zero",
+    "flow_shift": 3.0,
+    "lambda_min_clipped": -np.inf,
+    "lower_order_final": True,
+    "num_train_timesteps": 1000,
+    "prediction_type": "flow_prediction",
+    "rescale_betas_zero_snr": False,
+    "sample_max_value": 1.0,
+    "solver_order": 2,
+    "solver_type": "midpoint",
+    "steps_offset": 0,
+    "thresholding": False,
+    "timestep_spacing": "linspace",
+    "trained_betas": None,
+    "use_beta_sigmas": False,
+    "use_exponential_sigmas": False,
+    "use_flow_sigmas": True,
+    "use_karras_sigmas": False,
+    "use_lu_lambdas": False,
+    "variance_type": None,
+}
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])
@@ -142,12 +168,28 @@ def test_a_scheduler_that_diffusers_wrote_is_read():
 
 
 UNSUPPORTED = {
-    "num_train_timesteps": 500, "invert_sigmas": True, "shift_terminal": 0.02, "use_karras_sigmas": True,
-    "use_exponential_sigmas": True, "use_beta_sigmas": True, "time_shift_type": "linear", "stochastic_sampling": True,
-    "base_shift": 0.4, "max_shift": 1.0, "base_image_seq_len": 128, "max_image_seq_len": 2048, "use_flow_sigmas": False,
-    "prediction_type": "epsilon", "algorithm_type": "sde-dpmsolver++", "solver_type": "heun", "final_sigmas_type": "sigma_min",
-    "thresholding": True, "use_lu_lambdas": True, "use_dynamic_shifting": True, "variance_type": "learned",
-}  # fmt: skip
+    "num_train_timesteps": 500,
+    "invert_sigmas": True,
+    "shift_terminal": 0.02,
+    "use_karras_sigmas": True,
+    "use_exponential_sigmas": True,
+    "use_beta_sigmas": True,
+    "time_shift_type": "linear",
+    "stochastic_sampling": True,
+    "base_shift": 0.4,
+    "max_shift": 1.0,
+    "base_image_seq_len": 128,
+    "max_image_seq_len": 2048,
+    "use_flow_sigmas": False,
+    "prediction_type": "epsilon",
+    "algorithm_type": "sde-dpmsolver++",
+    "solver_type": "heun",
+    "final_sigmas_type": "sigma_min",
+    "thresholding": True,
+    "use_lu_lambdas": True,
+    "use_dynamic_shifting": True,
+    "variance_type": "learned",
+}
 
 
 @pytest.mark.parametrize(
@@ -168,11 +210,20 @@ def test_every_setting_that_diffusers_knows_is_read_or_refused_or_changes_nothin
     read["DPMSolverMultistepScheduler"] = {"solver_order", "flow_shift"}
     # with flow sigmas and a last sigma of zero, these have no part in the steps
     without_effect = {
-        "beta_start": 0.1, "beta_end": 0.5, "beta_schedule": "scaled_linear", "trained_betas": [0.01] * 1000,
-        "dynamic_thresholding_ratio": 0.5, "sample_max_value": 2.0, "lower_order_final": False, "euler_at_final": True,
-        "lambda_min_clipped": -5.1, "timestep_spacing": "trailing", "steps_offset": 1, "rescale_betas_zero_snr": True,
+        "beta_start": 0.1,
+        "beta_end": 0.5,
+        "beta_schedule": "scaled_linear",
+        "trained_betas": [0.01] * 1000,
+        "dynamic_thresholding_ratio": 0.5,
+        "sample_max_value": 2.0,
+        "lower_order_final": False,
+        "euler_at_final": True,
+        "lambda_min_clipped": -5.1,
+        "timestep_spacing": "trailing",
+        "steps_offset": 1,
+        "rescale_betas_zero_snr": True,
         "time_shift_type": "exponential",
-    }  # fmt: skip
+    }
     for config, scheduler, refused in (
         (SD3, FlowMatchEulerDiscreteScheduler, EULER),
         (SANA, DPMSolverMultistepScheduler, DPM),

@@ -1,4 +1,6 @@
-"""The scan over a solver's table: exact where the path is straight, and noise that depends on seeds alone."""
+"""The scan over a solver's table: exact where the path is straight, and noise that depends on seeds
+alone.
+"""
 
 import dataclasses
 import itertools
@@ -114,7 +116,9 @@ def test_the_scan_is_the_loop_over_the_table(name):
 
 @pytest.mark.parametrize("count", [1, 3, 5])
 def test_the_first_steps_may_be_another_velocitys(count):
-    """Two segments equal the loop that asks the one velocity, then the other; with a step more or less it ends elsewhere."""
+    """Two segments equal the loop that asks the one velocity, then the other; with a step more or
+    less it ends elsewhere.
+    """
     starts = SIGMAS[:-1].astype(np.float32)
     grid = grid_of(SIGMAS, TABLES["all predictions"])
 
@@ -241,7 +245,9 @@ recording = jax.jit(
 @pytest.mark.parametrize("cut", [None, 1, 4])
 @pytest.mark.parametrize("solver", SDES)
 def test_recorded_states_are_the_steps_that_were_drawn(solver, cut):
-    """In float64: each state is the mean of the step before, and the seed's draw of that number times its deviation."""
+    """In float64: each state is the mean of the step before, and the seed's draw of that number
+    times its deviation.
+    """
     grid = grid_of(SIGMAS, solver_table(solver, SIGMAS, SDES[solver]))
     segments = (grid,) if cut is None else (grid.slice_steps(0, cut), grid.slice_steps(cut))
     end, states = recording(segments, NOISE, SEEDS, 5)

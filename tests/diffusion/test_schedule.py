@@ -1,4 +1,6 @@
-"""`Schedule`: the arrays that a configuration stands for, its parts, and what a compiled program depends on."""
+"""`Schedule`: the arrays that a configuration stands for, its parts, and what a compiled program
+depends on.
+"""
 
 import dataclasses
 
@@ -117,7 +119,9 @@ def test_a_full_schedule_takes_each_draw_once_and_an_evaluation_none():
 
 
 def test_a_window_is_as_noisy_on_fewer_steps():
-    """Full steps 3 to 6 of ten, sigma 0.7 to 0.3; of five steps the second has half of its length in it."""
+    """Full steps 3 to 6 of ten, sigma 0.7 to 0.3; of five steps the second has half of its length
+    in it.
+    """
     window = dataclasses.replace(SDE, sde_window_size=4)
     full = Schedule.from_config(window, 10, 1024, True, noise_start=3)
     coarse = Schedule.from_config(window, 5, 1024, True, noise_start=3)

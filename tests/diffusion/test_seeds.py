@@ -1,4 +1,6 @@
-"""Random numbers by address: what a candidate's seed depends on, and values that must never change."""
+"""Random numbers by address: what a candidate's seed depends on, and values that must never
+change.
+"""
 
 import hashlib
 
@@ -130,7 +132,9 @@ def test_streams_are_distinct():
 
 
 def test_each_use_has_seeds_of_its_own():
-    """Candidates of training, evaluation, ranking and calibration share no seed, and no seed is the key of the adapters."""
+    """Candidates of training, evaluation, ranking and calibration share no seed, and no seed is the
+    key of the adapters.
+    """
     uses = [
         name
         for name in STREAMS
@@ -142,7 +146,9 @@ def test_each_use_has_seeds_of_its_own():
 
 
 def test_every_draw_has_the_bits_that_runs_on_disk_were_made_with():
-    """Written out with `jax.random` alone: the stream's number is folded into the seed, then the number of the draw."""
+    """Written out with `jax.random` alone: the stream's number is folded into the seed, then the
+    number of the draw.
+    """
     rows = seeds().reshape(-1, 2)[:3]
     fold = np.array([0, 5, 2])
     for name, folds in (

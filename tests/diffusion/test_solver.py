@@ -1,4 +1,6 @@
-"""Every solver against diffusers, step by step, and the orders and marginals that theory says it has."""
+"""Every solver against diffusers, step by step, and the orders and marginals that theory says it
+has.
+"""
 
 import itertools
 
@@ -53,9 +55,14 @@ def theirs(scheduler, sigmas, x=START):
 
 def dpm(order, flow_shift=1.0):
     return DPMSolverMultistepScheduler(
-        solver_order=order, use_flow_sigmas=True, prediction_type="flow_prediction", algorithm_type="dpmsolver++",
-        solver_type="midpoint", final_sigmas_type="zero", flow_shift=flow_shift,
-    )  # fmt: skip
+        solver_order=order,
+        use_flow_sigmas=True,
+        prediction_type="flow_prediction",
+        algorithm_type="dpmsolver++",
+        solver_type="midpoint",
+        final_sigmas_type="zero",
+        flow_shift=flow_shift,
+    )
 
 
 def close(got, want):
@@ -140,7 +147,9 @@ def test_dpm2_starts_and_ends_with_first_order_steps():
 
 
 def test_orders_of_convergence():
-    """Gaussian data N(m, s^2): the optimal velocity and the path it leads along are known in closed form."""
+    """Gaussian data N(m, s^2): the optimal velocity and the path it leads along are known in closed
+    form.
+    """
     mean = 0.7
     spread = 0.4
 
@@ -168,7 +177,9 @@ def test_orders_of_convergence():
 @pytest.mark.parametrize("eta", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("grid", GRIDS)
 def test_ddim_keeps_the_marginal(grid, eta):
-    """With the true x0 as prediction and x = (1 - s) x0 + s e: x' has mean (1 - s') x0 and variance s'^2."""
+    """With the true x0 as prediction and x = (1 - s) x0 + s e: x' has mean (1 - s') x0 and variance
+    s'^2.
+    """
     sigmas = make_sigmas(grid[0], 10, grid[1], 1024)
     before = sigmas[:-1]
     after = sigmas[1:]
@@ -176,7 +187,8 @@ def test_ddim_keeps_the_marginal(grid, eta):
     assert not np.any(earlier)
     np.testing.assert_allclose(a * (1 - before) + b, 1 - after, atol=1e-7)
     np.testing.assert_allclose((a * before) ** 2 + d**2, after**2, atol=1e-7)
-    # with eta 1, x is x' after forgetting: cov(x', x | x0) = alpha / alpha' s'^2, all of what the forward process keeps
+    # with eta 1, x is x' after forgetting: cov(x', x | x0) = alpha / alpha' s'^2, all of what the
+    # forward process keeps
     covariance = a * before**2
     forward = (1 - before) / (1 - after) * after**2
     if eta == 1.0:
@@ -239,7 +251,9 @@ def test_the_mean_and_the_deviation_of_an_sdes_step_are_the_papers(name, grid, s
 
 @pytest.mark.parametrize("name", SDES)
 def test_an_sde_keeps_the_marginals_of_the_flow(name):
-    """Gaussian data, whose best prediction is linear: mean and variance after every step, at first order in the step."""
+    """Gaussian data, whose best prediction is linear: mean and variance after every step, at first
+    order in the step.
+    """
     mean = 0.7
     spread = 0.4
     level = SDES[name][1]
@@ -287,7 +301,9 @@ def test_overlaps_add_up_to_both_schedules():
 
 
 def test_fewer_steps_share_the_brownian_path():
-    """Two full steps in one: the sum of what they add, to variance 1. On the full schedule each step has its own draw."""
+    """Two full steps in one: the sum of what they add, to variance 1. On the full schedule each
+    step has its own draw.
+    """
     full = make_sigmas("linear", 10, 1.0, 1024)
     std = np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 0.0])
     np.testing.assert_array_equal(

@@ -27,7 +27,9 @@ def blocks(page: Path) -> list[Block]:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The command lines of a page, as a shell splits them, in order. What follows a # is left out."""
+    """The command lines of a page, as a shell splits them, in order. What follows a # is left
+    out.
+    """
     lines = [
         line
         for block in blocks(page)

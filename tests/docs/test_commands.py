@@ -1,4 +1,6 @@
-"""Every command line that README and the pages print could be typed: commands, options, presets, settings, files."""
+"""Every command line that README and the pages print could be typed: commands, options, presets,
+settings, files.
+"""
 
 import importlib
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Figures in README and the pages are those of the records in benchmarks/, to the digit that is printed."""
+"""Figures in README and the pages are those of the records in benchmarks/, to the digit that is
+printed.
+"""
 
 import json
 import math
@@ -115,9 +117,11 @@ def test_levers_alone():
         {s["explore"]: s["spearman"] for s in m["settings"]} for m in found["again"]["measurements"]
     ]
     for name, explore in (
-        ("the paper's recipe (NVFP4, 6 own steps)", "paper"), ("correction_rank=32", "correction"), ("exact_steps=1", "exact"),
+        ("the paper's recipe (NVFP4, 6 own steps)", "paper"),
+        ("correction_rank=32", "correction"),
+        ("exact_steps=1", "exact"),
         ("sigmas=first", "first"),
-    ):  # fmt: skip
+    ):
         check(table.pop(name), [model[explore] for model in again], name)
 
     def older(group, precision):
@@ -223,9 +227,13 @@ def test_the_demo(page):
 def test_what_the_compilers_say():
     found = record("plans")
     names = {
-        "FLUX.1-dev": "flux1", "SD3.5 Large": "sd3", "SANA 1.6B": "sana", "Z-Image": "zimage",
-        "FLUX.2-klein 4B": "flux2-klein-4b", "FLUX.2-klein 9B": "flux2-klein-9b",
-    }  # fmt: skip
+        "FLUX.1-dev": "flux1",
+        "SD3.5 Large": "sd3",
+        "SANA 1.6B": "sana",
+        "Z-Image": "zimage",
+        "FLUX.2-klein 4B": "flux2-klein-4b",
+        "FLUX.2-klein 9B": "flux2-klein-9b",
+    }
     for first, *cells in rows(DOCS / "compiled.md", "model and device"):
         model, device, *rule = first.split(", ")
         name = f"{names[model]}-{device.lower()}"

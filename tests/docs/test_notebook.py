@@ -1,4 +1,6 @@
-"""The notebook is that of its source, the page is that of the notebook, and `make test-all` runs it."""
+"""The notebook is that of its source, the page is that of the notebook, and `make test-all` runs
+it.
+"""
 
 import pytest
 
@@ -42,7 +44,9 @@ def test_the_page_is_that_of_the_notebook(notebook):
 
 @pytest.mark.exhaustive
 def test_it_runs_and_says_the_same(notebook, monkeypatch):
-    """Its text to the character but for rewards, whose last digits are a machine's; its pictures may differ with matplotlib."""
+    """Its text to the character but for rewards, whose last digits are a machine's; its pictures
+    may differ with matplotlib.
+    """
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("XLA_FLAGS", "")  # one device, as a reader has
     again = make_notebook.unrun(make_notebook.SOURCE.read_text())

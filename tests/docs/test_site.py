@@ -1,4 +1,6 @@
-"""The site: it builds without a warning, its links lead somewhere, and it loads nothing from elsewhere."""
+"""The site: it builds without a warning, its links lead somewhere, and it loads nothing from
+elsewhere.
+"""
 
 import html.parser
 import re
@@ -26,7 +28,9 @@ LOADED = {
 
 
 def copied(to: Path) -> Path:
-    """What the site is built of, in a folder of its own: a build writes beside its configuration."""
+    """What the site is built of, in a folder of its own: a build writes beside its
+    configuration.
+    """
     shutil.copytree(DOCS, to / "docs")
     for page in (*ROOT.glob("*.md"), ROOT / "mkdocs.yml"):
         shutil.copy(page, to)

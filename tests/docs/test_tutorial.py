@@ -1,4 +1,6 @@
-"""The tutorial, from top to bottom: every file that it prints is written, every command is run, at the smallest sizes."""
+"""The tutorial, from top to bottom: every file that it prints is written, every command is run, at
+the smallest sizes.
+"""
 
 import os
 import re
@@ -35,7 +37,9 @@ def smaller(words: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with the files that the page tells the reader to write. It is where the commands run."""
+    """A folder with the files that the page tells the reader to write. It is where the commands
+    run.
+    """
     there = tmp_path_factory.mktemp("tutorial")
     before = os.getcwd()
     for block in blocks(TUTORIAL):

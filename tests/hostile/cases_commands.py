@@ -53,7 +53,9 @@ def nested() -> Any:
 
 
 def torch_file(make: Any, archive: bool = True, compressed: bool = False) -> Any:
-    """A file that torch.save writes; archive: in the form since PyTorch 1.6; compressed: packed anew."""
+    """A file that torch.save writes; archive: in the form since PyTorch 1.6; compressed: packed
+    anew.
+    """
 
     def write(path: Path) -> None:
         import torch

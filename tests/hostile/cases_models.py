@@ -1,4 +1,6 @@
-"""Model directories: JSON files of the wrong form, safetensors that lie, tokenizers that bring code."""
+"""Model directories: JSON files of the wrong form, safetensors that lie, tokenizers that bring
+code.
+"""
 
 import io
 import json
@@ -118,7 +120,9 @@ def tensor(dtype: str, shape: list[Any], *offsets: Any) -> dict[str, Any]:
 
 
 def of_zeros(start: bytes, size: int) -> Maker:
-    """A file of `size` bytes that begins with `start`. The zeros after it take no room on the disk."""
+    """A file of `size` bytes that begins with `start`. The zeros after it take no room on the
+    disk.
+    """
 
     def make(path: Path) -> None:
         path.write_bytes(start)

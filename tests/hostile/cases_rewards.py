@@ -1,4 +1,6 @@
-"""Rewards of the user's inside JAX: what they raise, return and hold. It is found before weights are loaded."""
+"""Rewards of the user's inside JAX: what they raise, return and hold. It is found before weights
+are loaded.
+"""
 
 from tests.hostile.harness import Case
 

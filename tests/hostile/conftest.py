@@ -12,7 +12,9 @@ from tests.small import SMALL
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory, worker_id) -> Path:
-    """The directory of a finished run of two iterations. One process of the tests makes it by the command; each has a copy."""
+    """The directory of a finished run of two iterations. One process of the tests makes it by the
+    command; each has a copy.
+    """
     root = tmp_path_factory.getbasetemp()
     shared = (root if worker_id == "master" else root.parent) / "hostile-run"
     shared.mkdir(exist_ok=True)

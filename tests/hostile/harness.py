@@ -1,7 +1,7 @@
 """What a hostile case is, and how one is run: in this process, under limits of time and memory.
 
-A case is data: the arguments of `solrl`, the files that it finds, and what it must end with. A refusal is one line on standard
-error and nothing else; no case may end in a traceback.
+A case is data: the arguments of `solrl`, the files that it finds, and what it must end with. A
+refusal is one line on standard error and nothing else; no case may end in a traceback.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ Maker = Callable[[Path], object]  # puts something at a path
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call of `solrl`. In `arguments`, `files` and `said`, {dir} is an empty directory, {run} a copy of a small run's
-    directory, {model} a copy of the directory of tiny-sana.
+    """One call of `solrl`. In `arguments`, `files` and `said`, {dir} is an empty directory, {run} a
+    copy of a small run's directory, {model} a copy of the directory of tiny-sana.
 
-    files: by path, its content: text, bytes, or a function that makes it. JSON files of a run or a model are changed by a
-    mapping: the fields that it names, None taking a field away.
+    files: by path, its content: text, bytes, or a function that makes it. JSON files of a run or a
+    model are changed by a mapping: the fields that it names, None taking a field away.
     """
 
     name: str

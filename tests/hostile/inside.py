@@ -1,4 +1,6 @@
-"""Functions that return rewards inside JAX that do not behave. All arguments have defaults, as of such functions."""
+"""Functions that return rewards inside JAX that do not behave. All arguments have defaults, as of
+such functions.
+"""
 
 import builtins
 import os

@@ -59,7 +59,9 @@ def told(images, prompts, metadata):
 
 
 def nothing_finite(images, prompts, metadata, *, file=""):
-    """NaN for every picture, if `file` exists (or ""). For the grey pictures that a run begins with: 0."""
+    """NaN for every picture, if `file` exists (or ""). For the grey pictures that a run begins
+    with: 0.
+    """
     grey = bool((images == 0.5).all())
     return [
         0.0 if grey else float("nan") if not file or os.path.exists(file) else float(images.mean())

@@ -1,4 +1,6 @@
-"""Valid files with random damage: whatever is done to them, a command succeeds or says one line, within its limits."""
+"""Valid files with random damage: whatever is done to them, a command succeeds or says one line,
+within its limits.
+"""
 
 import contextlib
 import json
@@ -20,9 +22,17 @@ QUICK = 4
 THOROUGH = 150
 MODEL = EMBEDDED_FOLDER / "tiny-sana"
 ODD: Any = st.one_of(
-    st.none(), st.booleans(), st.integers(-100, 100), st.floats(), st.text(max_size=5), st.just([]), st.just({}),
-    st.lists(st.integers(-3, 3), max_size=3), st.just([[[[]]]]), st.just({"a": {"b": [None]}}),
-)  # fmt: skip
+    st.none(),
+    st.booleans(),
+    st.integers(-100, 100),
+    st.floats(),
+    st.text(max_size=5),
+    st.just([]),
+    st.just({}),
+    st.lists(st.integers(-3, 3), max_size=3),
+    st.just([[[[]]]]),
+    st.just({"a": {"b": [None]}}),
+)
 
 
 @st.composite
@@ -86,9 +96,13 @@ BOTH = pytest.mark.parametrize(
     "count", [QUICK, pytest.param(THOROUGH, marks=pytest.mark.exhaustive)]
 )
 JSON = (
-    "model_index.json", "transformer/config.json", "vae/config.json", "text_encoder/config.json",
-    "tokenizer/tokenizer_config.json", "scheduler/scheduler_config.json",
-)  # fmt: skip
+    "model_index.json",
+    "transformer/config.json",
+    "vae/config.json",
+    "text_encoder/config.json",
+    "tokenizer/tokenizer_config.json",
+    "scheduler/scheduler_config.json",
+)
 
 
 @BOTH

@@ -1,4 +1,6 @@
-"""Odd values in every field of every released and embedded configuration: the pipeline opens, or one line names the field."""
+"""Odd values in every field of every released and embedded configuration: the pipeline opens, or
+one line names the field.
+"""
 
 import contextlib
 import json
@@ -19,8 +21,26 @@ from tests.hostile.test_mutations import ODD, examples
 
 ABSENT = "a field that is taken away"
 WRONG: tuple[Any, ...] = (
-    ABSENT, None, True, 0, -3, 1, 1.5, 10**9, 10**30, 1e300, "", "x", [], [1], [0, -1], [10**9] * 4, [[[[1]]]], {}, {"a": {}}
-)  # fmt: skip
+    ABSENT,
+    None,
+    True,
+    0,
+    -3,
+    1,
+    1.5,
+    10**9,
+    10**30,
+    1e300,
+    "",
+    "x",
+    [],
+    [1],
+    [0, -1],
+    [10**9] * 4,
+    [[[[1]]]],
+    {},
+    {"a": {}},
+)
 SECONDS = 60
 PIPELINES = sorted(
     index.parent for root in (CARRIED, EMBEDDED_FOLDER) for index in root.rglob("model_index.json")

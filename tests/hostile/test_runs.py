@@ -1,4 +1,6 @@
-"""Runs that have nothing to learn from any more, prompts that change, interruptions: no failure ends as success."""
+"""Runs that have nothing to learn from any more, prompts that change, interruptions: no failure
+ends as success.
+"""
 
 import dataclasses
 import errno

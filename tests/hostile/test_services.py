@@ -1,4 +1,6 @@
-"""Reward services that answer what they should not, the example server under clients that do not behave, and bad workers."""
+"""Reward services that answer what they should not, the example server under clients that do not
+behave, and bad workers.
+"""
 
 import base64
 import contextlib
@@ -200,9 +202,16 @@ def test_the_server_says_what_is_wrong_with_a_request(body, said, server):
 
 @pytest.mark.parametrize(
     ("how", "said"),
-    [("words", "<U1 of shape (1,)"), ("truths", "bool of shape (1,)"), ("complex", "complex128"), ("more", "shape (2,)"),
-     ("exit", "SystemExit: 0"), ("surrogate", r"ValueError: \ud800"), ("mute", "Mute: ")],
-)  # fmt: skip
+    [
+        ("words", "<U1 of shape (1,)"),
+        ("truths", "bool of shape (1,)"),
+        ("complex", "complex128"),
+        ("more", "shape (2,)"),
+        ("exit", "SystemExit: 0"),
+        ("surrogate", r"ValueError: \ud800"),
+        ("mute", "Mute: "),
+    ],
+)
 def test_the_server_answers_whatever_its_function_does(how, said, server):
     answer = requests.post(
         server, json={"images": [PIXEL], "prompts": [how], "metadata": [{}]}, timeout=20
@@ -213,9 +222,14 @@ def test_the_server_answers_whatever_its_function_does(how, said, server):
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [("nothing:f", "No module named"), ("os", "no function"), ("sys:exit --port 99999", "--port 99999: cannot listen"),
-     ("sys:exit --host 256.0.0.1", "--host 256.0.0.1 --port 8000: cannot listen"), ("", "required: function")],
-)  # fmt: skip
+    [
+        ("nothing:f", "No module named"),
+        ("os", "no function"),
+        ("sys:exit --port 99999", "--port 99999: cannot listen"),
+        ("sys:exit --host 256.0.0.1", "--host 256.0.0.1 --port 8000: cannot listen"),
+        ("", "required: function"),
+    ],
+)
 def test_the_server_does_not_start_and_says_so_in_one_line(arguments, said, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["reward_server.py", *arguments.split()])
     monkeypatch.setattr(sys, "path", [*sys.path])

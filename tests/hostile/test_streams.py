@@ -108,7 +108,9 @@ def test_sigterm_ends_any_command_as_ctrl_c_does(monkeypatch, capsys):
     [(signal.SIGTERM, "pydantic"), (signal.SIGINT, "numpy"), (signal.SIGHUP, "jax")],
 )
 def test_an_interruption_waits_for_an_import(number, module):
-    """Signals come at the import, and again as Python ends. NumPy, broken off, would show a stack and raise ImportError."""
+    """Signals come at the import, and again as Python ends. NumPy, broken off, would show a stack
+    and raise ImportError.
+    """
     code = f"""
 import atexit, os, signal, sys
 
@@ -134,7 +136,9 @@ main()
 
 
 def test_a_file_of_the_kernel_that_has_nothing_yet_is_empty(monkeypatch, tmp_path):
-    """As /proc/kmsg: a regular file by its mode, of which a read that does not wait returns None."""
+    """As /proc/kmsg: a regular file by its mode, of which a read that does not wait returns
+    None.
+    """
 
     class Waiting(io.BytesIO):
         def read(self, *_):

@@ -1,4 +1,6 @@
-"""`models.layers.attention` against the formula in PyTorch, float64; and which kernel it asks for where."""
+"""`models.layers.attention` against the formula in PyTorch, float64; and which kernel it asks for
+where.
+"""
 
 from functools import partial
 
@@ -170,7 +172,9 @@ def test_the_mesh_says_what_programs_are_traced_for(monkeypatch, platform):
 
 @pytest.mark.parametrize(("t", "s"), first_is_quick([(5, 7), (6, 7), (5, 8), (6, 8)]))
 def test_lengths_are_made_even_for_flash_attention(monkeypatch, t, s):
-    """Values and gradients as without, where XLA's attention takes the kernel's place and its lengths."""
+    """Values and gradients as without, where XLA's attention takes the kernel's place and its
+    lengths.
+    """
     q, k, v = (
         jnp.concatenate([a, b], 1)[:, :n]
         for a, b, n in zip(operands(2), operands(2, seed=3), (t, s, s), strict=True)
@@ -199,7 +203,9 @@ def test_lengths_are_made_even_for_flash_attention(monkeypatch, t, s):
 
 @pytest.mark.parametrize(("t", "s"), first_is_quick([(5, 7), (6, 8)]))
 def test_a_number_of_keys_is_the_mask_of_so_many(monkeypatch, t, s):
-    """In XLA's attention, and where flash attention is told the number instead of reading a mask."""
+    """In XLA's attention, and where flash attention is told the number instead of reading a
+    mask.
+    """
     q, k, v = (
         jnp.concatenate([a, b], 1)[:, :n]
         for a, b, n in zip(operands(2), operands(2, seed=3), (t, s, s), strict=True)

@@ -1,4 +1,6 @@
-"""`models.layers.attention_fp8`: E4M3 against the formula in float64, which networks take it, and what a GPU is asked for."""
+"""`models.layers.attention_fp8`: E4M3 against the formula in float64, which networks take it, and
+what a GPU is asked for.
+"""
 
 import re
 from types import SimpleNamespace

@@ -1,4 +1,6 @@
-"""JAX's flash attention for TPUs behind `attention`: interpreted on CPUs, against attention that is written out."""
+"""JAX's flash attention for TPUs behind `attention`: interpreted on CPUs, against attention that is
+written out.
+"""
 
 import functools
 import types

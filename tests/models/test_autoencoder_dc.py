@@ -1,4 +1,6 @@
-"""AutoencoderDC against diffusers' own, in float32, with random weights; and the shape of the released SANA autoencoder."""
+"""AutoencoderDC against diffusers' own, in float32, with random weights; and the shape of the
+released SANA autoencoder.
+"""
 
 import dataclasses
 
@@ -35,8 +37,12 @@ def small(
         f"{side}_{name}": value
         for side in ("encoder", "decoder")
         for name, value in [
-            ("block_out_channels", widths), ("layers_per_block", layers), ("qkv_multiscales", scales), ("block_types", types)]
-    }  # fmt: skip
+            ("block_out_channels", widths),
+            ("layers_per_block", layers),
+            ("qkv_multiscales", scales),
+            ("block_types", types),
+        ]
+    }
     return {"latent_channels": 4, "attention_head_dim": 8} | sides | other
 
 
@@ -44,19 +50,47 @@ VIT = "EfficientViTBlock"
 SMALL = {  # name: (config, latent height and width)
     "as released": (small(downsample_block_type="Conv", upsample_block_type="interpolate"), (3, 5)),
     "defaults": (small(), (5, 3)),
-    "few tokens": (small(layers=(1, 2, 1), types=("ResBlock", VIT, VIT), scales=((), (), (5,))), (2, 3)),
+    "few tokens": (
+        small(layers=(1, 2, 1), types=("ResBlock", VIT, VIT), scales=((), (), (5,))),
+        (2, 3),
+    ),
     "no outer shortcuts": (
-        small(encoder_out_shortcut=False, decoder_in_shortcut=False, downsample_block_type="Conv", scales=((),) * 3), (3, 4)),
+        small(
+            encoder_out_shortcut=False,
+            decoder_in_shortcut=False,
+            downsample_block_type="Conv",
+            scales=((),) * 3,
+        ),
+        (3, 4),
+    ),
     "activations": (
-        small(decoder_act_fns=("relu", "silu", "silu"), decoder_norm_types=("rms_norm",) * 3, decoder_conv_act_fn="silu",
-              upsample_block_type="interpolate"), (4, 3)),
+        small(
+            decoder_act_fns=("relu", "silu", "silu"),
+            decoder_norm_types=("rms_norm",) * 3,
+            decoder_conv_act_fn="silu",
+            upsample_block_type="interpolate",
+        ),
+        (4, 3),
+    ),
     "two scales, heads narrower than the width": (
-        small(widths=(8, 16), attention_head_dim=6, types=VIT, layers=(1, 1), scales=((), (3, 5))), (2, 5)),
+        small(widths=(8, 16), attention_head_dim=6, types=VIT, layers=(1, 1), scales=((), (3, 5))),
+        (2, 5),
+    ),
     "sides differ": (
-        small(widths=(8, 8, 32, 32), layers=(1, 2, 1, 1), scales=((), (), (5,), ()), types=("ResBlock", "ResBlock", VIT, VIT),
-              decoder_block_out_channels=(8, 16, 32, 16), decoder_layers_per_block=(2, 1, 1, 2),
-              decoder_block_types="ResBlock", decoder_act_fns="relu", latent_channels=8), (3, 2)),
-}  # fmt: skip
+        small(
+            widths=(8, 8, 32, 32),
+            layers=(1, 2, 1, 1),
+            scales=((), (), (5,), ()),
+            types=("ResBlock", "ResBlock", VIT, VIT),
+            decoder_block_out_channels=(8, 16, 32, 16),
+            decoder_layers_per_block=(2, 1, 1, 2),
+            decoder_block_types="ResBlock",
+            decoder_act_fns="relu",
+            latent_channels=8,
+        ),
+        (3, 2),
+    ),
+}
 
 
 def torch_model(config, seed=0):

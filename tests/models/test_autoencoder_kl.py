@@ -1,4 +1,6 @@
-"""AutoencoderKL against diffusers' own with random weights, outputs and gradients to 1e-5; its tiled decoding."""
+"""AutoencoderKL against diffusers' own with random weights, outputs and gradients to 1e-5; its
+tiled decoding.
+"""
 
 import dataclasses
 from functools import partial
@@ -58,14 +60,38 @@ def small(widths=(16, 32, 32), **other):
 SMALL = {  # name: (config, height and width of the image, of the latent)
     "as released": (small((8, 16, 16, 16), layers_per_block=2), (27, 41), (3, 5)),
     "quantisation convolutions": (
-        small(latent_channels=4, use_quant_conv=True, use_post_quant_conv=True, norm_num_groups=4), (13, 22), (5, 3)),
-    "no attention": (small((32, 32), mid_block_add_attention=False, layers_per_block=2, latent_channels=6), (7, 10), (6, 5)),
-    "one stage": (small((24,), norm_num_groups=3, layers_per_block=3, latent_channels=5), (5, 8), (7, 4)),
-    "one group, narrowing": (small((32, 16, 48), norm_num_groups=1, use_quant_conv=True), (19, 14), (4, 7)),
+        small(latent_channels=4, use_quant_conv=True, use_post_quant_conv=True, norm_num_groups=4),
+        (13, 22),
+        (5, 3),
+    ),
+    "no attention": (
+        small((32, 32), mid_block_add_attention=False, layers_per_block=2, latent_channels=6),
+        (7, 10),
+        (6, 5),
+    ),
+    "one stage": (
+        small((24,), norm_num_groups=3, layers_per_block=3, latent_channels=5),
+        (5, 8),
+        (7, 4),
+    ),
+    "one group, narrowing": (
+        small((32, 16, 48), norm_num_groups=1, use_quant_conv=True),
+        (19, 14),
+        (4, 7),
+    ),
     "a group a channel, four colours": (
-        small((16, 16), norm_num_groups=16, in_channels=4, out_channels=2, use_post_quant_conv=True, latent_channels=3),
-        (9, 6), (3, 8)),
-}  # fmt: skip
+        small(
+            (16, 16),
+            norm_num_groups=16,
+            in_channels=4,
+            out_channels=2,
+            use_post_quant_conv=True,
+            latent_channels=3,
+        ),
+        (9, 6),
+        (3, 8),
+    ),
+}
 
 
 def torch_model(config, seed=0):
@@ -358,14 +384,16 @@ def test_pixels_far_from_the_borders_of_tiles_are_those_of_the_whole():
 
     def decode(z):
         return jax.lax.conv_general_dilated(
-            nearest(z), kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))  # fmt: skip
+            nearest(z), kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
 
     latent = normal(1, 1, 20, 14, 2)
     tiled = jax.jit(partial(decode_tiled, decode, tile=8, overlap=2, compression=4))(latent)
     whole = np.asarray(jax.jit(decode)(latent))
     assert tiled.shape == whole.shape
 
-    # tiles begin at latent rows 0, 6, 12 and columns 0, 6, and end 8 further on: what two share is blended, the rest is not
+    # tiles begin at latent rows 0, 6, 12 and columns 0, 6, and end 8 further on: what two share is
+    # blended, the rest is not
     def alone(pixels, tiles):
         return [p for p in range(pixels) if not any(0 <= p - 24 * i < 8 for i in range(1, tiles))]
 

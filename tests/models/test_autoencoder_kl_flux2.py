@@ -1,4 +1,6 @@
-"""AutoencoderKLFlux2 against diffusers' own with random weights, and its pipeline's latents; outputs and gradients to 1e-5."""
+"""AutoencoderKLFlux2 against diffusers' own with random weights, and its pipeline's latents;
+outputs and gradients to 1e-5.
+"""
 
 import dataclasses
 
@@ -122,7 +124,9 @@ def test_decode_and_its_gradient_equal_diffusers(name):
 
 
 def test_files_of_diffusers_load(tmp_path):
-    """They have an encoder, and count the batches of training in an integer: both are passed over."""
+    """They have an encoder, and count the batches of training in an integer: both are passed
+    over.
+    """
     config = small((16,))
     reference = torch_model(config)
     reference.save_pretrained(tmp_path)

@@ -1,4 +1,6 @@
-"""The model on the mesh: how it is found, where its parameters lie, and that where they lie changes nothing (to 1e-5)."""
+"""The model on the mesh: how it is found, where its parameters lie, and that where they lie changes
+nothing (to 1e-5).
+"""
 
 import dataclasses
 import http.server
@@ -42,7 +44,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def backbones(folder):
-    """The same model on one device and on eight, in two groups of which each splits the parameters in four."""
+    """The same model on one device and on eight, in two groups of which each splits the parameters
+    in four.
+    """
     meshes = sharding.make_mesh(1, 1), sharding.make_mesh(2, 4)
     return [load_backbone(str(folder), "fp32", mesh) for mesh in meshes]
 
@@ -135,7 +139,9 @@ def test_large_parameters_are_split_over_fsdp_and_small_ones_are_whole(backbones
 
 
 def test_each_parameter_is_placed_as_it_is_read(folder, monkeypatch, backbones):
-    """No array of a component is whole on one device first; each lies where `parameter_sharding` says."""
+    """No array of a component is whole on one device first; each lies where `parameter_sharding`
+    says.
+    """
     monkeypatch.setattr(weights, "CHUNK_BYTES", 4096)
     whole, split = backbones
     monkeypatch.setattr(jax, "device_put", one_device_only(jax.device_put))
@@ -175,18 +181,31 @@ def test_every_component_is_checked_before_the_first_is_loaded(folder, tmp_path,
 
 SHARDS = ["model.bf16-00001-of-00002.safetensors", "model.bf16-00002-of-00002.safetensors"]
 BESIDE = [  # what released repositories hold beside a pipeline
-    "README.md", ".gitattributes", "flux1-dev.safetensors", "ae.safetensors", "text_encoders/t5xxl_fp16.safetensors",
-    "transformer/diffusion_pytorch_model.fp16.safetensors", "transformer/diffusion_pytorch_model.bin",
-    "vae/diffusion_pytorch_model.safetensors.index.fp16.json", "vae/diffusion_pytorch_model.fp16-00001-of-00001.safetensors",
-    "text_encoder/pytorch_model.bin.index.json", "text_encoder/pytorch_model-00001-of-00001.bin", "vae/flax_model.msgpack",
-    "onnx/vae/config.json", "onnx/vae/model.safetensors", "sd3.5_large.safetensors", "example.json",
-]  # fmt: skip
+    "README.md",
+    ".gitattributes",
+    "flux1-dev.safetensors",
+    "ae.safetensors",
+    "text_encoders/t5xxl_fp16.safetensors",
+    "transformer/diffusion_pytorch_model.fp16.safetensors",
+    "transformer/diffusion_pytorch_model.bin",
+    "vae/diffusion_pytorch_model.safetensors.index.fp16.json",
+    "vae/diffusion_pytorch_model.fp16-00001-of-00001.safetensors",
+    "text_encoder/pytorch_model.bin.index.json",
+    "text_encoder/pytorch_model-00001-of-00001.bin",
+    "vae/flax_model.msgpack",
+    "onnx/vae/config.json",
+    "onnx/vae/model.safetensors",
+    "sd3.5_large.safetensors",
+    "example.json",
+]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.fixture(scope="module")
 def repository(folder, tmp_path_factory):
-    """A pipeline as it lies on the hub, its text encoder only as shards of a variant; and the files that are of it."""
+    """A pipeline as it lies on the hub, its text encoder only as shards of a variant; and the files
+    that are of it.
+    """
     root = tmp_path_factory.mktemp("repository")
     shutil.copytree(folder, root, dirs_exist_ok=True)
     text = root / "text_encoder"

@@ -18,34 +18,53 @@ TOLERANCE = 1e-5
 POSITIONS = 12
 EOS = 90
 TEXT = {
-    "vocab_size": 97, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "max_position_embeddings": POSITIONS, "eos_token_id": EOS,
-}  # fmt: skip
+    "vocab_size": 97,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": POSITIONS,
+    "eos_token_id": EOS,
+}
 VISION = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 12,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 12,
     "patch_size": 4,
-}  # fmt: skip
+}
 GELU = {"hidden_act": "gelu"}
 # changes to the text tower, changes to the vision tower, projection_dim
 CASES = {
     "quick_gelu, end by id": ({}, {}, 16),
     "gelu": (GELU, GELU, 8),
     "end by highest id": ({"eos_token_id": 2}, {"patch_size": 3}, 16),
-    "gelu in one tower only": ({"hidden_size": 40, "num_attention_heads": 5}, GELU | {"num_attention_heads": 4}, 20),
-    "single patch, one layer": ({"num_hidden_layers": 1}, {"num_hidden_layers": 1, "patch_size": 12}, 5),
+    "gelu in one tower only": (
+        {"hidden_size": 40, "num_attention_heads": 5},
+        GELU | {"num_attention_heads": 4},
+        20,
+    ),
+    "single patch, one layer": (
+        {"num_hidden_layers": 1},
+        {"num_hidden_layers": 1, "patch_size": 12},
+        5,
+    ),
     "other epsilon, gray, deep": (
         {"layer_norm_eps": 0.1, "eos_token_id": 2, "num_hidden_layers": 5},
         {"layer_norm_eps": 0.2, "num_channels": 1, "num_hidden_layers": 5},
         16,
     ),
-}  # fmt: skip
+}
 
 VIT_L_14 = carried.config("openai/clip-vit-large-patch14")
 VIT_H_14 = carried.config("yuvalkirstain/PickScore_v1")
 
 
 def reference_model(text, vision, width, seed=0):
-    """transformers' model with weights large enough that every token, position, pixel and mask shows."""
+    """transformers' model with weights large enough that every token, position, pixel and mask
+    shows.
+    """
     config = transformers.CLIPConfig(
         text_config=TEXT | text,
         vision_config=VISION | vision,
@@ -79,7 +98,9 @@ def port(reference):
 
 
 def prompts(lengths, rng, eos=EOS):
-    """Token ids and a right-padding mask. Each text ends in `eos`; padding repeats it, as CLIP's tokenizer does."""
+    """Token ids and a right-padding mask. Each text ends in `eos`; padding repeats it, as CLIP's
+    tokenizer does.
+    """
     shape = len(lengths), max(lengths)
     column = np.arange(shape[1])
     lengths = np.array(lengths)[:, None]
@@ -241,12 +262,16 @@ def test_a_tower_of_the_oldest_files_takes_over_whole():
 @pytest.mark.parametrize(
     ("tower", "field", "value"),
     [
-        ("text_config", "hidden_act", "relu"), ("text_config", "num_attention_heads", 5),
-        ("text_config", "eos_token_id", [1, 2]), ("text_config", "vocab_size", "many"),
-        ("vision_config", "hidden_act", "gelu_new"), ("vision_config", "patch_size", 5),
-        ("vision_config", "image_size", [12, 24]), ("vision_config", "num_hidden_layers", 0),
+        ("text_config", "hidden_act", "relu"),
+        ("text_config", "num_attention_heads", 5),
+        ("text_config", "eos_token_id", [1, 2]),
+        ("text_config", "vocab_size", "many"),
+        ("vision_config", "hidden_act", "gelu_new"),
+        ("vision_config", "patch_size", 5),
+        ("vision_config", "image_size", [12, 24]),
+        ("vision_config", "num_hidden_layers", 0),
     ],
-)  # fmt: skip
+)
 def test_unsupported_value_of_a_tower_is_named(tower, field, value):
     fields = {"text_config": TEXT, "vision_config": VISION}
     with pytest.raises(ValueError, match=rf"CLIP(Text|Vision)Model: {field}=.*accepted"):

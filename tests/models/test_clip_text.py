@@ -1,4 +1,6 @@
-"""The text tower of `models.vision.clip` against transformers' `CLIPTextModel` and `CLIPTextModelWithProjection`."""
+"""The text tower of `models.vision.clip` against transformers' `CLIPTextModel` and
+`CLIPTextModelWithProjection`.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +22,15 @@ TOLERANCE = 1e-5  # largest difference over largest value
 POSITIONS = 17
 EOS = 90
 BASE = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "max_position_embeddings": POSITIONS, "eos_token_id": EOS, "projection_dim": 24,
-}  # fmt: skip
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": POSITIONS,
+    "eos_token_id": EOS,
+    "projection_dim": 24,
+}
 # changes to the config, length of the texts, whether with a projection
 CASES = {
     "like CLIP-L": ({"eos_token_id": 2}, 17, True),
@@ -60,7 +68,9 @@ def reference_model(overrides: dict, projected: bool, seed: int = 0):
 
 
 def released(reference) -> dict:
-    """Tensors under the names that released files have: transformers 5 dropped a prefix in memory, not in files."""
+    """Tensors under the names that released files have: transformers 5 dropped a prefix in memory,
+    not in files.
+    """
     prefix = "text_model."
 
     def rename(name):
@@ -148,7 +158,8 @@ def test_outputs_and_gradients_equal_transformers(case):
         print(f"{case}, {name}: forward {errors[0]:.1e}, gradient {errors[1]:.1e}")
         assert max(errors) < TOLERANCE
 
-    # the case can fail: each parameter and token moves the last output by many tolerances, and no output equals another
+    # the case can fail: each parameter and token moves the last output by many tolerances, and no
+    # output equals another
     theirs = [t.detach().numpy() for t in theirs]
     leaves, tree = jax.tree.flatten(params)
     for i, leaf in enumerate(leaves):
@@ -167,7 +178,9 @@ def test_outputs_and_gradients_equal_transformers(case):
 
 
 def test_which_token_stands_for_the_text():
-    """With an id above the end of text, and with two ends, the two rules differ; each is what transformers does."""
+    """With an id above the end of text, and with two ends, the two rules differ; each is what
+    transformers does.
+    """
     ids = texts(3, 10)
     ids[:, 2] = EOS + 5
     ids[0, 5] = EOS
@@ -184,7 +197,9 @@ def test_which_token_stands_for_the_text():
 
 @pytest.mark.parametrize("case", first_is_quick(["like CLIP-L", "like CLIP-G"]))
 def test_bfloat16_is_as_near_as_torch(case):
-    """Distance of each BF16 network to float32, for each output; ours computes in the dtype of its table."""
+    """Distance of each BF16 network to float32, for each output; ours computes in the dtype of its
+    table.
+    """
     overrides = CASES[case][0] | {
         "hidden_size": 192,
         "intermediate_size": 768,
@@ -211,7 +226,9 @@ def test_bfloat16_is_as_near_as_torch(case):
 
 @pytest.mark.parametrize("projected", [True, False])
 def test_a_component_goes_out_as_it_came_in(tmp_path, projected):
-    """transformers and we read the same file, under the names of released ones, and transformers writes it back under them."""
+    """transformers and we read the same file, under the names of released ones, and transformers
+    writes it back under them.
+    """
     reference = reference_model({}, projected)
     state, _, params = port(reference, projected)
     save_component(

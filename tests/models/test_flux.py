@@ -23,22 +23,41 @@ from tests.cases import first_is_quick
 from tests.parity import from_torch, parameter_count, relative
 
 BASE = dict(
-    in_channels=8, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=24,
-    pooled_projection_dim=20, axes_dims_rope=(4, 6, 6),
-)  # fmt: skip
+    in_channels=8,
+    num_layers=2,
+    num_single_layers=2,
+    attention_head_dim=16,
+    num_attention_heads=2,
+    joint_attention_dim=24,
+    pooled_projection_dim=20,
+    axes_dims_rope=(4, 6, 6),
+)
 # config, then height and width of the latent and the number of text tokens
 CASES = {
     "schnell": ({}, (6, 10, 7)),
     "dev": (dict(guidance_embeds=True), (10, 4, 5)),
-    "deeper, one text token": (dict(num_layers=3, num_attention_heads=4, guidance_embeds=True), (2, 14, 1)),
+    "deeper, one text token": (
+        dict(num_layers=3, num_attention_heads=4, guidance_embeds=True),
+        (2, 14, 1),
+    ),
     "other channels out, uneven axes": (
-        dict(in_channels=16, out_channels=4, attention_head_dim=32, axes_dims_rope=(2, 8, 22)), (8, 8, 12),
+        dict(in_channels=16, out_channels=4, attention_head_dim=32, axes_dims_rope=(2, 8, 22)),
+        (8, 8, 12),
     ),
     "one wide head": (
-        dict(num_attention_heads=1, attention_head_dim=64, axes_dims_rope=(16, 24, 24), num_single_layers=3), (14, 6, 3),
+        dict(
+            num_attention_heads=1,
+            attention_head_dim=64,
+            axes_dims_rope=(16, 24, 24),
+            num_single_layers=3,
+        ),
+        (14, 6, 3),
     ),
-    "one block of each, one token": (dict(num_layers=1, num_single_layers=1, guidance_embeds=True), (2, 2, 9)),
-}  # fmt: skip
+    "one block of each, one token": (
+        dict(num_layers=1, num_single_layers=1, guidance_embeds=True),
+        (2, 2, 9),
+    ),
+}
 TOLERANCE = 1e-5  # largest difference over largest value
 
 # `transformer/config.json` of black-forest-labs/FLUX.1-dev, -schnell
@@ -46,7 +65,9 @@ RELEASED = carried.config(carried.FLUX, "transformer")
 
 
 def build(overrides: dict, seed: int = 0):
-    """A PyTorch network with weights strong enough that every input matters, and ours (graph, state, parameters) with them."""
+    """A PyTorch network with weights strong enough that every input matters, and ours (graph,
+    state, parameters) with them.
+    """
     torch.manual_seed(seed)
     theirs = TorchFlux(**(BASE | overrides)).eval()
     with torch.no_grad():
@@ -83,19 +104,26 @@ def inputs(overrides: dict, sizes: tuple[int, int, int], rows: int = 2) -> dict:
 
 
 def run_torch(theirs, x: dict, cotangent: np.ndarray | None = None, dtype=torch.float32):
-    """Output, and with a cotangent the gradient of the latent, [b, h, w, c], through the pipeline's own packing."""
+    """Output, and with a cotangent the gradient of the latent, [b, h, w, c], through the pipeline's
+    own packing.
+    """
     (b, height, width, c), tensor = (
         x["latent"].shape,
         lambda a: torch.from_numpy(np.asarray(a)).to(dtype),
     )
     latent = tensor(x["latent"].transpose(0, 3, 1, 2).copy()).requires_grad_()
     out = theirs(
-        FluxPipeline._pack_latents(latent, b, c, height, width), tensor(x["text"]), tensor(x["pooled"]),
+        FluxPipeline._pack_latents(latent, b, c, height, width),
+        tensor(x["text"]),
+        tensor(x["pooled"]),
         torch.from_numpy(x["timestep"] / np.float32(1000)).to(dtype),
-        img_ids=FluxPipeline._prepare_latent_image_ids(b, height // 2, width // 2, "cpu", torch.float32),
+        img_ids=FluxPipeline._prepare_latent_image_ids(
+            b, height // 2, width // 2, "cpu", torch.float32
+        ),
         txt_ids=torch.zeros(x["text"].shape[1], 3),
-        guidance=None if x["guidance"] is None else tensor(x["guidance"]), return_dict=False,
-    )[0]  # fmt: skip
+        guidance=None if x["guidance"] is None else tensor(x["guidance"]),
+        return_dict=False,
+    )[0]
     out = FluxPipeline._unpack_latents(out, height, width, 1)
     if cotangent is not None:
         (out * tensor(cotangent.transpose(0, 3, 1, 2).copy())).sum().backward()
@@ -169,17 +197,26 @@ def test_gradients_of_the_parameters_equal_diffusers():
     errors = {name: relative(ours[name], p.grad.numpy()) for name, p in theirs.named_parameters()}
     worst = max(errors, key=errors.__getitem__)
     print(f"{worst}: {errors[worst]:.1e}")
-    # the largest is that of the guidance embedder's first weight, which sees the sinusoids of 3500 themselves
+    # the largest is that of the guidance embedder's first weight, which sees the sinusoids of 3500
+    # themselves
     assert errors[worst] < 5 * TOLERANCE, worst
 
 
 @pytest.mark.exhaustive
 def test_bfloat16_is_as_near_to_float32_as_that_of_diffusers():
-    overrides = dict(in_channels=64, num_layers=3, num_single_layers=3, num_attention_heads=4, attention_head_dim=64,
-                     axes_dims_rope=(16, 24, 24), joint_attention_dim=128, guidance_embeds=True)  # fmt: skip
+    overrides = dict(
+        in_channels=64,
+        num_layers=3,
+        num_single_layers=3,
+        num_attention_heads=4,
+        attention_head_dim=64,
+        axes_dims_rope=(16, 24, 24),
+        joint_attention_dim=128,
+        guidance_embeds=True,
+    )
     theirs, graphdef, _, params = build(overrides)
-    # Many rows of different conditions, since an error in a condition is one draw a row. Times and scales are such as BF16
-    # holds: diffusers rounds them to the dtype of the latent, we do not.
+    # Many rows of different conditions, since an error in a condition is one draw a row. Times and
+    # scales are such as BF16 holds: diffusers rounds them to the dtype of the latent, we do not.
     rows = 16
     x = inputs(overrides, (8, 12, 16), rows=rows)
     x["timestep"] = np.resize(np.float32([1000, 500, 250, 125]), rows)
@@ -211,8 +248,14 @@ def test_adapters_are_leaves():
     merged = copy.deepcopy(params)
     double = ("transformer_blocks", "attn")
     single = ("single_transformer_blocks",)
-    for path in ((*double, "to_out", 0), (*double, "add_k_proj"), ("transformer_blocks", "ff_context", "net", "2"),
-                 (*single, "attn", "to_q"), (*single, "proj_out"), ("proj_out",)):  # fmt: skip
+    for path in (
+        (*double, "to_out", 0),
+        (*double, "add_k_proj"),
+        ("transformer_blocks", "ff_context", "net", "2"),
+        (*single, "attn", "to_q"),
+        (*single, "proj_out"),
+        ("proj_out",),
+    ):
         linear, one, other = (
             reduce(lambda node, key: node[key], path, tree) for tree in (params, apart, merged)
         )

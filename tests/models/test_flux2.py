@@ -22,21 +22,40 @@ from tests.cases import first_is_quick
 from tests.parity import from_torch, parameter_count, relative
 
 BASE = dict(
-    in_channels=8, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=24,
-    axes_dims_rope=(4, 4, 4, 4), guidance_embeds=False,
-)  # fmt: skip
+    in_channels=8,
+    num_layers=2,
+    num_single_layers=2,
+    attention_head_dim=16,
+    num_attention_heads=2,
+    joint_attention_dim=24,
+    axes_dims_rope=(4, 4, 4, 4),
+    guidance_embeds=False,
+)
 # config, then height and width of the latent and the number of text tokens
 CASES = {
     "klein": ({}, (3, 5, 7)),
-    "deeper, one text token": (dict(num_layers=3, num_single_layers=4, num_attention_heads=4), (2, 7, 1)),
+    "deeper, one text token": (
+        dict(num_layers=3, num_single_layers=4, num_attention_heads=4),
+        (2, 7, 1),
+    ),
     "other channels out, uneven axes": (
-        dict(in_channels=16, out_channels=4, attention_head_dim=32, axes_dims_rope=(2, 8, 18, 4)), (4, 4, 12),
+        dict(in_channels=16, out_channels=4, attention_head_dim=32, axes_dims_rope=(2, 8, 18, 4)),
+        (4, 4, 12),
     ),
     "other MLPs, one wide head": (
-        dict(num_attention_heads=1, attention_head_dim=64, axes_dims_rope=(16, 16, 24, 8), mlp_ratio=2.3), (7, 3, 3),
+        dict(
+            num_attention_heads=1,
+            attention_head_dim=64,
+            axes_dims_rope=(16, 16, 24, 8),
+            mlp_ratio=2.3,
+        ),
+        (7, 3, 3),
     ),
-    "other frequencies, one block of each": (dict(num_layers=1, num_single_layers=1, rope_theta=50), (6, 2, 30)),
-}  # fmt: skip
+    "other frequencies, one block of each": (
+        dict(num_layers=1, num_single_layers=1, rope_theta=50),
+        (6, 2, 30),
+    ),
+}
 TOLERANCE = 1e-5  # largest difference over largest value
 
 RELEASED = carried.config(carried.FLUX2_4B, "transformer")
@@ -44,7 +63,9 @@ LARGER = carried.config(carried.FLUX2_9B, "transformer")
 
 
 def build(overrides: dict, seed: int = 0):
-    """A PyTorch network with weights strong enough that every input matters, and ours (graph, state, parameters) with them."""
+    """A PyTorch network with weights strong enough that every input matters, and ours (graph,
+    state, parameters) with them.
+    """
     torch.manual_seed(seed)
     theirs = TorchFlux2(**(BASE | overrides)).eval()
     with torch.no_grad():
@@ -79,15 +100,22 @@ def inputs(overrides: dict, sizes: tuple[int, int, int], rows: int = 2) -> dict:
 
 
 def run_torch(theirs, x: dict, cotangent: np.ndarray | None = None, dtype=torch.float32):
-    """Output, and with a cotangent the gradient of the latent, [b, h, w, c], with the pipeline's own packing and positions."""
+    """Output, and with a cotangent the gradient of the latent, [b, h, w, c], with the pipeline's
+    own packing and positions.
+    """
     height, width = x["latent"].shape[1:3]
     latent = torch.from_numpy(x["latent"].transpose(0, 3, 1, 2).copy()).to(dtype).requires_grad_()
     text = torch.from_numpy(x["text"]).to(dtype)
     image_ids = Flux2KleinPipeline._prepare_latent_ids(latent)
     out = theirs(
-        Flux2KleinPipeline._pack_latents(latent), text, torch.from_numpy(x["timestep"] / np.float32(1000)).to(dtype),
-        img_ids=image_ids, txt_ids=Flux2KleinPipeline._prepare_text_ids(text), guidance=None, return_dict=False,
-    )[0]  # fmt: skip
+        Flux2KleinPipeline._pack_latents(latent),
+        text,
+        torch.from_numpy(x["timestep"] / np.float32(1000)).to(dtype),
+        img_ids=image_ids,
+        txt_ids=Flux2KleinPipeline._prepare_text_ids(text),
+        guidance=None,
+        return_dict=False,
+    )[0]
     out = Flux2KleinPipeline._unpack_latents_with_ids(out, image_ids, height, width)
     if cotangent is not None:
         (out * torch.from_numpy(cotangent.transpose(0, 3, 1, 2).copy()).to(dtype)).sum().backward()
@@ -129,7 +157,8 @@ def test_output_and_input_gradient_equal_diffusers(case):
     )
     assert relative(got, want) < TOLERANCE
     assert relative(gradient, want_gradient) < TOLERANCE
-    # the case can fail: every input moves the output by many tolerances, and so does the order of its tokens
+    # the case can fail: every input moves the output by many tolerances, and so does the order of
+    # its tokens
     moved = {
         "latent": [x["latent"] + 0.01, x["latent"][:, ::-1], x["latent"][:, :, ::-1]],
         "text": [x["text"] + 1.0, x["text"][:, ::-1] if sizes[2] > 1 else 2 * x["text"]],
@@ -167,11 +196,18 @@ def test_gradients_of_the_parameters_equal_diffusers():
 
 @pytest.mark.exhaustive
 def test_bfloat16_is_as_near_to_float32_as_that_of_diffusers():
-    overrides = dict(in_channels=32, num_layers=3, num_single_layers=3, num_attention_heads=4, attention_head_dim=64,
-                     axes_dims_rope=(16, 16, 16, 16), joint_attention_dim=128)  # fmt: skip
+    overrides = dict(
+        in_channels=32,
+        num_layers=3,
+        num_single_layers=3,
+        num_attention_heads=4,
+        attention_head_dim=64,
+        axes_dims_rope=(16, 16, 16, 16),
+        joint_attention_dim=128,
+    )
     theirs, graphdef, _, params = build(overrides)
-    # Many rows of different conditions, since an error in a condition is one draw a row. Times are such as BF16 holds:
-    # diffusers rounds them to the dtype of the latent, we do not.
+    # Many rows of different conditions, since an error in a condition is one draw a row. Times are
+    # such as BF16 holds: diffusers rounds them to the dtype of the latent, we do not.
     rows = 16
     x = inputs(overrides, (4, 6, 16), rows=rows)
     x["timestep"] = np.resize(np.float32([1000, 500, 250, 125]), rows)
@@ -203,8 +239,14 @@ def test_adapters_are_leaves():
     merged = copy.deepcopy(params)
     double = ("transformer_blocks", "attn")
     single = ("single_transformer_blocks", "attn")
-    for path in ((*double, "to_out", 0), (*double, "add_k_proj"), ("transformer_blocks", "ff_context", "linear_in"),
-                 (*single, "to_qkv_mlp_proj"), (*single, "to_out"), ("proj_out",)):  # fmt: skip
+    for path in (
+        (*double, "to_out", 0),
+        (*double, "add_k_proj"),
+        ("transformer_blocks", "ff_context", "linear_in"),
+        (*single, "to_qkv_mlp_proj"),
+        (*single, "to_out"),
+        ("proj_out",),
+    ):
         linear, one, other = (
             reduce(lambda node, key: node[key], path, tree) for tree in (params, apart, merged)
         )

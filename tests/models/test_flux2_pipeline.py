@@ -1,4 +1,6 @@
-"""A FLUX.2-klein directory opened: what it refuses, and tokens, conditioning and whole images against diffusers, in float32."""
+"""A FLUX.2-klein directory opened: what it refuses, and tokens, conditioning and whole images
+against diffusers, in float32.
+"""
 
 import json
 import shutil
@@ -189,9 +191,16 @@ def diffusers_images(
     reference.scheduler = scheduler or reference.scheduler
     height, width = (n * COMPRESSION for n in latents.shape[2:])
     return reference(
-        prompt=prompts, height=height, width=width, num_inference_steps=steps, guidance_scale=guidance,
-        latents=torch.from_numpy(latents), output_type="np", max_sequence_length=max_tokens, **more,
-    ).images  # fmt: skip
+        prompt=prompts,
+        height=height,
+        width=width,
+        num_inference_steps=steps,
+        guidance_scale=guidance,
+        latents=torch.from_numpy(latents),
+        output_type="np",
+        max_sequence_length=max_tokens,
+        **more,
+    ).images
 
 
 CASES = [

@@ -1,4 +1,6 @@
-"""A FLUX directory opened: what it refuses, and tokens, conditioning and whole images against diffusers, in float32."""
+"""A FLUX directory opened: what it refuses, and tokens, conditioning and whole images against
+diffusers, in float32.
+"""
 
 import json
 import shutil
@@ -26,7 +28,8 @@ from tests.pipelines import (
 
 TOLERANCE = 1e-5  # largest difference over largest value
 IMAGE_TOLERANCE = 1e-4  # of images in 0..1, all steps taken
-# an empty one; capitals, which T5 sees and CLIP does not; spaces; longer than either takes; words and signs not known
+# an empty one; capitals, which T5 sees and CLIP does not; spaces; longer than either takes; words
+# and signs not known
 PROMPTS = ["", "Red star", " one  happy cat \t", "two small " * 9, "an astronaut's horse, no. 3"]
 
 
@@ -220,10 +223,16 @@ def diffusers_images(
     reference.scheduler = scheduler or reference.scheduler
     (n, channels, h, w), noise = latents.shape, torch.from_numpy(latents)
     return reference(
-        prompts, height=h * KL_COMPRESSION, width=w * KL_COMPRESSION, num_inference_steps=steps, guidance_scale=guidance,
-        latents=reference._pack_latents(noise, n, channels, h, w), output_type="np", max_sequence_length=max_tokens,
+        prompts,
+        height=h * KL_COMPRESSION,
+        width=w * KL_COMPRESSION,
+        num_inference_steps=steps,
+        guidance_scale=guidance,
+        latents=reference._pack_latents(noise, n, channels, h, w),
+        output_type="np",
+        max_sequence_length=max_tokens,
         **more,
-    ).images  # fmt: skip
+    ).images
 
 
 CASES = [

@@ -21,12 +21,23 @@ TOLERANCE = 1e-5
 VOCAB = 97
 LENGTHS = (13, 1, 8, 5)
 SMALL = {
-    "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "query_pre_attn_scalar": 8,
+    "sliding_window": 4,
+}
 CASES = {
     "alternating": {},
-    "one key head, wide heads": {"num_key_value_heads": 1, "head_dim": 16, "query_pre_attn_scalar": 16},
+    "one key head, wide heads": {
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+    },
     "a key head each, low cap": {"num_key_value_heads": 4, "attn_logit_softcapping": 0.8},
     "no cap": {"attn_logit_softcapping": None, "num_hidden_layers": 4},
     "other query scale": {"query_pre_attn_scalar": 3, "attn_logit_softcapping": 5.0},
@@ -34,12 +45,14 @@ CASES = {
     "full only": {"layer_types": [FULL] * 3},
     "wide window": {"sliding_window": 64, "layer_types": [SLIDING] * 3},
     "biases, other rotation": {
-        "attention_bias": True, "rms_norm_eps": 1e-2,
+        "attention_bias": True,
+        "rms_norm_eps": 1e-2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 37.0},
     },
-}  # fmt: skip
+}
 
-# What transformers 4 wrote for google/gemma-2-2b-it: `rope_theta` by itself, no `layer_types`, two activations.
+# What transformers 4 wrote for google/gemma-2-2b-it: `rope_theta` by itself, no `layer_types`, two
+# activations.
 RELEASED = carried.config(carried.SANA, "text_encoder")
 
 
@@ -108,7 +121,9 @@ def test_hidden_states(case):
     ],
 )
 def test_each_field_matters(changes):
-    """So that the parity above is not blind to it: one step in the field moves the output by many tolerances."""
+    """So that the parity above is not blind to it: one step in the field moves the output by many
+    tolerances.
+    """
     ids, mask = prompts()
     outputs = []
     for c in ({}, changes):
@@ -178,11 +193,17 @@ def test_released_size(fields):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("model_type", "llama"), ("hidden_activation", "relu"), ("use_bidirectional_attention", True),
-        ("sliding_window", None), ("num_hidden_layers", 0), ("num_key_value_heads", 3), ("head_dim", 7),
-        ("vocab_size", 12.5), ("layer_types", [FULL, "chunked_attention", FULL]),
+        ("model_type", "llama"),
+        ("hidden_activation", "relu"),
+        ("use_bidirectional_attention", True),
+        ("sliding_window", None),
+        ("num_hidden_layers", 0),
+        ("num_key_value_heads", 3),
+        ("head_dim", 7),
+        ("vocab_size", 12.5),
+        ("layer_types", [FULL, "chunked_attention", FULL]),
     ],
-)  # fmt: skip
+)
 def test_unsupported_value_is_named(field, value):
     with pytest.raises(ValueError, match=rf"{field}=.*accepted"):
         Gemma2Config.from_dict(SMALL | {field: value})

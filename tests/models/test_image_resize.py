@@ -1,4 +1,6 @@
-"""`models.vision.image_resize` against Pillow, transformers and PyTorch, on pictures of many sizes."""
+"""`models.vision.image_resize` against Pillow, transformers and PyTorch, on pictures of many
+sizes.
+"""
 
 import jax
 import numpy as np
@@ -18,7 +20,9 @@ IDS = [f"{h}x{w}" for h, w in SIZES]
 
 
 def pictures(height, width, seed=0):
-    """Noise, which is the hardest, and a smooth ramp with an edge; multiples of 1/255, so that no rounding to bytes differs."""
+    """Noise, which is the hardest, and a smooth ramp with an edge; multiples of 1/255, so that no
+    rounding to bytes differs.
+    """
     rng = np.random.default_rng((seed, height, width))
     ramp = (
         np.linspace(0, 1, height)[:, None, None]
@@ -60,7 +64,9 @@ def shorter_edge(height, width):
 
 @pytest.mark.parametrize("size", SIZES, ids=IDS)
 def test_imagereward_sees_what_pillow_gives(size):
-    """torchvision resizes and crops a Pillow picture by Pillow; here with rows first, as all its versions up to 12 do it."""
+    """torchvision resizes and crops a Pillow picture by Pillow; here with rows first, as all its
+    versions up to 12 do it.
+    """
     images = pictures(*size)
     (height, width) = shorter_edge(*size)
     theirs = [

@@ -1,4 +1,6 @@
-"""MHLA in SANA against float64 loops over its formulas; with equal weights it is linear attention; what it begins with."""
+"""MHLA in SANA against float64 loops over its formulas; with equal weights it is linear attention;
+what it begins with.
+"""
 
 import dataclasses
 import re
@@ -148,7 +150,9 @@ def test_the_two_variants_differ():
 @NORMED
 @pytest.mark.parametrize("scale", first_is_quick([1 / 12, 1.0]))
 def test_equal_weights_are_linear_attention(normed, scale):
-    """SANA's own attention, by the same weights; queries have positive features, so that both kernels are one to 1e-6."""
+    """SANA's own attention, by the same weights; queries have positive features, so that both
+    kernels are one to 1e-6.
+    """
     module, _ = attention(False, normed, 12)
     plain, _ = attention(False, normed, kind=LinearAttention)
 

@@ -1,4 +1,6 @@
-"""OpenCLIP's files in the CLIP network: the table of names, whole; ImageReward's and CLIP's released sizes."""
+"""OpenCLIP's files in the CLIP network: the table of names, whole; ImageReward's and CLIP's
+released sizes.
+"""
 
 import itertools
 
@@ -26,7 +28,9 @@ def table(config):
 
 
 def test_every_tensor_arrives_where_transformers_has_it(tmp_path):
-    """Numbers that tell every place of every tensor apart, in BF16, of which thirds of the bytes are read."""
+    """Numbers that tell every place of every tensor apart, in BF16, of which thirds of the bytes
+    are read.
+    """
     model = released.save_hps(tmp_path / "hps.safetensors", 0)
     tensors = {}
     for first, (name, t) in enumerate(model.state_dict().items()):
@@ -100,7 +104,9 @@ def test_a_name_that_is_none_of_clip_is_refused():
 
 
 def test_image_reward_has_the_released_size():
-    """Against BLIP's modules in transformers, of the sizes that the paper's backbone has (ViT-L/16, BERT base)."""
+    """Against BLIP's modules in transformers, of the sizes that the paper's backbone has (ViT-L/16,
+    BERT base).
+    """
     vision = transformers.BlipVisionConfig(
         hidden_size=1024,
         intermediate_size=4096,
@@ -110,9 +116,15 @@ def test_image_reward_has_the_released_size():
         patch_size=16,
     )
     text = transformers.BlipTextConfig(
-        vocab_size=30524, hidden_size=768, encoder_hidden_size=1024, intermediate_size=3072, num_hidden_layers=12,
-        num_attention_heads=12, max_position_embeddings=512, is_decoder=True,
-    )  # fmt: skip
+        vocab_size=30524,
+        hidden_size=768,
+        encoder_hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        max_position_embeddings=512,
+        is_decoder=True,
+    )
     with torch.device("meta"):
         seeing = transformers.BlipVisionModel(vision)
         reading = transformers.models.blip.modeling_blip_text.BlipTextModel(

@@ -1,4 +1,6 @@
-"""A SANA directory opened: what it refuses, and tokens, conditioning, velocity and images against diffusers, in float32."""
+"""A SANA directory opened: what it refuses, and tokens, conditioning, velocity and images against
+diffusers, in float32.
+"""
 
 import json
 import shutil
@@ -46,9 +48,11 @@ def test_a_directory_says_what_it_is(opened):
     assert pipeline.latent_shape(32, 64) == (32 // COMPRESSION, 64 // COMPRESSION, CHANNELS)
     assert pipeline.image_tokens(32, 64) == 8 * 16
     assert pipeline.scheduler["flow_shift"] == 3.0
-    for ours, theirs in ((pipeline.transformer, reference.transformer), 
+    for ours, theirs in (
+        (pipeline.transformer, reference.transformer),
         (pipeline.text_encoders["text_encoder"], reference.text_encoder),
-                         (pipeline.vae, reference.vae.decoder)):  # fmt: skip
+        (pipeline.vae, reference.vae.decoder),
+    ):
         assert ours.num_parameters == sum(p.numel() for p in theirs.parameters())
         assert (
             sum(np.prod(x.shape) for x in jax.tree.leaves(ours.abstract_params(jnp.bfloat16)))
@@ -128,9 +132,12 @@ def test_tokens_are_lower_case_stripped_and_padded_on_the_right(opened):
     pad = 0
     bos = 1
     assert tokens["ids"].tolist() == [
-        [bos, red, star, pad, pad], [bos, red, star, pad, pad], [bos, red, pad, pad, pad], [bos, pad, pad, pad, pad],
+        [bos, red, star, pad, pad],
+        [bos, red, star, pad, pad],
+        [bos, red, pad, pad, pad],
+        [bos, pad, pad, pad, pad],
         [bos, red, red, red, red],
-    ]  # fmt: skip
+    ]
     assert tokens["mask"].sum(1).tolist() == [3, 3, 2, 1, 5]
     assert (tokens["ids"].dtype, tokens["mask"].dtype) == (np.int32, bool)
 
@@ -141,7 +148,9 @@ def test_tokens_and_conditioning_equal_those_of_diffusers(max_tokens, opened):
     tokens = pipeline.tokenize(PROMPTS, max_tokens)
     asked = []
     reference.text_encoder.forward, forward = (
-        lambda ids, **kw: (asked.append(ids.numpy()), forward(ids, **kw))[1], reference.text_encoder.forward)  # fmt: skip
+        lambda ids, **kw: (asked.append(ids.numpy()), forward(ids, **kw))[1],
+        reference.text_encoder.forward,
+    )
     try:
         text, mask, nothing, nothing_mask = diffusers_prompts(reference, PROMPTS, max_tokens)
     finally:
@@ -179,10 +188,17 @@ def test_velocity_equals_that_of_diffusers(opened):
         np.float32(4.5),
     )
     with torch.no_grad():
-        want = reference.transformer(
-            torch.from_numpy(latent).permute(0, 3, 1, 2), torch.from_numpy(text), torch.from_numpy(time) * 0.5,
-            encoder_attention_mask=torch.from_numpy(mask).long(), return_dict=False,
-        )[0].permute(0, 2, 3, 1).numpy()  # fmt: skip
+        want = (
+            reference.transformer(
+                torch.from_numpy(latent).permute(0, 3, 1, 2),
+                torch.from_numpy(text),
+                torch.from_numpy(time) * 0.5,
+                encoder_attention_mask=torch.from_numpy(mask).long(),
+                return_dict=False,
+            )[0]
+            .permute(0, 2, 3, 1)
+            .numpy()
+        )
     difference = np.abs(np.asarray(got) - want).max() / np.abs(want).max()
     print(f"velocity: {difference:.1e}")
     assert difference < TOLERANCE

@@ -1,4 +1,6 @@
-"""The cache of encodings: what is read has the bits that were written, and a damaged entry is never used."""
+"""The cache of encodings: what is read has the bits that were written, and a damaged entry is never
+used.
+"""
 
 import hashlib
 import os

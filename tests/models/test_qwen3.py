@@ -1,4 +1,6 @@
-"""`models.text_encoders.qwen3` against transformers' `Qwen3Model` and `Qwen3ForCausalLM`, float32; chat templates against its tokenizer."""
+"""`models.text_encoders.qwen3` against transformers' `Qwen3Model` and `Qwen3ForCausalLM`, float32;
+chat templates against its tokenizer.
+"""
 
 import math
 
@@ -22,9 +24,15 @@ TOLERANCE = 1e-5
 VOCAB = 97
 LENGTHS = (13, 1, 8, 5)
 SMALL = {
-    "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
 CASES = {  # changes to the config, and the states that are read
     "second to last": ({}, (3,)),
     "three, one twice, out of order": ({}, (3, 1, 1)),
@@ -44,13 +52,32 @@ CASES = {  # changes to the config, and the states that are read
 
 # What is known of the released configs of Qwen3-4B and 8B, as transformers 4 wrote them.
 RELEASED = {
-    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
-    "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2560, "initializer_range": 0.02,
-    "intermediate_size": 9728, "max_position_embeddings": 40960, "max_window_layers": 36, "model_type": "qwen3",
-    "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None,
-    "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
-    "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
-}  # fmt: skip
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2560,
+    "initializer_range": 0.02,
+    "intermediate_size": 9728,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
 LARGE = RELEASED | {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}
 
 
@@ -130,7 +157,9 @@ def test_a_long_prompt(tmp_path):
 @pytest.mark.parametrize("kind", [transformers.Qwen3Model, transformers.Qwen3ForCausalLM])
 @pytest.mark.parametrize("head", [False, True])
 def test_files_with_and_without_a_head(kind, head, tmp_path):
-    """Both classes' files hold the same network. What is above the highest state is not read, what is below must be there."""
+    """Both classes' files hold the same network. What is above the highest state is not read, what
+    is below must be there.
+    """
     reference = reference_model(kind=kind)
     model = port(tmp_path, reference, (2,))
     tensors = {
@@ -167,8 +196,9 @@ def test_files_with_and_without_a_head(kind, head, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"rms_norm_eps": 2e-6}, {"rope_parameters": {"rope_type": "default", "rope_theta": 1.1e6}}],
-)  # fmt: skip
+    "changes",
+    [{"rms_norm_eps": 2e-6}, {"rope_parameters": {"rope_type": "default", "rope_theta": 1.1e6}}],
+)
 def test_each_number_matters(changes, tmp_path):
     """So that the parity above is not blind to it. Inputs are small, so that `eps` shows."""
     ids, mask = prompts()
@@ -221,11 +251,17 @@ def test_released_size(fields, count):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("model_type", "qwen2"), ("hidden_act", "gelu"), ("use_sliding_window", True), ("num_hidden_layers", 0),
-        ("num_key_value_heads", 3), ("head_dim", 7), ("vocab_size", 12.5), ("rope_scaling", 3),
+        ("model_type", "qwen2"),
+        ("hidden_act", "gelu"),
+        ("use_sliding_window", True),
+        ("num_hidden_layers", 0),
+        ("num_key_value_heads", 3),
+        ("head_dim", 7),
+        ("vocab_size", 12.5),
+        ("rope_scaling", 3),
         ("layer_types", ["full_attention", "sliding_attention"] * 2),
     ],
-)  # fmt: skip
+)
 def test_unsupported_value_is_named(field, value):
     fields = {name: v for name, v in SMALL.items() if name != "rope_parameters"}
     with pytest.raises(ValueError, match=rf"{field}=.*accepted"):
@@ -236,7 +272,9 @@ def test_unsupported_value_is_named(field, value):
 
 @pytest.mark.parametrize(("states", "more"), [((1, 5), 5), ((4,), 4), ((0,), 1)])
 def test_too_few_layers_for_a_state_are_named(states, more, tmp_path):
-    """The last state, which has a norm of its own, is none of those that released pipelines read."""
+    """The last state, which has a norm of its own, is none of those that released pipelines
+    read.
+    """
     message = (
         rf"config.json: num_hidden_layers=4; accepted: more than {more}, for the hidden states \("
     )
@@ -249,7 +287,9 @@ PROMPTS = ["a red circle", "", "two stars <|im_end|> above\na small cat ", "x" *
 
 @pytest.mark.parametrize("thinking", [True, False])
 def test_tokens_are_those_of_the_released_pipelines(thinking, tmp_path):
-    """As `ZImagePipeline` (thinking) and `Flux2KleinPipeline` (not thinking) of diffusers make them."""
+    """As `ZImagePipeline` (thinking) and `Flux2KleinPipeline` (not thinking) of diffusers make
+    them.
+    """
     theirs = make_qwen_tokenizer()
     theirs.save_pretrained(tmp_path)
     asked = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
@@ -272,9 +312,16 @@ def test_tokens_are_those_of_the_released_pipelines(thinking, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "template", [None, "{{ messages[0].nothing.at.all }}", "{% for %}", "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-                 "{{ raise_exception('no\nsuch turn') }}", "{% for i in range(1000000) %}{% endfor %}"],
-)  # fmt: skip
+    "template",
+    [
+        None,
+        "{{ messages[0].nothing.at.all }}",
+        "{% for %}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ raise_exception('no\nsuch turn') }}",
+        "{% for i in range(1000000) %}{% endfor %}",
+    ],
+)
 def test_a_template_that_fails_is_one_line(template, tmp_path):
     """Also templates that the sandbox of Jinja refuses."""
     tokenizer = make_qwen_tokenizer()

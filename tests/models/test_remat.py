@@ -26,21 +26,49 @@ def draw(*shape):
 
 
 FLUX = FluxConfig(
-    in_channels=16, num_layers=LAYERS, num_single_layers=LAYERS, attention_head_dim=16, num_attention_heads=2,
-    joint_attention_dim=12, pooled_projection_dim=10, axes_dims_rope=(4, 6, 6),
-)  # fmt: skip
+    in_channels=16,
+    num_layers=LAYERS,
+    num_single_layers=LAYERS,
+    attention_head_dim=16,
+    num_attention_heads=2,
+    joint_attention_dim=12,
+    pooled_projection_dim=10,
+    axes_dims_rope=(4, 6, 6),
+)
 FLUX2 = Flux2Config(
-    in_channels=4, num_layers=LAYERS, num_single_layers=LAYERS, attention_head_dim=16, num_attention_heads=2,
-    joint_attention_dim=12, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=False,
-)  # fmt: skip
+    in_channels=4,
+    num_layers=LAYERS,
+    num_single_layers=LAYERS,
+    attention_head_dim=16,
+    num_attention_heads=2,
+    joint_attention_dim=12,
+    axes_dims_rope=(4, 4, 4, 4),
+    guidance_embeds=False,
+)
 SD3 = SD3Config(
-    in_channels=4, out_channels=4, num_layers=LAYERS, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=12,
-    caption_projection_dim=32, pooled_projection_dim=10, pos_embed_max_size=16, sample_size=16,
-)  # fmt: skip
+    in_channels=4,
+    out_channels=4,
+    num_layers=LAYERS,
+    attention_head_dim=16,
+    num_attention_heads=2,
+    joint_attention_dim=12,
+    caption_projection_dim=32,
+    pooled_projection_dim=10,
+    pos_embed_max_size=16,
+    sample_size=16,
+)
 SANA = SanaConfig(
-    in_channels=4, out_channels=4, num_attention_heads=4, attention_head_dim=8, num_layers=LAYERS,
-    num_cross_attention_heads=2, cross_attention_head_dim=16, cross_attention_dim=32, caption_channels=12, sample_size=16,
-)  # fmt: skip
+    in_channels=4,
+    out_channels=4,
+    num_attention_heads=4,
+    attention_head_dim=8,
+    num_layers=LAYERS,
+    num_cross_attention_heads=2,
+    cross_attention_head_dim=16,
+    cross_attention_dim=32,
+    caption_channels=12,
+    sample_size=16,
+)
 NETWORKS = {
     "sd3": (
         lambda remat, r: SD3Transformer2DModel(SD3, remat=remat, rngs=r),

@@ -12,12 +12,22 @@ from solrl_jax.models.sana.transformer import SanaConfig, SanaTransformer2DModel
 from tests.cases import first_is_quick
 from tests.parity import from_torch, parameter_count, relative
 
-# Heads are 32 wide, as in every released checkpoint: with 8, a query whose few features are nearly all cut off by the ReLU
-# divides by almost nothing, and in float32 even PyTorch is 4e-5 from its own float64.
+# Heads are 32 wide, as in every released checkpoint: with 8, a query whose few features are nearly
+# all cut off by the ReLU divides by almost nothing, and in float32 even PyTorch is 4e-5 from its
+# own float64.
 BASE = dict(
-    in_channels=6, out_channels=6, num_attention_heads=2, attention_head_dim=32, num_layers=2, num_cross_attention_heads=2,
-    cross_attention_head_dim=32, cross_attention_dim=64, caption_channels=24, mlp_ratio=2.5, sample_size=8,
-)  # fmt: skip
+    in_channels=6,
+    out_channels=6,
+    num_attention_heads=2,
+    attention_head_dim=32,
+    num_layers=2,
+    num_cross_attention_heads=2,
+    cross_attention_head_dim=32,
+    cross_attention_dim=64,
+    caption_channels=24,
+    mlp_ratio=2.5,
+    sample_size=8,
+)
 CASES = {
     "released": {},
     "qk-norm": dict(qk_norm="rms_norm_across_heads"),
@@ -32,7 +42,9 @@ TOLERANCE = 1e-5  # largest difference over largest value
 
 
 def build(overrides: dict, seed: int = 0):
-    """A PyTorch network with weights strong enough that every input matters, and ours with the same weights."""
+    """A PyTorch network with weights strong enough that every input matters, and ours with the same
+    weights.
+    """
     torch.manual_seed(seed)
     theirs = TorchSana(**(BASE | overrides)).eval()
     with torch.no_grad():
@@ -142,8 +154,13 @@ def test_weights_go_out_as_they_came_in():
 )
 def test_released_sizes_have_the_released_parameter_counts(layers, heads, cross, count):
     width = heads * 32
-    full = SanaConfig(num_layers=layers, num_attention_heads=heads, num_cross_attention_heads=cross[0],
-                      cross_attention_head_dim=cross[1], cross_attention_dim=width)  # fmt: skip
+    full = SanaConfig(
+        num_layers=layers,
+        num_attention_heads=heads,
+        num_cross_attention_heads=cross[0],
+        cross_attention_head_dim=cross[1],
+        cross_attention_dim=width,
+    )
     _, state = nnx.split(nnx.eval_shape(lambda: SanaTransformer2DModel(full, rngs=nnx.Rngs(0))))
     assert parameter_count(state) == count
 

@@ -1,4 +1,6 @@
-"""The authors' layout of SANA: the whole list of a released network's names and shapes, and what is said of other ones."""
+"""The authors' layout of SANA: the whole list of a released network's names and shapes, and what is
+said of other ones.
+"""
 
 import dataclasses
 
@@ -65,16 +67,26 @@ NETWORKS = {
     "1.6B": ({"ffn": "conv"}, SanaConfig(), 1_604_462_752),
     "0.6B": (
         {"ffn": "conv", "width": 1152, "hidden": 2880, "depth": 28},
-        SanaConfig(num_layers=28, num_attention_heads=36, num_cross_attention_heads=16, cross_attention_head_dim=72,
-                   cross_attention_dim=1152),
+        SanaConfig(
+            num_layers=28,
+            num_attention_heads=36,
+            num_cross_attention_heads=16,
+            cross_attention_head_dim=72,
+            cross_attention_dim=1152,
+        ),
         591_747_872,
     ),
-    "hidden width of 5632": ({"hidden": 5632}, SanaConfig(mlp_ratio=5632 / 2240), 1_604_462_752 + 20 * 32 * (3 * 2240 + 22)),
+    "hidden width of 5632": (
+        {"hidden": 5632},
+        SanaConfig(mlp_ratio=5632 / 2240),
+        1_604_462_752 + 20 * 32 * (3 * 2240 + 22),
+    ),
     "qk norm, patches of 2": (
         {"qk_norm": True, "patch": 2, "depth": 2},
-        SanaConfig(qk_norm="rms_norm_across_heads", patch_size=2, num_layers=2), None,
+        SanaConfig(qk_norm="rms_norm_across_heads", patch_size=2, num_layers=2),
+        None,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", first_is_quick(NETWORKS))

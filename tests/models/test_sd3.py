@@ -1,4 +1,6 @@
-"""`SD3Transformer2DModel` against diffusers, in float32, to 1e-5; and in BF16, as close to float32 as diffusers comes."""
+"""`SD3Transformer2DModel` against diffusers, in float32, to 1e-5; and in BF16, as close to float32
+as diffusers comes.
+"""
 
 import re
 
@@ -19,27 +21,61 @@ from tests.cases import first_is_quick
 from tests.parity import from_torch, parameter_count, relative
 
 BASE = dict(
-    sample_size=8, patch_size=2, in_channels=4, num_layers=3, attention_head_dim=8, num_attention_heads=4,
-    joint_attention_dim=24, caption_projection_dim=32, pooled_projection_dim=20, out_channels=4, pos_embed_max_size=9,
-    dual_attention_layers=(), qk_norm="rms_norm",
-)  # fmt: skip
+    sample_size=8,
+    patch_size=2,
+    in_channels=4,
+    num_layers=3,
+    attention_head_dim=8,
+    num_attention_heads=4,
+    joint_attention_dim=24,
+    caption_projection_dim=32,
+    pooled_projection_dim=20,
+    out_channels=4,
+    pos_embed_max_size=9,
+    dual_attention_layers=(),
+    qk_norm="rms_norm",
+)
 CASES = {  # overrides, and the size of the latent
     "large": ({}, (6, 10)),
     "medium": (dict(num_layers=4, dual_attention_layers=[0, 1]), (8, 4)),
     "no-qk-norm": (dict(qk_norm=None), (2, 14)),
-    "dual-everywhere": (dict(dual_attention_layers=(0, 1, 2), patch_size=1, out_channels=None), (5, 3)),
-    "many-runs": (dict(num_layers=12, dual_attention_layers=(2, 10), num_attention_heads=8, attention_head_dim=4), (4, 6)),
-    "one-layer": (dict(num_layers=1, patch_size=4, in_channels=3, out_channels=5, num_attention_heads=2,
-                       attention_head_dim=16), (12, 8)),
-}  # fmt: skip
+    "dual-everywhere": (
+        dict(dual_attention_layers=(0, 1, 2), patch_size=1, out_channels=None),
+        (5, 3),
+    ),
+    "many-runs": (
+        dict(
+            num_layers=12,
+            dual_attention_layers=(2, 10),
+            num_attention_heads=8,
+            attention_head_dim=4,
+        ),
+        (4, 6),
+    ),
+    "one-layer": (
+        dict(
+            num_layers=1,
+            patch_size=4,
+            in_channels=3,
+            out_channels=5,
+            num_attention_heads=2,
+            attention_head_dim=16,
+        ),
+        (12, 8),
+    ),
+}
 TOLERANCE = 1e-5  # largest difference over largest value
 
 
 LARGE = carried.config(carried.SD3, "transformer")
 MEDIUM = dict(
-    num_layers=24, num_attention_heads=24, caption_projection_dim=1536, pos_embed_max_size=384, qk_norm="rms_norm",
+    num_layers=24,
+    num_attention_heads=24,
+    caption_projection_dim=1536,
+    pos_embed_max_size=384,
+    qk_norm="rms_norm",
     dual_attention_layers=list(range(13)),
-)  # fmt: skip
+)
 SD3_MEDIUM = dict(
     num_layers=24,
     num_attention_heads=24,
@@ -50,7 +86,9 @@ SD3_MEDIUM = dict(
 
 
 def reference_model(overrides: dict, seed: int = 0) -> TorchSD3:
-    """A PyTorch network with weights strong enough that every input matters, and stored positions that no formula gives."""
+    """A PyTorch network with weights strong enough that every input matters, and stored positions
+    that no formula gives.
+    """
     torch.manual_seed(seed)
     theirs = TorchSD3(**(BASE | overrides)).eval()
     with torch.no_grad():
@@ -119,7 +157,9 @@ def weighting(*shape: int) -> np.ndarray:
 
 
 def check(case: str, by_params: bool = False):
-    """Compares the velocity and the latent's gradient; by_params: returns those of the parameters, theirs and ours."""
+    """Compares the velocity and the latent's gradient; by_params: returns those of the parameters,
+    theirs and ours.
+    """
     overrides, size = CASES[case]
     theirs = reference_model(overrides)
     x = inputs(overrides, *size)
@@ -161,7 +201,9 @@ def test_forward_and_input_gradient_equal_diffusers(case):
 
 
 def test_forward_and_every_gradient_equal_diffusers():
-    """Each tensor's under its own name: no two are taken for each other, and none that matters is left out."""
+    """Each tensor's under its own name: no two are taken for each other, and none that matters is
+    left out.
+    """
     theirs, ours = check("medium", by_params=True)
     assert ours.keys() == theirs.keys() | {"pos_embed.pos_embed"}
     # nobody reads what the text of the last layer asks
@@ -204,9 +246,16 @@ def test_a_size_without_positions_is_refused(height, width):
 )
 def test_bfloat16_is_as_close_to_float32_as_diffusers(dual):
     overrides = dict(
-        num_attention_heads=4, attention_head_dim=64, caption_projection_dim=256, joint_attention_dim=128,
-        pooled_projection_dim=64, in_channels=16, out_channels=16, num_layers=4, dual_attention_layers=dual,
-    )  # fmt: skip
+        num_attention_heads=4,
+        attention_head_dim=64,
+        caption_projection_dim=256,
+        joint_attention_dim=128,
+        pooled_projection_dim=64,
+        in_channels=16,
+        out_channels=16,
+        num_layers=4,
+        dual_attention_layers=dual,
+    )
     run = jax.jit(lambda graphdef, params, x: nnx.merge(graphdef, params)(**x), static_argnums=0)
 
     def distance(got, want):
@@ -267,7 +316,9 @@ def test_new_positions_are_those_of_diffusers():
     ids=["3.5-large", "3.5-medium", "3-medium"],
 )
 def test_released_sizes_have_the_released_names_and_parameter_counts(fields, count):
-    """The count is of what PyTorch calls parameters: the stored positions, a buffer there, are not in it."""
+    """The count is of what PyTorch calls parameters: the stored positions, a buffer there, are not
+    in it.
+    """
     with torch.device("meta"):
         reference = TorchSD3(**fields)
     config = SD3Config.from_dict(dict(reference.config))

@@ -1,4 +1,6 @@
-"""A Stable Diffusion 3 directory opened: what it refuses, and tokens, conditioning and whole images against diffusers."""
+"""A Stable Diffusion 3 directory opened: what it refuses, and tokens, conditioning and whole images
+against diffusers.
+"""
 
 import json
 import shutil
@@ -27,7 +29,8 @@ from tests.pipelines import (
 
 TOLERANCE = 1e-5  # largest difference over largest value
 IMAGE_TOLERANCE = 1e-4  # of images in 0..1, all steps taken
-# an empty one; capitals, which T5 sees and CLIP does not; spaces; longer than any takes; words and signs not known
+# an empty one; capitals, which T5 sees and CLIP does not; spaces; longer than any takes; words and
+# signs not known
 PROMPTS = ["", "Red star", " one  happy cat \t", "two small " * 9, "an astronaut's horse, no. 3"]
 ENCODERS = {
     "text_encoder": "tokenizer",
@@ -38,7 +41,9 @@ ENCODERS = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Like SD3.5 Large; and without T5, with blocks like SD3.5 Medium's: folder and diffusers' own form."""
+    """Like SD3.5 Large; and without T5, with blocks like SD3.5 Medium's: folder and diffusers' own
+    form.
+    """
     root = tmp_path_factory.mktemp("sd3")
     without = partial(
         save_sd3_pipeline, seed=1, with_t5=False, dual_attention_layers=(0,), pos_embed_max_size=12

@@ -1,4 +1,6 @@
-"""`models.text_encoders.t5` against transformers' `T5EncoderModel`; and the bias of `models.layers.attention`, which serves it."""
+"""`models.text_encoders.t5` against transformers' `T5EncoderModel`; and the bias of
+`models.layers.attention`, which serves it.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -21,25 +23,39 @@ from tests.parity import from_torch, parameter_count, relative
 
 TOLERANCE = 1e-5  # largest difference over largest value
 BASE = {
-    "vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
-    "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "feed_forward_proj": "gated-gelu",
-}  # fmt: skip
+    "vocab_size": 61,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 32,
+    "relative_attention_max_distance": 128,
+    "feed_forward_proj": "gated-gelu",
+}
 # changes to the config, shape of the ids
 CASES = {
     "as released": ({}, (2, 13)),
     "heads wider than the model": ({"d_kv": 16, "num_heads": 5, "num_layers": 3}, (2, 7)),
     "heads narrower than the model": ({"d_kv": 4, "num_heads": 3, "d_model": 40}, (1, 9)),
     "few buckets, short reach": (
-        {"relative_attention_num_buckets": 10, "relative_attention_max_distance": 7, "layer_norm_epsilon": 0.05}, (4, 17),
+        {
+            "relative_attention_num_buckets": 10,
+            "relative_attention_max_distance": 7,
+            "layer_norm_epsilon": 0.05,
+        },
+        (4, 17),
     ),
     "beyond the last bucket": ({"num_layers": 1, "d_ff": 20}, (1, 151)),
-}  # fmt: skip
+}
 
 XXL = carried.config(carried.FLUX, "text_encoder_2")
 
 
 def reference_model(overrides: dict, seed: int = 0):
-    """transformers' model with weights strong enough that every one of them shows, and logits of a few units."""
+    """transformers' model with weights strong enough that every one of them shows, and logits of a
+    few units.
+    """
     model = (
         transformers.T5EncoderModel(transformers.T5Config(**BASE | overrides))
         .eval()
@@ -147,7 +163,9 @@ def test_buckets_equal_transformers(count, reach):
 
 
 def test_a_saved_component_loads(tmp_path):
-    """What transformers writes is what we read: the bias under block 0, the table of tokens once; and the way back."""
+    """What transformers writes is what we read: the bias under block 0, the table of tokens once;
+    and the way back.
+    """
     reference = reference_model({})
     reference.save_pretrained(tmp_path)
     state, _, params = port(reference)
@@ -190,7 +208,9 @@ def test_released_size():
 
 
 def test_defaults_are_those_of_transformers():
-    """But for the layers between, which no pipeline has as transformers would make them where a file does not say."""
+    """But for the layers between, which no pipeline has as transformers would make them where a
+    file does not say.
+    """
     gated = {"feed_forward_proj": "gated-gelu"}
     assert (
         T5Config.from_dict(gated)
@@ -204,11 +224,17 @@ def test_defaults_are_those_of_transformers():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("model_type", "umt5"), ("is_decoder", True), ("feed_forward_proj", "gated-silu"), ("dense_act_fn", "gelu"),
-        ("is_gated_act", False), ("num_layers", 0), ("d_kv", 6.5), ("relative_attention_num_buckets", 3),
+        ("model_type", "umt5"),
+        ("is_decoder", True),
+        ("feed_forward_proj", "gated-silu"),
+        ("dense_act_fn", "gelu"),
+        ("is_gated_act", False),
+        ("num_layers", 0),
+        ("d_kv", 6.5),
+        ("relative_attention_num_buckets", 3),
         ("relative_attention_max_distance", 8),
     ],
-)  # fmt: skip
+)
 def test_unsupported_value_is_named(field, value):
     with pytest.raises(ValueError, match=rf"T5EncoderModel: {field}=.*accepted"):
         T5Config.from_dict(BASE | {field: value})

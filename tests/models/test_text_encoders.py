@@ -1,4 +1,6 @@
-"""The text encoders and their cache: an encoding has the same bits computed or read, and its key holds all it depends on."""
+"""The text encoders and their cache: an encoding has the same bits computed or read, and its key
+holds all it depends on.
+"""
 
 import dataclasses
 import json
@@ -29,9 +31,18 @@ from tests.small import small_config
 
 TOKENS = 8  # of a prompt
 PROMPTS = [
-    "a red star", "", "one happy cat left of the green triangle", "two", "star", "three small dog above a photo", "blue " * 20,
-    "large yellow square", "a cat and a dog", "the circle", "red",
-]  # fmt: skip
+    "a red star",
+    "",
+    "one happy cat left of the green triangle",
+    "two",
+    "star",
+    "three small dog above a photo",
+    "blue " * 20,
+    "large yellow square",
+    "a cat and a dog",
+    "the circle",
+    "red",
+]
 
 
 def bits(encoding) -> dict[str, tuple]:
@@ -234,7 +245,8 @@ def test_a_cache_that_is_only_read_needs_no_write(folders, with_one, monkeypatch
     assert encoders_of(folders / "sana", with_one).encode(["a red star"], TOKENS)[1] == 0
 
 
-# ------------------------------------------------------------------------------------------------------------ whole runs
+# ------------------------------------------------------------------------------------------------------------
+# whole runs
 
 
 def test_a_filled_cache_gives_a_run_all_that_it_asks_to_the_bit(tmp_path, monkeypatch, no_loading):

@@ -1,4 +1,6 @@
-"""Weight files: every layout against PyTorch's own layers, every way a component is stored, and what is said of bad ones."""
+"""Weight files: every layout against PyTorch's own layers, every way a component is stored, and
+what is said of bad ones.
+"""
 
 import io
 import json
@@ -36,7 +38,9 @@ FILE = "model.safetensors"
 
 
 class Ours(nnx.Module):
-    """A parameter of every layout: 0-d, vectors, matrices, convolutions, and some of them stacked."""
+    """A parameter of every layout: 0-d, vectors, matrices, convolutions, and some of them
+    stacked.
+    """
 
     def __init__(self, rngs):
         self.temperature = param(jnp.zeros(()), "temperature")
@@ -198,12 +202,18 @@ def test_shards_with_an_index_load_as_one_file_does(theirs, network, tmp_path):
 
 VARIANTS = {  # as diffusers and transformers have named them over time
     "one file": ["model.fp16.safetensors"],
-    "shards": ["model.fp16-00001-of-00002.safetensors", "model.fp16-00002-of-00002.safetensors",
-               "model.safetensors.index.fp16.json"],
-    "shards, older": ["model-00001-of-00002.fp16.safetensors", "model-00002-of-00002.fp16.safetensors",
-                      "model.fp16.safetensors.index.json"],
+    "shards": [
+        "model.fp16-00001-of-00002.safetensors",
+        "model.fp16-00002-of-00002.safetensors",
+        "model.safetensors.index.fp16.json",
+    ],
+    "shards, older": [
+        "model-00001-of-00002.fp16.safetensors",
+        "model-00002-of-00002.fp16.safetensors",
+        "model.fp16.safetensors.index.json",
+    ],
     "an average": ["diffusion_pytorch_model.non_ema.safetensors"],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", VARIANTS)
@@ -343,8 +353,13 @@ def test_all_problems_of_a_file_are_listed_at_once_in_one_line(theirs, network, 
     safetensors.torch.save_file(tensors, tmp_path / FILE)
     with pytest.raises(ValueError, match=r"4 tensor\(s\) do not fit") as error:
         load_tensors(*locate_tensors(tmp_path, network[1]), jnp.float32)
-    for part in (str(tmp_path), "missing blocks.1.first.weight (4, 3)", "missing temperature ()", "unexpected stranger (2, 3)",
-                 "linear.weight has shape (3, 4), expected (4, 3)"):  # fmt: skip
+    for part in (
+        str(tmp_path),
+        "missing blocks.1.first.weight (4, 3)",
+        "missing temperature ()",
+        "unexpected stranger (2, 3)",
+        "linear.weight has shape (3, 4), expected (4, 3)",
+    ):
         assert part in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -480,12 +495,17 @@ def test_a_save_that_fails_leaves_what_was_there_and_nothing_else(theirs, tmp_pa
 
 AXES = ("data", "fsdp")
 SPLITS = {  # the axis of a parameter that is split over `fsdp`, counted from its first or its last
-    "whole": None, "first": 0, "last": -1, "last but one": -2,
-}  # fmt: skip
+    "whole": None,
+    "first": 0,
+    "last": -1,
+    "last but one": -2,
+}
 
 
 class Large(nnx.Module):
-    """A parameter of every layout, each axis a multiple of four; some stacked, one in a run of a list of several kinds."""
+    """A parameter of every layout, each axis a multiple of four; some stacked, one in a run of a
+    list of several kinds.
+    """
 
     def __init__(self, rngs):
         self.temperature = param(jnp.zeros(()), "temperature")
@@ -523,7 +543,9 @@ def large(tmp_path_factory):
 
 
 def placement(split, placed=None):
-    """On 2 x 4 devices: the axis split over `fsdp`, where a parameter has it and it comes out even."""
+    """On 2 x 4 devices: the axis split over `fsdp`, where a parameter has it and it comes out
+    even.
+    """
     mesh = jax.make_mesh((2, 4), AXES, (jax.sharding.AxisType.Auto,) * 2)
 
     def place(path, shape):
@@ -540,7 +562,9 @@ def placement(split, placed=None):
 @pytest.mark.parametrize("part", first_is_quick([1, 500, 2**28]))
 @pytest.mark.parametrize("split", SPLITS)
 def test_every_shard_of_every_parameter_is_its_part_of_the_tensors(split, part, large, monkeypatch):
-    """Whatever axis is split and however small the parts and the reads are; each array lies as asked, replicas included."""
+    """Whatever axis is split and however small the parts and the reads are; each array lies as
+    asked, replicas included.
+    """
     state, folder, want = large
     monkeypatch.setattr(weights, "CHUNK_BYTES", part)
     monkeypatch.setattr(tensor_files, "BLOCK_BYTES", 2**22 if part > 500 else 70)
@@ -609,7 +633,9 @@ def test_a_process_reads_no_rows_that_its_devices_do_not_hold(large, reads):
 
 
 def test_the_host_never_holds_more_than_a_part(large, monkeypatch):
-    """The largest buffer that is assembled, for all devices together: `PART`, or one layer where that is more."""
+    """The largest buffer that is assembled, for all devices together: `PART`, or one layer where
+    that is more.
+    """
     state, folder, _ = large
     sizes = []
     read = weights.read_regions

@@ -23,9 +23,16 @@ from tests import carried
 from tests.parity import from_torch, parameter_count, relative
 
 BASE = dict(
-    in_channels=4, dim=48, n_layers=2, n_refiner_layers=2, n_heads=3, n_kv_heads=3, cap_feat_dim=20, axes_dims=(4, 6, 6),
+    in_channels=4,
+    dim=48,
+    n_layers=2,
+    n_refiner_layers=2,
+    n_heads=3,
+    n_kv_heads=3,
+    cap_feat_dim=20,
+    axes_dims=(4, 6, 6),
     axes_lens=(200, 16, 16),
-)  # fmt: skip
+)
 # config, then height and width of the latent, and how many tokens each text has and is filled up to
 CASES = {
     "short texts": ({}, (6, 10), (7, 1, 20), 20),
@@ -33,12 +40,20 @@ CASES = {
     "no filling": ({}, (16, 8), (64, 32), 64),
     "one block of each, one token": (dict(n_layers=1, n_refiner_layers=1), (2, 2), (3,), 9),
     "no norm of heads, other epsilons": (dict(qk_norm=False, norm_eps=1e-2), (4, 14), (31, 40), 50),
-    "wide, deep": (dict(dim=288, n_heads=9, n_kv_heads=9, axes_dims=(8, 12, 12), n_layers=3), (4, 6), (12, 34), 40),
+    "wide, deep": (
+        dict(dim=288, n_heads=9, n_kv_heads=9, axes_dims=(8, 12, 12), n_layers=3),
+        (4, 6),
+        (12, 34),
+        40,
+    ),
     "other rotation, scale of time, channels": (
-        dict(rope_theta=40.0, t_scale=700.0, in_channels=6, cap_feat_dim=36), (8, 6), (9, 32), 33,
+        dict(rope_theta=40.0, t_scale=700.0, in_channels=6, cap_feat_dim=36),
+        (8, 6),
+        (9, 32),
+        33,
     ),
     "as many positions as are stored": (dict(axes_lens=(66, 5, 3)), (10, 6), (64, 40), 64),
-}  # fmt: skip
+}
 TOLERANCE = 1e-5  # largest difference over largest value
 
 # `transformer/config.json` of Tongyi-MAI/Z-Image
@@ -46,7 +61,9 @@ RELEASED = carried.config(carried.ZIMAGE, "transformer")
 
 
 def build(overrides: dict, seed: int = 0):
-    """A PyTorch network with weights strong enough that every input matters, and ours (graph, state, parameters) with them."""
+    """A PyTorch network with weights strong enough that every input matters, and ours (graph,
+    state, parameters) with them.
+    """
     torch.manual_seed(seed)
     theirs = TorchZImage(**(BASE | overrides)).eval()
     with torch.no_grad():
@@ -72,7 +89,9 @@ def abstract(fields: dict):
 
 
 def inputs(overrides: dict, size: tuple[int, int], lengths: tuple[int, ...], filled: int) -> dict:
-    """Our arguments. Times are such that the last bit of PyTorch's `exp`, which is wrong in two frequencies, does not show."""
+    """Our arguments. Times are such that the last bit of PyTorch's `exp`, which is wrong in two
+    frequencies, does not show.
+    """
     c = BASE | overrides
     rng = np.random.default_rng(1)
     rows = len(lengths)
@@ -89,7 +108,9 @@ def inputs(overrides: dict, size: tuple[int, int], lengths: tuple[int, ...], fil
 
 
 def run_torch(theirs, x: dict, cotangent: np.ndarray | None = None, dtype=torch.float32):
-    """The velocity, and with a cotangent the gradient of the latent, [b, h, w, c], as the pipeline calls the network."""
+    """The velocity, and with a cotangent the gradient of the latent, [b, h, w, c], as the pipeline
+    calls the network.
+    """
     latent = torch.from_numpy(x["latent"].transpose(0, 3, 1, 2).copy()).to(dtype).requires_grad_()
     texts = [
         torch.from_numpy(text[mask]).to(dtype)
@@ -218,7 +239,8 @@ def test_bfloat16_is_as_near_to_float32_as_that_of_diffusers():
         cap_feat_dim=128,
     )
     theirs, graphdef, _, params = build(overrides)
-    # many rows of different conditions, since an error in a condition is one draw a row; times that BF16 holds
+    # many rows of different conditions, since an error in a condition is one draw a row; times that
+    # BF16 holds
     x = inputs(overrides, (8, 12), (16, 33, 5, 60) * 4, 64)
     x["timestep"] = np.resize(np.float32([1000, 500, 250, 125]), 16)
     exact = run_torch(theirs, x)[0]
@@ -247,9 +269,15 @@ def test_adapters_are_leaves():
 
     apart = copy.deepcopy(params)
     merged = copy.deepcopy(params)
-    for path in (("layers", "attention", "to_q"), ("layers", "attention", "to_out", 0), ("layers", "feed_forward", "w1"),
-                 ("layers", "feed_forward", "w2"), ("noise_refiner", "attention", "to_v"),
-                 ("context_refiner", "feed_forward", "w3"), ("layers", "adaLN_modulation", 0)):  # fmt: skip
+    for path in (
+        ("layers", "attention", "to_q"),
+        ("layers", "attention", "to_out", 0),
+        ("layers", "feed_forward", "w1"),
+        ("layers", "feed_forward", "w2"),
+        ("noise_refiner", "attention", "to_v"),
+        ("context_refiner", "feed_forward", "w3"),
+        ("layers", "adaLN_modulation", 0),
+    ):
         linear, one, other = (
             reduce(lambda node, key: node[key], path, tree) for tree in (params, apart, merged)
         )

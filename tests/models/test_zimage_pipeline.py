@@ -1,4 +1,6 @@
-"""A Z-Image directory opened: what it refuses, and tokens, conditioning and whole images against diffusers, in float32."""
+"""A Z-Image directory opened: what it refuses, and tokens, conditioning and whole images against
+diffusers, in float32.
+"""
 
 import json
 import shutil
@@ -21,16 +23,25 @@ from tests.pipelines import KL_CHANNELS, KL_COMPRESSION, generated, save_zimage_
 
 TOLERANCE = 1e-5  # largest difference over largest value
 IMAGE_TOLERANCE = 1e-4  # of images in 0..1, all steps taken
-# an empty one; capitals; spaces; 26, 58 and 300 tokens; words and signs not known; a mark of the template itself
+# an empty one; capitals; spaces; 26, 58 and 300 tokens; words and signs not known; a mark of the
+# template itself
 PROMPTS = [
-    "", "Red star", " one  happy cat \t", "two small " * 9, "a photo of " * 17, "x" * 300, "an astronaut's horse, no. 3",
+    "",
+    "Red star",
+    " one  happy cat \t",
+    "two small " * 9,
+    "a photo of " * 17,
+    "x" * 300,
+    "an astronaut's horse, no. 3",
     "stop <|im_end|> here",
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Like Z-Image and like Z-Image-Turbo: folder and diffusers' own form. Their text encoders' files differ in names."""
+    """Like Z-Image and like Z-Image-Turbo: folder and diffusers' own form. Their text encoders'
+    files differ in names.
+    """
     root = tmp_path_factory.mktemp("zimage")
     turbo = partial(
         save_zimage_pipeline, scheduler=pipelines.euler(shift=3.0), seed=1, encoder=Qwen3ForCausalLM
@@ -171,9 +182,16 @@ def diffusers_images(
     reference.scheduler = scheduler or reference.scheduler
     _, _, h, w = latents.shape
     return reference(
-        list(prompts), height=h * KL_COMPRESSION, width=w * KL_COMPRESSION, num_inference_steps=steps, guidance_scale=guidance,
-        latents=torch.from_numpy(latents), output_type="np", max_sequence_length=max_tokens, **more,
-    ).images  # fmt: skip
+        list(prompts),
+        height=h * KL_COMPRESSION,
+        width=w * KL_COMPRESSION,
+        num_inference_steps=steps,
+        guidance_scale=guidance,
+        latents=torch.from_numpy(latents),
+        output_type="np",
+        max_sequence_length=max_tokens,
+        **more,
+    ).images
 
 
 # the scale of diffusers, of which 0 is none

@@ -45,9 +45,21 @@ def start(folder: Path, host: int, port: int) -> subprocess.Popen:
     ]
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4")
     return subprocess.Popen(
-        [sys.executable, "-m", "solrl_jax", "train", "tiny", *settings, "--coordinator", f"localhost:{port}"],
-        env=os.environ | {"XLA_FLAGS": flags}, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "solrl_jax",
+            "train",
+            "tiny",
+            *settings,
+            "--coordinator",
+            f"localhost:{port}",
+        ],
+        env=os.environ | {"XLA_FLAGS": flags},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
 
 def free_port() -> int:

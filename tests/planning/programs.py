@@ -1,6 +1,8 @@
-"""Small programs for devices that are not here, and what their compilers made of them: `tests/planning/hlo/NAME.hlo`.
+"""Small programs for devices that are not here, and what their compilers made of them:
+`tests/planning/hlo/NAME.hlo`.
 
-`python -m tests.planning.programs` writes those files anew. It needs the compilers: the extras `plan-cuda` and `plan-tpu`.
+`python -m tests.planning.programs` writes those files anew. It needs the compilers: the extras
+`plan-cuda` and `plan-tpu`.
 """
 
 import re
@@ -22,7 +24,9 @@ E4M3 = jnp.float8_e4m3fn
 
 
 class Program(NamedTuple):
-    """A function, the device that it is compiled for, and its arguments: shape, type and axes of a mesh (fsdp x tensor)."""
+    """A function, the device that it is compiled for, and its arguments: shape, type and axes of a
+    mesh (fsdp x tensor).
+    """
 
     device: str
     function: Callable[..., Any]

@@ -1,4 +1,6 @@
-"""Operations and traffic of kernels: `planning.kernels` on texts of real compilers, against formulas."""
+"""Operations and traffic of kernels: `planning.kernels` on texts of real compilers, against
+formulas.
+"""
 
 import pytest
 
@@ -45,7 +47,9 @@ def test_products_of_a_loop_are_counted_as_often_as_they_run():
 
 
 def test_a_loop_reads_a_slice_of_what_is_stacked_and_writes_a_slice():
-    """Of three matrices [256, 256] one, and of three results [128, 256] one; the number of the turn comes on top."""
+    """Of three matrices [256, 256] one, and of three results [128, 256] one; the number of the turn
+    comes on top.
+    """
     sliced = [kernel.moved for kernel in read("fp8-h200") if "dynamic_slice" in kernel.source]
     updated = [
         kernel.moved for kernel in read("fp8-h200") if "dynamic_update_slice" in kernel.source
@@ -65,7 +69,9 @@ def test_flash_attention_has_two_products_forwards_and_five_backwards():
 
 
 def test_convolutions_count_what_they_read_of_the_input():
-    """cuDNN is given a padded input: 9 taps for each of 16 x 16 outputs, forwards and for the gradient."""
+    """cuDNN is given a padded input: 9 taps for each of 16 x 16 outputs, forwards and for the
+    gradient.
+    """
     found = [kernel for kernel in read("convolve-h200") if kernel.kind == "products"]
     assert [kernel.name for kernel in found] == [
         "__cudnn$convForward bf16",
@@ -75,7 +81,9 @@ def test_convolutions_count_what_they_read_of_the_input():
 
 
 def test_padding_and_dilation_multiply_nothing():
-    """Three taps along five elements, one of padding at either end; and a window that meets one element in two."""
+    """Three taps along five elements, one of padding at either end; and a window that meets one
+    element in two.
+    """
     line = "  ROOT %c = f32[1,5,1]{2,1,0} convolution(%x, %k), window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f\n"
     module = f"""HloModule c
 
@@ -168,7 +176,9 @@ ENTRY %main (a: bf16[20,64,32], i: s32[], x: bf16[128,64], s: bf16[20,128,32]) -
 
 
 def test_a_library_fused_with_slices_is_that_library():
-    """As XLA of JAX 0.11 prints them: of stacks, one layer is read and one is written, and the workspace is nobody's."""
+    """As XLA of JAX 0.11 prints them: of stacks, one layer is read and one is written, and the
+    workspace is nobody's.
+    """
     layer, product = kernels(hlo.parse(FUSED))
     assert (product.name, product.kind, product.result) == (
         "__cublas$lt$matmul bf16",

@@ -15,7 +15,9 @@ def one(line: str, devices: int = 8) -> Collective:
 
 
 def test_the_messages_of_a_sharded_gradient():
-    """Five layers [512, 512] in BF16 on 2 x 4 devices: a half of a quarter is gathered, its gradient summed over the pairs."""
+    """Five layers [512, 512] in BF16 on 2 x 4 devices: a half of a quarter is gathered, its
+    gradient summed over the pairs.
+    """
     found = collectives(hlo.parse(text("train-h200")), 8)
     quarter = 2 * 512 * 512 / 4
     rows = 2 * 8 * 512

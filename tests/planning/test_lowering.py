@@ -1,6 +1,8 @@
-"""The iteration of each released model, at full size, lowered for CUDA where there is none: which products are native where.
+"""The iteration of each released model, at full size, lowered for CUDA where there is none: which
+products are native where.
 
-Cross-platform lowering stops at StableHLO: XLA's custom calls stand in it as they are handed to cuDNN and cuBLAS.
+Cross-platform lowering stops at StableHLO: XLA's custom calls stand in it as they are handed to
+cuDNN and cuBLAS.
 """
 
 import functools
@@ -77,7 +79,9 @@ def on_blackwell(preset: str) -> tuple[Experiment, dict[str, list[str]]]:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_an_iteration_lowers_for_blackwell_with_block_scaled_products_in_exploration_alone(preset):
-    """As many products fewer than regeneration has as are quantised, and two more where an adapter is merged."""
+    """As many products fewer than regeneration has as are quantised, and two more where an adapter
+    is merged.
+    """
     made, texts = on_blackwell(preset)
     assert [name for name, of in texts.items() if any(CUSTOM in text for text in of)] == ["explore"]
     (explored,), (regenerated,) = texts["explore"], texts["regenerate"]

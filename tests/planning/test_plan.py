@@ -1,4 +1,6 @@
-"""`solrl plan`: the list of programs, what a device holds, the figures of a small plan, and error lines."""
+"""`solrl plan`: the list of programs, what a device holds, the figures of a small plan, and error
+lines.
+"""
 
 import json
 import math
@@ -22,9 +24,13 @@ from tests.cli.test_cli import call  # noqa: F401 - a fixture
 from tests.small import small_config
 
 FUNCTIONS = {  # of a stage
-    "encode": ["encode_chunk"], "sync": ["quantize_policy"], "explore": ["sample_chunk"], "regenerate": ["sample_chunk"],
-    "score": ["decode_chunk", "score_images"], "update": ["update"],
-}  # fmt: skip
+    "encode": ["encode_chunk"],
+    "sync": ["quantize_policy"],
+    "explore": ["sample_chunk"],
+    "regenerate": ["sample_chunk"],
+    "score": ["decode_chunk", "score_images"],
+    "update": ["update"],
+}
 
 
 @pytest.fixture
@@ -58,22 +64,39 @@ Z = 3840
 BY_HAND = {  # parameters: of the base, quantised, of an adapter's rank (in + out of every target); bytes: encoders, vae, reward
     "flux1_sol_rl_hpsv2": (
         11_901_408_320,
-        19 * (8 * D**2 + 2 * 6 * D**2 + 4 * 4 * D**2) + 38 * (3 * D**2 + 3 * D**2 + 4 * D**2 + 5 * D**2) + 64 * D,
+        19 * (8 * D**2 + 2 * 6 * D**2 + 4 * 4 * D**2)
+        + 38 * (3 * D**2 + 3 * D**2 + 4 * D**2 + 5 * D**2)
+        + 64 * D,
         (19 * 4 + 38 * 3) * 2 * D,
         2 * (T5 + CLIP_L),
         2 * KL,
         REWARD_H,
     ),
     "sd3_sol_rl_pickscore": (
-        8_056_627_520, 38 * 8 * S**2, (38 * 8 - 1) * 2 * S, 2 * (T5 + CLIP_L_PROJECTED + CLIP_G), 2 * KL, REWARD_H,
+        8_056_627_520,
+        38 * 8 * S**2,
+        (38 * 8 - 1) * 2 * S,
+        2 * (T5 + CLIP_L_PROJECTED + CLIP_G),
+        2 * KL,
+        REWARD_H,
     ),
     "sana_sol_rl_clipscore": (
-        1_604_462_752, 20 * (2 * N**2 + 5 * N**2 + 2.5 * N**2), 20 * 8 * 2 * N, 2 * GEMMA, 2 * DC, 4 * 427_616_513 - 2 * VIT_L,
+        1_604_462_752,
+        20 * (2 * N**2 + 5 * N**2 + 2.5 * N**2),
+        20 * 8 * 2 * N,
+        2 * GEMMA,
+        2 * DC,
+        4 * 427_616_513 - 2 * VIT_L,
     ),
     "zimage_sol_rl_hpsv2": (
-        6_154_908_736, 34 * (4 * Z**2 + 3 * 8 / 3 * Z**2), 34 * 4 * 2 * Z, 2 * QWEN, 2 * KL, REWARD_H,
+        6_154_908_736,
+        34 * (4 * Z**2 + 3 * 8 / 3 * Z**2),
+        34 * 4 * 2 * Z,
+        2 * QWEN,
+        2 * KL,
+        REWARD_H,
     ),
-}  # fmt: skip
+}
 
 
 def by_rule(mesh, tree):
@@ -92,9 +115,14 @@ def test_parts_agree_with_a_count_by_hand(preset):
     """To 2 %: what is too small to be split, and scales of matrices, are not counted by hand."""
     base, quantized, rank, encoders, vae, reward = BY_HAND[preset]
     wanted = {
-        "base": 2 * base, "quantised copy": 4.5 / 8 * quantized, "adapters": 3 * 4 * 32 * rank, "optimiser": 2 * 4 * 32 * rank,
-        "text encoders": encoders, "vae": vae, "reward networks": reward,
-    }  # fmt: skip
+        "base": 2 * base,
+        "quantised copy": 4.5 / 8 * quantized,
+        "adapters": 3 * 4 * 32 * rank,
+        "optimiser": 2 * 4 * 32 * rank,
+        "text encoders": encoders,
+        "vae": vae,
+        "reward networks": reward,
+    }
     config = resolve(preset)
     for fsdp in (1, 4):
         planner = Planner(override(config, (f"mesh.fsdp={fsdp}",)), Devices(TARGETS["h100"], fsdp))
@@ -108,7 +136,9 @@ def test_parts_agree_with_a_count_by_hand(preset):
 @pytest.mark.usefixtures("cpus")
 @pytest.mark.exhaustive
 def test_parts_are_what_arrays_hold():
-    """Of a built experiment, on each of eight devices, to the byte; and the copy lies where `sync` leaves it."""
+    """Of a built experiment, on each of eight devices, to the byte; and the copy lies where `sync`
+    leaves it.
+    """
     overrides = (
         "mesh.data=2",
         "mesh.fsdp=4",
@@ -136,10 +166,14 @@ def test_parts_are_what_arrays_hold():
             quantizer,
         )
     trees = {
-        "base": backbone.transformer, "quantised copy": codes, "adapters": (state.adapters, state.old, state.ema),
-        "optimiser": state.opt_state, "text encoders": backbone.text_encoders.params(), "vae": backbone.decoder.params,
+        "base": backbone.transformer,
+        "quantised copy": codes,
+        "adapters": (state.adapters, state.old, state.ema),
+        "optimiser": state.opt_state,
+        "text encoders": backbone.text_encoders.params(),
+        "vae": backbone.decoder.params,
         "reward networks": built.reward.params,
-    }  # fmt: skip
+    }
     planner = Planner(config, Devices(TARGETS["h100"], 8))
     (sync,) = planner.stages.programs("sync", {})
     planner.place(planner.lowered(sync).compile())
@@ -306,7 +340,9 @@ def test_a_plan_explains_memory_to_the_byte(small):
 
 @pytest.mark.exhaustive
 def test_a_plan_adds_seconds_up(small):
-    """Of each stage calls by a call's; `naive_scaling` explores with the program that regenerates."""
+    """Of each stage calls by a call's; `naive_scaling` explores with the program that
+    regenerates.
+    """
     summary, folder = small
     stages = {stage["name"]: stage for stage in summary["stages"]}
     for stage in stages.values():

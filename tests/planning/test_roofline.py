@@ -14,7 +14,9 @@ H200 = TARGETS["h200"]
 
 
 def test_a_kernel_takes_the_longer_of_operations_and_memory():
-    """The product's operations at FP8's peak, its operands at that of memory; slower memory leaves the first as it is."""
+    """The product's operations at FP8's peak, its operands at that of memory; slower memory leaves
+    the first as it is.
+    """
     made = roofline(text("fp8-h200"), H200)
     (kernel,) = [kernel for kernel in made.kernels if kernel.kind == "products"]
     computing = 3 * 2 * 128 * 256 * 256 / 1979e12
@@ -80,8 +82,11 @@ def test_the_summary_is_json_and_names_the_largest_kernels():
     assert summary["operations"] == {"bf16": 15 * 2 * 8 * 128 * 512}
     assert summary["kernels"] == 7 + 5 * 16
     assert {(row["kind"], row["overlaps"], row["count"]) for row in summary["collectives"]} == {
-        ("all-gather", False, 10), ("all-gather", True, 10), ("reduce-scatter", True, 5), ("all-reduce", True, 5),
-    }  # fmt: skip
+        ("all-gather", False, 10),
+        ("all-gather", True, 10),
+        ("reduce-scatter", True, 5),
+        ("all-reduce", True, 5),
+    }
     largest = [row["seconds"] for row in summary["largest"]]
     assert largest == sorted(largest, reverse=True)
     shown = table(summary)

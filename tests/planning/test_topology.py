@@ -68,7 +68,9 @@ def test_without_cudas_assembler_the_compiler_is_not_installed(monkeypatch, tmp_
 
 
 def plugin_alone(monkeypatch, folder):
-    """Of what compiles for GPUs there is the plug-in, and a folder each for CUDA's wheels and its toolkit, which are empty."""
+    """Of what compiles for GPUs there is the plug-in, and a folder each for CUDA's wheels and its
+    toolkit, which are empty.
+    """
     nvidia = SimpleNamespace(submodule_search_locations=[str(folder / "nvidia")])
     found = {"jax_cuda12_plugin": SimpleNamespace(), "nvidia": nvidia}
     monkeypatch.setattr(importlib.util, "find_spec", found.get)
@@ -184,7 +186,9 @@ def test_devices_come_host_by_host_and_say_what_they_are(device, count, hosts):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_compilers_still_make_what_the_texts_say(name):
-    """Of a program compiled now: the same native kernels, operations and messages, and memory traffic within a tenth."""
+    """Of a program compiled now: the same native kernels, operations and messages, and memory
+    traffic within a tenth.
+    """
     program = PROGRAMS[name]
     target = TARGETS[program.device]
     if not HERE[target.platform]:

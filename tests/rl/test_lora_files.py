@@ -203,7 +203,7 @@ def test_diffusers_computes_with_our_file_what_we_compute(
     assert relative(got, ours(adapters, LoraSettings(SETTINGS.rank, SETTINGS.rank))) > 0.05
     dtype = torch.bfloat16 if case == "bfloat16" else torch.float32
     with safe_open(file, "pt") as handle:
-        assert {handle.get_tensor(k).dtype for k in handle.keys()} == {dtype}  # noqa: SIM118
+        assert {handle.get_tensor(k).dtype for k in handle.keys()} == {dtype}
 
 
 @pytest.mark.exhaustive
@@ -220,10 +220,17 @@ def test_pictures_of_diffusers_with_our_file_are_ours(
 
     def draw():
         return pipeline(
-            prompts, height=size[0], width=size[1], num_inference_steps=steps, guidance_scale=guidance, output_type="np",
-            latents=torch.from_numpy(noise), use_resolution_binning=False, complex_human_instruction=None,
+            prompts,
+            height=size[0],
+            width=size[1],
+            num_inference_steps=steps,
+            guidance_scale=guidance,
+            output_type="np",
+            latents=torch.from_numpy(noise),
+            use_resolution_binning=False,
+            complex_human_instruction=None,
             max_sequence_length=MAX_TOKENS,
-        ).images  # fmt: skip
+        ).images
 
     export_diffusers(file, adapters, SETTINGS, table)
     before = draw()
@@ -313,7 +320,10 @@ def test_we_compute_with_their_file_what_they_compute(case, reference, table, ou
         else:
             said = transformer.peft_config["default"].to_dict() if case == "pipeline" else None
             SanaPipeline.save_lora_weights(
-                folder, get_peft_model_state_dict(transformer), transformer_lora_adapter_metadata=said)  # fmt: skip
+                folder,
+                get_peft_model_state_dict(transformer),
+                transformer_lora_adapter_metadata=said,
+            )
         if case == "pipeline without metadata":  # what diffusers then makes of it is what counts
             alpha = 3.0
             transformer = copy.deepcopy(reference[1].transformer)
@@ -461,22 +471,51 @@ def test_a_file_that_is_not_the_runs_is_refused_with_both_values(
 # named like each block's
 
 FLUX = {
-    "in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2,
-    "joint_attention_dim": 12, "pooled_projection_dim": 10, "axes_dims_rope": (4, 4, 8),
-}  # fmt: skip
+    "in_channels": 16,
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 12,
+    "pooled_projection_dim": 10,
+    "axes_dims_rope": (4, 4, 8),
+}
 SD3 = {
-    "sample_size": 8, "patch_size": 2, "in_channels": 4, "num_layers": 4, "attention_head_dim": 8, "num_attention_heads": 4,
-    "caption_projection_dim": 32, "joint_attention_dim": 12, "pooled_projection_dim": 10, "out_channels": 4,
-    "pos_embed_max_size": 8, "dual_attention_layers": (1, 2), "qk_norm": "rms_norm",
-}  # fmt: skip
+    "sample_size": 8,
+    "patch_size": 2,
+    "in_channels": 4,
+    "num_layers": 4,
+    "attention_head_dim": 8,
+    "num_attention_heads": 4,
+    "caption_projection_dim": 32,
+    "joint_attention_dim": 12,
+    "pooled_projection_dim": 10,
+    "out_channels": 4,
+    "pos_embed_max_size": 8,
+    "dual_attention_layers": (1, 2),
+    "qk_norm": "rms_norm",
+}
 FLUX2 = {
-    "in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2,
-    "joint_attention_dim": 12, "axes_dims_rope": (4, 4, 4, 4), "guidance_embeds": False,
-}  # fmt: skip
+    "in_channels": 16,
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 12,
+    "axes_dims_rope": (4, 4, 4, 4),
+    "guidance_embeds": False,
+}
 ZIMAGE = {
-    "in_channels": 4, "dim": 32, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2, "cap_feat_dim": 12,
-    "axes_dims": [4, 6, 6], "axes_lens": [80, 8, 8],
-}  # fmt: skip
+    "in_channels": 4,
+    "dim": 32,
+    "n_layers": 2,
+    "n_refiner_layers": 1,
+    "n_heads": 2,
+    "n_kv_heads": 2,
+    "cap_feat_dim": 12,
+    "axes_dims": [4, 6, 6],
+    "axes_lens": [80, 8, 8],
+}
 
 
 @dataclasses.dataclass
@@ -572,17 +611,19 @@ def run(network, inputs):
 
 TARGETS = {
     "flux": r"transformer_blocks/attn/(to_[qkv]|add_[qkv]_proj|to_out/0|to_add_out)/kernel"
-            r"|single_transformer_blocks/attn/to_[qkv]/kernel|proj_out/kernel",
+    r"|single_transformer_blocks/attn/to_[qkv]/kernel|proj_out/kernel",
     "sd3": r"transformer_blocks/[^/]+/(attn2?/(to_[qkv]|add_[qkv]_proj|to_out/0|to_add_out)|ff/net/2)/kernel|proj_out/kernel",
     "flux2": r"transformer_blocks/(attn/(to_[qkv]|add_[qkv]_proj|to_out/0|to_add_out)|ff(_context)?/linear_(in|out))/kernel"
-             r"|single_transformer_blocks/attn/to_(qkv_mlp_proj|out)/kernel|proj_out/kernel",
+    r"|single_transformer_blocks/attn/to_(qkv_mlp_proj|out)/kernel|proj_out/kernel",
     "zimage": r"(layers|noise_refiner|context_refiner)/"
-              r"(attention/(to_[qkv]|to_out/0)|feed_forward/w[123]|adaLN_modulation/0)/kernel",
-}  # fmt: skip
+    r"(attention/(to_[qkv]|to_out/0)|feed_forward/w[123]|adaLN_modulation/0)/kernel",
+}
 REFUSED = {  # what pipelines say of keys MODULE.alpha
-    "flux": "network_alphas.*metadata.*cannot", "flux2": "Invalid adapter checkpoint",
-    "sd3": "Invalid LoRA check", "zimage": "Target modules .* not found",
-}  # fmt: skip
+    "flux": "network_alphas.*metadata.*cannot",
+    "flux2": "Invalid adapter checkpoint",
+    "sd3": "Invalid LoRA check",
+    "zimage": "Target modules .* not found",
+}
 COUNTS = {
     "flux": 2 * 8 + 2 * 3 + 1,
     "flux2": 2 * 12 + 2 * 2 + 1,
@@ -602,9 +643,13 @@ def test_other_pipelines_read_our_file_as_the_merged_weights(kind, tmp_path):
     flat = flatten(net.params)
     paths = [p for p in flat if re.fullmatch(TARGETS[kind], p)]
     adapters = randomise(net.params, paths)
-    merged = replace(net.params, {
-        p: np.asarray(flat[p]) + SETTINGS.scale * np.asarray(ab["a"]) @ np.asarray(ab["b"]) for p, ab in adapters.items()
-    })  # fmt: skip
+    merged = replace(
+        net.params,
+        {
+            p: np.asarray(flat[p]) + SETTINGS.scale * np.asarray(ab["a"]) @ np.asarray(ab["b"])
+            for p, ab in adapters.items()
+        },
+    )
     wanted = copy.deepcopy(net.torch)
     wanted.load_state_dict(
         {k: torch.from_numpy(v) for k, v in to_torch(net.state, merged).items()}, strict=False
@@ -705,28 +750,63 @@ BAD = {
         r"2 key\(s\) fit no linear layer of this network: norm.scale, other.q.lora_A.weight",
     ),
     "not a linear": (
-        {"patch_embed.proj.lora_A.weight": ONES(4, 8, 1, 1), "patch_embed.proj.lora_B.weight": ONES(32, 4, 1, 1)},
+        {
+            "patch_embed.proj.lora_A.weight": ONES(4, 8, 1, 1),
+            "patch_embed.proj.lora_B.weight": ONES(32, 4, 1, 1),
+        },
         None,
         r"2 key\(s\) fit no linear layer of this network: patch_embed.proj.lora_A",
     ),
-    "said twice": (valid(**{f"transformer.{Q0}.lora_A.weight": ONES(4, 32)}), None, r"1 key\(s\) .*lora_A.weight"),
-    "half a pair": (without(valid(), f"{Q0}.lora_B.weight"), None, r"1 tensor\(s\) .*0.attn1.to_q.lora_B.weight is missing"),
+    "said twice": (
+        valid(**{f"transformer.{Q0}.lora_A.weight": ONES(4, 32)}),
+        None,
+        r"1 key\(s\) .*lora_A.weight",
+    ),
+    "half a pair": (
+        without(valid(), f"{Q0}.lora_B.weight"),
+        None,
+        r"1 tensor\(s\) .*0.attn1.to_q.lora_B.weight is missing",
+    ),
     "shapes": (
         {f"{Q0}.lora_A.weight": ONES(4, 31), f"{Q0}.lora_B.weight": ONES(32, 5)},
         None,
         r"2 tensor\(s\) .*lora_A.weight is \[4, 31\], expected \[4, 32\]; .*lora_B.weight is \[32, 5\], expected \[32, 4\]",
     ),
-    "no rank": ({f"{Q0}.lora_A.weight": ONES(0, 32), f"{Q0}.lora_B.weight": ONES(32, 0)}, None, r"2 tensor\(s\) do not fit"),
-    "not finite": (valid(**{f"{Q0}.lora_B.weight": np.full((32, 4), np.nan, np.float32)}), None, r"1 tensor\(s\) are not finite: .*lora_B.weight"),
-    "two values of alpha": (valid(**{f"{Q0}.alpha": EIGHT}), {"r": 4, "lora_alpha": 2}, "alpha 8.0 by its key and 2.0 by"),
+    "no rank": (
+        {f"{Q0}.lora_A.weight": ONES(0, 32), f"{Q0}.lora_B.weight": ONES(32, 0)},
+        None,
+        r"2 tensor\(s\) do not fit",
+    ),
+    "not finite": (
+        valid(**{f"{Q0}.lora_B.weight": np.full((32, 4), np.nan, np.float32)}),
+        None,
+        r"1 tensor\(s\) are not finite: .*lora_B.weight",
+    ),
+    "two values of alpha": (
+        valid(**{f"{Q0}.alpha": EIGHT}),
+        {"r": 4, "lora_alpha": 2},
+        "alpha 8.0 by its key and 2.0 by",
+    ),
     "no alpha": (valid(), {"r": 4}, "lora_alpha=None; accepted is a number"),
-    "alpha of 0": (valid(), {"r": 4, "lora_alpha": 0}, "to_q has alpha 0.0; accepted is a number above 0"),
-    "another rank": (valid(), {"r": 8, "lora_alpha": 8}, "r=8 for .*to_q, its tensors are of rank 4"),
+    "alpha of 0": (
+        valid(),
+        {"r": 4, "lora_alpha": 0},
+        "to_q has alpha 0.0; accepted is a number above 0",
+    ),
+    "another rank": (
+        valid(),
+        {"r": 8, "lora_alpha": 8},
+        "r=8 for .*to_q, its tensors are of rank 4",
+    ),
     "DoRA": (valid(), {"r": 4, "lora_alpha": 8, "use_dora": True}, "accepted is plain LoRA"),
-    "another kind": (valid(), {"r": 4, "lora_alpha": 8, "peft_type": "LOKR"}, "not peft_type='LOKR'"),
+    "another kind": (
+        valid(),
+        {"r": 4, "lora_alpha": 8, "peft_type": "LOKR"},
+        "not peft_type='LOKR'",
+    ),
     "nothing": ({}, None, "holds no adapter"),
     "an alpha alone": ({f"{Q0}.alpha": EIGHT}, None, "holds no adapter"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD)

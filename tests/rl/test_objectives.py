@@ -103,10 +103,12 @@ REFERENCES = {
     "dpo": dpo,
 }
 POLICIES = {
-    "flow_grpo": {"kl_coef": 0.3, "clip_range": WIDE_CLIP}, "mix_grpo": {"kl_coef": 0.1, "clip_range": WIDE_CLIP},
-    "dance_grpo": {"kl_coef": 0.2, "clip_range": WIDE_CLIP}, "awm": {"kl_coef": 0.2}, 
+    "flow_grpo": {"kl_coef": 0.3, "clip_range": WIDE_CLIP},
+    "mix_grpo": {"kl_coef": 0.1, "clip_range": WIDE_CLIP},
+    "dance_grpo": {"kl_coef": 0.2, "clip_range": WIDE_CLIP},
+    "awm": {"kl_coef": 0.2},
     "dpo": {"kl_coef": 0.2, "beta": 7.0},
-}  # fmt: skip
+}
 
 
 def inputs(seed=0, apart=0.3):
@@ -119,11 +121,13 @@ def inputs(seed=0, apart=0.3):
     v_ref = v + apart * v_ref
     sigma = np.array([1.0, 0.7, 0.5, 0.3, 0.1, 2.0**-10])
     per_row = {
-        "sigma": sigma, "q": np.array([1.0, 0.0, 0.9, 0.3, 0.5, 0.75]),
+        "sigma": sigma,
+        "q": np.array([1.0, 0.0, 0.9, 0.3, 0.5, 0.75]),
         "length": np.array([0.1, 0.1, 0.2, 0.1, 0.05, 1e-3]),
-        "a": np.array([0.6, 0.8, 0.7, 0.6, 0.3, 0.0]), "b": np.array([0.1, 0.2, 0.3, 0.4, 0.7, 1.0]),
+        "a": np.array([0.6, 0.8, 0.7, 0.6, 0.3, 0.0]),
+        "b": np.array([0.1, 0.2, 0.3, 0.4, 0.7, 1.0]),
         "std": np.array([0.7, 0.4, 0.3, 0.1, 0.02, 1e-3]),
-    }  # fmt: skip
+    }
 
     def along(values):
         return values.reshape(-1, 1, 1, 1)

@@ -1,4 +1,6 @@
-"""Checkpoints: bit-exact on any mesh, whole after a kill at any instant, and never believed when they are damaged."""
+"""Checkpoints: bit-exact on any mesh, whole after a kill at any instant, and never believed when
+they are damaged.
+"""
 
 import contextlib
 import errno
@@ -275,9 +277,11 @@ class Killed(BaseException):
 
 @contextlib.contextmanager
 def dying_at(monkeypatch, instant, arrays):
-    """Every change to the directory tree from number `instant` on fails as if the process were gone.
+    """Every change to the directory tree from number `instant` on fails as if the process were
+    gone.
 
-    A copy of the folder `arrays` stands for what orbax writes: it is quick, and the real kills below meet orbax itself.
+    A copy of the folder `arrays` stands for what orbax writes: it is quick, and the real kills
+    below meet orbax itself.
     """
     changes = 0
 

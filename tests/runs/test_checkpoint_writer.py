@@ -1,4 +1,6 @@
-"""Saving beside the training: what is saved, when errors are told, what is kept; two processes that save together."""
+"""Saving beside the training: what is saved, when errors are told, what is kept; two processes that
+save together.
+"""
 
 import errno
 import json
@@ -236,10 +238,13 @@ def two(tmp_path_factory):
     started = [
         subprocess.Popen(
             [sys.executable, "-c", WORKER, port, str(me), str(root)],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for me in range(2)
-    ]  # fmt: skip
+    ]
     try:
         outputs = [process.communicate(timeout=300) for process in started]
     finally:

@@ -42,7 +42,9 @@ def toy():
 
 
 def judge(*, strict=True) -> Reward:
-    """The mean of a picture; no score for those of the second prompt that are dark, none at all for the third prompt."""
+    """The mean of a picture; no score for those of the second prompt that are dark, none at all for
+    the third prompt.
+    """
 
     def score(params, images, prompt):
         mean = images.mean((1, 2, 3))
@@ -149,8 +151,11 @@ def test_the_clock_tells_seconds_by_stage_and_what_was_compiled():
 
     told = clock.report(samples(6), samples(2))
     assert {name for name in told if name.startswith("seconds/")} == {
-        "seconds/explore", "seconds/regenerate", "seconds/update", "seconds/compile",
-    }  # fmt: skip
+        "seconds/explore",
+        "seconds/regenerate",
+        "seconds/update",
+        "seconds/compile",
+    }
     assert told["seconds"] == pytest.approx(sum(clock.seconds.values()))
     assert told["images_per_second/explore"] == pytest.approx(6 / clock.seconds["explore"])
     assert 0 < told["seconds/compile"] <= told["seconds"]
@@ -160,16 +165,23 @@ def test_the_clock_tells_seconds_by_stage_and_what_was_compiled():
 
 NOT_REGENERATED = ("rollout.regenerate=false", "rollout.explore.num_steps=3")
 MOVING_WINDOW = (
-    "algorithm.objective=mix_grpo", "rollout.solver=flow_sde", "rollout.noise_level=0.7", "rollout.sde_window_size=1", "rollout.sde_window_every=1",
-    "algorithm.timestep_fraction=0.4", "rollout.explore.num_steps=3",
-)  # fmt: skip
+    "algorithm.objective=mix_grpo",
+    "rollout.solver=flow_sde",
+    "rollout.noise_level=0.7",
+    "rollout.sde_window_size=1",
+    "rollout.sde_window_every=1",
+    "algorithm.timestep_fraction=0.4",
+    "rollout.explore.num_steps=3",
+)
 
 
 @pytest.mark.parametrize(
     "settings", [(), NOT_REGENERATED, MOVING_WINDOW], ids=["plain", "explored", "window"]
 )
 def test_pictures_of_a_pool_are_those_whose_rewards_the_ledger_has(settings):
-    """The toy's reward can be had from the picture: how near its mean is to a number of the prompt."""
+    """The toy's reward can be had from the picture: how near its mean is to a number of the
+    prompt.
+    """
     toy = toy_experiment(*OVERRIDES, "rollout.explore.precision=nvfp4", *settings)
     state, _ = iterate(toy, fresh_state(toy), 1)  # so that the adapters do something
     old = jax.tree.map(jnp.copy, state.old)
@@ -266,10 +278,16 @@ def test_the_setting_names_all_that_a_figure_depends_on(toy):
     assert said == f"{pictures}; euler, 2 steps, guidance 1, bf16, seed 0"
     config = toy.config
     for section, change in (
-        ("eval", {"num_prompts": 2}), ("eval", {"num_images_per_prompt": 5}), ("eval", {"num_steps": 3}), ("eval", {"seed": 1}),
-        ("rollout", {"guidance_scale": 2.0}), ("rollout", {"true_cfg_scale": 2.0}), ("rollout", {"precision": "fp32"}),
-        ("rollout", {"solver": "dpm2"}), ("model", {"width": 64}),
-    ):  # fmt: skip
+        ("eval", {"num_prompts": 2}),
+        ("eval", {"num_images_per_prompt": 5}),
+        ("eval", {"num_steps": 3}),
+        ("eval", {"seed": 1}),
+        ("rollout", {"guidance_scale": 2.0}),
+        ("rollout", {"true_cfg_scale": 2.0}),
+        ("rollout", {"precision": "fp32"}),
+        ("rollout", {"solver": "dpm2"}),
+        ("model", {"width": 64}),
+    ):
         changed = dataclasses.replace(
             config, **{section: dataclasses.replace(getattr(config, section), **change)}
         )

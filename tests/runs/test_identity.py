@@ -1,4 +1,6 @@
-"""Whether a run may write to a directory: nothing that another program or another run wrote is lost."""
+"""Whether a run may write to a directory: nothing that another program or another run wrote is
+lost.
+"""
 
 import json
 import shutil

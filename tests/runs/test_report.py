@@ -1,4 +1,6 @@
-"""The report: its numbers are the ledger's and the record's, what a run says never becomes markup, and a browser shows it."""
+"""The report: its numbers are the ledger's and the record's, what a run says never becomes markup,
+and a browser shows it.
+"""
 
 import json
 import re
@@ -94,13 +96,19 @@ def candidates(rng, iteration: int) -> dict:
     proxy.reshape(-1)[rank.reshape(-1) == N - 1] = np.nan
     kept = ((rank < KEPT / 2) | (rank >= N - KEPT / 2)).reshape(-1)
     return {
-        "prompt": np.repeat(PROMPTS, N), "prompt_uid": np.repeat([1, 2], N), "candidate": np.tile(np.arange(N), 2),
-        "seed": rng.integers(2**63, 2**64, 2 * N, np.uint64), "precision": "nvfp4", "steps": 6,
-        "proxy_reward": proxy.reshape(-1), "rank": rank.reshape(-1), "kept": kept,
+        "prompt": np.repeat(PROMPTS, N),
+        "prompt_uid": np.repeat([1, 2], N),
+        "candidate": np.tile(np.arange(N), 2),
+        "seed": rng.integers(2**63, 2**64, 2 * N, np.uint64),
+        "precision": "nvfp4",
+        "steps": 6,
+        "proxy_reward": proxy.reshape(-1),
+        "rank": rank.reshape(-1),
+        "kept": kept,
         "regenerated_reward": np.ma.masked_array(rng.random(2 * N, np.float32), ~kept),
         "advantage": np.ma.masked_array(rng.standard_normal(2 * N), ~kept),
         "policy_revision": iteration,
-    }  # fmt: skip
+    }
 
 
 def save(path: Path, rng, cells) -> None:
@@ -436,7 +444,8 @@ def seen(run, request, tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("browser")
     page = (run / report.NAME).read_text()
     driven = folder / "driven.html"
-    narrow = f"<style>body {{ width: {request.param}px }}</style>"  # no window is narrower than 500 pixels
+    # no window is narrower than 500 pixels
+    narrow = f"<style>body {{ width: {request.param}px }}</style>"
     for tag, instead in (
         ("<head>", "<head>" + BEFORE),
         ("</head>", narrow + "</head>"),

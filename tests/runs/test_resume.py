@@ -1,4 +1,6 @@
-"""Stopping and going on: SIGKILL at any moment, Ctrl-C, a longer run, another run's directory, a full disk."""
+"""Stopping and going on: SIGKILL at any moment, Ctrl-C, a longer run, another run's directory, a
+full disk.
+"""
 
 import errno
 import json
@@ -81,7 +83,8 @@ def assert_same_run(run_dir: Path, reference: Path) -> None:
 def test_killed_at_any_moment_and_started_again_ends_bit_identical(tmp_path, uninterrupted):
     rng = random.Random(0)
     kills = 0
-    keeping = f"model.prompt_cache_dir={tmp_path / 'cache'}"  # what the uninterrupted run computed is read, to the bit
+    # what the uninterrupted run computed is read, to the bit
+    keeping = f"model.prompt_cache_dir={tmp_path / 'cache'}"
     for attempt in range(12):
         with subprocess.Popen(
             command(tmp_path, keeping), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -107,7 +110,9 @@ def test_killed_at_any_moment_and_started_again_ends_bit_identical(tmp_path, uni
 
 @pytest.mark.exhaustive
 def test_a_run_that_trains_in_full_goes_on_to_the_bit_and_is_exported_whole(tmp_path):
-    """Some parameters in full, adapters on others; the directory is what is sampled and what diffusers loads."""
+    """Some parameters in full, adapters on others; the directory is what is sampled and what
+    diffusers loads.
+    """
     from diffusers import SanaTransformer2DModel
 
     some = (
@@ -290,9 +295,11 @@ def test_a_full_disk_while_saving_ends_the_run_with_one_line_and_loses_nothing(
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
-    """A run that SIGTERM reached while the save after iteration 2 was under way, and that was then started again.
+    """A run that SIGTERM reached while the save after iteration 2 was under way, and that was then
+    started again.
 
-    Returns its directory, what it said when it was stopped, and the names and the newest meta of its checkpoints then.
+    Returns its directory, what it said when it was stopped, and the names and the newest meta of
+    its checkpoints then.
     """
     folder = tmp_path_factory.mktemp("stopped")
     original = checkpoint_writer.start_writing

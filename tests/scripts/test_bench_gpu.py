@@ -1,4 +1,6 @@
-"""`scripts/bench_gpu.py` at the smallest size: its files, what it does without time, and how it records an error."""
+"""`scripts/bench_gpu.py` at the smallest size: its files, what it does without time, and how it
+records an error.
+"""
 
 import json
 import math
@@ -46,9 +48,13 @@ def test_no_step_begins_without_time(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
-    [(["--models", "huge"], "--models huge"), (["--steps", "all"], "--steps all"), (["--formats", "int3"], "--formats int3"),
-     (["rollout.per_device_batch_size=0"], "rollout.per_device_batch_size")],
-)  # fmt: skip
+    [
+        (["--models", "huge"], "--models huge"),
+        (["--steps", "all"], "--steps all"),
+        (["--formats", "int3"], "--formats int3"),
+        (["rollout.per_device_batch_size=0"], "rollout.per_device_batch_size"),
+    ],
+)
 def test_what_cannot_be_is_refused_before_anything_runs(tmp_path, capsys, arguments, told):
     with pytest.raises(SystemExit):
         bench_gpu.main([*arguments, "--out", str(tmp_path / "out")])

@@ -1,4 +1,6 @@
-"""The benchmarks run, at the smallest size, and say what they claim to say. Times themselves are no test's business."""
+"""The benchmarks run, at the smallest size, and say what they claim to say. Times themselves are no
+test's business.
+"""
 
 import importlib
 import json

@@ -1,4 +1,6 @@
-"""The recipe of the embedded pipelines: what it writes is what ships; which captions and rates it trains with, step by step."""
+"""The recipe of the embedded pipelines: what it writes is what ships; which captions and rates it
+trains with, step by step.
+"""
 
 import importlib
 import json
@@ -70,7 +72,9 @@ def test_captions_follow_the_curriculum(pretrain):
         return len(scenes.parse(captions[row]).groups) == 2
 
     def shares(steps: range) -> list[float]:
-        """The shares of scenes that prompt sets may ask for, of pairs among all, of empty prompts, of wrong ones."""
+        """The shares of scenes that prompt sets may ask for, of pairs among all, of empty prompts,
+        of wrong ones.
+        """
         rows, prompts = (np.concatenate(parts) for parts in zip(*map(draw, steps), strict=True))
         wrong = (prompts != 0) & (prompts != rows + 1)
         parts = [asked(row) for row in rows], [pair(row) for row in rows], prompts == 0, wrong
@@ -110,7 +114,9 @@ def test_a_wrong_caption_ends_with_the_training(pretrain):
 
 
 def test_guidance_is_learned_by_a_network_that_already_says_it(pretrain):
-    """A linear network v = scale * text: its guided velocity is known, and the loss of a network that says it is 0."""
+    """A linear network v = scale * text: its guided velocity is known, and the loss of a network
+    that says it is 0.
+    """
     flows = pretrain("flows")
 
     def velocity(weight, x, text, sigma, scale):

@@ -1,4 +1,6 @@
-"""Finished runs by hand: the records and ledgers that a study compares, of numbers that one can work out on paper."""
+"""Finished runs by hand: the records and ledgers that a study compares, of numbers that one can
+work out on paper.
+"""
 
 import json
 from collections.abc import Sequence
@@ -17,9 +19,12 @@ KEPT = 2
 STEPS = 10
 EVERY = 2  # iterations from evaluation to evaluation
 COMMON = (
-    f"train.num_prompts={PROMPTS}", f"rollout.candidates={N}", f"rollout.kept={KEPT}", f"eval.every={EVERY}",
+    f"train.num_prompts={PROMPTS}",
+    f"rollout.candidates={N}",
+    f"rollout.kept={KEPT}",
+    f"eval.every={EVERY}",
     "algorithm.timestep_fraction=0.5",
-)  # fmt: skip
+)
 
 
 def plan_of(arms: dict[str, tuple[str, ...]], compared=(), sweeps=None, seeds=(0, 1)) -> Plan:
@@ -68,7 +73,9 @@ def write_run(
 
 
 def columns(run: Run, swapped: bool) -> dict:
-    """Of each prompt the first candidate is the best by proxy and the last the worst; both are kept."""
+    """Of each prompt the first candidate is the best by proxy and the last the worst; both are
+    kept.
+    """
     rows = PROMPTS * N
     explore = run.config.rollout.explore
     kept = np.tile([True, *[False] * (N - 2), True], PROMPTS)
@@ -94,7 +101,9 @@ def columns(run: Run, swapped: bool) -> dict:
 def make_runs(
     plan: Plan, out: Path, rewards: dict[str, Sequence[Sequence[float]]], **others
 ) -> list[Run]:
-    """rewards: of each arm, of each seed, evaluation by evaluation; the runs of an arm that is not named are not there."""
+    """rewards: of each arm, of each seed, evaluation by evaluation; the runs of an arm that is not
+    named are not there.
+    """
     runs = runs_of(plan, out, False, ())
     for run in runs:
         if run.arm in rewards:

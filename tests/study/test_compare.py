@@ -75,7 +75,9 @@ def test_rewards_at_equal_cost_lie_on_the_line_between_evaluations(tmp_path):
 
 
 def test_speed_up_is_at_parts_of_the_others_progress(tmp_path):
-    """Mean curves: plain 0.5, 0.55, 0.7; sol 0.5, 0.65, 0.8; evaluations are two iterations apart."""
+    """Mean curves: plain 0.5, 0.55, 0.7; sol 0.5, 0.65, 0.8; evaluations are two iterations
+    apart.
+    """
     *_, study, _ = made(tmp_path)
     speed = study["compared"][0]["speed_up"]
     plain = {
@@ -87,7 +89,8 @@ def test_speed_up_is_at_parts_of_the_others_progress(tmp_path):
     sol = {"25": 2 / 3, "50": 4 / 3, "75": 2.0, "100": 2 + 2 / 3}
     for part in plain:
         assert speed[part][0] == pytest.approx(plain[part] * PLAIN / (sol[part] * SOL))
-    # without the second seed: plain to 0.7 in 4 iterations, sol in 2; without the first: plain in 4, sol in 3
+    # without the second seed: plain to 0.7 in 4 iterations, sol in 2; without the first: plain in
+    # 4, sol in 3
     without = np.array([4 / 3, 4 / 2]) * PLAIN / SOL
     assert speed["100"][1] == pytest.approx(abs(without[0] - without[1]) / 2)
 

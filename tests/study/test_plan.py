@@ -14,9 +14,15 @@ from solrl_jax.study.plan import plan_names, read_plan, runs_of
 
 PLANS = json.loads((Path(__file__).parents[2] / "benchmarks" / "plans.json").read_text())["plans"]
 GOOD = {
-    "what": "Two arms.", "preset": "tiny", "overrides": [], "arms": {"a": [], "b": ["family=naive_quant"]}, "seeds": [0, 1],
-    "compared": [["a", "b"]], "sweeps": {}, "quick": {"seeds": [0], "overrides": ["train.iterations=1"]},
-}  # fmt: skip
+    "what": "Two arms.",
+    "preset": "tiny",
+    "overrides": [],
+    "arms": {"a": [], "b": ["family=naive_quant"]},
+    "seeds": [0, 1],
+    "compared": [["a", "b"]],
+    "sweeps": {},
+    "quick": {"seeds": [0], "overrides": ["train.iterations=1"]},
+}
 
 
 def written(tmp_path, **changed) -> str:
@@ -71,7 +77,7 @@ def test_quick_comes_after_the_arms_and_the_users_own_last(tmp_path):
         ({"quick": None}, "missing key 'quick'"),
         ({"color": 1}, "unknown key 'color': expected one of what, preset, overrides, arms"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_plan_is_refused_in_one_line(tmp_path, changed, said):
     with pytest.raises(ConfigError) as error:
         read_plan(written(tmp_path, **changed))

@@ -1,4 +1,6 @@
-"""`solrl study` with processes: what is finished is not repeated, what stopped goes on, what fails stops no other."""
+"""`solrl study` with processes: what is finished is not repeated, what stopped goes on, what fails
+stops no other.
+"""
 
 import json
 import signal

@@ -1,4 +1,6 @@
-"""These tests need the compilers of devices: `make test-targets`, `make test-targets-tpu`. Without them, none is collected."""
+"""These tests need the compilers of devices: `make test-targets`, `make test-targets-tpu`. Without
+them, none is collected.
+"""
 
 import functools
 import importlib.util
@@ -79,7 +81,9 @@ def figures(stage, *overrides, devices=1):
 
 
 def rows_near_their_record(planned):
-    """Temporaries above it: something has grown. Far below: the record is old; `benchmarks/plans.json` says how it is made."""
+    """Temporaries above it: something has grown. Far below: the record is old;
+    `benchmarks/plans.json` says how it is made.
+    """
     recorded = json.loads(RECORDED.read_text())["plans"][f"{planned.model}-{planned.device}"]
     for (stage, now), (_, then) in zip(plan.rows(planned.plan), plan.rows(recorded), strict=True):
         size, before = (row["memory"]["temporaries"] for row in (now, then))

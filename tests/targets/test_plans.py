@@ -1,4 +1,6 @@
-"""Every program of an iteration of the released models, compiled for absent GPUs: an H200, a B200, and eight H200."""
+"""Every program of an iteration of the released models, compiled for absent GPUs: an H200, a B200,
+and eight H200.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +30,13 @@ from tests.targets.conftest import (
 
 PRODUCT = {"h200": "__cublas$lt$matmul$f8 f8e4m3fn", "b200": "__cudnn$blockScaledDot f4e2m1fn"}
 PROGRAMS = [
-    "encode: encode_chunk", "sync: quantize_policy", *SAMPLE, "score: decode_chunk", "score: score_images", UPDATE,
-]  # fmt: skip
+    "encode: encode_chunk",
+    "sync: quantize_policy",
+    *SAMPLE,
+    "score: decode_chunk",
+    "score: score_images",
+    UPDATE,
+]
 FLOAT32 = 1e-5  # of all operations: the time is embedded in float32
 
 
@@ -56,7 +63,9 @@ def test_every_program_compiles_and_fits(planned):
 
 
 def test_every_quantised_linear_is_a_native_product_of_exploration_alone(planned):
-    """On an H200, XLA makes one product of two that read the same input. There, operations are counted."""
+    """On an H200, XLA makes one product of two that read the same input. There, operations are
+    counted.
+    """
     settings = config(planned.model)
     transformer = open_configurations(settings.model.path).transformer
     form = FORMATS[
@@ -159,7 +168,9 @@ def test_no_product_is_in_float32(planned):
 
 
 def test_pictures_are_decoded_and_scored_in_sixteen_bits(planned):
-    """But for attention to the text, resizing, and what surrounds the layers of a reward's network."""
+    """But for attention to the text, resizing, and what surrounds the layers of a reward's
+    network.
+    """
     for name in ("score: decode_chunk", "score: score_images"):
         operations = planned.program(name)["roofline"]["operations"]
         assert operations.get("fp32", 0) < 0.03 * operations["bf16"], name
@@ -187,9 +198,11 @@ def test_memory_is_near_what_is_recorded(planned):
 
 
 def test_the_update_waits_for_no_message_that_could_overlap():
-    """SANA divided over eight devices. A micro-batch waits for its first weights, because nothing can run before them.
+    """SANA divided over eight devices. A micro-batch waits for its first weights, because nothing
+    can run before them.
 
-    Of the bytes that are gathered, less than 2e-3 are waited for. All that is waited for takes less than 2e-4 of the time.
+    Of the bytes that are gathered, less than 2e-3 are waited for. All that is waited for takes less
+    than 2e-4 of the time.
     """
     update = figures("update", "model.gradient_checkpointing=blocks", "mesh.fsdp=8", devices=8)[
         "update"
@@ -208,7 +221,9 @@ def test_the_update_waits_for_no_message_that_could_overlap():
 
 @pytest.mark.parametrize("stage", ["explore", "update"])  # regenerating is exploring without codes
 def test_mixing_sixteen_blocks_takes_hardly_longer(stage):
-    """MHLA in place of SANA's attention: less than 5 % (`benchmarks/mhla-tiny.json` has a B200, too)."""
+    """MHLA in place of SANA's attention: less than 5 % (`benchmarks/mhla-tiny.json` has a B200,
+    too).
+    """
     keeps = ("model.gradient_checkpointing=matmuls",)  # what `auto` is on one H200
     own, mixed = (
         {

@@ -64,7 +64,9 @@ def test_a_stage_takes_less_time_with_what_the_plan_names():
 
 
 def test_larger_chunks_and_micro_batches_take_hardly_less_time():
-    """Twice as many rows at once: less than 6 % and 4 %. A micro-batch adds its gradient to the sum."""
+    """Twice as many rows at once: less than 6 % and 4 %. A micro-batch adds its gradient to the
+    sum.
+    """
     assert seconds("explore") == pytest.approx(
         seconds("explore", TURNED["rollout.per_device_batch_size"][0]), rel=0.06
     )

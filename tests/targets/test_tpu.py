@@ -1,4 +1,6 @@
-"""SANA's programs of an iteration, compiled for an absent TPU v6e. Its compiler takes minutes a program."""
+"""SANA's programs of an iteration, compiled for an absent TPU v6e. Its compiler takes minutes a
+program.
+"""
 
 import math
 
@@ -29,7 +31,9 @@ def planned(folder):
 
 
 def test_every_program_compiles_and_all_but_decoding_fit(planned):
-    """There is nothing to sync: a v6e has no units of eight or four bits, so that it explores in BF16."""
+    """There is nothing to sync: a v6e has no units of eight or four bits, so that it explores in
+    BF16.
+    """
     assert [f"{stage}: {row['name']}" for stage, row in plan.rows(planned.plan)] == PROGRAMS
     assert planned.plan["too_large"].keys() <= {"score"}
 
@@ -47,7 +51,9 @@ def test_the_transformer_attends_in_flash_attention(planned):
 
 
 def test_no_program_holds_attention_scores(planned, folder):
-    """No array, also within kernels, has an image's tokens along one axis and a prompt's, filled up or not, along another."""
+    """No array, also within kernels, has an image's tokens along one axis and a prompt's, filled up
+    or not, along another.
+    """
     settings = config("sana").model
     image = settings.height * settings.width // 32**2
     prompt = range(settings.max_tokens, 385)
@@ -65,7 +71,9 @@ def test_no_program_holds_attention_scores(planned, folder):
 
 
 def test_what_the_mlp_makes_is_written_in_sixteen_bits(planned, folder):
-    """It is five times as wide as the network. XLA drops roundings that it may, and so would write it in float32."""
+    """It is five times as wide as the network. XLA drops roundings that it may, and so would write
+    it in float32.
+    """
     settings = config("sana")
     size = settings.rollout.per_device_batch_size * (settings.model.height // 32) ** 2 * 5 * 2240
     for name in SAMPLE:

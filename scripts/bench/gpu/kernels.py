@@ -1,7 +1,8 @@
 """The step `kernels`: each fused kernel and its twin in plain JAX, at the released sizes.
 
-A figure has the largest difference of the results and the seconds of both. All programs are compiled
-at once, in threads, before the first one is measured. On a CPU the kernels are interpreted.
+A figure has the largest difference of the results and the seconds of both. All programs are
+compiled at once, in threads, before the first one is measured. On a CPU the kernels are
+interpreted.
 """
 
 import dataclasses
@@ -71,7 +72,9 @@ class Case:
 
 
 def kernels(task: Task) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """Every case. All are compiled first: compiling threads would delay the calls that are measured."""
+    """Every case. All are compiled first: compiling threads would delay the calls that are
+    measured.
+    """
     listed = list(cases(Sizes() if compile_target.platform() == "gpu" else SMALL))
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         compiled = [

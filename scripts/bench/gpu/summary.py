@@ -36,8 +36,8 @@ def page(todo: Sequence[Task]) -> str:
         ("The update", table(UPDATE, of_each(update, of_models("update")))),
     ]
     note = (
-        "measured / plan: the measured time over the roofline time of the same compiled program, at "
-        "the device's public peaks. -: unknown."
+        "measured / plan: the measured time over the roofline time of the same compiled program, "
+        "at the device's public peaks. -: unknown."
     )
     return (
         "\n\n".join(

@@ -65,8 +65,8 @@ def _error_near(
     """The flow-matching loss of `v`, so accurate that the ratio to the old policy is too.
 
     It is computed from the difference of the two losses, so that it equals `error_old` exactly
-    where the velocities are equal. That sum cancels where `v` fits much better than `v_old`, and can
-    then round below 0, where the fourth root is NaN. There, the loss is computed by itself.
+    where the velocities are equal. That sum cancels where `v` fits much better than `v_old`, and
+    can then round below 0, where the fourth root is NaN. There, the loss is computed by itself.
 
     Args:
         error_old: The flow-matching loss of `v_old`.
