@@ -55,7 +55,8 @@ test-all: .venv/installed-test
 # What the compilers of absent devices make of the programs that train: of an H200 and a B200, and of a TPU v6e (20 minutes). Their
 # wheels must not lie beside those that train, nor beside each other.
 test-targets: .venv-plan-cuda/installed
-	$(<D)/bin/python -m pytest -n 2 --dist loadfile tests/targets tests/planning/test_topology.py
+	$(<D)/bin/python -m pytest -n 2 --dist loadfile tests/targets \
+	  tests/planning/test_topology.py tests/planning/test_lowering.py
 
 test-targets-tpu: .venv-plan-tpu/installed
 	$(<D)/bin/python -m pytest tests/targets tests/planning/test_topology.py

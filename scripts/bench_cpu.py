@@ -32,7 +32,6 @@ from solrl_jax.models.locate import EMBEDDED_FOLDER
 from solrl_jax.planning.abstract import experiment as of_shapes
 from solrl_jax.planning.abstract import open_configurations
 from solrl_jax.planning.stages import Program, Stages
-from solrl_jax.planning.topology import tracing
 from solrl_jax.rl.experiment import build, fresh_state, local_device, open_mesh
 from solrl_jax.rl.generate import SeedBatch, generate
 from solrl_jax.rl.iteration import iterate
@@ -77,7 +76,7 @@ def counted(config: Config) -> dict[str, int]:
     codes = planned.codes()
 
     def count(program: Program) -> int:
-        with jax.set_mesh(program.mesh), tracing():
+        with jax.set_mesh(program.mesh):
             return operations(program.function, *program.arguments)
 
     for stage in ("encode", "sync", "explore", "regenerate", "update"):

@@ -1,10 +1,11 @@
 """Programs as text for a GPU that is not here."""
 
 from typing import Any
+from unittest import mock
 
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from solrl_jax.planning import topology
+from solrl_jax.models.layers import attention
 
 H100 = AbstractDevice(device_kind="NVIDIA H100", num_cores=None, platform="gpu")
 
@@ -12,9 +13,14 @@ H100 = AbstractDevice(device_kind="NVIDIA H100", num_cores=None, platform="gpu")
 def cuda_text(function: Any, *arguments: Any) -> str:
     """Traces a jitted function and lowers it for an H100.
 
+    Softmax attention is XLA's: JAX traces cuDNN's only where cuDNN is installed, see
+    tests/planning/test_lowering.py.
+
     Returns:
         The program as StableHLO text.
     """
     # Kernels are chosen, and Pallas lowers them, for the device that the mesh describes.
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H100)), topology.tracing():
+    mesh = AbstractMesh((), (), abstract_device=H100)
+    no_cudnn = mock.patch.object(attention, "cudnn_fits", return_value=False)
+    with use_abstract_mesh(mesh), no_cudnn:
         return function.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()

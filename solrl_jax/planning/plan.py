@@ -91,11 +91,10 @@ class Planner:
         self.where = where
         target = where.target
         mesh = open_mesh(config, topology.devices(target, where.count, where.hosts))
-        with topology.tracing():
-            open_pipeline = partial(
-                open_configurations, config.model.path, mhla=mhla_override(config.model)
-            )
-            self.pipeline = open_for_training(config, mesh, USABLE * target.memory, open_pipeline)
+        open_pipeline = partial(
+            open_configurations, config.model.path, mhla=mhla_override(config.model)
+        )
+        self.pipeline = open_for_training(config, mesh, USABLE * target.memory, open_pipeline)
         self.device = DeviceInfo(target.platform, target.kind, target.capability)
         self.stages = Stages(experiment(config, self.pipeline, self.device, mesh))
         self.codes = self.stages.codes()

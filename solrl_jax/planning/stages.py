@@ -14,7 +14,6 @@ from solrl_jax.models.text_encoders.encode import encode_chunk
 from solrl_jax.parallel import sharding
 from solrl_jax.parallel.sharding import row_groups
 from solrl_jax.planning.abstract import abstract, shaped, text_encoders
-from solrl_jax.planning.topology import tracing
 from solrl_jax.rewards.protocol import score_images
 from solrl_jax.rl.experiment import Experiment, state_shapes
 from solrl_jax.rl.explore.options.registry import shaped_quantizer
@@ -158,7 +157,7 @@ class Stages:
 
     def _encodings(self, count: int) -> Any:
         """Returns the conditioning of `count` prompts, replicated, as shapes."""
-        with jax.set_mesh(self.rows_mesh), tracing():
+        with jax.set_mesh(self.rows_mesh):
             out = encode_chunk.eval_shape(*self._encode().arguments)
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, sharding=self.whole), out

@@ -5,16 +5,15 @@ driver. The functions that train are lowered unchanged, with shardings over the 
 topology.
 """
 
-import contextlib
+import ctypes.util
 import importlib.util
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from solrl_jax.errors import InputError
-from solrl_jax.planning.targets import CUDNN, Target, description
+from solrl_jax.planning.targets import Target, description
 
 WHEELS = {"gpu": ("jax_cuda13_plugin", "jax_cuda12_plugin"), "tpu": ("libtpu",)}  # any of them
 TOOLKIT = Path("/usr/local/cuda/bin")  # where CUDA's own tools are, if they are installed
@@ -49,8 +48,10 @@ def prepare(target: Target) -> None:
     Raises:
         InputError: If its compiler is not installed.
     """
-    wheels = any(map(importlib.util.find_spec, WHEELS[target.platform]))
-    if not wheels or (target.platform == "gpu" and not _has_assembler()):
+    installed = any(map(importlib.util.find_spec, WHEELS[target.platform]))
+    if target.platform == "gpu":
+        installed = installed and _has_assembler() and _has_cudnn()
+    if not installed:
         extra = f"solrl_jax[{EXTRAS[target.platform]}]"
         raise InputError(
             f"device={target.name}: its compiler is not installed: pip install '{extra}'"
@@ -68,6 +69,16 @@ def _has_assembler() -> bool:
     return bool(
         shutil.which("ptxas", path=os.pathsep.join([os.environ.get("PATH", ""), str(TOOLKIT)]))
     ) or any(found for folder in wheels for found in folder.glob("*/bin/ptxas"))
+
+
+def _has_cudnn() -> bool:
+    """Whether cuDNN is installed, in a wheel or in the system.
+
+    JAX asks the library for its version when it traces attention. No device is needed for that.
+    """
+    nvidia = importlib.util.find_spec("nvidia")
+    in_wheel = nvidia is not None and importlib.util.find_spec("nvidia.cudnn") is not None
+    return in_wheel or ctypes.util.find_library("cudnn") is not None
 
 
 def devices(target: Target, count: int, hosts: int) -> list[Any]:
@@ -145,24 +156,6 @@ def tpu_topology(target: Target, count: int, hosts: int) -> tuple[str, tuple[int
     return f"{target.name.removeprefix('tpu-')}:{'x'.join(map(str, edges))}", sizes[count]
 
 
-@contextlib.contextmanager
-def tracing() -> Iterator[None]:
-    """While the body runs, attention is traced for cuDNN `CUDNN`, even if none is installed here.
-
-    Replaces JAX's private version check for that time, in all threads.
-    """
-    # JAX has no public way to state the target's cuDNN: it asks the library that is loaded here.
-    from jax._src.cudnn import fused_attention_stablehlo
-
-    major, minor, patch = map(int, CUDNN.split("."))
-    before = fused_attention_stablehlo.check_cudnn_version
-    fused_attention_stablehlo.check_cudnn_version = lambda: major * 10000 + minor * 100 + patch
-    try:
-        yield
-    finally:
-        fused_attention_stablehlo.check_cudnn_version = before
-
-
 def lowered(function: Any, arguments: tuple[Any, ...]) -> Any:
     """Lowers a jitted function for shapes that are placed on a topology's devices.
 
@@ -170,8 +163,7 @@ def lowered(function: Any, arguments: tuple[Any, ...]) -> Any:
         function: The jitted function.
         arguments: Its arguments.
     """
-    with tracing():
-        return function.lower(*arguments)
+    return function.lower(*arguments)
 
 
 def compiled(program: Any, target: Target) -> Any:

@@ -2,9 +2,6 @@
 what a GPU is asked for.
 """
 
-import re
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -18,7 +15,6 @@ from solrl_jax.models.checks import check_attention
 from solrl_jax.models.layers.attention_fp8 import E4M3, PROBABILITY_SCALE, attention_fp8
 from solrl_jax.models.layers.softmax_attention import JointAttention, SelfAttention
 from solrl_jax.models.locate import open_model
-from solrl_jax.planning import topology
 from solrl_jax.quant.lazy import LazyActivation, cast_saturating
 from tests.cases import first_is_quick
 from tests.parity import relative
@@ -99,18 +95,6 @@ def test_a_network_takes_it_where_it_is_asked_for(joint):
         assert a.dtype == b.dtype == jnp.bfloat16
         assert 1e-3 < relative(b.astype(jnp.float32), a.astype(jnp.float32)) < 0.1
     assert all(np.array_equal(a, b) for a, b in zip(own, run(False), strict=True))
-
-
-@pytest.mark.parametrize(("capability", "kernel"), [("8.9", ""), ("9.0", "F8"), ("10.0", "F8")])
-def test_gpus_from_hopper_on_take_cudnns_and_others_that_of_bf16(monkeypatch, capability, kernel):
-    device = SimpleNamespace(platform="gpu", compute_capability=capability)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "devices", lambda: [device])
-    q, k, v = (jax.ShapeDtypeStruct((B, n, N, H), E4M3) for n in (T, S, S))
-    with topology.tracing():
-        traced = jax.jit(lambda *qkv: attention_fp8(*qkv)).trace(q, k, v)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert re.findall(r"@__cudnn\$fmhaSoftmax(\w*)", text) == [kernel]
 
 
 def test_it_is_refused_where_attention_has_a_mask():

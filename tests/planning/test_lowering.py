@@ -6,17 +6,21 @@ cuDNN and cuBLAS.
 """
 
 import functools
+import importlib.util
 import re
+from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from solrl_jax.config.presets import resolve
+from solrl_jax.models.layers.attention_fp8 import attention_fp8
 from solrl_jax.parallel import sharding
+from solrl_jax.planning import topology
 from solrl_jax.planning.abstract import experiment, open_configurations
 from solrl_jax.planning.stages import STAGES, Program, Stages
 from solrl_jax.planning.targets import TARGETS
-from solrl_jax.planning.topology import tracing
 from solrl_jax.quant import compile_target
 from solrl_jax.quant.formats import DeviceInfo
 from solrl_jax.rl.experiment import Experiment
@@ -30,10 +34,16 @@ PRESETS = (
     ),
 )
 
-pytestmark = pytest.mark.skipif(
-    jax.__version_info__ >= (0, 11),
-    reason="Pallas asks the devices of the mesh which GPU they are: see tests/targets",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        jax.__version_info__ >= (0, 11),
+        reason="Pallas asks the devices of the mesh which GPU they are: see tests/targets",
+    ),
+    pytest.mark.skipif(
+        not any(map(importlib.util.find_spec, topology.WHEELS["gpu"])),
+        reason="no cuDNN, which JAX asks for its version: plan-cuda (make test-targets)",
+    ),
+]
 
 CUSTOM = "@__op$block_scaled_dot("
 PRODUCT = "stablehlo.dot_general"
@@ -58,7 +68,7 @@ def of_shapes(
 
 
 def lowered(program: Program) -> str:
-    with jax.set_mesh(program.mesh), tracing():
+    with jax.set_mesh(program.mesh):
         traced = program.function.trace(*program.arguments)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
@@ -156,3 +166,15 @@ def test_the_transformers_attend_in_cudnns_flash_attention_forwards_and_backward
     )  # whose micro-batches are mapped over groups of rows
     (program,) = stages.programs("update", stages.codes())
     assert "CustomSPMDPartitioning" in lowered(program)  # JAX divides the kernel as it is compiled
+
+
+@pytest.mark.parametrize(("capability", "kernel"), [("8.9", ""), ("9.0", "F8"), ("10.0", "F8")])
+def test_gpus_from_hopper_on_take_cudnns_and_others_that_of_bf16(monkeypatch, capability, kernel):
+    device = SimpleNamespace(platform="gpu", compute_capability=capability)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    shapes = [(2, length, 3, 16) for length in (7, 9, 9)]
+    q, k, v = (jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn) for shape in shapes)
+    traced = jax.jit(lambda *qkv: attention_fp8(*qkv)).trace(q, k, v)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert re.findall(r"@__cudnn\$fmhaSoftmax(\w*)", text) == [kernel]
