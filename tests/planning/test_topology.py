@@ -1,5 +1,6 @@
 """Compiling for devices that are not here: `planning.topology`, `planning.targets`."""
 
+import ctypes.util
 import functools
 import importlib.util
 import os
@@ -67,12 +68,28 @@ def test_without_cudas_assembler_the_compiler_is_not_installed(monkeypatch, tmp_
     topology.prepare(TARGETS["h100"])
 
 
+def test_without_cudnn_attention_could_not_be_traced(monkeypatch, tmp_path):
+    plugin_alone(monkeypatch, tmp_path)
+    (tmp_path / "ptxas").touch(0o755)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "nvidia.cudnn" else find(name)
+    )
+    monkeypatch.setattr(ctypes.util, "find_library", lambda name: None)
+    with pytest.raises(InputError, match="its compiler is not installed"):
+        topology.prepare(TARGETS["h100"])
+    monkeypatch.setattr(ctypes.util, "find_library", lambda name: f"lib{name}.so.9")
+    topology.prepare(TARGETS["h100"])
+
+
 def plugin_alone(monkeypatch, folder):
-    """Of what compiles for GPUs there is the plug-in, and a folder each for CUDA's wheels and its
-    toolkit, which are empty.
-    """
+    """Installs JAX's plug-in and cuDNN, and empty folders for CUDA's other wheels and its toolkit."""
     nvidia = SimpleNamespace(submodule_search_locations=[str(folder / "nvidia")])
-    found = {"jax_cuda12_plugin": SimpleNamespace(), "nvidia": nvidia}
+    found = {
+        "jax_cuda12_plugin": SimpleNamespace(),
+        "nvidia": nvidia,
+        "nvidia.cudnn": SimpleNamespace(),
+    }
     monkeypatch.setattr(importlib.util, "find_spec", found.get)
     monkeypatch.setattr(topology, "TOOLKIT", folder)
     monkeypatch.setenv("PATH", "")
