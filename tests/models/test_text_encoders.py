@@ -294,7 +294,8 @@ def test_a_filled_cache_gives_a_run_all_that_it_asks_to_the_bit(tmp_path, monkey
 def test_filling_wants_a_cache():
     with pytest.raises(
         InputError,
-        match=r"^model.prompt_cache_dir=None: expected a directory to be filled, or '' for the user's own$",
+        match=r"^model.prompt_cache_dir=None: expected a directory to be filled, or '' for the one in "
+        "the user's cache directory$",
     ):
         fill_cache(small_config())
 

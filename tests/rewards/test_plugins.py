@@ -357,5 +357,5 @@ def test_the_server_composites_transparent_images_on_white(mode, value):
     picture.putpixel((1, 0), (0, 0, 0, 0))
     buffer = io.BytesIO()
     picture.convert(mode).save(buffer, "PNG")
-    (image,) = reward_server.opened([base64.b64encode(buffer.getvalue()).decode()])
+    (image,) = reward_server.decode_images([base64.b64encode(buffer.getvalue()).decode()])
     np.testing.assert_array_equal(image, [[[1.0] * 3, [value] * 3]])

@@ -2,14 +2,15 @@
 
 import shutil
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from solrl_jax.data.prompts import load_prompts
 from solrl_jax.errors import InputError
-from solrl_jax.models.locate import EMBEDDED_FOLDER
-from solrl_jax.rl.experiment import build
+from solrl_jax.models.locate import EMBEDDED_FOLDER, open_model
 from solrl_jax.runs.inputs import hash_inputs, refuse_changed_inputs
 from tests.small import small_config
 
@@ -34,6 +35,13 @@ def files(tmp_path, monkeypatch):
     ]
     yield small_config(tmp_path / "run", *settings), tmp_path
     sys.modules.pop("own_reward_of_test", None)
+
+
+def hash_all(config):
+    """The hashes of what a run of this configuration would read. No weight is loaded."""
+    backbone = SimpleNamespace(instruction=None, pipeline=open_model(config.model.path))
+    prompts = load_prompts(config.prompts.train, "prompts.train")
+    return hash_inputs(SimpleNamespace(config=config, train_prompts=prompts, backbone=backbone))
 
 
 def change_weights(folder):
@@ -63,10 +71,10 @@ def change_prompts(folder):
 )
 def test_a_changed_input_is_noticed_by_name(files, change, name, message):
     config, folder = files
-    saved = hash_inputs(build(config))
+    saved = hash_all(config)
     assert {"prompts", "instruction", "weights/transformer", "weights/text_encoder"} < saved.keys()
     change(folder)
-    current = hash_inputs(build(config))
+    current = hash_all(config)
     assert {key for key in current if current[key] != saved[key]} == {name}
     with pytest.raises(InputError, match=message):
         refuse_changed_inputs(config, {"iteration": 7, **saved}, current)
