@@ -7,16 +7,16 @@ hashes are saved with every checkpoint, and a resumed run is refused if its inpu
 import hashlib
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from solrl_jax.config.schema import Config, is_plugin
+from solrl_jax.data.prompts import Prompt
 from solrl_jax.errors import InputError
 from solrl_jax.models.loading.tensor_files import weight_files
 from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.rewards.registry import entry_points, reward_names
-from solrl_jax.rl.experiment import Experiment
 
 # A weight file is hashed by its size, its first bytes (the header of a safetensors file) and blocks
 # at equal distances: 24 GB of weights take less than a second.
@@ -25,26 +25,31 @@ NUM_BLOCKS = 64
 BLOCK_BYTES = 2**14
 
 
-def hash_inputs(experiment: Experiment) -> dict[str, str]:
+def hash_inputs(
+    config: Config, pipeline: Pipeline, prompts: Sequence[Prompt], instruction: str | None
+) -> dict[str, str]:
     """Hashes the inputs that the trained parameters depend on.
 
     Args:
-        experiment: The loaded experiment.
+        config: The configuration, which names plug-ins.
+        pipeline: The model, whose weight files are sampled.
+        prompts: The training prompts.
+        instruction: The text before each prompt, or None.
 
     Returns:
         Hashes by name: "prompts" (the training prompts with their metadata, in order),
         "instruction", "weights/COMPONENT" for every component of the model whose files are there,
         and "code/MODULE:FUNCTION" for every reward and objective outside of the package.
     """
-    prompts = [(str(prompt), dict(prompt.metadata)) for prompt in experiment.train_prompts]
+    texts = [(str(prompt), dict(prompt.metadata)) for prompt in prompts]
     hashes = {
-        "prompts": _digest(json.dumps(prompts).encode()),
-        "instruction": _digest(json.dumps(experiment.backbone.instruction).encode()),
+        "prompts": _digest(json.dumps(texts).encode()),
+        "instruction": _digest(json.dumps(instruction).encode()),
     }
-    for name, folder in _weight_folders(experiment.backbone.pipeline).items():
+    for name, folder in _weight_folders(pipeline).items():
         if folder.is_dir():
             hashes[f"weights/{name}"] = _hash_weights(folder)
-    for plugin in _plugins(experiment.config):
+    for plugin in _plugins(config):
         source = _source_file(plugin)
         if source is not None:
             hashes[f"code/{plugin}"] = _digest(source.read_bytes())

@@ -157,7 +157,12 @@ def run(
 
         # Load the models and the state to continue from.
         experiment = build(config, force=force)
-        input_hashes = hosts.agreed(lambda: hash_inputs(experiment))
+        backbone = experiment.backbone
+        input_hashes = hosts.agreed(
+            lambda: hash_inputs(
+                config, backbone.pipeline, experiment.train_prompts, backbone.instruction
+            )
+        )
         state, done = _restore(experiment, input_hashes, folder, progress, force)
 
         # All input has been accepted, so the directory may be written to from here on.

@@ -2,7 +2,6 @@
 
 import shutil
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -39,9 +38,8 @@ def files(tmp_path, monkeypatch):
 
 def hash_all(config):
     """The hashes of what a run of this configuration would read. No weight is loaded."""
-    backbone = SimpleNamespace(instruction=None, pipeline=open_model(config.model.path))
     prompts = load_prompts(config.prompts.train, "prompts.train")
-    return hash_inputs(SimpleNamespace(config=config, train_prompts=prompts, backbone=backbone))
+    return hash_inputs(config, open_model(config.model.path), prompts, None)
 
 
 def change_weights(folder):
