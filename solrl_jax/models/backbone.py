@@ -54,17 +54,25 @@ class Backbone:
         guidance: Float[Array, ""],
         fp8_attention: bool = False,
     ) -> Float[Array, " b *latent"]:
-        """Predicts the velocity `noise - x0` of a policy, in `self.dtype`.
+        """Predicts the velocity `noise - x0` of a policy, in `self.dtype`. For use under jit.
+
+        The sharded parameters are gathered first, except stacks of blocks, which the network
+        gathers one layer at a time.
 
         Args:
             params: the base parameters, any leaves of which may be replaced by quantized or adapted
                 ones.
-            latent: noisy latents, float32.
+            latent: noisy latents, float32. They are cast to `self.dtype`.
             conditioning: encoded prompts, one row per latent.
             time: `1000 sigma`, in [0, 1000]: one for all latents, or one per latent.
-            guidance: guidance scale for networks that take it as an input.
+            guidance: guidance scale for networks that take it as an input
+                (`pipeline.embedded_guidance`). Other networks ignore it.
             fp8_attention: whether softmax attention runs in FP8, only where
                 `pipeline.attends_in_fp8`.
+
+        Returns:
+            The velocity, of the shape of `latent`. One evaluation of the network: classifier-free
+            guidance is not applied here.
         """
         time = jnp.broadcast_to(time, latent.shape[:1])
         return self.pipeline.velocity(
@@ -82,17 +90,28 @@ class Backbone:
         """Encodes prompts, through the cache if there is one, and replicates the result on every
         device.
 
+        Prompts that the cache lacks are computed, which loads the text encoders, and are written to
+        the cache.
+
         Args:
             prompts: one or more prompts.
             max_tokens: number of tokens to which each prompt is padded or cut.
-            negative: whether these are negative prompts, which get no instruction.
+            negative: whether these are negative prompts, which get no instruction. All others get
+                `self.instruction`, if there is one.
+
+        Returns:
+            The encodings by name, each with one row per prompt in the order of `prompts`,
+            replicated over `self.mesh`.
         """
         instruction = None if negative else self.instruction
         encoding, _ = self.text_encoders.encode(prompts, max_tokens, instruction)
         return hosts.put(encoding, sharding.replicated(self.mesh))
 
     def parameter_table(self) -> list[ParameterEntry]:
-        """Returns the names and layouts of the transformer's parameters in released files."""
+        """Returns the names and layouts of the transformer's parameters in released files.
+
+        One entry per parameter of the base network; see `models.loading.weights.parameter_table`.
+        """
         return parameter_table(self.pipeline.transformer.state)
 
 
@@ -109,18 +128,30 @@ def load_backbone(
     """Loads a pipeline onto a mesh. Text encoders are only checked; they load when a prompt is not
     in the cache.
 
+    The transformer is placed on `mesh`, and the decoder on the same devices arranged by
+    `sharding.rows_only`. The files of both are checked before either is read.
+
     Args:
-        model: an open pipeline, or a path for `open_model`.
-        precision: dtype in which the networks compute, "bf16" or "fp32".
+        model: an open pipeline, or a path for `open_model`, which may download it. A path is opened
+            with rematerialization "none" and the model's own attention.
+        precision: dtype in which the transformer and the text encoders compute, "bf16" or "fp32".
         mesh: devices that hold the parameters.
-        cache: `model.prompt_cache_dir`, the folder of encoded prompts; see `open_cache`.
-        instruction: text before every prompt, for models that accept one.
-        tile: side in pixels of the square tiles in which images are decoded; None: whole images.
-        decoding: dtype of the autoencoder; None: the dtype that it was released for, otherwise that
-            of `precision`.
+        cache: `model.prompt_cache_dir`, the folder of encoded prompts; "" for the folder in the
+            user's cache directory, None for no cache. See `open_cache`.
+        instruction: text before every prompt but negative ones, for models that accept one; None:
+            no instruction.
+        tile: side in pixels of the square tiles in which images are decoded, a multiple of the
+            pixels per latent pixel; None: whole images.
+        decoding: dtype of the autoencoder; None: the dtype that it was released for
+            (`pipeline.vae_dtype`) if it works in no other one, otherwise that of `precision`.
+
+    Returns:
+        The backbone, with the parameters of transformer and decoder on the devices.
 
     Raises:
-        InputError: the model is missing, incomplete or not supported, or lacks a requested feature.
+        InputError: the model is missing, incomplete or not supported; `tile` is no such multiple;
+            an instruction is given to a model that accepts none; or `cache` is a file.
+        KeyError: `precision` is neither "bf16" nor "fp32".
     """
     pipeline = open_model(model) if isinstance(model, str) else model
     check_tile(tile, pipeline)
@@ -148,10 +179,16 @@ def open_text_encoders(
         pipeline: the model.
         precision: dtype in which the text encoders compute, "bf16" or "fp32".
         mesh: devices that encode, with rows split over all of them (`sharding.rows_only`).
-        cache: `model.prompt_cache_dir`, the folder of encoded prompts; see `open_cache`.
+        cache: `model.prompt_cache_dir`, the folder of encoded prompts; "" for the folder in the
+            user's cache directory, None for no cache. See `open_cache`.
+
+    Returns:
+        The text encoders, which load their parameters when a prompt is not in the cache.
 
     Raises:
-        InputError: tensors are missing or do not fit.
+        InputError: a file or a tensor is missing or does not fit, or `cache` is a file, or "" for a
+            user without a home directory.
+        KeyError: `precision` is neither "bf16" nor "fp32".
     """
     with in_one_line():
         for component in pipeline.text_encoders.values():

@@ -7,11 +7,11 @@ from solrl_jax.models.pipeline import Pipeline
 
 
 def check_tile(tile: int | None, pipeline: Pipeline) -> None:
-    """Checks the tile size of tiled decoding.
+    """Checks the tile size of tiled decoding, `model.vae_tile_size`.
 
     Args:
-        tile: side of a tile in pixels; None: images are decoded whole.
-        pipeline: the model.
+        tile: side of a tile in pixels; None, which is always accepted: images are decoded whole.
+        pipeline: the model, whose `compression` counts.
 
     Raises:
         InputError: the tile is not a whole number of latent pixels.
@@ -28,10 +28,11 @@ def check_sizes(config: Config, pipeline: Pipeline) -> None:
 
     Args:
         config: the configuration.
-        pipeline: the model, whose supported sizes count.
+        pipeline: the model, whose supported sizes count (`Pipeline.latent_shape`).
 
     Raises:
-        InputError: the model does not support one of the sizes.
+        InputError: the model does not support one of the sizes. The message is about the first such
+            size, in the order above, and begins with the name of its field.
     """
     sizes = [("model", model_size(config))]
     sizes += [("rollout.size", size) for size in training_sizes(config)]
@@ -44,9 +45,11 @@ def check_sizes(config: Config, pipeline: Pipeline) -> None:
 def check_attention(config: Config, pipeline: Pipeline) -> None:
     """Checks whether the model has the attention that `rollout.explore.attention` asks for.
 
+    Only the value "fp8" is checked; all others pass.
+
     Args:
         config: the configuration.
-        pipeline: the model.
+        pipeline: the model, whose `attends_in_fp8` counts.
 
     Raises:
         InputError: FP8 attention is configured, but the model has none.

@@ -30,12 +30,14 @@ MAX_PIXELS = 2**21
 class Decoder:
     """Decodes latents to images in [0, 1].
 
+    A pytree: `params` are its leaves, and the other attributes are static under jit.
+
     Attributes:
         params: parameters of the autoencoder.
         pipeline: the model that the autoencoder belongs to.
         dtype: dtype in which the autoencoder computes.
         tile: side in pixels of the square tiles that are decoded one after another, which saves
-            memory; None: whole images.
+            memory, a multiple of `pipeline.compression`; None: whole images.
     """
 
     params: Params
@@ -44,7 +46,19 @@ class Decoder:
     tile: int | None = None
 
     def __call__(self, latents: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
-        """Decodes latents to images in [0, 1], float32. For use under jit."""
+        """Decodes latents to images in [0, 1], float32. For use under jit.
+
+        Each device decodes a few images at a time: at most `MAX_IMAGES`, and no more than
+        `MAX_PIXELS` pixels (of a tile, if images are tiled), but at least one image. Neighbouring
+        tiles overlap by a quarter of a tile or more.
+
+        Args:
+            latents: the transformer's latents, of any dtype. The devices of the mesh that is set
+                must divide their number.
+
+        Returns:
+            The images, `pipeline.compression` times as high and wide as the latents.
+        """
         decode = partial(self.pipeline.decode, gather(self.params))
         compression = self.pipeline.compression
         height, width = latents.shape[1:3]

@@ -21,14 +21,18 @@ EMBEDDED_FOLDER = Path(__file__).parents[1] / "assets" / "pipelines"
 def open_model(path: str, remat: str = "none", mhla: MhlaOverride | None = None) -> Pipeline:
     """Opens the pipeline that `path` names, without its weights. May download it from the hub.
 
+    A download includes the files of the weights.
+
     Args:
         path: see `find_model`.
         remat: what the gradient of the transformer recomputes, a key of
             `models.layers.stack.REMAT`.
-        mhla: replaces the linear attention of SANA; see `mhla_override`.
+        mhla: replaces the linear attention of SANA, see `mhla_override`; None keeps the model's own
+            attention.
 
     Raises:
-        InputError: the model is missing, incomplete or not supported.
+        InputError: the model is missing, incomplete or not supported, or `mhla` is given for
+            another model than SANA.
     """
     folder = find_model(path)
     with in_one_line():
@@ -44,7 +48,8 @@ def mhla_override(model: Model) -> MhlaOverride | None:
             are read.
 
     Returns:
-        None if `model.attention` is "default".
+        The variant of MHLA with the image size (height, width) in pixels; None if
+        `model.attention` is "default".
     """
     if model.attention == "default":
         return None
@@ -58,10 +63,16 @@ def find_model(path: str) -> Path:
 
     Args:
         path: a directory, `embedded:NAME` for a pipeline of this package, or OWNER/NAME of a
-            repository of the hub.
+            repository of the hub. The prefix `embedded:` comes first, then an existing directory,
+            even if its name has the form OWNER/NAME.
+
+    Returns:
+        The directory: `path` itself, a folder of this package, or a folder of the hub's cache. The
+        first two have a `model_index.json`.
 
     Raises:
-        InputError: there is no such model.
+        InputError: no embedded pipeline has this name; the directory has no `model_index.json`; the
+            repository cannot be had from the hub; or `path` has none of the three forms.
     """
     if path.startswith(EMBEDDED):
         folder = EMBEDDED_FOLDER / path.removeprefix(EMBEDDED)
@@ -91,10 +102,15 @@ def pipeline_files(files: Sequence[str]) -> list[str]:
 
     Repositories hold other files too: the same weights in another precision, as pickles, or in the
     layout of another program. Those are at the top level, in a folder without a config, or have a
-    variant in their name.
+    variant in their name. Of each top-level folder with a file whose name ends in "config.json",
+    these are selected: JSON files, safetensors files and their indices (`without_variants`), and
+    all files if the name of the folder begins with "tokenizer". Deeper folders are left out.
 
     Args:
         files: paths of all files of the repository.
+
+    Returns:
+        The selected paths, sorted. `model_index.json` is always among them.
     """
     folders: dict[str, list[str]] = {}
     for file in files:
@@ -114,7 +130,15 @@ def pipeline_files(files: Sequence[str]) -> list[str]:
 
 
 def _repository_files(name: str) -> list[str]:
-    """Returns the files of a hub repository that a pipeline needs."""
+    """Returns the files of a hub repository that a pipeline needs, as `pipeline_files` selects
+    them.
+
+    Asks the hub for the list of files. If that fails for any reason, the result is
+    `model_index.json` alone, and no error is raised.
+
+    Args:
+        name: the repository, OWNER/NAME.
+    """
     from huggingface_hub import HfApi
 
     try:

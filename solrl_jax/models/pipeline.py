@@ -115,6 +115,9 @@ class Pipeline(abc.ABC):
             timestep: `1000 sigma` of each latent.
             guidance: guidance scale. Networks without embedded guidance ignore it.
             fp8_attention: whether softmax attention runs in FP8, only where `attends_in_fp8`.
+
+        Returns:
+            The velocity, of the shape of `latent`, from one evaluation of the network.
         """
 
     @abc.abstractmethod
@@ -127,10 +130,10 @@ class Pipeline(abc.ABC):
             prompts: the texts; a negative prompt may be empty.
             max_tokens: number of tokens to which each prompt is padded or cut.
             instruction: text for the language model before each prompt, only where
-                `accepts_instruction`.
+                `accepts_instruction`; None: no instruction.
 
         Returns:
-            Arrays with one row per prompt.
+            Arrays in host memory by name, with one row per prompt in the order of `prompts`.
         """
 
     @abc.abstractmethod
@@ -140,18 +143,29 @@ class Pipeline(abc.ABC):
         Args:
             params: parameters of the text encoders, by folder.
             tokens: result of `tokenize`.
+
+        Returns:
+            Arrays by name, with one row per prompt: the argument `conditioning` of `velocity`.
         """
 
     @abc.abstractmethod
     def unscale(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        """Converts the transformer's latents to the scale that the autoencoder decodes."""
+        """Converts the transformer's latents to the scale that the autoencoder decodes.
+
+        The result has the shape of `latent`.
+        """
 
     def decode(self, params: Params, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
         """Decodes latents to images in [0, 1], float32.
 
+        The network computes in the dtype of `latent`. Values outside of [0, 1] are clipped.
+
         Args:
             params: parameters of the autoencoder.
-            latent: the transformer's latents.
+            latent: the transformer's latents, before `unscale`.
+
+        Returns:
+            The images, `compression` times as high and wide as the latents.
         """
         image = self.vae(params).decode(self.unscale(latent))  # in [-1, 1], overshoots included
         return jnp.clip(image.astype(jnp.float32) / 2 + 0.5, 0.0, 1.0)
@@ -160,13 +174,15 @@ class Pipeline(abc.ABC):
     def mu(self) -> Callable[[int, int], float] | None:
         """The formula of the resolution-dependent schedule shift, or None for that of FLUX.1.
 
-        A function (number of steps, number of image tokens) that gives the logarithm of the shift.
+        A function (number of steps, number of image tokens) that gives the natural logarithm of the
+        shift. None here; a family with another formula overrides the property.
         """
         return None
 
     def size_multiples(self) -> tuple[int, int]:
-        """Returns the numbers of pixels that image heights and image widths must be multiples
-        of.
+        """Returns the numbers of pixels that image heights and image widths must be multiples of.
+
+        Here both are the side of one transformer token, `compression * patch`.
         """
         token = self.compression * self.patch
         return token, token
@@ -179,7 +195,8 @@ class Pipeline(abc.ABC):
             width: image width in pixels.
 
         Raises:
-            ValueError: the model does not support images of this size.
+            ValueError: a side is not a positive multiple of the pixels in `size_multiples`, or
+                larger than `largest_side`.
         """
         rows, columns = self.size_multiples()
         if height % rows or width % columns or height <= 0 or width <= 0:
@@ -196,6 +213,8 @@ class Pipeline(abc.ABC):
 
     def image_tokens(self, height: int, width: int) -> int:
         """Returns how many tokens the transformer makes of an image.
+
+        The size is not checked; a size that `latent_shape` refuses gives a number rounded down.
 
         Args:
             height: image height in pixels.

@@ -29,7 +29,8 @@ def open_pipeline(folder: Path, remat: str = "none", mhla: MhlaOverride | None =
     """Opens the directory of a diffusers pipeline. No weight is read.
 
     Args:
-        folder: directory with a `model_index.json`.
+        folder: directory with a `model_index.json`, whose `_class_name` selects the class among
+            `PIPELINES`.
         remat: what the gradient of the transformer recomputes, a key of
             `models.layers.stack.REMAT`.
         mhla: replaces the linear attention of SANA; None keeps the model's own attention.

@@ -61,9 +61,10 @@ class Component:
         read.
 
         Args:
-            source: a directory with safetensors files, or one safetensors file.
+            source: a directory with safetensors files, or one safetensors file. It need not exist
+                yet.
             build: constructs the network, given random number generators as `rngs`.
-            locate: finds the network's tensors in `source`.
+            locate: finds the network's tensors in `source`, and raises for those that do not fit.
         """
         graphdef, state = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))
         return cls(graphdef, state, source, locate)
@@ -75,9 +76,12 @@ class Component:
     def check_files(self) -> None:
         """Checks that the files hold the network's tensors, without reading a tensor.
 
+        Only the headers of the files are read.
+
         Raises:
             FileNotFoundError: a file is missing.
-            ValueError: tensors do not fit; the message lists all of them.
+            ValueError: a file or an index cannot be read, or tensors do not fit; the message lists
+                all tensors that do not.
         """
         self.locate(self.source, self.state)
 
@@ -89,10 +93,14 @@ class Component:
             place: gives the sharding of a parameter from its path and shape; None: JAX's default
                 device.
 
+        Returns:
+            The parameters as a nested dictionary by path, on the devices.
+
         Raises:
             FileNotFoundError: a file is missing.
-            ValueError: tensors do not fit; the message lists all of them. Nothing has been placed
-                on a device then.
+            ValueError: a file or an index cannot be read, or tensors do not fit; the message lists
+                all tensors that do not. Nothing has been placed on a device then, except where a
+                file ends within a tensor's data.
         """
         table, stored = self.locate(self.source, self.state)
         return load_tensors(table, stored, dtype, place)
@@ -112,12 +120,15 @@ class Component:
 
     @property
     def num_parameters(self) -> int:
-        """The number of values in all parameters."""
+        """The number of values in all parameters, all layers of a stack counted."""
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.state))
 
     @functools.cached_property
     def stack_paths(self) -> frozenset[tuple[str, ...]]:
-        """The path of each stack of blocks (`models.layers.stack.stack`) in the parameter tree."""
+        """The path of each stack of blocks (`models.layers.stack.stack`) in the parameter tree.
+
+        The parts of a path are strings. The set is empty for a network without stacks.
+        """
         paths = set()
         for path, variable in nnx.to_flat_state(self.state):
             depth = variable.get_metadata()["below_stack"]
@@ -128,11 +139,16 @@ class Component:
     def gather(self, params: Params, path: tuple[str, ...] = ()) -> Params:
         """Gathers sharded parameters into whole arrays on every device. For use under jit.
 
-        Stacks of blocks stay sharded: `scan_blocks` gathers one layer at a time.
+        Stacks of blocks stay sharded: `scan_blocks` gathers one layer at a time. If the mesh has an
+        axis `tensor` of more than one device, linear layers stay split over it
+        (`models.layers.stack.gather`). Without a mesh, nothing changes.
 
         Args:
-            params: the network's parameters, or the subtree at `path`.
-            path: position of `params` in the network's parameter tree.
+            params: the network's parameters, or the subtree at `path`. Leaves may be quantized.
+            path: position of `params` in the network's parameter tree; () for the whole tree.
+
+        Returns:
+            A new tree of the same structure.
         """
         gathered = {}
         for name, value in params.items():

@@ -18,12 +18,12 @@ MAX_SHOWN = 80  # characters of a value in an error message
 
 
 def unsupported(network: str, field: str, value: Any, accepted: str) -> ValueError:
-    """Returns the error for a field whose value a port does not support.
+    """Returns, and does not raise, the error for a field whose value a port does not support.
 
     Args:
         network: name of the network or file that the field belongs to.
         field: name of the field.
-        value: its value.
+        value: its value. The message shows its `repr`, cut to `MAX_SHOWN` characters.
         accepted: description of the supported values.
     """
     text = repr(value)
@@ -35,14 +35,20 @@ def unsupported(network: str, field: str, value: Any, accepted: str) -> ValueErr
 def with_rope_theta(network: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of a transformers configuration with `rope_theta` at the top level.
 
-    Transformers 4 has `rope_theta` there; transformers 5 has it inside `rope_parameters`.
+    Transformers 4 has `rope_theta` there; transformers 5 has it inside `rope_parameters`. The
+    mapping `rope_parameters` is read if it is not empty, otherwise `rope_scaling`. Its `rope_theta`
+    replaces one at the top level. If it has none, the fields stay as they are.
 
     Args:
         network: name of the network, for the error message.
-        fields: contents of a `config.json`.
+        fields: contents of a `config.json`. They are not changed.
+
+    Returns:
+        A new dictionary. `rope_theta` may be missing in it if it is nowhere in `fields`.
 
     Raises:
-        ValueError: the rotary embedding is not of the default kind.
+        ValueError: that field is not a mapping, or the rotary embedding is not of the kind
+            "default" (`rope_type`, or `type` if there is no `rope_type`).
     """
     name = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
     rope = fields.get(name) or {}
@@ -81,7 +87,9 @@ class ReleasedConfig:
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: a field is unknown or not supported; the message names file and field.
+            ValueError: the file is not a JSON object, or a field is unknown or not supported; the
+                message names file and field.
+            TypeError: a field that has no default is missing.
         """
         file = folder / "config.json"
         fields = read_json(file)
@@ -94,8 +102,18 @@ class ReleasedConfig:
     def from_dict(cls: type[C], fields: Mapping[str, Any]) -> C:
         """Makes a configuration from the contents of a `config.json`.
 
+        Missing fields keep their defaults. Lists become tuples at all levels. The value of a field
+        may be no integer below 1, not even where its type is float.
+
+        Args:
+            fields: the contents. `_class_name` (diffusers) or `model_type` (transformers) must be
+                that of the network where it is present. Unknown fields are ignored for
+                transformers, and for diffusers if their names begin with "_".
+
         Raises:
-            ValueError: a field is unknown or not supported; the message names it.
+            ValueError: a field is unknown or not supported, the network is another one, or
+                `quantization_config` is set; the message names the field.
+            TypeError: a field that has no default is missing.
         """
         types = {field.name: field.type for field in dataclasses.fields(cls)}
         if fields.get("quantization_config"):
@@ -129,10 +147,13 @@ class ReleasedConfig:
         return cls(**values)
 
     def __post_init__(self) -> None:
+        """Checks the fields. Raises ValueError as `check` does."""
         self.check()
 
     def check(self) -> None:
-        """Checks the values of the fields. Subclasses override it.
+        """Checks the values of the fields. Subclasses override it; here it does nothing.
+
+        The constructor calls it.
 
         Raises:
             ValueError: a value is not supported; the message names the field.
@@ -150,7 +171,9 @@ class ReleasedConfig:
             raise unsupported(self.network, field, getattr(self, field), accepted)
 
     def require_one_of(self, field: str, accepted: tuple[Any, ...]) -> None:
-        """Raises ValueError unless a field has one of some values; of a tuple, every entry.
+        """Raises ValueError unless a field has one of some values.
+
+        If the field holds a tuple, every entry must be one of them; an empty tuple passes.
 
         Args:
             field: name of the field.
@@ -165,6 +188,12 @@ class ReleasedConfig:
 class TransformerConfig(ReleasedConfig):
     """The fields that the diffusion transformers of diffusers have in common
     (`transformer/config.json`).
+
+    Attributes:
+        in_channels: channels of the input.
+        out_channels: channels of the output; None: as many as `in_channels`.
+        attention_head_dim: features of one attention head.
+        num_attention_heads: number of attention heads.
     """
 
     in_channels: int
@@ -174,7 +203,7 @@ class TransformerConfig(ReleasedConfig):
 
     @property
     def width(self) -> int:
-        """Width of the tokens."""
+        """Width of the tokens: number of heads times features per head."""
         return self.num_attention_heads * self.attention_head_dim
 
     @property
@@ -184,16 +213,21 @@ class TransformerConfig(ReleasedConfig):
 
 
 def _as_tuple(value: Any) -> Any:
-    """Converts lists to tuples, at all levels."""
+    """Converts a list to a tuple, and lists in it likewise, at all levels. Returns other values
+    unchanged.
+    """
     return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
 def _matches(value: Any, annotation: Any) -> bool:
     """Whether a value is of an annotated type. An integer is also a float; a bool is neither.
 
+    A tuple matches if all its entries do, so an empty tuple matches every tuple type. Values are
+    not checked here: an `int` may be zero or negative.
+
     Args:
-        value: the value of a field.
-        annotation: its type: int, float, str, bool, tuple[...], or a union of these with None.
+        value: the value of a field, with tuples in place of lists.
+        annotation: its type: int, float, str, bool, None, tuple[TYPE, ...], or a union of these.
     """
     if isinstance(annotation, UnionType):
         return any(_matches(value, option) for option in get_args(annotation))
@@ -206,7 +240,14 @@ def _matches(value: Any, annotation: Any) -> bool:
 
 
 def _describe(annotation: Any) -> str:
-    """Describes the values of an annotated type, for error messages."""
+    """Describes the values of an annotated type, for error messages.
+
+    For example "a positive integer" for int, "a list of strings" for tuple[str, ...], and the
+    descriptions of the options joined by " or " for a union.
+
+    Args:
+        annotation: a type that `_matches` accepts.
+    """
     if isinstance(annotation, UnionType):
         return " or ".join(map(_describe, get_args(annotation)))
     if get_args(annotation):

@@ -53,13 +53,18 @@ class StoredTensor:
     def rows(self, first: int, last: int) -> Iterator[tuple[int, np.ndarray]]:
         """Yields rows of the leading axis in blocks, as (index of the block's first row, block).
 
-        Each block overwrites the memory of the one before. A tensor without axes counts as one row.
+        A block has the stored dtype and about `BLOCK_BYTES` bytes, but at least one row. Each block
+        overwrites the memory of the one before, so use or copy it before the next one. A tensor
+        without axes counts as one row, and its block has the shape [1]. Nothing is yielded if
+        `first` is `last`.
 
         Args:
             first: the first row.
             last: the row after the last one.
 
         Raises:
+            KeyError: the dtype is none of `STORED_DTYPES`.
+            OSError: the file cannot be opened or read.
             ValueError: the file ends too early.
         """
         dtype = np.dtype(STORED_DTYPES[self.dtype])
@@ -78,11 +83,12 @@ class StoredTensor:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object from a file.
+    """Reads a JSON object from a UTF-8 file. The numbers NaN, Infinity and -Infinity are accepted.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is not a JSON object; the message names the file.
+        ValueError: the file cannot be read, is not JSON, repeats a key, or holds another value than
+            an object; the message names the file.
     """
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file")
@@ -98,8 +104,13 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_header(file: Path) -> list[StoredTensor]:
     """Reads the positions of all tensors of a safetensors file from its header.
 
+    Returns:
+        One entry per tensor, in the order of the header. Dtypes that the networks do not accept are
+        among them.
+
     Raises:
-        ValueError: the file is missing, damaged or of another format.
+        ValueError: the file is missing, damaged or of another format, or its header has more than
+            `MAX_HEADER_BYTES` bytes.
     """
     try:
         if not file.is_file():
@@ -127,15 +138,20 @@ def weight_files(folder: Path) -> list[Path]:
     """Returns the safetensors files of a component: one file, or those that an index of shards
     names.
 
-    The names that diffusers and transformers give come first (`STANDARD_NAMES`). Variants (see
-    `without_variants`) are used only if there is nothing else.
+    The first of `STANDARD_NAMES` that the folder has is used, the names that diffusers and
+    transformers give. Without any of them, there must be exactly one index, or no index and exactly
+    one safetensors file. Variants (see `without_variants`) are used only if there is nothing else.
 
     Args:
         folder: directory of the component.
 
+    Returns:
+        Paths in `folder`; the shards of an index sorted by name.
+
     Raises:
-        FileNotFoundError: there is no file, or more than one without an index.
-        ValueError: the index cannot be read.
+        FileNotFoundError: the folder or every such file is missing, there are several and none has
+            a standard name, or a shard that the index names is missing.
+        ValueError: the index cannot be read, or names a file in another folder.
     """
     present = [p.name for p in folder.iterdir()] if folder.is_dir() else []
     names = without_variants(present)
@@ -159,7 +175,15 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _indexed_files(index: Path) -> list[Path]:
-    """Returns the files that an index of shards names. Raises as `weight_files`."""
+    """Returns the files that an index of shards names, sorted by name, in the folder of the index.
+
+    Args:
+        index: the JSON file, whose `weight_map` maps names of tensors to names of files.
+
+    Raises:
+        FileNotFoundError: the index, or a file that it names, is missing.
+        ValueError: the file is not an index of shards, or names a file in another folder.
+    """
     try:
         names = sorted(set(read_json(index)["weight_map"].values()))
         for name in names:
@@ -182,10 +206,11 @@ def without_variants(names: Iterable[str]) -> list[str]:
     are others.
 
     A variant, such as `model.fp16.safetensors`, holds the same weights in another precision, or an
-    average of them.
+    average of them. If all files are variants, all are returned.
 
     Args:
-        names: names of all files in a folder.
+        names: names of all files in a folder, without directories. Other files, such as pickles and
+            configurations, are left out of the result.
     """
     weights = sorted(
         name
@@ -197,8 +222,11 @@ def without_variants(names: Iterable[str]) -> list[str]:
 
 
 def _variant(name: str) -> str:
-    """Returns the variant in a file name: `fp16` of `model.fp16-00001-of-00002.safetensors`; "" if
-    there is none.
+    """Returns the variant in a file name: `fp16` of `model.fp16-00001-of-00002.safetensors` and of
+    `model.safetensors.index.fp16.json`; "" if there is none.
+
+    The variant is what remains of the parts between dots, without the first part, the words
+    "safetensors", "index" and "json", and what follows a hyphen.
     """
     _, *parts = name.split(".")
     variants = [part for part in parts if part not in ("safetensors", "index", "json")]

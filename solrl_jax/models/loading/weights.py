@@ -119,6 +119,10 @@ def parameter_table(state: nnx.State) -> list[ParameterEntry]:
     Args:
         state: state of the network, abstract or not. Its parameters carry the metadata of
             `models.layers.parameter.param`.
+
+    Returns:
+        One entry per parameter, a stack of layers counted once, in the order of
+        `nnx.to_flat_state`.
     """
     table = []
     for path, variable in nnx.to_flat_state(state):
@@ -159,21 +163,25 @@ def locate_tensors(
 ) -> tuple[list[ParameterEntry], dict[str, StoredTensor]]:
     """Finds the tensors of a network in released files, from the headers of the files alone.
 
-    A parameter with an initial value may be missing, but only with all of its layers.
+    A parameter with an initial value may be missing, but only with all of its layers. The names in
+    the files may lack a prefix of `OPTIONAL_PREFIXES` or be one of `ALIASES`. Tensors of
+    `REDUNDANT` are accepted where the network has the parameter that makes them redundant.
 
     Args:
         source: the directory of a component, or one safetensors file.
         state: abstract state of the network.
-        unused: prefixes of tensors that the files hold and the network does not use.
+        unused: prefixes of tensors that the files may hold and the network does not use.
 
     Returns:
-        The table of the network, and the position of each of its tensors by name: the arguments of
+        The table of the network, with the names that the files use, and the position of each tensor
+        in the files by name, those that the network does not use included: the arguments of
         `load_tensors`.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: tensors are missing, unexpected, of another shape, stored twice or not
-            floating-point. The message lists all of them.
+        ValueError: a file or an index cannot be read; or tensors are missing, unexpected, of
+            another shape, stored twice or of a dtype outside of `STORED_DTYPES`. The message lists
+            all such tensors.
     """
     files = [source] if source.is_file() else weight_files(source)
     stored_names = {tensor.name for file in files for tensor in read_header(file)}
@@ -201,6 +209,9 @@ def _without_optional_prefix(
     """Returns the table with the spelling of the files: without a prefix of `OPTIONAL_PREFIXES`
     that they leave out.
 
+    A prefix is removed if all names of the table have it and no name in the files does. Only the
+    first such prefix is removed. If there is none, the result is `table` itself.
+
     Args:
         table: the table of a network.
         stored_names: the names of all tensors in the files.
@@ -222,8 +233,10 @@ def _with_aliases(table: list[ParameterEntry], stored_names: set[str]) -> list[P
     """Returns the table with the spelling of the files: where a tensor has only another name of
     `ALIASES` there, with that name.
 
+    A tensor that the files hold under our name keeps it, even if they hold the other name too.
+
     Args:
-        table: the table of a network.
+        table: the table of a network, which is not changed.
         stored_names: the names of all tensors in the files.
     """
     renamed = {
@@ -247,16 +260,17 @@ def match_tensors(
 
     Args:
         files: safetensors files.
-        expected: shape of each tensor that the network needs, by name.
+        expected: shape of each tensor that the network needs, in PyTorch's order of axes, by name.
         source: what error messages call the files.
         ignored: whether the files may hold a tensor of this name although it is not expected.
 
     Returns:
-        The position of every tensor in the files, by name.
+        The position of every tensor in the files, by name, ignored ones included.
 
     Raises:
-        ValueError: tensors are missing, unexpected, of another shape, stored twice or not
-            floating-point. The message lists all of them.
+        ValueError: a file is missing or cannot be read; or tensors are missing, unexpected, of
+            another shape, stored twice (even ignored ones), or expected but of a dtype
+            outside of `STORED_DTYPES`. The message lists all such tensors.
     """
     stored: dict[str, StoredTensor] = {}
     problems = []
@@ -305,6 +319,14 @@ def load_tensors(
         dtype: dtype that the parameters are cast to.
         place: gives the sharding of a parameter from its path and shape; None: JAX's default
             device.
+
+    Returns:
+        The parameters as a nested dictionary by path.
+
+    Raises:
+        KeyError: a tensor without an initial value is not in `stored`.
+        OSError: a file cannot be opened or read.
+        ValueError: a file ends within a tensor.
     """
     dtype = jnp.dtype(dtype)
     return unflatten_dict(
@@ -320,12 +342,24 @@ def load_parameter(
 ) -> jax.Array:
     """Reads one parameter, or initialises it if the files lack it.
 
+    A parameter with an initial value is initialised if `stored` lacks its first name; the initial
+    value is broadcast to its shape. A large parameter goes to the devices in chunks, see
+    `CHUNK_BYTES`.
+
     Args:
         entry: the parameter.
         stored: position of each tensor by name.
         dtype: dtype that the values are cast to.
         place: gives the sharding of a parameter from its path and shape; None: JAX's default
             device.
+
+    Returns:
+        The parameter, of shape `entry.full_shape`, on the devices.
+
+    Raises:
+        KeyError: a tensor without an initial value is not in `stored`.
+        OSError: a file cannot be opened or read.
+        ValueError: a file ends within the tensor.
     """
     if entry.start is not None and entry.names[0] not in stored:
         initialise, *arguments = entry.start
@@ -367,15 +401,19 @@ def _load_rows(
 ) -> jax.Array:
     """Reads some rows of every device's shard of a parameter.
 
+    Waits until the devices have them, so that the host's copies are freed.
+
     Args:
         entry: the parameter.
         stored: position of each tensor by name.
         dtype: dtype that the values are cast to.
         sharding: sharding of the whole parameter.
-        rows: rows of the leading axis of a shard.
+        rows: rows of the leading axis of a shard, the same for every shard. `slice(None)`: all. It
+            is ignored for a parameter without axes.
 
     Returns:
-        An array with the same sharding that holds these rows alone.
+        An array with the same sharding that holds these rows alone. Its leading axis is shorter
+        than the parameter's: the number of rows times the number of shards along it.
     """
     shards = _local_shards(entry, sharding)
     regions = [(region[0][rows], *region[1:]) if region else region for region in shards]
@@ -399,10 +437,13 @@ def _write_rows(
     """Writes, on each device, the shard of `chunk` into the shard of `array`, in place.
 
     Args:
-        array: the parameter. Its buffer is donated.
-        chunk: rows of it, see `_load_rows`.
+        array: the parameter. Its buffer is donated, so it cannot be used afterwards.
+        chunk: rows of it, see `_load_rows`, with the sharding of the parameter.
         start: row of each device's shard at which the chunk begins.
-        sharding: sharding of both arrays.
+        sharding: sharding of both arrays. Static under jit.
+
+    Returns:
+        The parameter with the rows of the chunk, with the same sharding.
     """
     spec = sharding.spec
     write = jax.shard_map(
@@ -418,8 +459,11 @@ def _write_rows(
 def _local_shards(entry: ParameterEntry, sharding: NamedSharding) -> dict[Region, list[jax.Device]]:
     """Returns the regions of a parameter that devices of this process hold, each with its devices.
 
+    A region that is replicated has several devices. For a parameter without axes, the only region
+    is the empty tuple.
+
     Args:
-        entry: the parameter, whose whole shape counts.
+        entry: the parameter, whose whole shape counts, with the axis of layers if it is stacked.
         sharding: its sharding.
     """
     shape = entry.full_shape
@@ -442,7 +486,16 @@ def read_regions(
         entry: the parameter.
         stored: position of each tensor by name.
         dtype: dtype that the values are cast to.
-        regions: parts of the parameter, in our order of axes.
+        regions: parts of the parameter, in our order of axes. The first axis of a stacked parameter
+            is that of the layers.
+
+    Returns:
+        One array per region, in the order of `regions` and in our order of axes.
+
+    Raises:
+        KeyError: a tensor of a region is not in `stored`.
+        OSError: a file cannot be opened or read.
+        ValueError: a file ends within a tensor.
     """
     arrays = [np.empty([len(axis) for axis in region], dtype) for region in regions]
     # for each tensor, the regions of it that are needed and the arrays that they go to
@@ -463,10 +516,18 @@ def _read_tensor(
 ) -> None:
     """Copies regions of one tensor into arrays. Reads a few rows of the file at a time.
 
+    It reads the rows from the first to the last one that any region needs. Values beyond the range
+    of the arrays' dtype become infinite, without a warning.
+
     Args:
         tensor: position of the tensor.
         layout: layout of the parameter, "same" or a key of `OUR_AXES`.
-        targets: regions in our order of axes, each with the array to fill.
+        targets: one or more regions in our order of axes, each with the array to fill in place. All
+            arrays have the same dtype, to which the values are cast.
+
+    Raises:
+        OSError: the file cannot be opened or read.
+        ValueError: the file ends within the tensor.
     """
     # Everything below is in the file's order of axes. A tensor without axes counts as one row.
     views = [
@@ -498,6 +559,8 @@ def _read_tensor(
 def to_torch_order(parameter: np.ndarray, layout: str) -> np.ndarray:
     """Returns a view of one layer of a parameter in PyTorch's order of axes.
 
+    It shares the memory of `parameter`. The layout "pointwise" adds two axes of size 1 at the end.
+
     Args:
         parameter: in our order of axes.
         layout: "same" or a key of `OUR_AXES`.
@@ -511,8 +574,10 @@ def to_torch_order(parameter: np.ndarray, layout: str) -> np.ndarray:
 def region_in_torch(region: Region, layout: str) -> Region:
     """Returns the region of the PyTorch tensor that holds a region of one layer of our parameter.
 
+    The layout "pointwise" adds the ranges of two axes of size 1 at the end.
+
     Args:
-        region: one range per axis of our parameter.
+        region: one range per axis of our parameter, without an axis of layers.
         layout: "same" or a key of `OUR_AXES`.
     """
     if layout == "same":
@@ -522,5 +587,5 @@ def region_in_torch(region: Region, layout: str) -> Region:
 
 
 def _join(*parts: Any) -> str:
-    """Joins the parts of a PyTorch name by dots."""
+    """Joins the parts of a PyTorch name by dots. Parts may be strings or integers."""
     return ".".join(map(str, parts))
