@@ -60,9 +60,27 @@ class AutoencoderDCConfig(ReleasedConfig):
     """The fields of a released `config.json`.
 
     Tuples have one entry per stage, finest first. A string in place of a tuple stands for all
-    stages.
+    stages. Fields that begin with `encoder_` are checked, but only the decoder is built here.
 
     Attributes:
+        in_channels: channels of an image.
+        latent_channels: channels of a latent.
+        attention_head_dim: features of one attention head.
+        encoder_block_types: "ResBlock" or "EfficientViTBlock".
+        decoder_block_types: likewise.
+        encoder_block_out_channels: width of each stage.
+        decoder_block_out_channels: likewise.
+        encoder_layers_per_block: number of blocks in each stage.
+        decoder_layers_per_block: likewise.
+        encoder_qkv_multiscales: the `scales` of `MultiscaleAttention`, odd.
+        decoder_qkv_multiscales: likewise.
+        upsample_block_type: "pixel_shuffle", or "interpolate" for nearest-neighbour upsampling.
+        downsample_block_type: "pixel_unshuffle" or "Conv", of the encoder.
+        decoder_norm_types: "rms_norm", the only supported value.
+        decoder_act_fns: activation of the residual blocks, "silu" or "relu".
+        encoder_out_shortcut: whether the encoder's last convolution has a shortcut.
+        decoder_in_shortcut: whether repeated latent channels are added after the first convolution.
+        decoder_conv_act_fn: activation before the last convolution, "silu" or "relu".
         scaling_factor: the diffusion model works on `encode(image) * scaling_factor`.
     """
 
@@ -91,7 +109,9 @@ class AutoencoderDCConfig(ReleasedConfig):
     def check(self) -> None:
         """Raises ValueError if a field has a value that this port does not support.
 
-        Also repeats a single block type for every stage.
+        The number of entries of `encoder_block_out_channels` is the number of stages, which all
+        fields with one entry per stage must have. A string in such a field is replaced, in place,
+        by a tuple that repeats it for every stage.
         """
         num_stages = len(self.encoder_block_out_channels)
         self.require(num_stages > 0, "encoder_block_out_channels", "a list with one or more stages")
@@ -121,6 +141,9 @@ class AutoencoderDCConfig(ReleasedConfig):
     def _check_widths(self, name: str) -> None:
         """Raises ValueError if the widths of the stages do not fit the shortcuts between them.
 
+        Each width but the finest must be a multiple of 4 that divides 4 times the next finer width,
+        and the coarsest must be a multiple of `latent_channels`.
+
         Args:
             name: field of the widths: "encoder_block_out_channels" or "decoder_block_out_channels".
         """
@@ -142,13 +165,14 @@ class AutoencoderDCConfig(ReleasedConfig):
 
 
 class UpBlock(nnx.Module):
-    """Twice the resolution, with a shortcut of repeated channels.
+    """Doubles height and width, with a shortcut of repeated channels.
 
     Args:
-        n_in: input channels.
+        n_in: input channels, a divisor of `4 * n_out`.
         n_out: output channels.
         shuffle: whether a convolution is followed by `depth_to_space`; otherwise nearest-neighbour
             upsampling is followed by a convolution.
+        rngs: random number generators for the initial weights.
     """
 
     def __init__(self, n_in: int, n_out: int, *, shuffle: bool, rngs: nnx.Rngs):
@@ -157,14 +181,19 @@ class UpBlock(nnx.Module):
         self.shuffle = shuffle
 
     def __call__(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b 2*h 2*w n_out"]:
+        """Returns the sum of the upsampled convolution and of the shortcut."""
         y = depth_to_space(self.conv(x)) if self.shuffle else self.conv.apply_upsampled(x)
         return y + depth_to_space(x.repeat(self.repeats, axis=-1))
 
 
 class ResBlock(nnx.Module):
-    """Two convolutions and RMS normalisation, added to the input.
+    """Two 3x3 convolutions with an activation between them and RMS normalisation after them, added
+    to the input.
 
-    `activation` is a key of `ACTIVATIONS`.
+    Args:
+        channels: input and output channels.
+        activation: a key of `ACTIVATIONS`, "silu" or "relu".
+        rngs: random number generators for the initial weights.
     """
 
     def __init__(self, channels: int, *, activation: str, rngs: nnx.Rngs):
@@ -174,6 +203,7 @@ class ResBlock(nnx.Module):
         self.activation = ACTIVATIONS[activation]
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
+        """Applies the block, including the sum with the input."""
         return x + self.norm(self.conv2(self.activation(self.conv1(x))))
 
 
@@ -182,9 +212,10 @@ class MultiscaleProjection(nnx.Module):
     convolution.
 
     Args:
-        channels: channels of queries, keys and values together.
+        channels: channels of queries, keys and values together, a multiple of `size`.
         size: number of consecutive channels in a group of the 1x1 convolution.
         kernel: side of a neighbourhood in pixels, odd.
+        rngs: random number generators for the initial weights.
     """
 
     def __init__(self, channels: int, size: int, kernel: int, *, rngs: nnx.Rngs):
@@ -194,6 +225,7 @@ class MultiscaleProjection(nnx.Module):
         self.size = size
 
     def __call__(self, qkv: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
+        """Maps queries, keys and values of pixels to those of the neighbourhoods around them."""
         x = self.proj_in(qkv).reshape(*qkv.shape[:-1], -1, self.size)
         kernel = self.proj_out.kernel.get_value().reshape(self.size, -1, self.size).astype(x.dtype)
         return jnp.einsum("bhwgi,igo->bhwgo", x, kernel).reshape(qkv.shape)
@@ -203,12 +235,15 @@ def relu_attention(q: Heads, k: Heads, v: Heads) -> Heads:
     """Attention with the weights relu(q) . relu(k), normalised to the sum 1.
 
     Computed over all pairs of pixels if there are no more pixels than features, otherwise in linear
-    time.
+    time. The normalisation is in float32. A query whose weights are all zero gets zeros.
 
     Args:
-        q: queries, [batch, pixels, groups, features].
+        q: queries, [batch, pixels, groups, features]. A group is an attention head.
         k: keys, of the same shape.
         v: values, of the same shape.
+
+    Returns:
+        The attended values, of the same shape and dtype.
     """
     q = jax.nn.relu(q)
     k = jax.nn.relu(k)
@@ -237,11 +272,15 @@ class MultiscaleAttention(nnx.Module):
     """Attention over all pixels, with further heads whose queries, keys and values are those of
     neighbourhoods.
 
+    The output is projected, normalised (RMSNorm) and added to the input. The weights of the
+    attention are those of `relu_attention`.
+
     Args:
         channels: input and output channels.
-        head_dim: features per head.
+        head_dim: features per head. There are `channels // head_dim` heads for single pixels.
         scales: sides of the neighbourhoods in pixels. Each adds as many heads as there are for
-            single pixels.
+            single pixels. (): no neighbourhoods.
+        rngs: random number generators for the initial weights.
     """
 
     def __init__(self, channels: int, *, head_dim: int, scales: tuple[int, ...], rngs: nnx.Rngs):
@@ -257,6 +296,7 @@ class MultiscaleAttention(nnx.Module):
         self.head_dim = head_dim
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
+        """Applies the attention, including the sum with the input."""
         b, h, w, _ = x.shape
         qkv = jnp.concatenate([self.to_q(x), self.to_k(x), self.to_v(x)], axis=-1)
         qkv = jnp.concatenate([qkv, *(project(qkv) for project in self.to_qkv_multiscale)], axis=-1)
@@ -270,7 +310,11 @@ class MultiscaleAttention(nnx.Module):
 class ResidualGLUMBConv(GLUMBConv):
     """A gated convolution with hidden width `4 * channels`.
 
-    Its result is normalised and added to the input.
+    Its result is normalised (RMSNorm) and added to the input.
+
+    Args:
+        channels: input and output channels.
+        rngs: random number generators for the initial weights.
     """
 
     def __init__(self, channels: int, *, rngs: nnx.Rngs):
@@ -278,11 +322,12 @@ class ResidualGLUMBConv(GLUMBConv):
         self.norm = RMSNorm(channels, eps=NORM_EPS, bias=True)
 
     def __call__(self, x: Float[Array, "b h w d"]) -> Float[Array, "b h w d"]:
+        """Applies the layer, including the sum with the input."""
         return x + self.norm(super().__call__(x))
 
 
 class EfficientViTBlock(nnx.Module):
-    """Attention over the whole image, then a gated convolution.
+    """Attention over the whole image, then a gated convolution, each with a sum with its input.
 
     The arguments are those of `MultiscaleAttention`.
     """
@@ -292,6 +337,7 @@ class EfficientViTBlock(nnx.Module):
         self.conv_out = ResidualGLUMBConv(channels, rngs=rngs)
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
+        """Applies the attention, then the gated convolution."""
         return self.conv_out(self.attn(x))
 
 
@@ -302,9 +348,12 @@ def make_stages(
 
     Args:
         config: configuration of the autoencoder.
-        side: "encoder" or "decoder".
+        side: "encoder" or "decoder": the prefix of the fields that are read.
         activations: activation of the residual blocks of each stage, keys of `ACTIVATIONS`.
         rngs: random number generators of the initial parameters.
+
+    Returns:
+        For each stage, a list of its `ResBlock`s or `EfficientViTBlock`s.
     """
     depths = getattr(config, f"{side}_layers_per_block")
     kinds = getattr(config, f"{side}_block_types")
@@ -325,6 +374,10 @@ class Decoder(nnx.Module):
     """The decoder network. Stages run from coarse to fine but are listed finest first.
 
     Each stage but the coarsest begins with upsampling.
+
+    Args:
+        config: configuration of the autoencoder.
+        rngs: random number generators for the initial weights.
     """
 
     def __init__(self, config: AutoencoderDCConfig, *, rngs: nnx.Rngs):
@@ -342,6 +395,10 @@ class Decoder(nnx.Module):
         self.shortcut = config.decoder_in_shortcut
 
     def __call__(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
+        """Decodes latents to images in [-1, 1], not clipped, in the dtype of `latent`.
+
+        The configured scale is not applied.
+        """
         x = self.conv_in(latent)
         if self.shortcut:
             x = x + latent.repeat(self.repeats, axis=-1)
@@ -351,14 +408,22 @@ class Decoder(nnx.Module):
 
 
 class AutoencoderDC(nnx.Module):
-    """Decodes latents to images in [-1, 1]. The configured scale is not applied."""
+    """Decodes latents to images in [-1, 1]. The configured scale is not applied.
+
+    Args:
+        config: configuration of the autoencoder.
+        rngs: random number generators for the initial weights.
+    """
 
     def __init__(self, config: AutoencoderDCConfig, *, rngs: nnx.Rngs):
         self.decoder = Decoder(config, rngs=rngs)
         self.config = config
 
     def decode(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
-        """Decodes latents to images with H = h * `config.spatial_compression`, not clipped to [-1,
-        1].
+        """Decodes latents to images with H = h * `config.spatial_compression`, in [-1, 1] but for
+        overshoots, which are not clipped.
+
+        The images have the dtype of `latent`. The caller has divided the latents of the diffusion
+        model by `config.scaling_factor`.
         """
         return self.decoder(latent)

@@ -30,10 +30,22 @@ class KLConfig(ReleasedConfig):
     stage, finest first.
 
     Attributes:
+        in_channels: channels of an image at the input of the encoder.
+        out_channels: channels of a decoded image.
+        down_block_types: "DownEncoderBlock2D" for every stage.
+        up_block_types: "UpDecoderBlock2D" for every stage.
+        block_out_channels: width of each stage, a multiple of `norm_num_groups`.
         layers_per_block: residual blocks per stage of the encoder. The decoder has one more.
+        act_fn: "silu", the only supported value.
+        latent_channels: channels of a latent.
+        norm_num_groups: groups of every group normalisation.
         sample_size: size of the training images in pixels; other sizes work too.
         force_upcast: whether the network needs float32. The caller chooses the precision by the
             dtype of the input.
+        use_quant_conv: whether there is a 1x1 convolution after the encoder, which is not built
+            here.
+        use_post_quant_conv: whether there is a 1x1 convolution before the decoder.
+        mid_block_add_attention: whether the coarsest resolution has attention.
     """
 
     in_channels: int = 3
@@ -53,11 +65,18 @@ class KLConfig(ReleasedConfig):
 
     @property
     def decoder_config(self) -> "KLConfig":
-        """The configuration with the decoder's widths as `block_out_channels`."""
+        """The configuration with the decoder's widths as `block_out_channels`.
+
+        It is this configuration itself, unless a subclass has other widths for the decoder.
+        """
         return self
 
     def check(self) -> None:
-        """Raises ValueError if a field has a value that this port does not support."""
+        """Raises ValueError if a field has a value that this port does not support.
+
+        The accepted values are listed in the class. The block types must have as many entries as
+        `block_out_channels`, which must not be empty.
+        """
         self.require_one_of("act_fn", ("silu",))
         self.require_one_of("down_block_types", ("DownEncoderBlock2D",))
         self.require_one_of("up_block_types", ("UpDecoderBlock2D",))
@@ -77,7 +96,7 @@ class KLConfig(ReleasedConfig):
 
     @property
     def required_dtype(self) -> jnp.dtype | None:
-        """The only dtype that the network works in; None: any."""
+        """The only dtype that the network works in: float32 if `force_upcast` is set; None: any."""
         return jnp.dtype(jnp.float32) if self.force_upcast else None
 
     @property
@@ -88,11 +107,13 @@ class KLConfig(ReleasedConfig):
 
 @dataclasses.dataclass(frozen=True)
 class AutoencoderKLConfig(KLConfig):
-    """The fields of a released `config.json`.
+    """The fields of a released `config.json`, in addition to those of `KLConfig`.
 
     Attributes:
         scaling_factor: the diffusion model works on `(latent - shift_factor) * scaling_factor`.
         shift_factor: see `scaling_factor`; None: zero.
+        latents_mean: None, the only supported value.
+        latents_std: None, the only supported value.
     """
 
     network = "AutoencoderKL"
@@ -103,12 +124,19 @@ class AutoencoderKLConfig(KLConfig):
     latents_std: None = None
 
     def unscale(self, latent: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Converts latents of the diffusion model to the input of `AutoencoderKL.decode`."""
+        """Converts latents of the diffusion model to the input of `AutoencoderKL.decode`:
+        `latent / scaling_factor + shift_factor`.
+        """
         return latent / self.scaling_factor + (self.shift_factor or 0.0)
 
 
 class AutoencoderKL(nnx.Module):
-    """Decodes latents to images in [-1, 1]. The configured scale and shift are not applied."""
+    """Decodes latents to images in [-1, 1]. The configured scale and shift are not applied.
+
+    Args:
+        config: configuration of the autoencoder.
+        rngs: random number generators for the initial weights.
+    """
 
     def __init__(self, config: KLConfig, *, rngs: nnx.Rngs):
         self.decoder = Decoder(config.decoder_config, rngs=rngs)
@@ -121,8 +149,11 @@ class AutoencoderKL(nnx.Module):
         self.config = config
 
     def decode(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W colours"]:
-        """Decodes latents to images with H = h * `config.spatial_compression`, not clipped to [-1,
-        1].
+        """Decodes latents to images with H = h * `config.spatial_compression`, in [-1, 1] but for
+        overshoots, which are not clipped.
+
+        The images have the dtype of `latent`. The configured scale and shift are not
+        applied here.
         """
         if self.post_quant_conv is not None:
             latent = self.post_quant_conv(latent)
@@ -132,6 +163,10 @@ class AutoencoderKL(nnx.Module):
 class Decoder(nnx.Module):
     """The decoder network: stages from coarse to fine, of which all but the last end with
     upsampling.
+
+    Args:
+        config: configuration whose `block_out_channels` are the decoder's widths, finest first.
+        rngs: random number generators for the initial weights.
     """
 
     def __init__(self, config: KLConfig, *, rngs: nnx.Rngs):
@@ -149,6 +184,7 @@ class Decoder(nnx.Module):
         self.conv_out = Conv(widths[-1], config.out_channels, 3, rngs=rngs)
 
     def __call__(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W colours"]:
+        """Decodes latents to images in [-1, 1], not clipped, in the dtype of `latent`."""
         x = self.mid_block(self.conv_in(latent))
         for block in self.up_blocks:
             x = block(x)
@@ -158,11 +194,14 @@ class Decoder(nnx.Module):
 class Stage(nnx.Module):
     """The residual blocks of one resolution, followed by upsampling if `upsample` is set.
 
+    There is one block more than `config.layers_per_block`.
+
     Args:
         n_in: input channels.
         n_out: output channels.
         config: configuration of the decoder.
-        upsample: whether the stage ends with twice the resolution.
+        upsample: whether the stage ends with twice the height and width.
+        rngs: random number generators for the initial weights.
     """
 
     def __init__(self, n_in: int, n_out: int, config: KLConfig, *, upsample: bool, rngs: nnx.Rngs):
@@ -174,6 +213,7 @@ class Stage(nnx.Module):
         self.upsamplers = nnx.List([Upsample2D(n_out, rngs=rngs)] if upsample else [])
 
     def __call__(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b h2 w2 n_out"]:
+        """Applies the residual blocks, then the upsampling if there is one."""
         for layer in (*self.resnets, *self.upsamplers):
             x = layer(x)
         return x
@@ -182,6 +222,11 @@ class Stage(nnx.Module):
 class UNetMidBlock2D(nnx.Module):
     """The coarsest resolution: a residual block, attention (if the configuration has it), and a
     residual block.
+
+    Args:
+        channels: input and output channels.
+        config: configuration of the decoder.
+        rngs: random number generators for the initial weights.
     """
 
     def __init__(self, channels: int, config: KLConfig, *, rngs: nnx.Rngs):
@@ -195,6 +240,7 @@ class UNetMidBlock2D(nnx.Module):
         )
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
+        """Applies the residual blocks and the attention between them."""
         first, last = self.resnets
         for layer in (first, *self.attentions, last):
             x = layer(x)
@@ -202,10 +248,15 @@ class UNetMidBlock2D(nnx.Module):
 
 
 class ResnetBlock2D(nnx.Module):
-    """Twice normalisation, SiLU and convolution, added to the input.
+    """Twice group normalisation, SiLU and 3x3 convolution, added to the input.
 
-    If the number of channels changes, a 1x1 convolution maps the input. `groups` are those of the
-    group normalisation.
+    If the number of channels changes, a 1x1 convolution maps the input before it is added.
+
+    Args:
+        n_in: input channels.
+        n_out: output channels.
+        groups: number of groups of both group normalisations; it divides `n_in` and `n_out`.
+        rngs: random number generators for the initial weights.
     """
 
     def __init__(self, n_in: int, n_out: int, groups: int, *, rngs: nnx.Rngs):
@@ -218,14 +269,20 @@ class ResnetBlock2D(nnx.Module):
         )
 
     def __call__(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b h w n_out"]:
+        """Applies the block, including the sum with the input."""
         y = self.conv1(norm_silu(self.norm1, x))
         y = self.conv2(norm_silu(self.norm2, y))
         return y + (x if self.conv_shortcut is None else self.conv_shortcut(x))
 
 
 class Attention(nnx.Module):
-    """Attention over all pixels with a single head, after group normalisation, added to the
+    """Softmax attention over all pixels with a single head, after group normalisation, added to the
     input.
+
+    Args:
+        channels: input and output channels, also those of the head.
+        groups: number of groups of the normalisation.
+        rngs: random number generators for the initial weights.
     """
 
     def __init__(self, channels: int, groups: int, *, rngs: nnx.Rngs):
@@ -236,6 +293,7 @@ class Attention(nnx.Module):
         self.to_out = nnx.List([Linear(channels, channels, rngs=rngs)])
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
+        """Applies the attention, including the sum with the input."""
         tokens = (x.shape[0], -1, 1, x.shape[-1])  # [b, h w, one head, c]
         y = self.group_norm(x)
         q = self.to_q(y).reshape(tokens)
@@ -245,18 +303,25 @@ class Attention(nnx.Module):
 
 
 class Upsample2D(nnx.Module):
-    """Twice the resolution: nearest-neighbour upsampling, then a convolution."""
+    """Doubles height and width: nearest-neighbour upsampling, then a 3x3 convolution."""
 
     def __init__(self, channels: int, *, rngs: nnx.Rngs):
         self.conv = Conv(channels, channels, 3, rngs=rngs)
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b 2*h 2*w c"]:
+        """Returns the upsampled and convolved images, in the dtype of `x`."""
         return self.conv.apply_upsampled(x)
 
 
 class GroupNorm(nnx.Module):
     """Group normalisation (arXiv 1803.08494) over all pixels and `channels / groups` channels,
     computed in float32.
+
+    The weight `scale` is 1 and the bias 0 at first; both have one entry per channel.
+
+    Args:
+        channels: number of channels.
+        groups: number of groups of consecutive channels, a divisor of `channels`.
     """
 
     def __init__(self, channels: int, groups: int):
@@ -265,10 +330,13 @@ class GroupNorm(nnx.Module):
         self.groups = groups
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
+        """Normalises `x`. The result has the dtype of `x`."""
         return self.in_float32(x).astype(x.dtype)
 
     def in_float32(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        """Returns the result before it is rounded to the dtype of `x`."""
+        """Returns the float32 result before it is rounded to the dtype of `x`, weight and bias
+        applied.
+        """
         grouped = x.astype(jnp.float32).reshape(*x.shape[:3], self.groups, -1)
         # Both sums take one pass over memory. They are about the first pixel's mean, which is close
         # to the mean of all pixels, so that few digits cancel.

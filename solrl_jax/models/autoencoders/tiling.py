@@ -27,11 +27,13 @@ def decode_tiled(
         tile: side of a tile in latent pixels. A direction in which the latent fits into one tile is
             not divided.
         overlap: number of latent pixels that neighbouring tiles share at least, less than `tile`.
-            Tiles are spaced evenly. In the shared region, one tile fades linearly into the next.
+            Tiles are spaced evenly, as few as cover the latent. In the shared region, one tile
+            fades linearly into the next.
         compression: side of the square of image pixels that one latent pixel stands for.
 
     Returns:
-        The image, H = h * compression, in the dtype of `decode`.
+        The image, H = h * compression and W = w * compression, blended in float32 and cast to the
+        dtype of the result of `decode`.
     """
     batch, height, width, channels = latent.shape
     row_starts, row_ramps = _axis(height, tile, overlap, compression)
@@ -65,6 +67,8 @@ def decode_tiled(
 def _axis(size: int, tile: int, overlap: int, compression: int) -> tuple[Array, Array]:
     """Arranges tiles along one axis.
 
+    There is a single tile if `size` is at most `tile`; otherwise the fewest that cover `size`.
+
     Args:
         size: size of the latent along the axis.
         tile: side of a tile in latent pixels.
@@ -96,6 +100,10 @@ def _blend(canvas: Array, piece: Array, start: Array, ramp: Array, axis: int) ->
         start: first index of the piece in the canvas along `axis`.
         ramp: weight of the piece against the canvas, broadcast to the shape of the piece.
         axis: axis along which the piece is placed.
+
+    Returns:
+        A new canvas, which is `canvas + ramp * (piece - canvas)` where the piece lies and unchanged
+        elsewhere.
     """
     before = jax.lax.dynamic_slice_in_dim(canvas, start, piece.shape[axis], axis)
     blended = before + ramp * (piece - before)

@@ -21,10 +21,11 @@ def as_lazy(x: Activation, dtype: DTypeLike | None = None) -> LazyActivation:
 
     Args:
         x: An array [b, s, d] or a lazy activation.
-        dtype: The dtype that an array is read in. None: its own.
+        dtype: The dtype that an array is read in. None: its own. A lazy activation keeps its dtype,
+            whatever this is.
 
     Returns:
-        A lazy activation that returns `x`.
+        A lazy activation that returns `x`: `x` itself if it is one.
     """
     if isinstance(x, LazyActivation):
         return x
@@ -37,11 +38,12 @@ def concat_features(first: Activation, *others: Activation, dtype: DTypeLike) ->
     Args:
         first: An activation [b, s, d].
         *others: Activations [b, s, d_i] that follow it.
-        dtype: The dtype of the result. FP8 attention returns E4M3 values, which are read in this
-            dtype.
+        dtype: The dtype of the result if `first` is an array, and the dtype that arrays are read
+            in. FP8 attention returns E4M3 values, which are read in this dtype. If `first` is lazy,
+            the result has its dtype.
 
     Returns:
-        The activation [b, s, d + sum of d_i].
+        The lazy activation [b, s, d + sum of d_i].
     """
     result = as_lazy(first, dtype)
     for other in others:

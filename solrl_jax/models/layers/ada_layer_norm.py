@@ -16,6 +16,9 @@ class AdaLayerNorm(nnx.Module):
     """adaLN-Zero (arXiv 2212.09748, section 3.2): a layer norm, and a linear layer for its
     modulation.
 
+    The norm has no weights of its own. The caller computes the vectors by `vectors`, passes a shift
+    and a scale to the call, and applies gates itself.
+
     Args:
         d: The number of features of the tokens and of the condition.
         num_vectors: The number of modulation vectors, for example 6: shift, scale and gate, twice.
@@ -39,7 +42,11 @@ class AdaLayerNorm(nnx.Module):
         self.modulate = modulate
 
     def vectors(self, condition: Float[Array, "b d"]) -> list[Float[Array, "b 1 d"]]:
-        """The modulation vectors of a condition to which SiLU has been applied."""
+        """The modulation vectors of a condition to which SiLU has been applied.
+
+        There are `num_vectors` of them, in the order of the checkpoint's linear layer. Their
+        meaning (shift, scale or gate) is up to the caller.
+        """
         return jnp.split(self.linear(condition)[:, None], self.num_vectors, axis=-1)
 
     def __call__(
@@ -54,5 +61,8 @@ class AdaLayerNorm(nnx.Module):
             x: The tokens.
             shift: The shift of each sample and feature, one of `vectors`.
             scale: The scale of each sample and feature, one of `vectors`.
+
+        Returns:
+            The lazy activation [b, s, d].
         """
         return self.norm.modulated(x, shift, scale, self.modulate)

@@ -33,21 +33,30 @@ def attention(
 ) -> Float[Array, "b t n h"]:
     """Computes `softmax(scale * q k^T + bias) v` for each head. The softmax is in float32.
 
+    The kernel depends on the platform and the shapes: Pallas on TPUs, cuDNN on GPUs, otherwise XLA.
+    Under tensor parallelism, heads are computed on different devices, and the result is gathered.
+
     Args:
         q: Queries: batch, query positions, heads, features of a head.
         k: Keys: batch, key positions, key heads, features. Query head `i` reads key head `i // (n /
             kv)`.
         v: Values, with the axes of the keys.
-        mask: The keys that queries attend to, see `Mask`. None: all. A query that attends to no key
-            of a matrix gets the mean of the values, so that the outputs of padding are finite. A
-            number of keys must be at least 1.
+        mask: The keys that queries attend to: a Boolean matrix that broadcasts to [b, n, t, s],
+            True where a query may attend to a key, or int [b], the number of keys from the first
+            on. None: all keys. A query that attends to no key of a matrix gets the mean of the
+            values, so that the outputs of padding are finite (on TPUs, the mean includes zeros that
+            pad the keys). A number of keys must be at least 1.
         scale: The factor of the logits. None: `h ** -0.5`.
         softcap: A cap c turns the logits into `c tanh(logits / c)`, before the mask is applied.
+            None: no cap.
         bias: Added to the logits; cuDNN reads it in the dtype of `q`. Cannot be combined with
             `softcap`.
 
     Returns:
         The attended values, in the dtype of `q`.
+
+    Raises:
+        AssertionError: Both `softcap` and `bias` are given.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if softcap is not None:
@@ -63,7 +72,7 @@ def attention_forward(
     v: Float[Array, "b s kv h"],
     mask: Mask | None = None,
 ) -> Float[Array, "b t n h"]:
-    """`attention` for programs that take no gradient of it.
+    """`attention` for programs that take no gradient of it, with the default scale `h ** -0.5`.
 
     Without a gradient, cuDNN takes odd lengths, and one mask for all heads.
 
@@ -72,12 +81,18 @@ def attention_forward(
         k: keys.
         v: values.
         mask: as in `attention`.
+
+    Returns:
+        The attended values, in the dtype of `q`.
     """
     return _attend(q, k, v, mask, q.shape[-1] ** -0.5, None, gradient=False)
 
 
 def _shard_heads(x: Array) -> Array:
-    """Shards an activation [b, t, n, h] by its heads, under tensor parallelism."""
+    """Shards an activation [b, t, n, h] by its heads, under tensor parallelism.
+
+    Without an axis `tensor` on the mesh, it returns `x` unchanged.
+    """
     return tensor_parallel.shard_axis(x, 2)
 
 
@@ -92,6 +107,8 @@ def _attend(
 ) -> Float[Array, "b t n h"]:
     """Chooses the kernel for the platform and the shapes, and calls it.
 
+    The first that takes the operands is used: Pallas on a TPU, cuDNN on a GPU, XLA.
+
     Args:
         q: queries, [b, t, n, h].
         k: keys, [b, s, kv, h].
@@ -99,7 +116,10 @@ def _attend(
         mask: as in `attention`.
         scale: factor of the logits.
         bias: as in `attention`.
-        gradient: whether a gradient may be taken.
+        gradient: whether a gradient may be taken. cuDNN then gets padded lengths and full masks.
+
+    Returns:
+        The attended values, complete on every device of the axis `tensor`.
     """
     # First complete, so that a norm before the attention sees all features, then sharded by heads.
     q, k, v = (tensor_parallel.gather_axis(x, 2) for x in (q, k, v))
@@ -121,6 +141,8 @@ def _mask_matrix(
 ) -> Bool[Array, "#b #n #t s"] | None:
     """Returns a mask as a Boolean matrix over queries and keys.
 
+    None and matrices are returned as they are. Numbers of keys become a matrix [b, 1, 1, s].
+
     Args:
         mask: as in `attention`: None, the number of valid keys of each sample, or a matrix.
         k: the keys, whose number is read.
@@ -135,13 +157,18 @@ def _xla_attention(
 ) -> Array:
     """Attention without a fused kernel: all scores are in memory.
 
+    Operands in float16 are computed in float32.
+
     Args:
         q: queries, [b, t, n, h].
         k: keys, [b, s, kv, h].
         v: values, [b, s, kv, h].
         mask: Boolean matrix that broadcasts to [b, n, t, s], or None.
         scale: factor of the logits.
-        bias: added to the logits, or None.
+        bias: added to the logits in float32, or None.
+
+    Returns:
+        The attended values [b, t, n, h], in the dtype of `q`.
     """
     if bias is not None:
         shape = (bias.shape[0], q.shape[2], q.shape[1], k.shape[1])
@@ -158,9 +185,10 @@ def cudnn_fits(
 ) -> bool:
     """Whether cuDNN's flash attention takes these operands and computes their gradient.
 
-    Heads may have up to 128 features, the limit that all GPUs share (Hopper takes 256). Odd lengths
-    have no gradient. `_cudnn_attention` pads them to even lengths, but not if there is a bias. It
-    is not known here whether a gradient will be taken, so its conditions are always required.
+    The dtype must be BF16 or FP16, and the features of a head a multiple of 8. Heads may have up to
+    128 features, the limit that all GPUs share (Hopper takes 256). Odd lengths have no gradient.
+    `_cudnn_attention` pads them to even lengths, but not if there is a bias. It is not known here
+    whether a gradient will be taken, so its conditions are always required.
 
     Args:
         q: Queries [b, t, n, h].
@@ -249,7 +277,8 @@ def _softcapped(
 ) -> Array:
     """Attention whose logits are capped by `softcap * tanh(logits / softcap)`.
 
-    It is written out because no fused kernel has a soft cap.
+    It is written out because no fused kernel has a soft cap. All scores are in memory, in float32.
+    A query that attends to no key gets the mean of the values.
 
     Args:
         q: queries, [b, t, n, h].
@@ -258,6 +287,9 @@ def _softcapped(
         mask: Boolean matrix that broadcasts to [b, n, t, s], or None.
         scale: factor of the logits before the cap.
         softcap: the largest magnitude of a logit.
+
+    Returns:
+        The attended values [b, t, n, h], in the dtype of `v`.
     """
     batch, t, heads, head_dim = q.shape
     s, kv = k.shape[1:3]

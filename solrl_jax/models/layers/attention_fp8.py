@@ -25,8 +25,9 @@ def attention_fp8(
 ) -> Float[Array, "b t n h"]:
     """Computes `softmax(h ** -0.5 q k^T) v` for each head, in FP8.
 
-    There is no gradient, no mask and no bias. On GPUs older than Hopper and for head sizes that
-    cuDNN does not take, the attention runs in BF16, which rounds the probabilities less.
+    There is no gradient, no mask and no bias. On CPUs it is plain JAX (`reference`). On GPUs older
+    than Hopper, on TPUs, and for heads whose size is no multiple of 16 or above 128, the attention
+    runs in BF16, which rounds the probabilities less.
 
     Args:
         q: Queries in E4M3: batch, query positions, heads, features of a head.
@@ -34,7 +35,7 @@ def attention_fp8(
         v: Values in E4M3, with the axes of the keys.
 
     Returns:
-        The attended values in E4M3.
+        The attended values in E4M3, saturated at 448.
     """
     if compile_target.platform() == "cpu":
         return reference(q, k, v)
@@ -47,7 +48,10 @@ def attention_fp8(
 
 
 def _cudnn_attention(q: Array, k: Array, v: Array) -> Array:
-    """Calls cuDNN's attention on operands in E4M3, [b, t, n, h]."""
+    """Calls cuDNN's attention on operands in E4M3, [b, t, n, h], and returns E4M3 of that shape.
+
+    Probabilities are scaled by `PROBABILITY_SCALE`; every other scale is 1.
+    """
     # From `jax._src`, because `jax.nn.dot_product_attention` accepts no 8-bit operands.
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
@@ -66,12 +70,16 @@ def _cudnn_attention(q: Array, k: Array, v: Array) -> Array:
 def reference(q: Array, k: Array, v: Array) -> Array:
     """Computes what cuDNN computes from operands in E4M3 [b, t, n, h], in plain JAX.
 
-    All scores are in memory.
+    The logits and sums are in float32. The exponentials are rounded to E4M3 before they multiply
+    the values, but not in the sum that normalises them. All scores are in memory.
 
     Args:
         q: queries.
         k: keys.
         v: values.
+
+    Returns:
+        The attended values in E4M3, saturated at 448.
     """
     q32, k32, v32 = (x.astype(jnp.float32) for x in (q, k, v))
     logits = q.shape[-1] ** -0.5 * jnp.einsum("btnh,bsnh->bnts", q32, k32)

@@ -55,6 +55,9 @@ def flash_attention(
 ) -> Float[Array, "b t n h"]:
     """Computes `softmax(scale * q k^T) v` over the keys of the mask. The softmax is in float32.
 
+    Lengths are padded to multiples of `TILE` and the result is cut to its true length. It has a
+    gradient. The operands are those that `fits` accepts.
+
     Args:
         q: Queries.
         k: Keys.
@@ -80,9 +83,14 @@ def flash_attention(
 
 
 def _attend(scale: float, *arrays: Array) -> Float[Array, "b n t h"]:
-    """The kernel with its gradient.
+    """The kernel with its gradient, on each device with its own rows and heads.
 
     The gradient runs the forward pass again, because the kernel does not return its statistics.
+    Float32 operands are multiplied at the highest precision, others at the default one.
+
+    Args:
+        scale: The factor of the logits.
+        *arrays: The operands q, k, v and masked of `_kernel`. The last one has no gradient.
     """
     # Mosaic takes no BF16 operands at a precision above the default
     precision = "highest" if arrays[0].dtype == jnp.float32 else "default"
@@ -106,10 +114,12 @@ def _kernel(
 ) -> Float[Array, "b n t h"]:
     """Calls JAX's kernel.
 
+    The block size along each axis is the largest of `BLOCK_SIZES` that divides the length.
+
     Args:
         scale: The factor of the logits.
-        q: Queries [b, n, t, h].
-        k: Keys [b, n, s, h].
+        q: Queries [b, n, t, h], t a multiple of `TILE`.
+        k: Keys [b, n, s, h], s a multiple of `TILE`.
         v: Values [b, n, s, h].
         masked: 0 for keys that queries attend to, 1 for all others.
 

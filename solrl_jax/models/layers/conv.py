@@ -15,6 +15,8 @@ _LAYOUT = ("NHWC", "HWIO", "NHWC")  # of inputs, kernels and outputs
 class Conv(nnx.Module):
     """A 2-D convolution with zero padding of `kernel // 2` on each side.
 
+    It computes in the dtype of its input. The bias is zero at first.
+
     Args:
         n_in: The number of input channels.
         n_out: The number of output channels.
@@ -43,6 +45,7 @@ class Conv(nnx.Module):
         self.padding = kernel // 2
 
     def __call__(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b h2 w2 n_out"]:
+        """Applies the convolution, in the dtype of `x`. With stride 1, images keep their size."""
         y = jax.lax.conv_general_dilated(
             x,
             self.kernel.get_value().astype(x.dtype),
@@ -53,8 +56,10 @@ class Conv(nnx.Module):
         return y if self.bias is None else y + self.bias.get_value().astype(x.dtype)
 
     def apply_upsampled(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b 2*h 2*w n_out"]:
-        """The convolution (stride 1) of `x` upsampled by two with nearest-neighbor
-        interpolation.
+        """The convolution of `x` upsampled by two with nearest-neighbor interpolation.
+
+        For layers with a 3x3 kernel and stride 1. Except on CPUs, one transposed convolution
+        computes it (`conv_upsampled`). The result has the dtype of `x`.
         """
         if compile_target.platform() == "cpu":
             return self(x.repeat(2, axis=1).repeat(2, axis=2))
@@ -100,6 +105,9 @@ def conv_upsampled(
 class DepthwiseConv(nnx.Module):
     """A convolution with one filter per channel, stride 1 and zero padding.
 
+    Images keep their size. The sums are in float32, rounded once to the dtype of the input. The
+    bias is zero at first.
+
     Args:
         channels: The number of channels.
         kernel: The side of the filters, an odd number.
@@ -115,5 +123,6 @@ class DepthwiseConv(nnx.Module):
         self.bias = param(jnp.zeros(channels), "bias") if bias else None
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
+        """Applies each channel's filter to the channel. The result has the dtype of `x`."""
         bias = None if self.bias is None else self.bias.get_value()
         return depthwise_conv(x, self.kernel.get_value(), bias)

@@ -19,8 +19,10 @@ class PatchProjection(nnx.Module):
     """A convolution whose stride equals its kernel size, computed as a matmul over flattened
     patches.
 
+    The initial weight has the Xavier uniform distribution, and the bias is zero.
+
     Args:
-        patch: The side of a patch in pixels.
+        patch: The side of a patch in pixels. Heights and widths of images are multiples of it.
         n_in: The number of input channels.
         n_out: The number of features of a token.
         bias: Whether to add a bias.
@@ -35,6 +37,7 @@ class PatchProjection(nnx.Module):
         self.patch = patch
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b rows columns d"]:
+        """Embeds images: one token per patch, on the grid of patches, in the dtype of `x`."""
         kernel = self.kernel.get_value()
         y = matmul(patches(x, self.patch), kernel.reshape(-1, kernel.shape[-1]))
         return y if self.bias is None else y + self.bias.get_value().astype(x.dtype)
@@ -61,13 +64,15 @@ def unpatch(
     """The inverse of `patches`.
 
     Args:
-        tokens: One vector per patch, row by row.
+        tokens: One vector per patch, row by row: n is `rows * columns`. Its features are ordered
+            (row, column, channel).
         rows: The number of patches from top to bottom.
         columns: The number of patches from left to right.
         patch: The side of a patch in pixels.
 
     Returns:
-        The images, of `rows * patch` by `columns * patch` pixels.
+        The images, of `rows * patch` by `columns * patch` pixels. The number of features of a
+        vector divided by `patch ** 2` is the number of channels.
     """
     x = tokens.reshape(len(tokens), rows, columns, patch, patch, -1).transpose(0, 1, 3, 2, 4, 5)
     return x.reshape(len(tokens), rows * patch, columns * patch, -1)
@@ -79,7 +84,7 @@ class TextProjection(nnx.Module):
     Args:
         n_in: The number of features of the text embedding.
         d: The number of hidden and output features.
-        act: The activation function.
+        act: The activation function. The default is GELU in its tanh form.
         rngs: Random number generators for the initial weights.
     """
 
@@ -91,11 +96,12 @@ class TextProjection(nnx.Module):
         self.act = act
 
     def __call__(self, text: Float[Array, "... n_in"]) -> Float[Array, "... d"]:
+        """Projects the last axis of `text` to `d` features."""
         return self.linear_2(self.act(self.linear_1(text)))
 
 
 class TimestepMLP(nnx.Module):
-    """Embeds a number per sample (a timestep or a guidance scale): sinusoids, then an MLP with
+    """Embeds a number per sample (a timestep or a guidance scale): 256 sinusoids, then an MLP with
     SiLU.
 
     Args:
@@ -125,7 +131,8 @@ def sinusoid(value: Float[Array, " b"], dim: int = 256) -> Float[Array, "b {dim}
         dim: The number of features, an even number.
 
     Returns:
-        Float32 cosines, then sines, of `value` at `dim / 2` frequencies from 1 down to 1/10000.
+        Float32 features: `dim / 2` cosines, then as many sines, of `value` times the frequencies
+        `10000 ** (-2 i / dim)`, i = 0, 1, ..., dim / 2 - 1.
     """
     # Computed on the host, with the exponent in float32 as in the released code and its exponential
     # rounded once. NumPy's float32 `exp` is often wrong in the last bit, and at t = 1000 one bit of
@@ -149,7 +156,7 @@ def sincos_positions(
 
     Returns:
         Float32 features. The first half encodes the column and the second half the row; each half
-        consists of sines, then cosines.
+        consists of d / 4 sines, then d / 4 cosines, at the frequencies `10000 ** (-4 i / d)`.
     """
     # The waves of each axis are computed on the host in float64. The whole grid takes up to a
     # gigabyte, so JAX computes it: then it is not allocated when a network is only traced for its
@@ -169,6 +176,8 @@ def sincos_positions(
 class Embedding(nnx.Module):
     """A table of vectors, looked up by index. The result has the dtype of the table.
 
+    The initial values are normal with the standard deviation 0.02.
+
     Args:
         count: The number of vectors.
         features: The size of each vector.
@@ -179,4 +188,5 @@ class Embedding(nnx.Module):
         self.embedding = param(0.02 * jax.random.normal(rngs.params(), (count, features)), "weight")
 
     def __call__(self, ids: Int[Array, "..."]) -> Float[Array, "... d"]:
+        """Looks up one vector per index. Indices count from 0."""
         return self.embedding.get_value()[ids]

@@ -16,7 +16,7 @@ def silu_gate(gate: Float[Array, "..."], value: Float[Array, "..."]) -> Float[Ar
     """`silu(gate) * value`, the middle of a SiLU-gated linear unit (SwiGLU, arXiv 2002.05202).
 
     Args:
-        gate: The first factor before its SiLU.
+        gate: The first factor before its SiLU, which is applied here.
         value: The second factor, of the same shape.
     """
     return jax.nn.silu(gate) * value
@@ -41,6 +41,7 @@ class FeedForward(nnx.Module):
         self.net = nnx.Dict(layers)
 
     def __call__(self, x: Activation) -> Float[Array, "b s d"]:
+        """Applies the layer to tokens. An array is returned even for a lazy input."""
         return self.net["2"](self.net["0"].proj.activated(x, jax.nn.gelu))
 
 
@@ -58,15 +59,18 @@ class GatedFeedForward(nnx.Module):
         self.w2 = Linear(hidden, d, bias=False, rngs=rngs)
 
     def __call__(self, x: Activation) -> Float[Array, "b s d"]:
+        """Applies the layer to tokens. An array is returned even for a lazy input."""
         return self.w2(self.w1.lazy(x).combine(silu_gate, self.w3.lazy(x)))
 
 
 class FusedGatedFeedForward(nnx.Module):
     """`GatedFeedForward` whose gate and value come from one linear layer, the gate first.
 
+    It computes `linear_out(silu(gate) * value)`, without biases.
+
     Args:
         d: The number of input and output features.
-        hidden: The number of hidden features.
+        hidden: The number of hidden features, which is half the output of the first linear layer.
         rngs: Random number generators for the initial weights.
     """
 
@@ -76,6 +80,7 @@ class FusedGatedFeedForward(nnx.Module):
         self.hidden = hidden
 
     def __call__(self, x: Activation) -> Float[Array, "b s d"]:
+        """Applies the layer to tokens. An array is returned even for a lazy input."""
         gate, value = self.linear_in.lazy(x).split_columns(self.hidden, self.hidden)
         return self.linear_out(gate.combine(silu_gate, value))
 
@@ -83,7 +88,9 @@ class FusedGatedFeedForward(nnx.Module):
 class GLUMBConv(nnx.Module):
     """SANA's gated MLP with a depthwise 3x3 convolution inside (arXiv 2410.10629, section 2.2).
 
-    The class has the name of its counterpart in diffusers.
+    A 1x1 convolution to `2 * hidden` channels, SiLU, the depthwise convolution, the product of its
+    first half with the SiLU of its second half, and a 1x1 convolution back, without a bias. The
+    input is not added. The class has the name of its counterpart in diffusers.
 
     Args:
         d: The number of input and output features.

@@ -14,13 +14,15 @@ from solrl_jax.quant.matmul import lazy_matmul, matmul
 
 
 class Linear(nnx.Module):
-    """`y = x W + b`. The weight `kernel` [in, out] may be any leaf that `quant.matmul` accepts.
+    """`y = x W + b`. The weight `kernel` [in, out] may be any leaf that `quant.matmul` accepts,
+    such as a quantized or an adapted one.
 
     Args:
         n_in: The number of input features.
         n_out: The number of output features.
-        bias: Whether to add a bias.
+        bias: Whether to add a bias, which is zero at first.
         layout: The layout of the weight in PyTorch: "linear", or "pointwise" for a 1x1 convolution.
+            It matters for checkpoints only.
         rngs: Random number generators for the initial weight, which has PyTorch's default
             distribution.
     """
@@ -33,14 +35,24 @@ class Linear(nnx.Module):
         self.bias = param(jnp.zeros(n_out), "bias") if bias else None
 
     def __call__(self, x: Float[Array, "... n_in"] | LazyActivation) -> Float[Array, "... n_out"]:
-        """Applies the layer to an array of any rank, or to an activation, and returns an array."""
+        """Applies the layer to an array of any rank, or to a lazy activation, and returns an array.
+
+        The last axis holds the features. The result has the dtype of `x`.
+        """
         if isinstance(x, LazyActivation):
             return self.lazy(x).value
         y = matmul(x, self.kernel.get_value())
         return y if self.bias is None else y + self.bias.get_value().astype(y.dtype)
 
     def lazy(self, x: Activation) -> LazyActivation:
-        """Applies the layer. Scales and bias are left to the layer that reads the result."""
+        """Applies the layer. Scales and bias are left to the layer that reads the result.
+
+        Args:
+            x: The input [b, s, in].
+
+        Returns:
+            The lazy activation [b, s, out].
+        """
         x = as_lazy(x)
         y = lazy_matmul(x, self.kernel.get_value())
         if self.bias is None:
@@ -55,7 +67,7 @@ class Linear(nnx.Module):
             f: An elementwise function, for example `jax.nn.gelu`.
 
         Returns:
-            The activation [b, s, out].
+            The lazy activation [b, s, out].
         """
         return self.lazy(x).map(f)
 

@@ -14,6 +14,9 @@ from solrl_jax.quant.linear_attention import linear_attention
 class CrossProjection(nnx.Module):
     """The projections of an attention whose queries and keys may come from different sequences.
 
+    The output projection `to_out`, from all heads to the width of the query sequence, always has a
+    bias. Subclasses compute the attention.
+
     Args:
         widths: The number of features of the query sequence, of the key sequence, and of all heads
             together.
@@ -43,6 +46,8 @@ class CrossProjection(nnx.Module):
     def project(self, x: Activation, source: Activation) -> list[LazyActivation]:
         """Computes queries of one sequence, and keys and values of another.
 
+        Normalized queries and keys are materialized; everything else stays lazy.
+
         Args:
             x: the sequence that attends.
             source: the sequence that is attended to.
@@ -63,8 +68,9 @@ class LinearAttention(CrossProjection):
     """Attention with weights `relu(q) . relu(k)` instead of a softmax (arXiv 2410.10629, equation
     1).
 
-    The sums over the keys do not depend on the query, so the work is linear in the number of
-    tokens. They are computed in float32. The constructor takes the arguments of `CrossProjection`.
+    The weights of each query are normalized to the sum 1. The sums over the keys do not depend on
+    the query, so the work is linear in the number of tokens. They are computed in float32. The
+    constructor takes the arguments of `CrossProjection`.
     """
 
     def __call__(self, x: Activation, grid: tuple[int, int]) -> Float[Array, "b n d"]:
@@ -84,12 +90,17 @@ class LinearAttention(CrossProjection):
 
 
 class CrossAttention(CrossProjection):
-    """Softmax attention from image tokens to text tokens."""
+    """Softmax attention from image tokens to text tokens.
+
+    The constructor takes the arguments of `CrossProjection`.
+    """
 
     def __call__(
         self, x: Float[Array, "b n d"], text: Float[Array, "b l d"], mask: Bool[Array, "b l"]
     ) -> Float[Array, "b n d"]:
         """Applies the attention.
+
+        No gradient can be taken if the projections are quantized.
 
         Args:
             x: The image tokens.
@@ -97,7 +108,8 @@ class CrossAttention(CrossProjection):
             mask: True for tokens, False for padding.
 
         Returns:
-            The output for each image token.
+            The output for each image token. For a sample whose mask is all False, the attention is
+            the mean of the values.
         """
         q, k, v = (
             y.value.reshape(*y.value.shape[:2], self.heads, -1)

@@ -94,10 +94,11 @@ class BlockMixing(CrossProjection):
 
         Args:
             x: The image tokens [b, n, d], row by row.
-            grid: The number of rows and of columns of the tokens.
+            grid: The number of rows and of columns of the tokens, multiples of the blocks in
+                `layout`.
 
         Returns:
-            The output [b, n, d].
+            The output [b, n, d]: the projected sum of the attention and of the convolution `lepe`.
         """
         x = as_lazy(x)
         q, k, v = self.project(x, x)
@@ -111,12 +112,14 @@ class BlockMixing(CrossProjection):
 def tiling(blocks: int, grid: tuple[int, int]) -> tuple[int, int]:
     """Divides a grid of tokens into equal blocks that are as square as possible.
 
+    If two divisions are equally square, the one with fewer blocks from top to bottom is chosen.
+
     Args:
         blocks: The number of blocks.
         grid: The number of rows and of columns of tokens.
 
     Returns:
-        The number of blocks from top to bottom and from left to right.
+        The number of blocks from top to bottom and from left to right. Their product is `blocks`.
 
     Raises:
         ValueError: If the grid does not divide into so many equal blocks.
@@ -145,14 +148,15 @@ def initial_mix(layout: tuple[int, int], released: bool) -> Float[np.ndarray, "m
     """The mixing matrix before training. It falls linearly with the distance between blocks.
 
     In the paper, m_ij is proportional to 1 - dist(i, j) / max_k dist(i, k), and rows sum to 1. In
-    the released code, the maximum is over all pairs, and columns sum to 1.
+    the released code, the maximum is over all pairs, and columns sum to 1. Row i is that of the
+    queries of block i. Distances are Euclidean, in blocks; blocks are numbered row by row.
 
     Args:
         layout: The number of blocks from top to bottom and from left to right.
         released: Whether to follow the released code.
 
     Returns:
-        The matrix m.
+        The matrix m, float64 with non-negative entries. For a single block it is [[1]].
     """
     places = np.indices(layout).reshape(2, -1).T
     distance = np.linalg.norm(places[:, None] - places[None], axis=-1)

@@ -70,10 +70,11 @@ class JointBlock(nnx.Module):
             condition: The vector that modulates the block, after its SiLU.
             rotation: The rotary angles of the l + n positions, text first. None: no rotary
                 positions.
-            fp8_attention: Whether the attention runs in FP8.
+            fp8_attention: Whether the attention runs in FP8, that of the image to itself included.
 
         Returns:
             The text tokens (unchanged in the `last` layer) and the image tokens after the layer.
+            The residual sums are included.
         """
         image_vectors = self.norm1.vectors(condition)
         shift, scale, gate, shift_ff, scale_ff, gate_ff = image_vectors[:6]
@@ -112,7 +113,7 @@ class TimeTextEmbedding(nnx.Module):
     Args:
         d: The number of features of the condition.
         pooled_dim: The number of features of the pooled text.
-        guided: Whether the guidance scale is embedded, too.
+        guided: Whether the guidance scale is embedded, too. Otherwise a guidance scale is ignored.
         rngs: Random number generators for the initial weights.
     """
 
@@ -132,7 +133,8 @@ class TimeTextEmbedding(nnx.Module):
         Args:
             timestep: `1000 * sigma` of each sample.
             pooled: The pooled text embedding of each prompt.
-            guidance: The guidance scale of each sample, for networks that embed it.
+            guidance: The guidance scale of each sample, for networks that embed it, where it is
+                multiplied by 1000 first. None leaves the term out.
 
         Returns:
             The condition in the dtype of `pooled`, before its SiLU.

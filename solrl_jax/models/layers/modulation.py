@@ -40,7 +40,7 @@ def modulate_rounding_once(
 
 
 def silu_rounding_once(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`x sigmoid(x)`, computed in float32 and rounded once to the dtype of `x`.
+    """`x sigmoid(x)`, elementwise, computed in float32 and rounded once to the dtype of `x`.
 
     For the condition vector that modulates every block: its rounding error would not average out.
     """

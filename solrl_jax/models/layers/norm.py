@@ -43,6 +43,9 @@ def layer_norm(
 class LayerNorm(nnx.Module):
     """Layer normalization over the last axis (arXiv 1607.06450).
 
+    It computes in float32 and rounds once, to the dtype of its input. The weight `scale` is 1 and
+    the bias 0 at first.
+
     Args:
         features: The size of the last axis.
         eps: Added to the variance.
@@ -55,6 +58,7 @@ class LayerNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        """Normalizes `x`. The result is an array in the dtype of `x`."""
         y = layer_norm(x.astype(jnp.float32), self.eps)
         if self.scale is not None and self.bias is not None:
             scale = self.scale.get_value().astype(jnp.float32)
@@ -70,19 +74,24 @@ class LayerNorm(nnx.Module):
     ) -> Activation:
         """`norm(x) (1 + scale) + shift`, computed by the layer that reads it.
 
+        If the norm has learned weights, the normalization itself is computed at once.
+
         Args:
             x: The input.
             shift: The shift of each sample and feature.
-            scale: The scale of each sample and feature.
+            scale: The scale of each sample and feature, before 1 is added. It is not the norm's own
+                weight, which is applied before.
             modulate: The function that applies shift and scale.
 
         Returns:
-            The activation [b, s, d].
+            The lazy activation [b, s, d].
         """
         return self._lazy(x).map(modulate, shift, scale)
 
     def scaled(self, x: Float[Array, "b s d"], factor: Float[Array, "b 1 d"]) -> Activation:
         """Returns `norm(x) * factor` as a lazy activation, which the layer that reads it computes.
+
+        If the norm has learned weights, the normalization itself is computed at once.
 
         Args:
             x: activations.
@@ -93,7 +102,8 @@ class LayerNorm(nnx.Module):
     def _lazy(self, x: Float[Array, "b s d"]) -> LazyActivation:
         """Returns the normalised `x` as a lazy activation, which the layer that reads it computes.
 
-        With a learned scale, the norm is computed at once.
+        With a learned scale, the norm is computed at once, and the lazy activation wraps the
+        result.
         """
         if self.scale is not None:
             return LazyActivation.from_array(self(x))
@@ -114,10 +124,10 @@ def rms_norm(
         x: The input, of any floating-point dtype.
         scale: The weight; it broadcasts against `x`.
         eps: Added to the mean of the squares.
-        width: The number of columns that are not padding. Kernels pad rows with zeros. None: all
-            columns.
+        width: The number of columns that are not padding, by which the sum of squares is divided.
+            Kernels pad rows with zeros. None: all columns.
         save_squares: Whether to write the sums of squares to memory, under the checkpoint name of
-            matmuls, so that the gradient does not recompute them.
+            matmuls, so that the gradient does not recompute them. The result is the same.
 
     Returns:
         `scale * x / rms(x)` in float32.
@@ -133,6 +143,8 @@ def rms_norm(
 class RMSNorm(nnx.Module):
     """Root-mean-square normalization (arXiv 1910.07467): `x / rms(x) * (offset + scale) + bias`.
 
+    It computes in float32. At first `offset + scale` is 1 and the bias 0.
+
     Args:
         features: The size of the last axis.
         eps: Added to the mean of the squares.
@@ -147,6 +159,7 @@ class RMSNorm(nnx.Module):
         self.offset = offset
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        """Normalizes the last axis of `x`. The result is an array in the dtype of `x`."""
         y = rms_norm(x, self.offset + self.scale.get_value().astype(jnp.float32), self.eps)
         if self.bias is not None:
             y = y + self.bias.get_value().astype(jnp.float32)
@@ -155,14 +168,15 @@ class RMSNorm(nnx.Module):
     def scaled(
         self, x: Float[Array, "b s d"], factor: Float[Array, "b 1 d"] | None = None
     ) -> Activation:
-        """`norm(x) * factor`, computed by the layer that reads it. For norms without a bias.
+        """`norm(x) * factor`, computed by the layer that reads it. For norms without a bias, which
+        would be ignored.
 
         Args:
             x: The input.
             factor: A factor for each sample and feature. None: 1.
 
         Returns:
-            The activation [b, s, d].
+            The lazy activation [b, s, d].
         """
         width = x.shape[-1]
 
@@ -173,13 +187,15 @@ class RMSNorm(nnx.Module):
         return normed if factor is None else normed.map(jnp.multiply, factor)
 
     def per_head(self, x: LazyActivation) -> LazyActivation:
-        """Normalizes each attention head by itself, without bias and offset.
+        """Normalizes each attention head by itself, without bias and offset, which are ignored.
+
+        The weight, of the size of one head, is the same for all heads.
 
         Args:
             x: Queries or keys [b, s, n * features], heads side by side.
 
         Returns:
-            The normalized activation, of the same shape.
+            The normalized lazy activation, of the same shape.
         """
         # on a GPU, the saved sums spare the gradient one pass over `x` (docs/kernels.md)
         save_squares = x.exact and compile_target.platform() == "gpu"

@@ -15,17 +15,20 @@ def param(
 ) -> nnx.Param:
     """Creates a parameter with the metadata that `models.loading.weights` reads.
 
-    `models.layers.stack.stack` adds the position of the parameter in a stack of layers.
+    The metadata are `torch_name`, `layout`, `start`, `bounds`, and `below_stack` (0) and
+    `first_layer` (None), in which `models.layers.stack.stack` enters the position of the parameter
+    in a stack of layers.
 
     Args:
         value: The initial value.
         torch_name: The last part of the parameter's name in PyTorch, for example "weight".
         layout: The order of the axes in PyTorch: "same" as ours, or a key of
-            `models.loading.weights.OUR_AXES`.
+            `models.loading.weights.OUR_AXES` ("linear", "pointwise" or "conv").
         start: `(function, *arguments)`, for a parameter that checkpoints may lack. The call
             `function(*arguments)` returns its initial value, which is broadcast to the parameter's
-            shape.
-        bounds: The smallest and the largest value that training keeps the parameter between.
+            shape. None: checkpoints must hold it.
+        bounds: The smallest and the largest value that training keeps the parameter between. None:
+            unbounded.
 
     Returns:
         The parameter.

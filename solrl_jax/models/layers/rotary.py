@@ -20,11 +20,16 @@ def rotation_table(
 
     Args:
         positions: The coordinates of each of s positions.
-        axes_dims: The number of features of a head that each coordinate rotates (even numbers).
-        theta: The base of the rotation frequencies.
+        axes_dims: The number of features of a head that each coordinate rotates (even numbers), one
+            per axis. Their sum is the number of features of a head.
+        theta: The base of the rotation frequencies, `theta ** (-2 i / dim)` for pair i of an axis
+            with `dim` features.
 
     Returns:
-        Cosines and sines [1, s, sum of axes_dims / 2].
+        Cosines and sines [1, s, sum of axes_dims / 2], float32, the pairs of the first axis first.
+
+    Raises:
+        ValueError: `positions` and `axes_dims` have different numbers of axes.
     """
     # computed in float64 and rounded once, as in the released code
     angles = []
@@ -66,7 +71,7 @@ def rotate(x: LazyActivation, rotation: Rotation | None, start: int = 0) -> Lazy
         start: The position of the first row of `x`.
 
     Returns:
-        The rotated activation.
+        The rotated activation, which stays lazy.
     """
     if rotation is None:
         return x

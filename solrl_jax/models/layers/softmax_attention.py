@@ -28,6 +28,8 @@ def project_qkv(
 ) -> list[LazyActivation]:
     """Queries, keys and values [b, s, d] of a sequence, heads side by side.
 
+    Queries and keys are projected, then normalized, then rotated. Values are only projected.
+
     Args:
         x: The input of the attention [b, s, d].
         to_q: The projection to queries.
@@ -36,10 +38,10 @@ def project_qkv(
         norm_q: The norm of each head of the queries, or None.
         norm_k: The norm of each head of the keys, or None.
         rotation: The rotary angles of all positions, or None.
-        start: The position of the first token of `x`.
+        start: The position of the first token of `x` in `rotation`.
 
     Returns:
-        Queries, keys and values, which the attention materializes.
+        Queries, keys and values as lazy activations, which the attention materializes.
     """
     q = to_q.lazy(x)
     if norm_q is not None:
@@ -58,15 +60,20 @@ def attend(
 ) -> Float[Array, "b s d"]:
     """Softmax attention over streams of tokens that form one sequence.
 
+    No gradient can be taken in FP8, or if a projection is quantized: the first stream's queries
+    decide which kernel runs.
+
     Args:
         head_dim: The number of features of one head.
         *streams: Queries, keys and values [b, s_i, d] of each stream, in the order of the sequence.
-        key_lengths: How many keys, from the first, each sample attends to. None: all. Not with FP8.
+            There is at least one stream.
+        key_lengths: How many keys, from the first, each sample attends to, at least 1. None: all.
+            Ignored with FP8.
         fp8_attention: Whether the attention runs in FP8.
 
     Returns:
         The attended values [b, sum of s_i, d], heads side by side. In E4M3 if `fp8_attention` is
-        set.
+        set, otherwise in the dtype of the first stream.
     """
     q, k, v = (
         materialize_heads(pieces, head_dim, E4M3 if fp8_attention else None)
@@ -112,7 +119,7 @@ class QKVProjection(nnx.Module):
     def project(
         self, x: LazyActivation, rotation: Rotation | None, start: int = 0
     ) -> list[LazyActivation]:
-        """Returns queries, keys and values of a sequence.
+        """Returns queries, keys and values of a sequence, as lazy activations, heads side by side.
 
         Args:
             x: the sequence.
@@ -164,12 +171,13 @@ class SelfAttention(QKVProjection):
         Args:
             x: The input [b, s, d].
             rotation: The rotary angles of the s positions, or None.
-            key_lengths: How many tokens, from the first, each sample attends to. None: all.
+            key_lengths: How many tokens, from the first, each sample attends to. None: all. Ignored
+                with FP8.
             fp8_attention: Whether the attention runs in FP8. Without an output projection, the
                 result is then in E4M3.
 
         Returns:
-            The output [b, s, d].
+            The output [b, s, d], to which the input is not added.
         """
         x = as_lazy(x)
         out = attend(
@@ -231,11 +239,12 @@ class JointAttention(QKVProjection):
         Args:
             text: The text tokens [b, l, d].
             image: The image tokens [b, n, d].
-            rotation: The rotary angles of the l + n positions, or None.
+            rotation: The rotary angles of the l + n positions, text first, or None.
             fp8_attention: Whether the attention runs in FP8.
 
         Returns:
-            The outputs for the text (None if this is the `last` layer) and for the image.
+            The outputs for the text (None if this is the `last` layer) and for the image, to which
+            the inputs are not added.
         """
         text = as_lazy(text)
         image = as_lazy(image)
@@ -264,7 +273,7 @@ class ParallelAttention(nnx.Module):
     biases.
 
     One linear layer computes queries, keys, values and the MLP's gate and value. One linear layer
-    reads the results of both.
+    reads the results of both. Each head of queries and keys is normalized (RMSNorm).
 
     Args:
         d: The number of features of the tokens, and of all heads together.
@@ -288,10 +297,10 @@ class ParallelAttention(nnx.Module):
         Args:
             x: The input [b, s, d].
             rotation: The rotary angles of the s positions.
-            fp8_attention: Whether the attention runs in FP8.
+            fp8_attention: Whether the attention runs in FP8. The MLP does not.
 
         Returns:
-            The output [b, s, d].
+            The output [b, s, d], to which the input is not added.
         """
         x = as_lazy(x)
         q, k, v, gate, value = self.to_qkv_mlp_proj.lazy(x).split_columns(*self.widths)

@@ -20,7 +20,8 @@ X = TypeVar("X")
 def _saves_kernel_outputs(primitive: Any, *_: Any, **__: Any) -> bool:
     """Whether a primitive is a fused kernel, whose outputs are saved for the gradient.
 
-    A policy of `jax.checkpoint`, which passes the primitive and its operands' shapes.
+    A policy of `jax.checkpoint`, which passes the primitive and its operands' shapes. The kernels
+    are cuDNN's attention and all Pallas kernels, by the names of their primitives.
     """
     return primitive.name.startswith(("dot_product_attention_fwd", "pallas_call"))
 
@@ -64,15 +65,22 @@ def stack(n: int, make: Callable[[nnx.Rngs], M], rngs: nnx.Rngs, *, first: int |
 def scan_blocks(blocks: Any, apply: Callable[..., X], x: X, *each: Array, remat: str = "none") -> X:
     """Applies a stack of blocks in order: `x = apply(block, x)`. Only one block is compiled.
 
+    The weights are gathered one block at a time (`gather`).
+
     Args:
         blocks: A module built by `stack`.
-        apply: Called as `apply(block, x, *rows)`, returns the next `x`.
+        apply: Called as `apply(block, x, *rows)`, returns the next `x`, of the same shape and
+            dtype.
         x: The input of the first block: an array, or a tree of arrays for several streams.
         *each: Arrays with one row per block. `apply` receives the block's rows after `x`.
-        remat: What the gradient recomputes, a key of `REMAT`.
+        remat: What the gradient recomputes, a key of `REMAT`: "none", "matmuls" (all but matmuls
+            and attention kernels) or "blocks" (everything but the input of each block).
 
     Returns:
         The output of the last block.
+
+    Raises:
+        KeyError: `remat` is not a key of `REMAT`.
     """
     graphdef, params = nnx.split(blocks)
 
@@ -92,11 +100,11 @@ def gather(params: P) -> P:
 
     Each device then runs the same matmuls on its own rows, and the result of a row does not depend
     on the mesh. `scan_blocks` gathers one layer at a time, which is how FSDP saves memory. If the
-    mesh has an axis `tensor`, the outputs of linear layers stay sharded over it
-    (`quant.tensor_parallel`).
+    mesh has an axis `tensor` of more than one device, the weights of linear layers (matrices under
+    the name "kernel") stay sharded over it by their outputs (`quant.tensor_parallel`).
 
     Args:
-        params: A tree of weights: arrays or leaves.
+        params: A tree of weights: arrays or leaves. Weights of one layer, not stacked ones.
 
     Returns:
         The tree with sharding constraints. Without a mesh, `params` itself.
