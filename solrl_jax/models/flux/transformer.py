@@ -124,7 +124,8 @@ class FluxTransformer2DModel(nnx.Module):
         Raises:
           ValueError: For odd sizes, or if `guidance` is missing or unexpected.
         """
-        (_, height, width, _), dtype = latent.shape, latent.dtype
+        _, height, width, _ = latent.shape
+        dtype = latent.dtype
         if height % PATCH or width % PATCH:
             raise ValueError(
                 f"FluxTransformer2DModel: latents of {height} x {width}; accepted: even sizes"

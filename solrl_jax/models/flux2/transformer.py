@@ -130,7 +130,8 @@ class Flux2Transformer2DModel(nnx.Module):
         Returns:
           The velocity, in the dtype of `latent`.
         """
-        (batch, height, width, channels), dtype = latent.shape, latent.dtype
+        batch, height, width, channels = latent.shape
+        dtype = latent.dtype
         length = text.shape[1]
         # In float32, because the condition modulates every token of every block, so that its
         # rounding error would not average out.

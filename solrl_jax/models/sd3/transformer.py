@@ -107,7 +107,8 @@ class SD3Transformer2DModel(nnx.Module):
           ValueError: For a size that is not a whole number of patches, or larger than the stored
               positions.
         """
-        (_, height, width, _), dtype = latent.shape, latent.dtype
+        _, height, width, _ = latent.shape
+        dtype = latent.dtype
         patch = self.config.patch_size
         condition = silu_rounding_once(self.time_text_embed(timestep, pooled.astype(dtype)))
         streams: Any = self.context_embedder(text.astype(dtype)), self.pos_embed(latent)

@@ -161,7 +161,8 @@ class ZImageTransformer2DModel(nnx.Module):
           ValueError: For odd sizes, and for more tokens than there are stored positions along an
               axis.
         """
-        (batch, height, width, _), dtype = latent.shape, latent.dtype
+        batch, height, width, _ = latent.shape
+        dtype = latent.dtype
         config = self.config
         rows = height // PATCH
         columns = width // PATCH

@@ -46,7 +46,8 @@ def awm(
     Returns:
         One loss per sample, and metrics with one value per sample.
     """
-    v, v_old, v_ref = velocities.trained, *map(jax.lax.stop_gradient, velocities[1:])
+    v = velocities.trained
+    v_old, v_ref = map(jax.lax.stop_gradient, velocities[1:])
     error_old = matching_error(v_old, target)
     error = _error_near(error_old, v, v_old, target)
     log_r = -target.sigma * ((error + FLOOR) ** POWER - (error_old + FLOOR) ** POWER) / POWER

@@ -32,7 +32,8 @@ def dance_grpo(
     Returns:
         One loss per sample, and metrics with one value per sample.
     """
-    v, v_old, v_ref = velocities.trained, *map(jax.lax.stop_gradient, velocities[1:])
+    v = velocities.trained
+    v_old, v_ref = map(jax.lax.stop_gradient, velocities[1:])
     loss, metrics = clipped_policy(
         log_ratio(v, v_old, target), target, algorithm, algorithm.adv_clip_max
     )

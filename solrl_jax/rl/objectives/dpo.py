@@ -33,7 +33,8 @@ def dpo(
         One loss per sample, and metrics with one value per sample. Both samples of a pair have the
         same preference term.
     """
-    v, v_old, v_ref = velocities.trained, *map(jax.lax.stop_gradient, velocities[1:])
+    v = velocities.trained
+    v_old, v_ref = map(jax.lax.stop_gradient, velocities[1:])
     gap = matching_gap(v, v_ref, target)
     margin = -algorithm.beta / 2 * (gap[::2] - gap[1::2])
     loss = -jax.nn.log_sigmoid(margin).repeat(2)

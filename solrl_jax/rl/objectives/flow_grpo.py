@@ -36,7 +36,8 @@ def flow_grpo(
     Returns:
         One loss per sample, and metrics with one value per sample.
     """
-    v, v_old, v_ref = velocities.trained, *map(jax.lax.stop_gradient, velocities[1:])
+    v = velocities.trained
+    v_old, v_ref = map(jax.lax.stop_gradient, velocities[1:])
     step = target.step
     assert step is not None
     loss, metrics = clipped_policy(

@@ -71,7 +71,8 @@ def nft_loss(
         One loss per sample, and as metrics its terms. The KL term is among them only if it has a
         weight.
     """
-    v, v_old, v_ref = velocities.trained, *map(jax.lax.stop_gradient, velocities[1:])
+    v = velocities.trained
+    v_old, v_ref = map(jax.lax.stop_gradient, velocities[1:])
     positive = _self_weighted(target, beta * v + (1 - beta) * v_old)
     negative = _self_weighted(target, (1 + beta) * v_old - beta * v)
     policy = (
