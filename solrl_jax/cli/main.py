@@ -155,7 +155,10 @@ def main() -> None:
 
 
 def _hang_up(*_: object) -> None:
-    """Stops as Ctrl-C does, because the terminal was closed."""
+    """Handles SIGHUP, which a closed terminal sends: raises SIGINT in this process, as Ctrl-C does.
+
+    Returns if a handler of SIGINT only notes it. Every later SIGHUP is ignored.
+    """
     # The shell and the kernel may both send it, and a second Ctrl-C would stop without saving.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.raise_signal(signal.SIGINT)

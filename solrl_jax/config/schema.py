@@ -604,10 +604,12 @@ class Config(Section):
             raise ConfigError.of_field("algorithm.decay_type", 2, accepted)
 
     def check_objective(self) -> None:
-        """Checks the configuration against what the objective trains on. Raises ConfigError.
+        """Checks the settings that the samples of the objective require. Raises ConfigError.
 
-        Built-in objectives are checked whenever a configuration is built. For an objective
-        `module:function` this imports the module, so whoever loads the objective calls it.
+        `Algorithm.trains_on` says what the objective trains on: "samples" require nothing more,
+        "pairs" and "transitions" do. Built-in objectives are checked whenever a configuration is
+        built. For an objective `module:function` this imports the module, so whoever loads the
+        objective calls it.
         """
         match self.algorithm.trains_on:
             case "pairs":

@@ -169,13 +169,15 @@ def _sde(sigma: float, next_sigma: float, g2: float) -> Coefficients:
 
 
 def _second_order(previous_sigma: float, sigma: float, next_sigma: float) -> Coefficients:
-    """Coefficients of DPM-Solver++ 2M: a first-order step towards the linear extrapolation of the
-    last two predictions of x0.
+    """Coefficients of DPM-Solver++ 2M: a first-order step towards the extrapolation of the last two
+    predictions of x0, which is linear in lambda = ln((1 - s) / s).
+
+    Where `previous_sigma` is 1, lambda is infinite there, and the step is of first order.
 
     Args:
         previous_sigma: The sigma of the prediction before the last one.
-        sigma: The sigma before the step.
-        next_sigma: The sigma after it.
+        sigma: The sigma before the step, below 1.
+        next_sigma: The sigma after it, above 0.
     """
 
     # At sigma = 1, lambda is minus infinity. The previous step then carries no slope, and h /

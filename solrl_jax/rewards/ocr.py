@@ -31,10 +31,12 @@ Reader = Callable[[UInt8[np.ndarray, "H W 3"]], str]
 def ocr(
     images: Images, prompts: Sequence[str], metadata: Sequence[Metadata], *, threads: int = 1
 ) -> Float[np.ndarray, " n"]:
-    """Scores whether the words of `target` can be read in each image.
+    """Scores whether the words that a prompt asks for can be read in each image.
 
-    The score is 1 if they can. Each edit between the text that is read and the words costs its
-    fraction of the length, and the lowest score is 0, see `similarity`.
+    The words are those under "text" in the metadata, or in the first double quotes of the prompt
+    (see the function `target`). Spaces and case do not count. The score is 1 if they are read. Each
+    edit between the text that is read and the words costs its fraction of the length, and the
+    lowest score is 0, see `similarity`.
 
     Args:
         images: Images in [0, 1]. One with a non-finite value scores NaN.
@@ -43,8 +45,9 @@ def ocr(
         threads: The number of threads of this process. Several worker processes score at once.
 
     Raises:
-        ValueError: If a prompt has no words, in one line. An engine that fails raises its own
-            exception, where Flow-GRPO scores 0.
+        ValueError: If a prompt has no words, if `threads` is no integer of at least 1, or if the
+            arguments differ in length. An engine that fails raises its own exception, where
+            Flow-GRPO scores 0.
     """
     check_arguments("ocr", images, prompts, metadata)
     if type(threads) is not int or threads < 1:

@@ -52,10 +52,13 @@ class CheckpointError(Exception):
 
 
 def candidates(root: Path) -> list[Path]:
-    """Lists the directories in `root` that are named like checkpoints, intact or not, newest first.
+    """Lists the directories in `root` that are named like checkpoints, intact or not.
+
+    They are sorted by the iteration in their name, the highest first. A directory that a newer save
+    replaced (`.replaced`) follows the one of the same iteration.
 
     Args:
-        root: The directory of checkpoints. It need not exist.
+        root: The directory of checkpoints. If it does not exist, the list is empty.
 
     Raises:
         RunError: If the directory cannot be read.

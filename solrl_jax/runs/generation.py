@@ -399,7 +399,20 @@ def _released_rules(pipeline: Pipeline) -> Quantization:
 def _load_backbone(
     request: Request, config: Config | None, pipeline: Pipeline, precision: str
 ) -> Backbone:
-    """Loads the networks of the model, with the settings of the request, or those of the run."""
+    """Loads the networks of the model.
+
+    An instruction and a tile size of the request take precedence over those of the run. The prompt
+    cache and the dtype of the decoder are always the run's.
+
+    Args:
+        request: The request.
+        config: The configuration of the run, or None for a model directory.
+        pipeline: The model.
+        precision: The dtype of the transformer: "bf16" or "fp32".
+
+    Raises:
+        InputError: If a file of the model or the instruction cannot be read.
+    """
     instruction = request.instruction
     tile = request.vae_tile_size
     if config is None:
@@ -422,7 +435,13 @@ def _load_backbone(
 
 
 def _seeds(prompts: Sequence[str], seed: int) -> np.ndarray:
-    """Returns the seed of each prompt. A repeated prompt gets the seed of its next candidate."""
+    """Returns the seed of each prompt, [prompts, 2]. A repeated prompt gets the seed of its next
+    candidate.
+
+    Args:
+        prompts: The prompts, of which some may be equal.
+        seed: The root seed.
+    """
     candidates = {
         prompt: iter(prompt_seeds(seed, "candidate", [prompt], count)[0])
         for prompt, count in Counter(prompts).items()

@@ -185,7 +185,8 @@ def _record(path: Path, rows: Sequence[Mapping[str, Any]]) -> Iterator[Log]:
         rows: The rows that it begins with.
 
     Yields:
-        The function that appends a row and waits until it is on the disk.
+        A function (iteration, values by name) that appends a row and waits until it is on the disk.
+        Values that are not finite are written as null.
 
     Raises:
         RunError: If the disk refuses.

@@ -87,6 +87,12 @@ class Scene:
             raise ValueError(f"{self}: not a scene of the embedded world; expected {GRAMMAR}")
 
     def _is_valid(self) -> bool:
+        """Whether the grammar has this scene: one group without a relation, or two with a known
+        relation.
+
+        Two groups must differ in colour or shape, have at most `MAX_OBJECTS` objects together, and
+        none may consist of three large shapes.
+        """
         if len(self.groups) == 1:
             return self.relation is None
         if len(self.groups) != 2 or self.relation not in RELATIONS:

@@ -249,7 +249,9 @@ def _without_prefix(name: str) -> str:
 
 
 def _layout(keys: Iterable[str]) -> str:
-    """Returns the program that wrote the keys of a file, by the first prefix that is found."""
+    """Returns the program that wrote the keys of a file: the value in `PREFIXES` of the prefix of
+    the first key that has one, or "no prefix".
+    """
     for key in keys:
         for prefix, program in PREFIXES.items():
             if key.startswith(prefix):

@@ -125,14 +125,16 @@ def _fields(file: Path, text: str | None) -> dict[str, Any]:
 
 
 def _check_config(file: Path, config: Mapping[str, Any]) -> None:
-    """Checks that a `LoraConfig` is of plain LoRA and has fields of the right types.
+    """Checks that a `LoraConfig` is one of plain LoRA. Ranks are checked by `layer_alpha`.
 
     Args:
-        file: The file of tensors, for messages.
-        config: The fields.
+        file: The file, for messages.
+        config: The fields of the configuration.
 
     Raises:
-        InputError: If it is not, or has not.
+        InputError: For another `peft_type`, for DoRA, for an `init_lora_weights` that changes the
+            base (PiSSA, OLoRA, CorDA, LoftQ), for a `lora_alpha` that is missing or no number, and
+            for a `rank_pattern` or `alpha_pattern` that is no mapping.
     """
     if config.get("peft_type", "LORA") != "LORA" or config.get("use_dora"):
         raise InputError(

@@ -68,7 +68,14 @@ class Corrected(Quantized):
     basis_weight: Float[Array, "... r n_out"]
 
     def matmul(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
-        """`x @ w` in the dtype of `x`: the low-rank branch plus the matmul of the remainder."""
+        """Returns `x @ w` in the dtype of `x`, where w is the weight that the leaf represents.
+
+        The part of `x` along the basis is multiplied exactly by `basis_weight`, the rest of `x` by
+        the quantized remainder. The outputs may stay sharded over the mesh axis `tensor`.
+
+        Args:
+            x: Inputs.
+        """
         basis = self.basis.astype(x.dtype)
         inner = x @ basis
         along_basis = jnp.dot(inner, basis.T, preferred_element_type=jnp.float32)
@@ -135,14 +142,21 @@ class Probe(Leaf):
 def _probe(
     x: Float[Array, "rows n_in"], w: Float[Array, "n_in n_out"], basis: Float[Array, "n_in r"]
 ) -> Float[Array, "rows n_out"]:
+    """Returns `x @ w`. Its gradient with respect to `basis` is `x^T x basis`, by
+    `_probe_backward`.
+    """
     return x @ w
 
 
 def _probe_forward(x, w, basis):
+    """The forward pass of `_probe`: its result, and its arguments for the backward pass."""
     return x @ w, (x, w, basis)
 
 
 def _probe_backward(residuals, g):
+    """The backward pass of `_probe`: the gradients of its arguments from that of the result,
+    `g`.
+    """
     x, w, basis = residuals
     # Without these constraints, the partitioner splits a matmul along its contraction, and the sum
     # is rounded differently.
