@@ -111,6 +111,9 @@ def describe(summary: Mapping[str, Any]) -> str:
 
 
 def _torch() -> Any:
+    """Imports PyTorch. Raises InputError if it is not installed, or older than 2.6, which may run
+    code that a pickle holds.
+    """
     try:
         import torch
     except ImportError as error:
@@ -126,7 +129,17 @@ def _torch() -> Any:
 
 
 def _check_paths(file: Path, out: Path, base: Path | None, force: bool) -> None:
-    """Raises InputError if a path cannot be used, or if a file would be lost."""
+    """Checks the paths of `convert`. Also creates the directory above `out` if it is missing.
+
+    Args:
+        file: The pickle to read.
+        out: The file or directory to write.
+        base: A SANA pipeline directory, or None.
+        force: Whether `out` may exist. It is then replaced later on.
+
+    Raises:
+        InputError: If a path cannot be used, or if a file would be lost.
+    """
     if not file.is_file():
         raise InputError(f"{file}: no such file")
     if file.suffix == ".safetensors":
@@ -148,7 +161,18 @@ def _check_paths(file: Path, out: Path, base: Path | None, force: bool) -> None:
 
 
 def _load(torch: Any, file: Path) -> Any:
-    """Loads a pickle. Tensors are mapped from the file if it is a zip archive (PyTorch 1.6 on)."""
+    """Loads a pickle. Tensors are mapped from the file if it is a zip archive (PyTorch 1.6 on).
+
+    Args:
+        torch: The imported PyTorch module.
+        file: The pickle.
+
+    Returns:
+        The unpickled value, with its tensors on the CPU.
+
+    Raises:
+        InputError: If the file is damaged or compressed, or if reading it might run code.
+    """
     try:
         if zipfile.is_zipfile(
             file
@@ -183,15 +207,20 @@ def _load(torch: Any, file: Path) -> Any:
 
 
 def _unwrap(file: Path, value: Any, torch: Any) -> tuple[Tensors, str | None, list[str]]:
-    """Finds the tensors in what a pickle holds.
+    """Finds the tensors in the value of a pickle.
+
+    Args:
+        file: The pickle, for messages.
+        value: The result of `_load`.
+        torch: The imported PyTorch module.
 
     Returns:
         The tensors by name, the key that they were under (dots between nested keys; None: no key),
         and a description of each entry that is left out.
 
     Raises:
-        InputError: If an entry is neither a tensor nor a plain number or text. The message lists
-            them.
+        InputError: If there is no tensor, or if an entry is neither a tensor nor a plain number or
+            text. The message lists such entries.
     """
     took = ""
     left = []
@@ -234,6 +263,10 @@ def _container(value: Mapping[Any, Any], torch: Any) -> str | None:
     """Returns the key under which a checkpoint holds its tensors, or None if there is none.
 
     It is a known name, or the only key with tensors.
+
+    Args:
+        value: A dictionary in the pickle.
+        torch: The imported PyTorch module.
     """
     if known := [key for key in CONTAINERS if isinstance(value.get(key), Mapping)]:
         return known[0]
@@ -248,7 +281,14 @@ def _container(value: Mapping[Any, Any], torch: Any) -> str | None:
 
 
 def _check_tensors(file: Path, tensors: Tensors, torch: Any) -> None:
-    """Raises InputError if a safetensors file cannot hold a tensor. The message lists them."""
+    """Raises InputError if a safetensors file cannot hold some tensors, which the message lists, or
+    if the tensors claim more than `MOST_GROWTH` times the bytes of the pickle.
+
+    Args:
+        file: The pickle.
+        tensors: Its tensors by name.
+        torch: The imported PyTorch module.
+    """
     if (
         total := sum(t.nbytes for t in tensors.values() if t.layout == torch.strided)
     ) > MOST_GROWTH * file.stat().st_size:
@@ -274,7 +314,21 @@ def _check_tensors(file: Path, tensors: Tensors, torch: Any) -> None:
 
 
 def _write_sana(file: Path, out: Path, base: Path, tensors: Tensors) -> dict[str, Any]:
-    """Writes a native SANA checkpoint as a directory, after the network's own loader checked it."""
+    """Writes a native SANA checkpoint as a directory, after the network's own loader checked it.
+
+    Args:
+        file: The pickle, for messages.
+        out: The directory to write.
+        base: The SANA pipeline directory whose other components and configuration are used.
+        tensors: The tensors of the checkpoint by name.
+
+    Returns:
+        The entries of `convert`'s summary that describe the network.
+
+    Raises:
+        InputError: If `base` is unusable, or if the tensors are not those of the network. Then
+            nothing is written to `out`.
+    """
     with in_one_line(lambda said: f"--base {base}: {said}"):
         config = SanaConfig.read(base / TRANSFORMER)
     with in_one_line(lambda said: f"{file}: {said}"):
@@ -319,7 +373,12 @@ def _component_files(base: Path) -> dict[str, Path]:
 
 
 def _check_directory(out: Path, names: set[str]) -> None:
-    """Raises InputError if `out` cannot be a directory, or is one that holds more than `names`."""
+    """Raises InputError if `out` cannot be a directory, or is one that holds more than `names`.
+
+    Args:
+        out: The directory to write. It need not exist.
+        names: The names of the entries that it will have.
+    """
     if out.suffix == ".safetensors" or (out.exists() and not out.is_dir()):
         raise InputError(f"--out {out}: a native SANA checkpoint becomes a directory; name one")
     if out.is_dir() and (strange := sorted({path.name for path in out.iterdir()} - names)):
@@ -330,7 +389,10 @@ def _check_directory(out: Path, names: set[str]) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copies a file. Weights become a hard link where possible, which takes no space."""
+    """Copies the file `source` to `target`, and creates the directories above `target`.
+
+    A safetensors file becomes a hard link where possible, which takes no space.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     source = source.resolve()  # a hub cache holds links
     if target.suffix == ".safetensors":
@@ -345,6 +407,10 @@ def _write(path: Path, tensors: Tensors) -> None:
     """Writes a safetensors file. Only tensors whose elements are not contiguous are copied first.
 
     Tensors that share memory are each written: `safetensors.torch` refuses them.
+
+    Args:
+        path: The file to write. It is replaced if it exists.
+        tensors: The tensors by name.
     """
     whole = {name: t.contiguous() for name, t in tensors.items()}
     with files.atomic(path) as partial:

@@ -253,10 +253,12 @@ def cudnn() -> str | None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
+    """Parses a version such as "9.10.1" to integers, so that versions compare by number."""
     return tuple(map(int, version.split(".")))
 
 
 def _hub_cache() -> Path:
+    """Returns the directory where the Hugging Face hub keeps downloads. It need not exist."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)

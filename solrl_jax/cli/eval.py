@@ -171,7 +171,9 @@ def _watched(config: Config, names: str | None) -> tuple[str, ...]:
 
 
 def _evaluate(experiment: Experiment, adapters: Trainable) -> Evaluation:
-    """Evaluates a policy, with a progress bar."""
+    """Evaluates the policy with the trainable parameters `adapters` on the test prompts of
+    `experiment`. Also shows a progress bar.
+    """
     config = experiment.config.eval
     with bar(config.num_prompts * config.num_images_per_prompt, "evaluate") as shown:
         return evaluate(experiment, adapters, shown.update)
@@ -187,6 +189,13 @@ def _draw(
     """Writes a PNG with the images of two policies side by side.
 
     Above each prompt stands by how much the first policy's reward is higher in each image.
+
+    Args:
+        path: The file to write.
+        differing: The images that are shown, with the differences of their rewards.
+        names: The names of both policies, as headings.
+        first: These images by the first policy.
+        second: These images by the second policy.
     """
     gains = [", ".join(f"{gain:+.2f}" for gain in row) for row in differing.gains]
     prompts = [f"{prompt} ({of})" for prompt, of in zip(first.prompts, gains, strict=True)]

@@ -41,7 +41,19 @@ RENAMED_OPTIONS = {
 def _height_and_width(
     _context: click.Context, _parameter: click.Parameter, value: str | None
 ) -> tuple[int, int] | None:
-    """A click callback that parses "HEIGHTxWIDTH", in pixels."""
+    """A click callback that parses "HEIGHTxWIDTH", in pixels.
+
+    Args:
+        _context: Not read.
+        _parameter: Not read.
+        value: The text that the user gave, or None.
+
+    Returns:
+        Height and width, or None if `value` is None.
+
+    Raises:
+        InputError: If the text is not of this form, or if a side is 0 or above `MAX_SIDE`.
+    """
     if value is None:
         return None
     sides = value.lower().split("x")
@@ -71,7 +83,13 @@ def _open_latents(path: Path) -> np.ndarray:
 def _write(out: Path, generation: Generation, prompts: Sequence[str]) -> None:
     """Writes one PNG per image, a grid of them, and both arrays as .npy files.
 
-    Raises RunError if the disk refuses.
+    Args:
+        out: The directory to write to.
+        generation: The images and their latents.
+        prompts: The prompt of each image, which the grid shows.
+
+    Raises:
+        RunError: If the disk refuses.
     """
     for name, array in (("images", generation.images), ("latents", generation.latents)):
         with files.atomic(out / f"{name}.npy") as partial:

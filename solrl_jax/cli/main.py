@@ -62,9 +62,13 @@ class Commands(click.Group):
     import."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
+        """Returns the names of all commands, without importing them."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Imports a command by its name or its former name. Returns None if there is none of this
+        name.
+        """
         name = RENAMED_COMMANDS.get(cmd_name, cmd_name)
         if name not in COMMANDS:
             return None
@@ -74,11 +78,17 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Finds the command that the arguments call, as in `click.Group.resolve_command`. Also says
+        on standard error if the command has a new name.
+        """
         if args[0] in RENAMED_COMMANDS:
             click.echo(f"solrl {args[0]} is now solrl {RENAMED_COMMANDS[args[0]]}", err=True)
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
+        """Runs the called command. Messages of its errors name settings as the command's options,
+        and Ctrl-C ends the process with exit code `INTERRUPTED`.
+        """
         try:
             return super().invoke(ctx)
         except (InputError, RunError) as error:
@@ -90,6 +100,7 @@ class Commands(click.Group):
             fail("interrupted", INTERRUPTED)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the list of commands in the help text, without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
@@ -210,7 +221,14 @@ def explained(error: BaseException) -> tuple[str, int]:
 
 
 def fail(message: str, code: int) -> NoReturn:
-    """Ends the process with one line on standard error. Passwords in URLs are left out."""
+    """Ends the process with one line on standard error, and with --json also a JSON object on
+    standard output.
+
+    Args:
+        message: The error. Passwords in URLs are left out, and it is cut at `MAX_MESSAGE`
+            characters.
+        code: The exit code.
+    """
     message = re.sub(r"://[^/@\s]+@", "://***@", message)
     if len(message) > MAX_MESSAGE:
         message = f"{message[:MAX_MESSAGE]} ..."

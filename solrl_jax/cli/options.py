@@ -19,6 +19,9 @@ class _Path(click.Path):
     """A path as `pathlib.Path`. `~` is expanded, and an empty path is refused."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Converts the text of an option to a path. An empty text is a usage error. Arguments and
+        result are those of `click.Path.convert`.
+        """
         if value == "":
             self.fail("expected a path; an empty one would be the working directory", param, ctx)
         return super().convert(TARGET.convert(value, param, ctx), param, ctx)
@@ -30,6 +33,9 @@ class _Target(click.ParamType):
     name = "text"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Expands `~` in the text of an option. A null character is a usage error. Arguments and
+        result are those of `click.ParamType.convert`.
+        """
         if isinstance(value, str) and "\0" in value:
             self.fail(f"{value!r}: no name can hold a null character", param, ctx)
         try:
@@ -45,7 +51,9 @@ TARGET = _Target()
 def finite(
     _context: click.Context, _parameter: click.Parameter, value: float | None
 ) -> float | None:
-    """A click callback that refuses infinity and NaN, which ranges accept."""
+    """A click callback that returns `value` unchanged. It raises click.BadParameter for NaN and for
+    numbers that are not finite in float32, which click's ranges accept.
+    """
     if value is not None and not abs(value) <= MAX_NUMBER:
         raise click.BadParameter(f"{value} is not finite in float32")
     return value
@@ -54,7 +62,19 @@ def finite(
 def iterations(
     _context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]
 ) -> tuple[int, ...]:
-    """A click callback that parses iteration numbers, repeated or separated by commas."""
+    """A click callback that parses iteration numbers, repeated or separated by commas.
+
+    Args:
+        _context: Not read.
+        _parameter: Not read.
+        values: The text of each use of the option, e.g. ("3", "10,20").
+
+    Returns:
+        The numbers in the given order.
+
+    Raises:
+        click.BadParameter: If a part is not a number.
+    """
     parts = [part for value in values for part in value.split(",")]
     wrong = [part for part in parts if not is_number(part)]
     if wrong:
@@ -92,7 +112,13 @@ def bar(total: int | None, name: str, unit: str = "img"):
 
 
 def finish(summary: dict[str, Any], as_json: bool, text: str) -> None:
-    """Prints the result of a command: `summary` as JSON, or `text`."""
+    """Prints the result of a command.
+
+    Args:
+        summary: The result, as values of JSON by name.
+        as_json: Whether to print `summary` as JSON. Otherwise `text` is printed.
+        text: The result for a reader.
+    """
     if as_json:
         print_json(summary)
     else:

@@ -74,7 +74,13 @@ def shown_settings(config: Config, show_all: bool) -> dict[str, Any]:
 
 
 def _without(tree: Mapping[str, Any], hidden: set[str], prefix: str) -> dict[str, Any]:
-    """`tree` without the sections and fields whose dotted names are in `hidden`."""
+    """Returns `tree` without the sections and fields whose dotted names are in `hidden`.
+
+    Args:
+        tree: The settings of a section by name. Sections within it are mappings.
+        hidden: Dotted names from the top, e.g. "model.path".
+        prefix: The dotted name of `tree` with a dot at its end, or "" at the top.
+    """
     kept = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
@@ -108,7 +114,12 @@ def describe_prompts(config: Config) -> dict[str, Any]:
 
 
 def format_prompts(preset: str, prompts: Mapping[str, Any]) -> str:
-    """The facts of `describe_prompts` as text for a terminal."""
+    """Formats the prompts of a preset as text for a terminal.
+
+    Args:
+        preset: The name of the preset.
+        prompts: The result of `describe_prompts`.
+    """
     files = prompts["files"]
     sizes = ", ".join(
         f"{prompts[name]} {name} prompts ({files[name]})" for name in ("train", "test")

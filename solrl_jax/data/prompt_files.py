@@ -120,7 +120,15 @@ def _numbered_lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _read_lines(text: str, where: str) -> list[Row]:
-    """Reads a text file with one prompt per line. Raises InputError if it looks like JSON."""
+    """Reads the text of a file with one prompt per line.
+
+    Args:
+        text: The content of the file.
+        where: The setting and its value, for messages.
+
+    Raises:
+        InputError: If the file looks like JSON.
+    """
     rows = [Row(line, {}, f"line {number}") for number, line in _numbered_lines(text)]
     if rows and (_is_json(rows[0].text) or _is_json(text)):
         raise InputError(
@@ -142,7 +150,16 @@ def _is_json(text: str) -> bool:
 
 
 def _read_json(text: str, column: str | None, where: str) -> list[Row]:
-    """Reads a JSON list of texts or objects, or JSON lines in a file that ends in .json."""
+    """Reads a JSON list of texts or objects, or JSON lines in a file that ends in .json.
+
+    Args:
+        text: The content of the file.
+        column: The key of the prompt. None: the first of `PROMPT_COLUMNS` in the first object.
+        where: The setting and its value, for messages.
+
+    Raises:
+        InputError: If the text is neither, or if an entry has no prompt.
+    """
     try:
         value = parse_json(text)
     except ValueError as error:
@@ -161,8 +178,12 @@ def _read_json(text: str, column: str | None, where: str) -> list[Row]:
 def _parse_lines(text: str, where: str) -> list[tuple[str, Any]]:
     """Parses JSON lines.
 
+    Args:
+        text: The content of the file.
+        where: The setting and its value, for messages.
+
     Returns:
-        The position and the value of each line that is not blank.
+        The position (e.g. "line 3") and the value of each line that is not blank.
 
     Raises:
         InputError: If a line is no JSON.
@@ -241,9 +262,18 @@ def _read_table(text: str, ending: str, column: str | None, where: str) -> list[
 
 
 def _split_table(text: str, delimiter: str, quoting: Any) -> list[tuple[int, list[str]]]:
-    """Splits a table into the number of the last line and the values of each row that is not blank.
+    """Splits a table into rows and values.
 
-    Raises csv.Error if quotation marks are not as in CSV.
+    Args:
+        text: The content of the file.
+        delimiter: The character between values.
+        quoting: `csv.QUOTE_MINIMAL`, or `csv.QUOTE_NONE` if quotation marks are plain characters.
+
+    Returns:
+        For each row that is not blank: the number of its last line in the file, and its values.
+
+    Raises:
+        csv.Error: If quotation marks are not as in CSV.
     """
     reader = csv.reader(
         io.StringIO(text, newline=""), delimiter=delimiter, quoting=quoting, strict=True
@@ -254,6 +284,15 @@ def _split_table(text: str, delimiter: str, quoting: Any) -> list[tuple[int, lis
 def _read_parquet(file: Path, column: str | None, where: str) -> list[Row]:
     """Reads a Parquet file. Columns of other types than those of JSON, such as images, are left
     out.
+
+    Args:
+        file: The file.
+        column: The column of the prompt. None: the first of `PROMPT_COLUMNS` that is there.
+        where: The setting and its value, for messages.
+
+    Raises:
+        InputError: If the file cannot be read, has no such column, has more than `MAX_PROMPTS`
+            rows, or has a row without a text in the column.
     """
     import pyarrow as pa  # not at the top, because worker processes import this file
     import pyarrow.parquet as pq

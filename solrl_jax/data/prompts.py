@@ -141,8 +141,14 @@ def draw_prompts(prompts: Sequence[T], seed: int, iteration: int, count: int) ->
 
 
 def _embedded_file(path: str, where: str) -> Path:
-    """Returns the file of an embedded prompt set. Raises InputError if there is none of this
-    name.
+    """Returns the file of an embedded prompt set.
+
+    Args:
+        path: The name of the set, with the prefix `EMBEDDED`.
+        where: The setting and its value, for messages.
+
+    Raises:
+        InputError: If there is none of this name. The message lists the names.
     """
     files = [file for file in EMBEDDED_FOLDER.iterdir() if file.suffix in (".txt", ".jsonl")]
     by_name = {f"{EMBEDDED}{file.stem}": file for file in files}

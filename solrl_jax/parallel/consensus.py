@@ -94,12 +94,19 @@ def client() -> Any:
 
 
 def _exchange(label: str, answer: dict[str, Any]) -> list[dict[str, Any]]:
-    """Sends this process's answer and returns the answers of all, in the order of their numbers.
+    """Sends this process's answer and waits for those of all processes. Every process calls this.
 
     The service keeps the value of a key forever, so each use of a label has its own number. A
     process that has all answers knows that every process has read those of the previous use, and
     deletes its own previous answer. So the service, which runs in the first process, holds at most
     two answers per label and process.
+
+    Args:
+        label: The name of the decision, the same in all processes.
+        answer: This process's answer, as values of JSON by name.
+
+    Returns:
+        The answers of all processes, in the order of their numbers.
 
     Raises:
         RunError: If a process gives no answer within `PATIENCE` seconds.

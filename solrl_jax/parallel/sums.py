@@ -40,7 +40,12 @@ def zero(tree: Any) -> Sum:
 
 
 def add(total: Sum, tree: Any) -> Sum:
-    """Adds one tree to a sum."""
+    """Returns the sum with one more term. The errors of rounding are summed beside it.
+
+    Args:
+        total: The sum so far, which is not changed.
+        tree: The term: a pytree of arrays with the structure of the sum.
+    """
     rounded = jax.tree.map(jnp.add, total.rounded, tree)
     lost = jax.tree.map(_lost, total.rounded, tree, rounded)
     return Sum(rounded, jax.tree.map(jnp.add, total.lost, lost))

@@ -32,7 +32,9 @@ class HalfPrecisionWeight(Leaf):
     weight: Float[Any, "... n_in n_out"]
 
     def matmul(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
+        """`x @ w`, with `x` rounded to the dtype of the weight. See `Leaf.matmul`."""
         return tensor_parallel.matmul(x.astype(self.weight.dtype), self.weight)
 
     def dequantize(self) -> Float[Array, "... n_in n_out"]:
+        """The weight in float32."""
         return self.weight.astype(jnp.float32)

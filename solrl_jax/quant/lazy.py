@@ -247,6 +247,7 @@ class LazyActivation:
 
     @cached_property
     def _encodings(self) -> dict[Encode, tuple[Array, ...]]:
+        """The outputs of the encoders that have run, by encoder. `encode` fills it."""
         return {}
 
     def encode(self, encode: Encode) -> tuple[Array, ...]:
@@ -265,6 +266,7 @@ class LazyActivation:
 
 
 def _identity(x: Array) -> Array:
+    """Returns `x`: the function of a `LazyPart` that is an array already."""
     return x
 
 

@@ -96,9 +96,11 @@ class QuantizedWithInput(Quantized):
     """A quantized leaf whose matmul quantizes its input, too, by `LazyActivation.encode`."""
 
     @abc.abstractmethod
-    def lazy_matmul(self, x: LazyActivation) -> LazyActivation: ...
+    def lazy_matmul(self, x: LazyActivation) -> LazyActivation:
+        """`x @ w` on the encoded rows of `x`. See `Leaf.lazy_matmul`."""
 
     def matmul(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
+        """`x @ w` by `lazy_matmul`. See `Leaf.matmul`."""
         return self.lazy_matmul(LazyActivation.from_array(x[:, None])).value[:, 0]
 
 
@@ -123,6 +125,7 @@ def scale_lazily(
 
 
 def _multiply(*factors: Array) -> Array:
+    """The elementwise product of all factors, which broadcast against each other."""
     return functools.reduce(operator.mul, factors)
 
 

@@ -59,6 +59,7 @@ class NVFP4Tensor(QuantizedWithInput):
     n_out: int = dataclasses.field(metadata={"static": True})
 
     def matmul(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
+        """`x @ w`, see `Leaf.matmul`. Raises ValueError unless `x` has `n_in` columns."""
         # a narrower input would be padded to the width of the codes without notice
         if x.shape[-1] != self.n_in:
             raise ValueError(f"x has {x.shape[-1]} columns, but the weight has {self.n_in} rows")
@@ -81,6 +82,7 @@ class NVFP4Tensor(QuantizedWithInput):
         return scale_lazily(y, row_scale, self.tensor_scale.reshape(1, 1, 1), width=self.n_out)
 
     def dequantize(self) -> Float[Array, "... n_in n_out"]:
+        """The codes times both levels of scales, [..., in, out] without padding, in float32."""
         codes = unpack(self.codes).astype(jnp.float32)
         blocks = codes.reshape(*codes.shape[:-1], -1, BLOCK)
         blocks = blocks * self.scales.astype(jnp.float32)[..., None]

@@ -39,7 +39,12 @@ Detect = Callable[[Float[np.ndarray, "n H W 3"]], Sequence[Sequence[Detection]]]
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """All classes and colors that a detector can find. None: unknown."""
+    """The names that a detector can find. They are used to refuse prompts that ask for others.
+
+    Attributes:
+        classes: All classes of objects. None: unknown.
+        colors: All colors. None: unknown.
+    """
 
     classes: tuple[str, ...] | None = None
     colors: tuple[str, ...] | None = None

@@ -212,6 +212,13 @@ def relations(a: Detection, b: Detection) -> set[str]:
     """Returns the relations that `a` has to `b`.
 
     These are two if `a` is diagonal to `b`, and none if their centers are nearly the same.
+
+    Args:
+        a: The object that is left of, right of, above or below the other.
+        b: The other object.
+
+    Returns:
+        Some of "left of", "right of", "above" and "below".
     """
     ax0, ay0, ax1, ay1 = a.box
     bx0, by0, bx1, by1 = b.box
@@ -320,7 +327,14 @@ def _parse_clause(
 
 
 def _refusal(prompt: str, field: str, value: Any, accepted: str) -> ValueError:
-    """Returns the error for a value in the metadata of a prompt."""
+    """Returns the error for a value in the metadata of a prompt.
+
+    Args:
+        prompt: The prompt.
+        field: The name of the value in the metadata.
+        value: The value.
+        accepted: A description of the accepted values.
+    """
     return ValueError(
         f"reward 'geneval': prompt {brief_repr(prompt)}: {field}={brief_repr(value)}: "
         f"expected {accepted}"
@@ -328,5 +342,11 @@ def _refusal(prompt: str, field: str, value: Any, accepted: str) -> ValueError:
 
 
 def _closeness(count: int, found: int) -> float:
-    """Returns 1 for the right number of objects, and less by the relative error of the number."""
+    """Returns 1 less the relative error of a number of objects. It is negative for more than twice
+    the right number.
+
+    Args:
+        count: The right number, at least 1.
+        found: The number of objects in the image.
+    """
     return 1 - abs(count - found) / count

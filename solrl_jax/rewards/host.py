@@ -132,7 +132,11 @@ class Workers:
     def _wait(
         self, pool: ProcessPool, future: concurrent.futures.Future[Answer | str]
     ) -> Answer | str | None:
-        """Waits for a call.
+        """Waits for a call. Also closes the workers if its process ended without notice.
+
+        Args:
+            pool: The process pool that runs the call.
+            future: The call.
 
         Returns:
             The scores, or a message that says why there are none. None if the pool broke, which
@@ -170,7 +174,11 @@ class Workers:
 def workers(count: int, timeout: float) -> Workers:
     """Returns the workers of this program for these settings, see `Workers`.
 
-    They are shared, because processes take seconds to start.
+    They are shared between calls with the same settings, because processes take seconds to start.
+
+    Args:
+        count: The number of worker processes.
+        timeout: The time that a call may take, in seconds.
     """
     return Workers(count, timeout)
 

@@ -139,7 +139,15 @@ class Reward:
         return self.host is not None or (self.score is not None and self.inputs != "latents")
 
     def select_inputs(self, images: Any, latents: Any) -> Any:
-        """Returns what `score` gets: `images`, `latents` or the pair, as `inputs` says."""
+        """Returns the input of `score` that the field `inputs` asks for.
+
+        Args:
+            images: The decoded images.
+            latents: Their latents.
+
+        Returns:
+            `images` ("pictures"), `latents` ("latents") or the pair of both ("both").
+        """
         return {"pictures": images, "latents": latents, "both": (images, latents)}[self.inputs]
 
     def load(self, mesh: Mesh | None, dtype: DTypeLike) -> "Reward":

@@ -374,7 +374,15 @@ def _check_scores(settings: config.Reward, others: Mapping[str, tuple[str, ...] 
 
 
 def _field(settings: config.Reward, names: Sequence[str]) -> str:
-    """Returns the setting that names one of some rewards or scores, for messages."""
+    """Returns the setting that names some rewards or scores, for messages.
+
+    Args:
+        settings: The reward section of the configuration.
+        names: Names of rewards or of scores.
+
+    Returns:
+        "reward.weights" if one of the names is trained on, otherwise "reward.eval_only".
+    """
     trained = {*settings.weights, *reward_names(settings.weights)}
     return "reward.eval_only" if trained.isdisjoint(names) else "reward.weights"
 

@@ -34,6 +34,16 @@ def prepare(prompts: Sequence[str]) -> verifier.Targets:
 
 
 def score(params: None, images: Float[Array, "b H W 3"], targets: verifier.Targets) -> Scores:
-    """Scores images against the objects that their captions ask for."""
+    """Scores images against the objects that their captions ask for.
+
+    Args:
+        params: None, because the verifier has no parameters.
+        images: The images, in [0, 1].
+        targets: The objects, from `prepare`.
+
+    Returns:
+        "reward": the soft score in [0, 1]. "strict": 1 if the image shows exactly the objects,
+        otherwise 0. Both are float32, one per image.
+    """
     verdict = verifier.verify(images, targets)
     return {"reward": verdict.score, "strict": verdict.strict.astype(jnp.float32)}

@@ -96,7 +96,16 @@ def find(name: str, paths: Mapping[str, str]) -> Path:
 
 
 def _find_converted(name: str, source: Converted, paths: Mapping[str, str]) -> Path:
-    """Returns the safetensors file of a source. Raises InputError if it is not there."""
+    """Returns the safetensors file of a source.
+
+    Args:
+        name: The name of the source in `SOURCES`.
+        source: The source.
+        paths: The setting `reward.paths`: files or directories by name.
+
+    Raises:
+        InputError: If the file is not there, or is no safetensors file.
+    """
     path = Path(paths.get(name, Path(FOLDER, source.file)))
     if path.is_dir():
         path /= source.file
@@ -111,7 +120,16 @@ def _find_converted(name: str, source: Converted, paths: Mapping[str, str]) -> P
 
 
 def _find_in_hub(name: str, source: Hub, paths: Mapping[str, str]) -> Path:
-    """Returns the directory of a source. Raises InputError if files are missing."""
+    """Returns the directory of a source. Also downloads missing files of a repository in the hub.
+
+    Args:
+        name: The name of the source in `SOURCES`.
+        source: The source.
+        paths: The setting `reward.paths`: directories or names of repositories by name.
+
+    Raises:
+        InputError: If files are missing.
+    """
     reward = f"reward '{name.split('/')[0]}'"
     path = paths.get(name, source.name)
     files = ", ".join(source.files)

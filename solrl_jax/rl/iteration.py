@@ -36,7 +36,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def no_progress(phase: str, total: int, done: int) -> None:
-    """A `Progress` that reports nothing."""
+    """A `Progress` that reports nothing. See `Progress` for the arguments."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,6 +280,7 @@ def reward_metrics(
 
 
 def _finite_mean(x: np.ndarray) -> float:
+    """The mean of the finite elements of an array of any shape, or NaN if there are none."""
     finite = np.isfinite(x)
     return float(np.mean(x[finite], dtype=float)) if finite.any() else float("nan")
 

@@ -170,6 +170,7 @@ def matching_gap(velocity: Latents, other: Latents, target: TrainingTarget) -> P
 
 
 def _true_velocity(target: TrainingTarget) -> Latents:
+    """The true velocity at `target.x`: the one from `x0` to `x`, divided by sigma."""
     return (target.x - target.x0) / along(target.sigma, target.x)
 
 

@@ -172,7 +172,13 @@ def _optimizer_step(
 ) -> tuple[TrainState, Metrics]:
     """Takes one optimizer step on the mean loss over `terms`, and one step of the EMA.
 
-    The numbers in `terms` are those of `_micro_batch_loss`.
+    Args:
+        problem: The inputs of the loss beside the trained parameters.
+        state: The state before the step.
+        terms: The numbers of the terms of the loss, as in `_micro_batch_loss`.
+
+    Returns:
+        The state after the step, whose old policy is unchanged, and the metrics of the step.
     """
     config = problem.config
     batch = problem.batch

@@ -239,7 +239,19 @@ def restore(
 
 
 def _verify_meta(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
-    """Verifies a checkpoint and its metadata, and returns the latter. See `restore`."""
+    """Verifies the files of a checkpoint and its metadata.
+
+    Args:
+        path: The checkpoint.
+        expected: Names and values that the metadata must hold.
+
+    Returns:
+        The metadata.
+
+    Raises:
+        CheckpointError: If the checkpoint fails `verify`.
+        InputError: If the metadata differs from `expected`.
+    """
     verify(path)
     meta = meta_of(path)
     expected = json.loads(json.dumps(expected))  # as it was saved: JSON turns tuples into lists
@@ -301,7 +313,12 @@ def _read_state(path: Path, abstract_state: Any) -> Any:
 
 
 def _zeros(leaf: Any, where: jax.sharding.Sharding) -> jax.Array:
-    """An array of zeros with the shape and dtype of `leaf`, also on a mesh of several processes."""
+    """An array of zeros with the shape and dtype of `leaf`, also on a mesh of several processes.
+
+    Args:
+        leaf: An array or `jax.ShapeDtypeStruct`.
+        where: The sharding of the result.
+    """
     values = np.zeros(leaf.shape, leaf.dtype)
     return jax.make_array_from_callback(leaf.shape, where, lambda index: values[index])
 

@@ -318,7 +318,12 @@ def _image_size(
 
 
 def _check_memory(count: int, size: tuple[int, int]) -> None:
-    """Raises InputError if this host cannot hold the images, which are all returned at once."""
+    """Raises InputError if this host cannot hold the images, which are all returned at once.
+
+    Args:
+        count: The number of images.
+        size: Their height and width in pixels.
+    """
     needed = 3 * 4 * math.prod(size) * count  # three channels in float32
     available = hosts.memory()
     if needed > available:

@@ -340,7 +340,12 @@ def _font(size: int, *, bold: bool = False) -> "FreeTypeFont":
 
 
 def _text_height(font: "FreeTypeFont", lines: int) -> int:
-    """Returns the height of a number of lines of text in pixels, with the space around them."""
+    """Returns the height of a text in pixels, with the space around it.
+
+    Args:
+        font: The font.
+        lines: The number of lines. Without lines, the height is 0.
+    """
     ascent, descent = font.getmetrics()
     return lines * (ascent + descent + 2) + 2 if lines else 0
 

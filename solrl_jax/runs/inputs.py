@@ -79,7 +79,12 @@ def refuse_changed_inputs(
 
 
 def _describe(config: Config, name: str) -> str:
-    """Returns the beginning of the sentence that says that an input has changed."""
+    """Returns the beginning of the sentence that says that an input has changed.
+
+    Args:
+        config: The configuration of the run.
+        name: A name in the result of `hash_inputs`.
+    """
     kind, _, detail = name.partition("/")
     if kind == "prompts":
         return f"prompts.train={config.prompts.train!r}: its prompts have"

@@ -20,8 +20,13 @@ from solrl_jax.storage import files
 
 
 def refuse(profile: Collection[int], folder: Path, iterations: int) -> None:
-    """Raises InputError if the run in `folder` has done an iteration of `profile` already, or ends
-    before it.
+    """Raises InputError if an iteration cannot be traced: it is beyond the end of the run, or done
+    already.
+
+    Args:
+        profile: The numbers of the iterations to trace, from 1.
+        folder: The run directory. Its newest intact checkpoint tells which iterations are done.
+        iterations: The number of iterations of the run.
     """
 
     def shown(found):
@@ -40,10 +45,17 @@ def refuse(profile: Collection[int], folder: Path, iterations: int) -> None:
 
 @contextlib.contextmanager
 def traced(folder: Path, iteration: int, profile: Collection[int]) -> Iterator[None]:
-    """Writes a trace of the body to the run directory `folder`, if `iteration` is in `profile` and
-    the body does not raise.
+    """Writes a trace of the body of a `with` statement, if the body does not raise.
 
-    Raises RunError if the disk refuses.
+    Only the first process writes one.
+
+    Args:
+        folder: The run directory. The trace is written to its folder "profile".
+        iteration: The number of the iteration that the body runs.
+        profile: The numbers of the iterations to trace.
+
+    Raises:
+        RunError: If the disk refuses.
     """
     if iteration not in profile or jax.process_index() > 0:
         yield

@@ -66,7 +66,12 @@ def write(folder: Path, facts: Mapping[str, Any]) -> None:
 
 
 def _facts(experiment: Experiment, done: int) -> dict[str, Any]:
-    """Returns the content of `run.json` for a start after `done` iterations."""
+    """Returns the content of `run.json`, as values of JSON by name.
+
+    Args:
+        experiment: The experiment of the run.
+        done: The number of iterations that were done before this start.
+    """
     config = experiment.config
     backbone = experiment.backbone
     explorer = experiment.explorer

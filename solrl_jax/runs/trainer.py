@@ -389,10 +389,14 @@ def _prepare(this: _Run) -> None:
 
 
 def _remaining_prompts(experiment: Experiment, done: int) -> Sequence[Prompt]:
-    """Returns the training prompts that the iterations after `done` may draw.
+    """Returns the training prompts that the rest of the run may draw.
 
     These are the drawn prompts if the rest of the run is short, and otherwise all of them: a run
     that draws twice as many as there are draws nearly all of them.
+
+    Args:
+        experiment: The experiment of the run.
+        done: The number of iterations that are done.
     """
     train = experiment.config.train
     remaining = range(done, train.iterations)
@@ -661,7 +665,13 @@ def _save_before_after(this: _Run) -> None:
 
 
 def _summary(folder: Path, done: int, interrupted: bool) -> dict[str, Any]:
-    """Returns the summary of a run, see `run`. Its evaluations are read from the record."""
+    """Returns the summary of a run, see `run`. Its evaluations are read from the record.
+
+    Args:
+        folder: The run directory.
+        done: The number of iterations that are done.
+        interrupted: Whether the run was stopped before its end.
+    """
     rows = [row for row in read_metrics(folder) if "eval/reward" in row] or [{}]
 
     def scores(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -72,7 +72,14 @@ def dilate(mask: Bool[Array, "k h w"]) -> Bool[Array, "k h w"]:
 
 
 def _shift(x: Array, dy: int, dx: int, fill: int) -> Array:
-    """`x[..., i + dy, j + dx]` for dy and dx of at most one pixel, with `fill` beyond the edge."""
+    """Shifts images: the result at row i and column j is `x[..., i + dy, j + dx]`.
+
+    Args:
+        x: The images, [..., h, w].
+        dy: The shift in rows: -1, 0 or 1.
+        dx: The shift in columns: -1, 0 or 1.
+        fill: The value beyond the edge.
+    """
     h, w = x.shape[-2:]
     padded = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(1, 1), (1, 1)], constant_values=fill)
     return padded[..., 1 + dy : 1 + dy + h, 1 + dx : 1 + dx + w]

@@ -129,6 +129,9 @@ def parse(text: str) -> Scene:
 
 
 def _parse_group(text: str) -> Group:
+    """Parses the caption of one group, e.g. "two small red circles". The text is in lower case,
+    with single spaces. Raises ValueError if it does not follow the grammar.
+    """
     words = text.split(" ")
     size = words.pop(1) if len(words) == 4 else None
     if len(words) != 3 or (size is not None and size not in SIZES):

@@ -332,7 +332,12 @@ def _ramp(x: Array, low: float, high: float) -> Array:
 
 
 def _score(components: _Components, target: Targets) -> Float[Array, ""]:
-    """The soft score of one image in [0, 1]. `target` has no batch axis."""
+    """The soft score of one image in [0, 1].
+
+    Args:
+        components: Measurements of the components of the image.
+        target: The objects that the caption asks for, without a batch axis.
+    """
     asked = target.count > 0
     wanted = target.count.astype(jnp.float32)
     colour = components.colour[:, target.colour]
@@ -375,7 +380,12 @@ def _score(components: _Components, target: Targets) -> Float[Array, ""]:
 
 
 def _strict_verdict(components: _Components, target: Targets) -> Bool[Array, ""]:
-    """Whether one image shows exactly what `target`, which has no batch axis, asks for."""
+    """Whether one image shows exactly the objects that its caption asks for.
+
+    Args:
+        components: Measurements of the components of the image.
+        target: The objects that the caption asks for, without a batch axis.
+    """
     is_object = components.area >= _MIN_AREA
     colour, shape, size = _classify_components(components)
     same_kind = (colour[:, None] == target.colour) & (shape[:, None] == target.shape)

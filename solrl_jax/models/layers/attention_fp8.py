@@ -48,9 +48,17 @@ def attention_fp8(
 
 
 def _cudnn_attention(q: Array, k: Array, v: Array) -> Array:
-    """Calls cuDNN's attention on operands in E4M3, [b, t, n, h], and returns E4M3 of that shape.
+    """Calls cuDNN's attention on queries, keys and values in E4M3.
 
     Probabilities are scaled by `PROBABILITY_SCALE`; every other scale is 1.
+
+    Args:
+        q: Queries [b, t, n, h], E4M3.
+        k: Keys [b, t, n, h], E4M3.
+        v: Values [b, t, n, h], E4M3.
+
+    Returns:
+        The attended values in E4M3, with the shape of `q`.
     """
     # From `jax._src`, because `jax.nn.dot_product_attention` accepts no 8-bit operands.
     from jax._src.cudnn import fused_attention_stablehlo as cudnn

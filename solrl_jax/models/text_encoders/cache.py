@@ -34,7 +34,11 @@ Encoding = dict[str, np.ndarray]  # of one prompt, by name
 
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """A folder of encodings. It is created when the first one is written."""
+    """A folder of encoded prompts.
+
+    Attributes:
+        folder: The folder. It is created when the first encoding is written.
+    """
 
     folder: Path
 

@@ -300,8 +300,10 @@ def _widths(kernels: Mapping[str, Shaped], fused: Sequence[str]) -> dict[str, in
 
 
 def _change(before: int, after: int) -> str:
+    """Formats two sizes in bytes as "1.000 MB -> 0.300 MB"."""
     return f"{_megabytes(before).strip()} -> {_megabytes(after).strip()}"
 
 
 def _megabytes(size: int) -> str:
+    """Formats a size in bytes in MB (10^6 bytes), padded on the left for columns."""
     return f"{size / 1e6:10.3f} MB"

@@ -86,6 +86,17 @@ def nft_loss(
 
 
 def _self_weighted(target: TrainingTarget, velocity: Latents) -> PerSample:
+    """The squared error of the clean latents that a velocity predicts, divided by their absolute
+    error.
+
+    Args:
+        target: The noised samples.
+        velocity: The velocity at `target.x`.
+
+    Returns:
+        One value per sample. Both errors are means over dimensions. The divisor has no gradient and
+        is at least `SMALLEST_DENOMINATOR`.
+    """
     error = target.x - along(target.sigma, target.x) * velocity - target.x0
     weight = jax.lax.stop_gradient(
         jnp.maximum(mean_per_sample(jnp.abs(error)), SMALLEST_DENOMINATOR)

@@ -142,9 +142,7 @@ class Probe(Leaf):
 def _probe(
     x: Float[Array, "rows n_in"], w: Float[Array, "n_in n_out"], basis: Float[Array, "n_in r"]
 ) -> Float[Array, "rows n_out"]:
-    """Returns `x @ w`. Its gradient with respect to `basis` is `x^T x basis`, by
-    `_probe_backward`.
-    """
+    """`x @ w`. The custom gradients are 0 for `w` and `x^T x basis` for `basis`, see `Probe`."""
     return x @ w
 
 
@@ -154,8 +152,9 @@ def _probe_forward(x, w, basis):
 
 
 def _probe_backward(residuals, g):
-    """The backward pass of `_probe`: the gradients of its arguments from that of the result,
-    `g`.
+    """The backward pass of `_probe`: the gradient of `x` from that of the result, `g`; zeros for
+    `w`; and the second moments of the inputs times the basis, float32, in place of the gradient of
+    `basis`.
     """
     x, w, basis = residuals
     # Without these constraints, the partitioner splits a matmul along its contraction, and the sum
