@@ -180,6 +180,7 @@ def test_output_and_input_gradient_equal_diffusers(case):
     assert all(np.array_equal(back[name], t.numpy()) for name, t in released.items())
 
 
+@pytest.mark.exhaustive
 def test_each_number_matters():
     """So that the parity above is not blind to it: each moves the output by many tolerances."""
     shapes = CASES["texts of one multiple and of several"][1:]
@@ -199,6 +200,7 @@ def test_each_number_matters():
         assert relative(got, want) > 100 * TOLERANCE, changes
 
 
+@pytest.mark.exhaustive
 def test_a_row_does_not_depend_on_the_others_nor_on_the_filling():
     _, graphdef, _, params = build({})
     x = inputs({}, (6, 10), (7, 33, 64), 64)

@@ -119,6 +119,7 @@ def test_a_preview_is_fitted_the_same_on_any_mesh(name, built):
     np.testing.assert_array_equal(table, one)
 
 
+@pytest.mark.exhaustive  # tests/diffusion/test_seeds.py has it for one seed in any batch
 def test_initial_noise_is_the_same_to_the_bit(built):
     seeds = built("one").seeds("candidate", ["a red circle"], 24, seed=5, iteration=9)[0]
     whole = None

@@ -51,7 +51,6 @@ def settings(objective, family):
 # every kind of data once; a combination takes seconds to compile, so the others are for the whole
 # suite
 QUICK = {
-    ("awm", "naive_quant"),
     ("dpo", "diffusionnft"),
     ("mix_grpo", "sol_rl"),
 }
