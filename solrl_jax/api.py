@@ -133,8 +133,9 @@ def train(
 
     Returns:
         "run" (the directory), "iterations" (the number of complete ones), "interrupted" (False),
-        and the first and the last recorded evaluation as "before" and "after", each a mapping from
-        a metric's name to its value.
+        "trained_in_full" (the number of parameters that are trained in full, which `export` writes
+        as a directory), and the first and the last recorded evaluation as "before" and "after",
+        each a mapping from a metric's name to its value.
 
     Raises:
         TrainingInterrupted: If it was interrupted. This is a KeyboardInterrupt.

@@ -100,7 +100,9 @@ def closing(summary: dict[str, Any], html_report: bool) -> str:
     program = "solrl" if shutil.which("solrl") else sys.argv[0]
     report = f"open {run}/report.html in a browser" if html_report else f"{program} report {run}"
     generate = f"{program} generate {run} --prompts FILE --out images"
-    export = f"{program} export {run} --out lora.safetensors"
+    # A LoRA file cannot hold parameters that are trained in full.
+    out = "DIRECTORY" if summary["trained_in_full"] else "lora.safetensors"
+    export = f"{program} export {run} --out {out}"
     return (
         f"gained: {gained(summary['before'], summary['after'])}\n"
         f"report: {report}\n"

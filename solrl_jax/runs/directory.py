@@ -17,7 +17,7 @@ from solrl_jax.config.schema import Config, Reward, is_plugin
 from solrl_jax.config.serialization import from_yaml
 from solrl_jax.config.values import ConfigError
 from solrl_jax.errors import InputError, RunError
-from solrl_jax.models.backbone import Backbone
+from solrl_jax.models.backbone import DTYPES, Backbone
 from solrl_jax.rewards.registry import REWARDS, reward_names
 from solrl_jax.rl.state import abstract_state, read_start
 from solrl_jax.rl.trainable.trainable import Trainable, find_targets
@@ -264,24 +264,27 @@ def load_ema(
 ) -> tuple[Trainable, int]:
     """Loads the averaged trainable parameters (EMA) from a checkpoint of a run.
 
+    The checkpoint also holds the old policy, whose fully trained parameters have the run's own
+    training precision. It is read in that precision, whatever the dtype of `backbone`.
+
     Args:
         folder: The run directory.
         config: Its configuration. `lora`, `optimizer` and the settings of the trained parameters
-            are read.
-        backbone: The model of that configuration.
+            are read; `rollout.precision` is not, because an override may have changed it.
+        backbone: The model of that configuration, in any precision.
         path: The checkpoint, as `find_checkpoint` returns it. None: the newest intact one.
 
     Returns:
-        The averaged parameters, and the iteration of the checkpoint.
+        The averaged parameters in float32, and the iteration of the checkpoint.
 
     Raises:
         RunError: If the checkpoint is damaged, or if all are.
         InputError: If the run has no checkpoint.
     """
-    targets = find_targets(backbone.pipeline.transformer, config)
-    abstract = abstract_state(
-        backbone.transformer, targets, config.lora, config.optimizer, backbone.mesh
-    )
+    transformer = backbone.pipeline.transformer
+    targets = find_targets(transformer, config)
+    base = transformer.abstract_params(DTYPES[read_run(folder).rollout.precision])
+    abstract = abstract_state(base, targets, config.lora, config.optimizer, backbone.mesh)
     with _damage_as_run_error():
         if path is not None:
             state, meta = checkpoint.restore(path, abstract)

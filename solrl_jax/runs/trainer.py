@@ -137,7 +137,8 @@ def run(
 
     Returns:
         The summary of the run: "run" (its directory), "iterations" (complete ones), "interrupted",
-        and the first and the last recorded evaluation as "before" and "after".
+        "trained_in_full" (the number of parameters without an adapter that are trained), and the
+        first and the last recorded evaluation as "before" and "after".
 
     Raises:
         InputError: If the configuration, the run directory or an input file cannot be used.
@@ -209,7 +210,7 @@ def run(
             _save_before_after(this)
             record.write(folder, facts | {"finished_after_iteration": this.done})
         this.refresh_report(last=True)
-        return hosts.agreed(lambda: _summary(folder, this.done, interrupted))
+        return hosts.agreed(lambda: _summary(this, interrupted))
 
 
 def _refuse_foreign_report(path: Path, force: bool) -> None:
@@ -664,23 +665,23 @@ def _save_before_after(this: _Run) -> None:
     )
 
 
-def _summary(folder: Path, done: int, interrupted: bool) -> dict[str, Any]:
+def _summary(this: _Run, interrupted: bool) -> dict[str, Any]:
     """Returns the summary of a run, see `run`. Its evaluations are read from the record.
 
     Args:
-        folder: The run directory.
-        done: The number of iterations that are done.
+        this: The run.
         interrupted: Whether the run was stopped before its end.
     """
-    rows = [row for row in read_metrics(folder) if "eval/reward" in row] or [{}]
+    rows = [row for row in read_metrics(this.folder) if "eval/reward" in row] or [{}]
 
     def scores(row: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in row.items() if name.startswith("eval/")}
 
     return {
-        "run": str(folder),
-        "iterations": done,
+        "run": str(this.folder),
+        "iterations": this.done,
         "interrupted": interrupted,
+        "trained_in_full": len(this.experiment.targets.whole),
         "before": scores(rows[0]),
         "after": scores(rows[-1]),
     }

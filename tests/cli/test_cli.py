@@ -116,6 +116,7 @@ def test_train_leaves_everything_a_run_has(trained):
     folder, summary, said = trained
     assert summary["iterations"] == 2
     assert not summary["interrupted"]
+    assert summary["trained_in_full"] == 0
     assert {"eval/reward", "eval/tiny-clip"} <= summary["after"].keys()
     for name in (
         "config.yaml",

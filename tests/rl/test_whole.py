@@ -15,6 +15,7 @@ from solrl_jax.config.presets import resolve
 from solrl_jax.config.values import ConfigError
 from solrl_jax.diffusion.seeds import normal, permutations
 from solrl_jax.errors import InputError
+from solrl_jax.models.backbone import load_backbone
 from solrl_jax.models.locate import open_model
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.quant.formats import FORMATS
@@ -25,6 +26,10 @@ from solrl_jax.rl.gradient_checkpointing import saved_residual_bytes
 from solrl_jax.rl.state import init_state
 from solrl_jax.rl.trainable.trainable import Targets, attach, find_targets, flatten
 from solrl_jax.rl.update import blend, update
+from solrl_jax.runs import generation
+from solrl_jax.runs.directory import configuration, load_policy
+from solrl_jax.runs.identity import claim
+from tests import states
 from tests.rl.test_update import (
     CONFIG,
     MESHES,
@@ -36,6 +41,7 @@ from tests.rl.test_update import (
     batch_of,
     norm,
 )
+from tests.small import small_config
 from tests.toys import KERNELS, toy_backbone, toy_grid
 
 BLOCK, OUT = KERNELS
@@ -144,6 +150,46 @@ def test_masters_are_float32_and_the_old_policy_has_the_bases_dtype():
     policy = flatten(attach(backbone.transformer, state.adapters, 2.0))
     assert isinstance(policy[BLOCK], LowRank)
     assert policy[OUT].dtype == jnp.bfloat16
+
+
+def untrained_run(folder, precision):
+    """A run directory with `train.parameters=all` and a checkpoint before the first step.
+
+    Returns:
+        The configuration, and the averaged parameters in the checkpoint.
+    """
+    overrides = ("train.parameters=all", f"rollout.precision={precision}")
+    config = small_config(folder, *overrides)
+    claim(folder, config)
+    backbone = load_backbone(config.model.path, precision, make_mesh(1, 1))
+    state = fresh(backbone, find_targets(backbone.pipeline.transformer, config), config)
+    states.save(folder / "checkpoints", 1, state, {})
+    return config, state.ema
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [("bf16", "fp32"), pytest.param("fp32", "bf16", marks=pytest.mark.exhaustive)],
+)
+def test_a_policy_is_loaded_in_another_precision_than_it_was_trained_in(tmp_path, saved, loaded):
+    _, ema = untrained_run(tmp_path, saved)
+    # as `solrl eval RUN rollout.precision=...` gives it
+    config, run = configuration(str(tmp_path), (f"rollout.precision={loaded}",), None, trust=True)
+    backbone = load_backbone(config.model.path, loaded, make_mesh(1, 1))
+    policy, iteration = load_policy(run, config, backbone)
+    assert iteration == 1
+    jax.tree.map(np.testing.assert_array_equal, policy, ema)
+    weights = flatten(attach(backbone.transformer, policy, 1.0))
+    assert {leaf.dtype for leaf in weights.values()} == {backbone.dtype}
+
+
+@pytest.mark.exhaustive
+def test_a_run_that_trains_all_in_bf16_generates_in_float32(tmp_path):
+    untrained_run(tmp_path, "bf16")
+    request = generation.Request(model=str(tmp_path), prompts=("a red circle",), precision="fp32")
+    images = generation.generate_images(request).images
+    assert np.isfinite(images).all()
+    assert images.std() > 0.01
 
 
 def test_a_copy_in_bf16_follows_in_float32_and_is_rounded_once():

@@ -65,7 +65,7 @@ def test_a_run_ends_with_what_was_gained_the_report_and_what_to_try_next(monkeyp
     }
     monkeypatch.setattr(train.shutil, "which", lambda name: None)
     monkeypatch.setattr(sys, "argv", [".venv/bin/solrl", "train", "tiny"])
-    summary = {"run": "runs/demo", "before": before, "after": after}
+    summary = {"run": "runs/demo", "trained_in_full": 0, "before": before, "after": after}
     gained, *rest = train.closing(summary, html_report=True).splitlines()
     assert gained.startswith(
         "gained: held-out reward +0.200 (0.300 ± 0.030 -> 0.500 ± 0.040), strict success +0.150 (0.100 "
@@ -80,6 +80,8 @@ def test_a_run_ends_with_what_was_gained_the_report_and_what_to_try_next(monkeyp
         train.closing(summary, html_report=False).splitlines()[1]
         == "report: solrl report runs/demo"
     )
+    whole = train.closing(summary | {"trained_in_full": 3}, html_report=False)
+    assert whole.endswith("; solrl export runs/demo --out DIRECTORY")  # a LoRA file cannot hold it
 
 
 def test_a_gain_within_two_standard_errors_is_not_claimed():

@@ -122,7 +122,8 @@ def test_a_run_that_trains_in_full_goes_on_to_the_bit_and_is_exported_whole(tmp_
     )
     for folder, lengths in (("once", (2,)), ("twice", (1, 2))):
         for last in lengths:
-            run(tmp_path / folder, *some, f"train.iterations={last}")
+            summary = run(tmp_path / folder, *some, f"train.iterations={last}")
+            assert summary["trained_in_full"] == 3
     config = small_config(tmp_path / "once", *some)
     experiment = build(config)
     states = [
@@ -155,7 +156,7 @@ def test_a_run_that_trains_in_full_goes_on_to_the_bit_and_is_exported_whole(tmp_
             main.cli, ["export", str(tmp_path / "once"), "--out", str(tmp_path / "no"), *option]
         )
         assert isinstance(said.exception, InputError)
-        assert f"{' '.join(option)}: {tmp_path / 'once'} trains 3 parameter(s) in full" in str(
+        assert f"{'='.join(option)}: {tmp_path / 'once'} trains 3 parameter(s) in full" in str(
             said.exception
         )
 
