@@ -24,6 +24,7 @@ from solrl_jax.errors import InputError, in_one_line, one_line
 from solrl_jax.models.backbone import DTYPES
 from solrl_jax.models.locate import open_model
 from solrl_jax.models.text_encoders.cache import open_cache
+from solrl_jax.planning import device_checks
 from solrl_jax.planning.abstract import open_configurations
 from solrl_jax.planning.targets import CUDNN
 from solrl_jax.quant.formats import AUTO, FORMATS, DeviceInfo, resolve_format
@@ -49,7 +50,9 @@ DRIVER = Path("/proc/driver/nvidia/version")  # is there where NVIDIA's driver i
 def command(preset: str | None, overrides: tuple[str, ...], as_json: bool) -> None:
     """Show what this machine can do, and what PRESET lacks here.
 
-    Loads no weights and downloads nothing. The exit code is 1 if something is missing.
+    On a GPU, also run the kernels of the low-precision formats and of attention for a moment, and
+    compare them with plain JAX. Loads no weights and downloads nothing. The exit code is 1 if
+    something is missing or a kernel is wrong.
 
     \b
     solrl doctor
@@ -63,17 +66,21 @@ def command(preset: str | None, overrides: tuple[str, ...], as_json: bool) -> No
     finish(summary, as_json, table(summary))
     if missing := summary["missing"]:
         click.echo(f"solrl: {len(missing)} missing, first {one_line(missing[0])}", err=True)
+    if wrong := _wrong(summary):
+        click.echo(f"solrl: {len(wrong)} wrong, first {one_line(wrong[0])}", err=True)
+    if missing or wrong:
         sys.exit(1)
 
 
 def machine() -> dict[str, Any]:
-    """Describes this machine.
+    """Describes this machine. On a GPU, also runs the checks of its kernels.
 
     Returns:
         "versions", "extras" (whether each is installed), "devices", "formats" (whether each is
-        native), "auto" (the format that it stands for), "cudnn", "hub" and "prompt_cache" (their
-        directories), and "missing" (messages on what keeps JAX from its devices). Sizes are in
-        bytes.
+        native), "auto" (the format that it stands for), "cudnn", "checks" (None or a problem by the
+        name of each kernel, see `device_checks.run`; empty without a GPU), "warnings" (known faults
+        of this cuDNN), "hub" and "prompt_cache" (their directories), and "missing" (messages on
+        what keeps JAX from its devices). Sizes are in bytes.
     """
     device = local_device()
     cache = open_cache("")
@@ -105,6 +112,8 @@ def machine() -> dict[str, Any]:
         "formats": {name: form.is_native(device) for name, form in FORMATS.items()},
         "auto": resolve_format(AUTO, device).name,
         "cudnn": dnn,
+        "checks": device_checks.run(device_checks.checks_for(device)),
+        "warnings": [] if dnn is None else device_checks.cudnn_warnings(dnn, device),
         "hub": {**_folder(_hub_cache()), "offline": hub.offline()},
         "prompt_cache": _folder(cache.folder),
         "missing": missing,
@@ -242,6 +251,11 @@ def _reward_downloads(config: Config) -> list[str]:
     ]
 
 
+def _wrong(summary: dict[str, Any]) -> list[str]:
+    """Returns a message for each kernel that a check found to be wrong."""
+    return [f"{name}: {problem}" for name, problem in summary["checks"].items() if problem]
+
+
 def cudnn() -> str | None:
     """Returns the version of cuDNN that this process loads, e.g. "9.12.0"; None without cuDNN."""
     try:
@@ -284,6 +298,11 @@ def table(summary: dict[str, Any]) -> str:
     def where(folder):
         return f"{folder['folder']}, {folder['free'] / 1e9:.0f} GB free{state(folder)}"
 
+    checked = [name for name, problem in summary["checks"].items() if problem is None]
+    if summary["checks"]:
+        checks = f"{', '.join(checked) or 'no kernel'}: the same as plain JAX"
+    else:
+        checks = f"nothing to try on {own.kind}; only GPUs have kernels to compare"
     extras = [
         f"{name} {'installed' if there else 'not installed'}"
         for name, there in summary["extras"].items()
@@ -304,6 +323,7 @@ def table(summary: dict[str, Any]) -> str:
             summary["cudnn"]
             or ("not found" if own.platform == "gpu" else "not used by this device"),
         ),
+        ("checks", checks),
         ("hub cache", where(summary["hub"]) + (", offline" if summary["hub"]["offline"] else "")),
         ("extras", ", ".join(extras)),
         ("prompts", f"encoded ones are kept in {where(summary['prompt_cache'])}"),
@@ -319,5 +339,7 @@ def table(summary: dict[str, Any]) -> str:
             )
         )
     rows += [("download", f"{name}, at the first start") for name in summary.get("downloads", ())]
+    rows += [("warning", line) for line in summary["warnings"]]
+    rows += [("wrong", line) for line in _wrong(summary)]
     rows += [("missing", line) for line in summary["missing"]] or [("missing", "nothing")]
     return "\n".join(f"{name:10} {one_line(text)}" for name, text in rows)

@@ -1,5 +1,6 @@
 """`solrl doctor`: what this machine can do, and what a preset lacks here."""
 
+import dataclasses
 import json
 import shutil
 
@@ -12,7 +13,9 @@ from solrl_jax.cli import doctor, main
 from solrl_jax.config.presets import resolve
 from solrl_jax.errors import InputError
 from solrl_jax.models.locate import EMBEDDED_FOLDER
+from solrl_jax.planning import device_checks
 from solrl_jax.quant.formats import DeviceInfo
+from solrl_jax.quant.matmul import matmul
 from solrl_jax.rl import memory_check
 from solrl_jax.storage import hub
 
@@ -52,6 +55,8 @@ def test_it_says_what_the_machine_has(diagnosed):
     assert said["devices"]["memory"] == memory_check.device_memory()
     assert said["formats"] == {"fp32": True, "bf16": True, "fp8": False, "nvfp4": False}
     assert (said["auto"], said["cudnn"]) == ("bf16", None)
+    assert (said["checks"], said["warnings"]) == ({}, [])
+    assert "\nchecks     nothing to try on cpu; only GPUs have" in doctor.table(said)
 
 
 def test_the_embedded_preset_lacks_nothing(diagnosed):
@@ -144,6 +149,7 @@ def test_what_keeps_jax_from_a_gpu_is_missing(
         doctor, "local_device", lambda: DeviceInfo(platform, "NVIDIA B200", (10, 0))
     )
     monkeypatch.setattr(doctor, "cudnn", lambda: dnn)
+    monkeypatch.setattr(doctor.device_checks, "checks_for", lambda device: ())
     found = doctor.machine()
     assert (
         [line.startswith(missing) for line in found["missing"]] == [True]
@@ -153,3 +159,20 @@ def test_what_keeps_jax_from_a_gpu_is_missing(
     assert found["auto"] == ("nvfp4" if platform == "gpu" else "bf16")
     assert "NVIDIA B200" in doctor.table(found)
     assert ("emulated   nothing" in doctor.table(found)) == (platform == "gpu")
+
+
+def test_a_wrong_kernel_and_a_known_fault_of_cudnn_are_told_in_a_line_each(diagnosed, monkeypatch):
+    """A Hopper GPU whose FP8 matmul returns zeros, and whose cuDNN is old."""
+    checks = device_checks.FP8_MATMUL, device_checks.FP8_ATTENTION
+    zeros = dataclasses.replace(checks[0], kernel=lambda x, w: 0 * matmul(x, w))
+    monkeypatch.setattr(doctor, "local_device", lambda: DeviceInfo("gpu", "NVIDIA H100", (9, 0)))
+    monkeypatch.setattr(doctor, "cudnn", lambda: "9.12.0")
+    monkeypatch.setattr(device_checks, "checks_for", lambda device: (zeros, checks[1]))
+    code, said = diagnosed()
+    assert (code, said["missing"]) == (1, [])
+    assert said["checks"] == {"FP8 matmul": "returns zeros", "FP8 attention": None}
+    lines = doctor.table(said).splitlines()
+    assert "checks     FP8 attention: the same as plain JAX" in lines
+    assert "wrong      FP8 matmul: returns zeros" in lines
+    (warning,) = (line for line in lines if line.startswith("warning"))
+    assert "cuDNN 9.12.0: before 9.18" in warning

@@ -1,0 +1,256 @@
+"""Tries the kernels of a GPU on small operands, and compares them with plain JAX.
+
+A driver, a library or a card can compute a wrong result without an error. `solrl doctor` therefore
+runs each kernel that training would use on this device, for about a millisecond plus its
+compilation. On a CPU the same functions compute the emulated results.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, UInt8
+
+from solrl_jax.errors import first_line
+from solrl_jax.models.layers import attention_fp8
+from solrl_jax.models.layers.attention import attention
+from solrl_jax.parallel import sharding
+from solrl_jax.quant import fp8, nvfp4
+from solrl_jax.quant.formats import FORMATS, DeviceInfo
+from solrl_jax.quant.matmul import matmul
+
+ROWS = 256
+N_IN = 512
+N_OUT = 384
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the value of each code; bit 3 is the sign
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceCheck:
+    """A kernel and its twin in plain JAX, which compute the same from the same operands.
+
+    Attributes:
+        name: The name of the kernel for people.
+        kernel: The function that training uses. It is jitted, and selects the kernel of the device.
+        twin: The same in float32 operations of JAX, which run one by one. Its result has the
+            structure of that of `kernel`.
+        make_operands: Returns the arguments of both functions.
+        tolerance: The largest accepted norm of the difference, relative to the norm of the twin's
+            result. It allows for the rounding of operands and results in the dtypes of the kernel.
+    """
+
+    name: str
+    kernel: Callable[..., Any]
+    twin: Callable[..., Any]
+    make_operands: Callable[[], tuple[Any, ...]]
+    tolerance: float
+
+
+def checks_for(device: DeviceInfo) -> tuple[DeviceCheck, ...]:
+    """Returns the checks of the kernels that a device has. Only NVIDIA GPUs have any."""
+    checks = []
+    if device.platform == "gpu":
+        if FORMATS["nvfp4"].is_native(device):
+            checks.append(NVFP4_MATMUL)
+        if FORMATS["fp8"].is_native(device):
+            checks.append(FP8_MATMUL)
+        if device.is_cuda_from((8, 0)):
+            checks.append(BF16_ATTENTION)
+        if device.is_cuda_from((9, 0)):
+            checks.append(FP8_ATTENTION)
+    return tuple(checks)
+
+
+def run(checks: Sequence[DeviceCheck]) -> dict[str, str | None]:
+    """Runs checks on the default device.
+
+    Returns:
+        By the name of each check: None if kernel and twin agree, else half a sentence that says
+        what is wrong.
+    """
+    return {check.name: find_problem(check) for check in checks}
+
+
+def find_problem(check: DeviceCheck) -> str | None:
+    """Runs a check on the default device.
+
+    Returns:
+        None if kernel and twin agree, else half a sentence that says what is wrong. Each result of
+        a kernel must be finite, must not be zero everywhere, and must be close to the twin's.
+    """
+    try:
+        operands = check.make_operands()
+        outputs = _to_numpy(sharding.jit(check.kernel)(*operands))
+        with jax.default_matmul_precision("highest"):
+            expected = _to_numpy(check.twin(*operands))
+    except Exception as error:  # JAX, XLA, cuDNN and cuBLAS raise errors of many types
+        return f"fails: {first_line(error)}"
+    for ours, plain in zip(outputs, expected, strict=True):
+        if not np.isfinite(ours).all():
+            return "returns NaN or infinite values"
+        if not ours.any():
+            return "returns zeros"
+        difference = np.linalg.norm(ours - plain) / np.linalg.norm(plain)
+        if difference > check.tolerance:
+            return (
+                f"differs from plain JAX by {difference:.2g} of its norm; expected at most "
+                f"{check.tolerance:g}"
+            )
+    return None
+
+
+def cudnn_warnings(version: str, device: DeviceInfo) -> list[str]:
+    """Names the known faults of a version of cuDNN that concern a device.
+
+    Args:
+        version: The version, for example "9.12.0".
+        device: The device that cuDNN runs on.
+
+    Returns:
+        One sentence per fault, without a full stop.
+    """
+    major, minor = (int(part) for part in version.split(".")[:2])
+    warnings = []
+    if device.is_cuda_from((9, 0)) and device.capability[0] == 9 and (major, minor) < (9, 18):
+        warnings.append(
+            f"cuDNN {version}: before 9.18, gradients of attention with padded lengths can be NaN "
+            "on Hopper; expected 9.18 or newer"
+        )
+    if device.is_cuda_from((9, 0)) and (major, minor) == (9, 24):
+        warnings.append(
+            f"cuDNN {version}: 9.24 can return zeros from FP8 attention with BF16 output; expected "
+            "another version"
+        )
+    return warnings
+
+
+def _to_numpy(outputs: Any) -> list[np.ndarray]:
+    """Returns the arrays of a pytree in float64, on the host."""
+    return [np.asarray(leaf).astype(np.float64) for leaf in jax.tree.leaves(outputs)]
+
+
+def _plain_dot(
+    x: Float[Array, "rows n_in"], w: Float[Array, "n_out n_in"]
+) -> Float[Array, "rows n_out"]:
+    """`x @ w.T` in float32."""
+    return jnp.einsum("ri,oi->ro", x, w)
+
+
+def _nvfp4_operands() -> tuple[Any, ...]:
+    """Random E2M1 codes of activations and weights, each with its random block scales."""
+    rng = np.random.default_rng(0)
+
+    def draw(rows):
+        codes = rng.integers(0, 256, (rows, N_IN // 2), np.uint8)
+        scales = rng.uniform(0.25, 4.0, (rows, N_IN // nvfp4.BLOCK)).astype(np.float32)
+        return jnp.asarray(codes), jnp.asarray(scales).astype(jnp.float8_e4m3fn)
+
+    return (*draw(ROWS), *draw(N_OUT))
+
+
+def _nvfp4_kernel(x: Array, x_scales: Array, w: Array, w_scales: Array) -> Array:
+    """The block-scaled matmul of packed codes [rows, n_in / 2] and [n_out, n_in / 2]."""
+    codes = nvfp4.unpack(x), x_scales, nvfp4.unpack(w), w_scales
+    return nvfp4.block_scaled_dot(*codes, jnp.bfloat16)
+
+
+def _nvfp4_twin(x: Array, x_scales: Array, w: Array, w_scales: Array) -> Array:
+    """The same, with values that are looked up and scaled in float32."""
+    return _plain_dot(_decode_nvfp4(x, x_scales), _decode_nvfp4(w, w_scales))
+
+
+def _decode_nvfp4(
+    packed: UInt8[Array, "rows half"], scales: Float[Array, "rows blocks"]
+) -> Float[Array, "rows n_in"]:
+    """Looks up packed E2M1 codes and multiplies them by their block scales, in float32."""
+    table = jnp.asarray([*E2M1, *(-value for value in E2M1)], jnp.float32)
+    codes = jnp.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
+    return table[codes] * jnp.repeat(scales.astype(jnp.float32), nvfp4.BLOCK, axis=1)
+
+
+def _fp8_operands() -> tuple[Any, ...]:
+    """Random activations in BF16, and a random weight in FP8."""
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.standard_normal((ROWS, N_IN)), jnp.bfloat16)
+    w = jnp.asarray(rng.standard_normal((N_IN, N_OUT)), jnp.float32)
+    return x, fp8.quantize(w)
+
+
+def _fp8_twin(x: Float[Array, "rows n_in"], w: fp8.FP8Tensor) -> Float[Array, "rows n_out"]:
+    """`x @ w` with activations that are quantized to FP8, and multiplied in float32."""
+    codes, scales = fp8.encode([x.astype(jnp.float32)])
+    return _plain_dot(codes[0].astype(jnp.float32) * scales[0], w.dequantize().T)
+
+
+def _attention_operands() -> tuple[Any, ...]:
+    """Queries, keys, values and numbers of keys of a cross-attention, and a cotangent, in BF16.
+
+    The 77 keys are padded to an even number, and the first of two samples attends to 13 of them.
+    """
+    rng = np.random.default_rng(2)
+    shapes = [(2, length, 4, 64) for length in (256, 77, 77, 256)]
+    q, k, v, cotangent = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in shapes)
+    return q, k, v, jnp.asarray([13, 77], jnp.int32), cotangent
+
+
+def _with_gradient(
+    attend: Callable[..., Array],
+    q: Float[Array, "b t n h"],
+    k: Float[Array, "b s n h"],
+    v: Float[Array, "b s n h"],
+    num_keys: Int[Array, " b"],
+    cotangent: Float[Array, "b t n h"],
+) -> tuple[Array, ...]:
+    """Returns `attend(q, k, v, num_keys)` and the cotangents of queries, keys and values."""
+    out, pull_back = jax.vjp(lambda *qkv: attend(*qkv, num_keys), q, k, v)
+    return out, *pull_back(cotangent.astype(out.dtype))
+
+
+def _attention_kernel(*operands: Array) -> tuple[Array, ...]:
+    """The attention of all networks, with its gradient."""
+    return _with_gradient(attention, *operands)
+
+
+def _attention_twin(*operands: Array) -> tuple[Array, ...]:
+    """The same, written out in float32."""
+    return _with_gradient(_plain_attention, *operands)
+
+
+def _plain_attention(
+    q: Float[Array, "b t n h"],
+    k: Float[Array, "b s n h"],
+    v: Float[Array, "b s n h"],
+    num_keys: Int[Array, " b"],
+) -> Float[Array, "b t n h"]:
+    """`softmax(h ** -0.5 q k^T) v` over the first `num_keys` keys of each sample, in float32."""
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    logits = q.shape[-1] ** -0.5 * jnp.einsum("btnh,bsnh->bnts", q, k)
+    mask = jnp.arange(k.shape[1]) < num_keys[:, None, None, None]
+    weights = jax.nn.softmax(jnp.where(mask, logits, -jnp.inf), axis=-1)
+    return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+
+def _fp8_attention_operands() -> tuple[Any, ...]:
+    """Queries, keys and values of a self-attention, in E4M3."""
+    rng = np.random.default_rng(3)
+    arrays = (rng.standard_normal((1, 512, 4, 128)) for _ in range(3))
+    return tuple(jnp.asarray(array, jnp.float32).astype(attention_fp8.E4M3) for array in arrays)
+
+
+NVFP4_MATMUL = DeviceCheck(
+    "NVFP4 matmul", _nvfp4_kernel, _nvfp4_twin, _nvfp4_operands, tolerance=0.01
+)
+FP8_MATMUL = DeviceCheck("FP8 matmul", matmul, _fp8_twin, _fp8_operands, tolerance=0.01)
+BF16_ATTENTION = DeviceCheck(
+    "BF16 attention", _attention_kernel, _attention_twin, _attention_operands, tolerance=0.03
+)
+FP8_ATTENTION = DeviceCheck(
+    "FP8 attention",
+    attention_fp8.attention_fp8,
+    attention_fp8.reference,
+    _fp8_attention_operands,
+    tolerance=0.1,
+)
