@@ -378,13 +378,17 @@ def orbax() -> tuple[Any, Any]:
 
     The import is slow. It also mutes three outputs, which would show a stack trace for each error
     that orbax raises here anyway: the log of absl, which orbax uses, for records that come from
-    orbax; the log of asyncio for exceptions in tasks of orbax; and "Event loop is closed", from
-    threads of its C++ library that outlive a failure.
+    orbax; the log of asyncio for exceptions in tasks of orbax, and for errors of the disk in
+    futures of its C++ library, which have no stack trace; and "Event loop is closed", from threads
+    of that library that outlive a failure.
     """
     import absl.logging
 
     def is_foreign(record: logging.LogRecord) -> bool:
-        frames = traceback.extract_tb(record.exc_info[2]) if record.exc_info else []
+        _, error, trace = record.exc_info or (None, None, None)
+        frames = traceback.extract_tb(trace)
+        if error is not None and not frames and not isinstance(error, OSError):
+            return files.disk_reason(error) is None
         names = [record.pathname, *(frame.filename for frame in frames)]
         return all("orbax" not in Path(name).parts for name in names)
 

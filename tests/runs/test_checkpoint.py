@@ -446,6 +446,22 @@ def test_what_orbax_leaves_to_asyncio_is_not_told_again(caplog):
         assert len(caplog.records) == told
 
 
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (ValueError("RESOURCE_EXHAUSTED: Failed to write 9 bytes"), 0),
+        (ValueError("something else"), 1),
+        (OSError(errno.ENOSPC, "of another library"), 1),
+    ],
+)
+def test_a_full_disk_in_a_future_of_tensorstore_is_not_told_again(error, shown, caplog):
+    """asyncio logs a future whose exception nobody has asked for, and it has no stack trace."""
+    checkpoint.orbax()
+    caplog.clear()
+    logging.getLogger("asyncio").error("Future exception was never retrieved", exc_info=error)
+    assert len(caplog.records) == shown
+
+
 def test_a_disk_that_is_really_full(tmp_path, capfd, caplog):
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", tmp_path],
