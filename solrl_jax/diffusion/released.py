@@ -60,22 +60,37 @@ def read_scheduler(
 ) -> tuple[Float[np.ndarray, " n"], np.ndarray, Table]:
     """Reads a scheduler configuration as diffusers would use it.
 
+    Supported are FlowMatchEulerDiscreteScheduler ("euler" steps) and DPMSolverMultistepScheduler
+    with flow sigmas ("dpm1" or "dpm2" steps, by `solver_order`, which is 2 if it is absent).
+
     Args:
-        config: The contents of `scheduler_config.json`.
-        steps: Number of solver steps.
-        tokens: Number of image tokens of one latent, for a schedule that depends on the resolution.
+        config: The contents of `scheduler_config.json`. `_class_name` names the scheduler. Other
+            settings that are absent have the defaults of diffusers. Keys that are neither read nor
+            in the tables `EULER` and `DPM` are ignored.
+        steps: Number of solver steps, at least 1.
+        tokens: Number of image tokens of one latent. Read only with `use_dynamic_shifting`, whose
+            shift depends on the resolution; the setting `shift` is then checked but not used.
         pipeline_sigmas: Whether the pipeline passes its scheduler the sigmas `linspace(1, 1/n, n)`
-            to be shifted, as that of FLUX does, instead of only the number of steps.
-        mu: Computes the logarithm of a shift that depends on the resolution. None uses that of
-            FLUX.1.
+            to be shifted, as that of FLUX does, instead of only the number of steps. Only the Euler
+            scheduler reads it.
+        mu: Computes the logarithm of a shift that depends on the resolution, from `steps` and
+            `tokens`. None uses `sigmas.flux_mu`, that of FLUX.1. Read only with
+            `use_dynamic_shifting`.
 
     Returns:
-        The `steps` + 1 sigmas, the timestep that the network is given at each step, and the solver
-        table.
+        The `steps` + 1 sigmas, decreasing to 0, float64; the timestep that the network is given at
+        each step, float64 [steps], which is 1000 times the sigma and for
+        DPMSolverMultistepScheduler rounded down to an integer; and the solver table, float32
+        [steps, 5], see `solver.solver_table`.
 
     Raises:
-        ValueError: If a setting is not supported. It names the setting, its value and the accepted
-            values.
+        ValueError: If the scheduler or a setting is not supported: `_class_name` is another one or
+            absent; a setting of `EULER` or `DPM` has another value than those listed there (for
+            both: 1000 training timesteps, flow prediction, no Karras, exponential or beta sigmas);
+            `shift` or `flow_shift` is no finite number of at least 1e-6; `solver_order` is not 1 or
+            2; `use_flow_sigmas` or `prediction_type` of DPMSolverMultistepScheduler is absent; or
+            `use_dynamic_shifting` is set without `pipeline_sigmas`. The message names the setting,
+            its value and the accepted values.
     """
     kind = config.get("_class_name")
     match kind:
@@ -114,15 +129,16 @@ def read_scheduler(
 
 
 def _positive(kind: str, config: dict[str, Any], name: str) -> float:
-    """Returns a positive setting of a scheduler.
+    """Returns a positive setting of a scheduler, as the int or float that the file has.
 
     Args:
         kind: The name of the scheduler's class, for the message.
         config: The contents of `scheduler_config.json`.
-        name: The name of the setting. It is 1 if it is absent.
+        name: The name of the setting, "shift" or "flow_shift". If it is absent, the result is 1.0.
 
     Raises:
-        ValueError: If it is not a finite number of at least `SMALLEST_SHIFT`.
+        ValueError: If it is not a finite int or float of at least `SMALLEST_SHIFT` (1e-6). A bool
+            is refused.
     """
     value = config.get(name, 1.0)
     if type(value) not in (int, float) or not SMALLEST_SHIFT <= value < math.inf:
@@ -131,13 +147,18 @@ def _positive(kind: str, config: dict[str, Any], name: str) -> float:
 
 
 def _check_settings(kind: str, config: dict[str, Any], settings: dict[str, tuple]) -> None:
-    """Raises ValueError for the first setting of a scheduler whose value is not supported.
+    """Checks the settings of a scheduler whose values this package does not all support.
 
     Args:
         kind: The name of the scheduler's class, for the message.
         config: The contents of `scheduler_config.json`.
-        settings: The accepted values of each setting. An absent setting is accepted, except for two
-            of DPMSolverMultistepScheduler whose defaults are not those of flow models.
+        settings: `EULER` or `DPM`: the accepted values of each setting by its name, compared with
+            `==`. An absent setting is accepted, except for `use_flow_sigmas` and `prediction_type`
+            with `DPM`, whose defaults in diffusers are not those of flow models.
+
+    Raises:
+        ValueError: For the first setting, in the order of `settings`, whose value is not accepted;
+            after those, for the first of the two settings of `DPM` that is absent.
     """
     for name, accepted in settings.items():
         if name in config and config[name] not in accepted:

@@ -26,7 +26,10 @@ def interpolate(
     Args:
         x0: Clean latents.
         noise: Standard normal noise of the same shape.
-        sigma: One noise level per latent.
+        sigma: One noise level in [0, 1] per latent: 0 gives `x0`, 1 gives `noise`.
+
+    Returns:
+        The noisy latents, of the shape of `x0` and the dtype to which JAX promotes the arguments.
     """
     sigma = sigma.reshape(-1, *(1,) * (x0.ndim - 1))
     return (1 - sigma) * x0 + sigma * noise
@@ -40,19 +43,28 @@ def trajectory(
 ) -> tuple[Float[Array, " b *latent"], Float[Array, " b states *latent"] | None]:
     """Integrates the flow from noise at the first sigma to clean latents at sigma 0.
 
-    The state is float32, whatever precision a velocity is computed in.
+    At each step, the prediction `x0 = x - sigma v` enters a linear combination with the two
+    predictions before it, whose coefficients are a row of the schedule's table
+    (`diffusion.solver`). The predictions of one segment are passed on to the next. The state is
+    float32, whatever precision a velocity is computed in. For use under jit.
 
     Args:
-        segments: Velocity fields, each with the steps that it is followed for, one after another.
-            Each segment is a scan of its own.
+        segments: Velocity fields, each with the steps that it is followed for, one after another. A
+            field maps the latents and the timestep of the schedule (a scalar in 0 to 1000) to
+            velocities `noise - x0` of the same shape and of any float dtype. Each segment is a scan
+            of its own.
         noise: The latents at the first sigma, float32.
-        seeds: One seed per latent. They are read only where a step adds noise.
+        seeds: One seed per latent. They are read only where a step adds noise, which is drawn from
+            the stream "solver" of each seed.
         recorded_steps: How many stochastic steps are recorded, from the first one on. They must
-            follow each other without deterministic steps in between.
+            follow each other without deterministic steps in between. More than 0 keeps the states
+            of all steps in memory until the end. If no step is stochastic, the first steps are
+            recorded. It must not exceed the number of all steps.
 
     Returns:
-        The clean latents, and the `recorded_steps` + 1 states before and after the recorded steps
-        in their order, or None if `recorded_steps` is 0.
+        The clean latents, float32, of the shape of `noise`, and the `recorded_steps` + 1 states
+        before and after the recorded steps in their order, float32, or None if `recorded_steps` is
+        0. Velocities that are not finite make the latents of their sample non-finite.
     """
 
     def step(velocity, carry, inputs):
@@ -91,12 +103,13 @@ def trajectory(
 def _solver_noise(
     seeds: UInt32[Array, "b 2"], weights: Float[Array, " draws"], shape: tuple[int, ...]
 ) -> Float[Array, "b ..."]:
-    """Returns a weighted sum of numbered standard normal draws for each seed.
+    """Returns a weighted sum of numbered standard normal draws for each seed, float32 [b, *shape].
 
     Args:
-        seeds: One seed per sample.
-        weights: The weight of each numbered draw. Draws of weight 0 are not computed.
-        shape: The shape of one sample.
+        seeds: One seed per sample. Draw number i comes from its stream "solver".
+        weights: The weight of each numbered draw; index i is the number of the draw. Draws of
+            weight 0 are not computed.
+        shape: The shape of one sample, without the batch axis.
     """
 
     def add(i, total):

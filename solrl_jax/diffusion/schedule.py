@@ -21,21 +21,24 @@ class Schedule:
     """The sigmas, the solver coefficients and the guidance of a sampling run.
 
     A schedule is a pytree and an argument of compiled programs. A program depends on the number of
-    steps and on `guided`, not on the values of the arrays.
+    steps and of draws and on `guided`, not on the values of the arrays. All arrays are float32.
 
     Attributes:
         sigmas: The sigma at which each step starts, in (0, 1], decreasing. The final 0 is not among
             them.
         timesteps: The timestep that the network is given at each step, in 0 to 1000.
-        table: The coefficients of the solver, see `diffusion.solver`. Column 4 is the standard
-            deviation of the noise that a step adds.
+        table: The five coefficients of the solver at each step, see `diffusion.solver`. Column 4 is
+            the standard deviation of the noise that a step adds; 0 for a deterministic step.
         noise_weights: For each step, the weights of the numbered noise draws of a seed that sum to
-            its noise, see `solver.shared_noise`.
-        embedded_guidance: The guidance scale given as an input to networks that embed it (FLUX.1).
-            Other networks ignore it.
-        guidance_scale: The scale of classifier-free guidance (arXiv 2207.12598).
+            its noise, see `solver.shared_noise`. The number of draws is the number of steps of the
+            full schedule, which may differ from `steps`.
+        embedded_guidance: The guidance scale given as an input to networks that embed it (FLUX.1),
+            a scalar. Other networks ignore it.
+        guidance_scale: The scale of classifier-free guidance (arXiv 2207.12598), a scalar. Ignored
+            unless `guided`.
         guided: Whether classifier-free guidance is applied, so that each step evaluates the network
-            twice. As in the pipelines of diffusers, it is for scales above 1 only.
+            twice. As in the pipelines of diffusers, it is for scales above 1 only. Static under
+            jit.
     """
 
     sigmas: Float[Array | np.ndarray, " steps"]
@@ -59,20 +62,32 @@ class Schedule:
         """Builds the schedule that a configuration asks for, with any number of steps.
 
         With fewer steps than `rollout.num_steps`, the schedule adds the same noise as the full one
-        between the same sigmas, so that one seed follows one Brownian path on both.
+        between the same sigmas, so that one seed follows one Brownian path on both. With more
+        steps, the schedule is its own full schedule: each step has a noise draw of its own.
 
         Args:
-            rollout: Its fields on the schedule, the solver, noise and guidance are read.
-            steps: Number of solver steps.
+            rollout: Its fields on the schedule, the solver, noise and guidance are read:
+                `schedule`, `shift`, `num_steps`, `solver`, `noise_level`, `sde_window_size`,
+                `guidance_scale` and `true_cfg_scale`.
+            steps: Number of solver steps, at least 1.
             tokens: Number of image tokens of one latent, from which FLUX derives its shift.
             embedded_guidance: Whether the network embeds its guidance scale.
                 `rollout.guidance_scale` is then that input, and classifier-free guidance is
                 `rollout.true_cfg_scale`. Otherwise `rollout.guidance_scale` is classifier-free
-                guidance.
-            noise_start: The first step of the full schedule that adds noise, if the solver is
-                stochastic. None: no step does.
+                guidance, and `rollout.true_cfg_scale` is not read.
+            noise_start: The first step of the full schedule (counted from 0) that adds noise, if
+                `rollout.noise_level` is above 0. The `rollout.sde_window_size` steps from there add
+                noise, or all that follow if that is None or 0; the last step of a schedule never
+                does. None: no step does.
             mu: Computes the logarithm of the shift of the "flux" schedule. None uses that of
                 FLUX.1.
+
+        Returns:
+            The schedule with NumPy arrays on the host.
+
+        Raises:
+            ValueError: If `rollout.schedule` or `rollout.solver` has no such name, or if the solver
+                is deterministic but a step is to add noise.
         """
 
         def sigmas_of(count: int) -> Sigmas:
@@ -111,15 +126,18 @@ class Schedule:
         guidance_scale: float,
     ) -> "Schedule":
         """Builds a schedule from its sigmas and solver coefficients. Each stochastic step has a
-        noise draw of its own.
+        noise draw of its own. Nothing is checked.
 
         Args:
-            sigmas: The noise levels, decreasing, the last one 0.
-            table: The solver coefficients on these sigmas.
-            timesteps: The timestep that the network is given at each step. None means 1000 times
-                the sigma.
-            embedded_guidance: As the attribute of the class.
-            guidance_scale: As the attribute of the class. At most 1 means no guidance.
+            sigmas: The `steps` + 1 noise levels, decreasing, the last one 0.
+            table: The solver coefficients on these sigmas, [steps, 5].
+            timesteps: The timestep that the network is given at each step, in 0 to 1000. None means
+                1000 times the sigma.
+            embedded_guidance: The guidance scale given as an input to networks that embed it.
+            guidance_scale: The scale of classifier-free guidance. At most 1 means no guidance.
+
+        Returns:
+            The schedule with NumPy arrays, float32. `table` is taken as it is.
         """
         starts = sigmas[:-1].astype(np.float32)
         return cls(
@@ -134,15 +152,19 @@ class Schedule:
 
     @property
     def steps(self) -> int:
-        """The number of solver steps."""
+        """The number of solver steps. The sigmas with the final 0 are one more."""
         return len(self.sigmas)
 
     def with_sigmas(self, sigmas: Sigmas, table: Table) -> "Schedule":
-        """The schedule with the same guidance on other sigmas.
+        """Returns the schedule with the same guidance on other sigmas.
+
+        Its timesteps are 1000 times the sigmas, whatever they were before, and each stochastic step
+        has a noise draw of its own. This schedule is not changed.
 
         Args:
-            sigmas: The noise levels, decreasing, the last one 0.
-            table: The solver coefficients on these sigmas.
+            sigmas: The noise levels, decreasing, the last one 0. Their number may differ from that
+                of this schedule.
+            table: The solver coefficients on these sigmas, [number of sigmas - 1, 5].
         """
         starts = sigmas[:-1].astype(np.float32)
         return dataclasses.replace(
@@ -154,11 +176,12 @@ class Schedule:
         )
 
     def slice_steps(self, start: int, stop: int | None = None) -> "Schedule":
-        """Returns the schedule of some of its steps.
+        """Returns the schedule of some of its steps, with the same guidance and noise draws.
 
         Args:
-            start: The first step, counted as in a slice of a list.
-            stop: The step after the last one. None: up to the end.
+            start: The first step, counted from 0. As in a slice of a list, a negative number counts
+                from the end, and numbers beyond the end give no steps.
+            stop: The step after the last one, counted in the same way. None: up to the end.
         """
         steps = slice(start, stop)
         return dataclasses.replace(

@@ -33,8 +33,13 @@ Seeds = UInt32[Array | np.ndarray, "b 2"]  # one threefry key, which is two word
 
 
 def prompt_uid(prompt: str) -> int:
-    """An identifier of a prompt: 32 bits of the SHA-256 hash of its text, whatever its place in a
-    file.
+    """Returns an identifier of a prompt, the same wherever the prompt stands in a file.
+
+    Args:
+        prompt: The text of the prompt. UnicodeEncodeError if UTF-8 cannot encode it.
+
+    Returns:
+        The first 32 bits of the SHA-256 hash of the text, as an integer from 0 to 2**32 - 1.
     """
     return int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:4], "little")
 
@@ -43,8 +48,11 @@ def stream(key: Array, name: str) -> Array:
     """Derives the key of a stream.
 
     Args:
-        key: The key of a run or of a candidate.
-        name: The name of the stream, one of `STREAMS`.
+        key: The key of a run or of a candidate, a typed key of `jax.random`.
+        name: The name of the stream, a key of `STREAMS`.
+
+    Returns:
+        `key` with the number of the stream folded in, a typed key.
 
     Raises:
         KeyError: If there is no stream of that name.
@@ -53,11 +61,14 @@ def stream(key: Array, name: str) -> Array:
 
 
 def key(run_seed: int | Int[Array, ""], name: str) -> Array:
-    """The root key of a stream of a run.
+    """Returns the root key of a stream of a run, a typed key of `jax.random`.
 
     Args:
-        run_seed: The seed in the configuration of the run.
-        name: The name of the stream, one of `STREAMS`.
+        run_seed: The seed in the configuration of the run, from 0 to 2**31 - 1. It may be traced.
+        name: The name of the stream, a key of `STREAMS`.
+
+    Raises:
+        KeyError: If there is no stream of that name.
     """
     return stream(jax.random.key(run_seed), name)
 
@@ -74,13 +85,18 @@ def candidate_seeds(
 
     Args:
         run_seed: The seed in the configuration of the run.
-        name: The stream, one of those of a run in `STREAMS`.
-        iteration: The number of the iteration; 0 for uses outside the iterations.
-        prompt_uids: The `prompt_uid` of each prompt.
-        candidates: The indices of the candidates within each prompt.
+        name: The stream of the run, a key of `STREAMS`: "candidate", "evaluation", "ranking" or
+            "calibration seeds". Static.
+        iteration: The number of the iteration, from 1; 0 for uses outside the iterations.
+        prompt_uids: The `prompt_uid` of each of the p prompts.
+        candidates: The indices of the n candidates within each prompt, from 0.
 
     Returns:
-        One seed per prompt and candidate.
+        One seed per prompt and candidate, the two words of a threefry key. It depends on the
+        prompt's text, not on the position of the prompt among `prompt_uids`.
+
+    Raises:
+        KeyError: If there is no stream of that name.
     """
     root = jax.random.fold_in(key(run_seed, name), iteration)
 
@@ -99,14 +115,19 @@ def normal(
     """Draws standard normal numbers from one stream of each seed.
 
     Args:
-        seeds: The seeds.
-        name: The stream, one of those of a candidate in `STREAMS`.
+        seeds: The b seeds, the two words of a threefry key per row.
+        name: The stream of a candidate, a key of `STREAMS`: "initial", "solver", "sigmas",
+            "training" or "calibration".
         shape: The shape of the numbers of one seed.
         draw: The number of the draw, for a stream that is drawn from several times: one number for
-            all seeds, or one per seed. None for a stream that is drawn from once.
+            all seeds, or one per seed. None for a stream that is drawn from once; its numbers
+            differ from those of draw 0.
 
     Returns:
-        An array of float32 with shape [b, *shape].
+        An array of float32 with shape [b, *shape]. A row depends on its seed, not on the others.
+
+    Raises:
+        KeyError: If there is no stream of that name.
     """
 
     def draw_one(seed: Any, number: Any) -> Array:
@@ -123,9 +144,16 @@ def permutations(seeds: Seeds, name: str, count: int) -> Int[Array, "b {count}"]
     """Draws a random order of the numbers from 0 to `count` - 1 from one stream of each seed.
 
     Args:
-        seeds: The seeds.
-        name: The stream, one of those of a candidate in `STREAMS`.
+        seeds: The b seeds, the two words of a threefry key per row.
+        name: The stream of a candidate, a key of `STREAMS`: "initial", "solver", "sigmas",
+            "training" or "calibration".
         count: How many numbers are put in order.
+
+    Returns:
+        One permutation per seed, int32.
+
+    Raises:
+        KeyError: If there is no stream of that name.
     """
 
     def permutation(seed: Any) -> Array:
@@ -137,6 +165,12 @@ def permutations(seeds: Seeds, name: str, count: int) -> Int[Array, "b {count}"]
 def seed_numbers(seeds: UInt32[np.ndarray, "*shape 2"]) -> UInt64[np.ndarray, "*shape"]:
     """Packs the two words of each seed into one uint64, the first word in the high bits. The ledger
     records these numbers.
+
+    Args:
+        seeds: Seeds in an array of any shape, with the two words on the last axis.
+
+    Returns:
+        One number per seed, with the shape of `seeds` without the last axis.
     """
     words = np.asarray(seeds).astype(np.uint64)
     return (words[..., 0] << np.uint64(32)) | words[..., 1]

@@ -23,7 +23,8 @@ def shift_sigmas(sigmas: Float[np.ndarray, " n"], shift: float) -> Float[np.ndar
 
     Args:
         sigmas: Noise levels in [0, 1].
-        shift: The factor `k` in `k s / (1 + (k - 1) s)`, above 0. 1 changes nothing.
+        shift: The factor `k` in `k s / (1 + (k - 1) s)`, above 0. 1 changes nothing, and below 1
+            the sigmas are shifted towards clean latents. 0 and 1 stay where they are.
 
     Returns:
         The shifted sigmas, in the same order.
@@ -38,20 +39,23 @@ def sd3(steps: int, shift: float, train_timesteps: int = 1000) -> Sigmas:
     time.
 
     Args:
-        steps: Number of solver steps.
-        shift: The shift, as in `shift_sigmas`.
+        steps: Number of solver steps, at least 1. One step goes from 1 to 0.
+        shift: The shift, above 0, as in `shift_sigmas`. SD3 was released with 3.
         train_timesteps: Number of timesteps that the scheduler was configured with for training.
-            The lowest sigma before the final 0 is derived from it.
+            The lowest sigma before the final 0 is 1 / `train_timesteps`, shifted twice.
 
     Returns:
-        `steps` + 1 sigmas.
+        `steps` + 1 sigmas, float64, from 1 down to 0.
     """
     lowest = shift_sigmas(np.array([1 / train_timesteps]), shift)[0]
     return np.append(shift_sigmas(np.linspace(1.0, lowest, steps), shift), 0.0)
 
 
 def flux_mu(steps: int, tokens: int) -> float:
-    """The `mu` of FLUX.1: linear in the number of image tokens, from 0.5 at 256 to 1.15 at 4096.
+    """Returns the `mu` of FLUX.1, the logarithm of the shift of its schedule.
+
+    It is linear in the number of image tokens: 0.5 at 256 tokens and 1.15 at 4096, and continues
+    with the same slope below and above.
 
     Args:
         steps: Number of solver steps. FLUX.1 does not depend on it; it is part of the signature
@@ -65,12 +69,13 @@ def flux(steps: int, tokens: int, mu: Mu | None = None) -> Sigmas:
     """The schedule of FLUX, whose shift depends on the resolution: `e^mu / (e^mu + 1/s - 1)`.
 
     Args:
-        steps: Number of solver steps.
+        steps: Number of solver steps, at least 1. The unshifted sigmas s are `linspace(1, 1/steps,
+            steps)`.
         tokens: Number of image tokens of one latent.
-        mu: Computes the logarithm of the shift. None uses `flux_mu`.
+        mu: Computes the logarithm of the shift from `steps` and `tokens`. None uses `flux_mu`.
 
     Returns:
-        `steps` + 1 sigmas.
+        `steps` + 1 sigmas, float64, from 1 down to 0.
     """
     shift = math.exp((mu or flux_mu)(steps, tokens))
     unshifted = np.linspace(1.0, 1 / steps, steps)
@@ -78,17 +83,19 @@ def flux(steps: int, tokens: int, mu: Mu | None = None) -> Sigmas:
 
 
 def make_sigmas(name: str, steps: int, shift: float, tokens: int, mu: Mu | None = None) -> Sigmas:
-    """The sigmas of the schedule that a configuration names.
+    """Returns the sigmas of the schedule that a configuration names.
 
     Args:
-        name: The value of `rollout.schedule`: "linear", "sd3" or "flux".
-        steps: Number of solver steps.
-        shift: The shift of "linear" and "sd3". "flux" does not read it.
+        name: The value of `rollout.schedule`: "linear" (evenly spaced from 1 to 0, then shifted),
+            "sd3" (see `sd3`) or "flux" (see `flux`).
+        steps: Number of solver steps, at least 1.
+        shift: The shift of "linear" and "sd3", above 0; 1 changes nothing. "flux" does not read it.
         tokens: Number of image tokens of one latent. Only "flux" reads it.
-        mu: As in `flux`. Only "flux" reads it.
+        mu: Computes the logarithm of the shift from `steps` and `tokens`. None uses `flux_mu`. Only
+            "flux" reads it.
 
     Returns:
-        `steps` + 1 sigmas.
+        `steps` + 1 sigmas, float64, from 1 down to 0.
 
     Raises:
         ValueError: If there is no schedule of that name.

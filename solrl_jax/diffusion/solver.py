@@ -31,25 +31,27 @@ SOLVERS = ("euler", "dpm1", "dpm2", *STOCHASTIC)
 def solver_table(
     name: str, sigmas: Sigmas, eta: float | Float[np.ndarray, " steps"] = 0.0
 ) -> Table:
-    """The coefficients of every step of a solver.
+    """Computes the coefficients of every step of a solver.
 
     For a linear flow, "euler", "dpm1" and "ddim" without noise are the same step, because
     first-order exponential integrators are exact on straight paths. All three names are accepted
-    since users of the published recipes look for them.
+    since users of the published recipes look for them. "dpm2" is of second order, except for its
+    first and its last step, which are of first order.
 
     Args:
-        name: One of `SOLVERS`.
-        sigmas: The noise levels, decreasing, the last one 0.
-        eta: The noise level of a stochastic solver (one of `STOCHASTIC`): one number for all steps,
-            or one per step. A step with noise level 0 is an Euler step. For "ddim", 1 adds as much
-            fresh noise as the forward process lost. The last step never adds noise, so that a
-            sample ends on the last prediction.
+        name: One of `SOLVERS`: "euler", "dpm1", "dpm2", "ddim", "flow_sde" or "dance_sde".
+        sigmas: The noise levels in [0, 1], decreasing, the last one 0.
+        eta: The noise level of a stochastic solver ("ddim", "flow_sde" or "dance_sde"): one number
+            for all steps, or one per step. A step with noise level 0 is an Euler step. For "ddim",
+            1 adds as much fresh noise as the forward process lost. The last step never adds noise,
+            so that a sample ends on the last prediction. Deterministic solvers accept only 0.
 
     Returns:
         The coefficients (a, b, c, d, e) of each step, float32.
 
     Raises:
-        ValueError: If there is no solver of that name, or a deterministic solver is given noise.
+        ValueError: If there is no solver of that name, a deterministic solver is given noise, or
+            `eta` has neither one value nor one per step.
     """
     if name not in SOLVERS:
         raise ValueError(f"rollout.solver={name!r}: must be one of {', '.join(SOLVERS)}")
@@ -83,12 +85,17 @@ def solver_table(
 def overlap(
     sigmas: Sigmas, full: Float[np.ndarray, " full_plus_one"]
 ) -> Float[np.ndarray, "steps full_steps"]:
-    """The length, in units of sigma, that each step of one schedule shares with each step of
-    another.
+    """Computes the length, in units of sigma, that each step of one schedule shares with each step
+    of another.
 
     Args:
         sigmas: The sigmas of the first schedule, decreasing.
         full: The sigmas of the second schedule, decreasing.
+
+    Returns:
+        A matrix with one row per step of the first schedule and one column per step of the second,
+        float64. It is 0 for steps that do not overlap, and for lengths of at most 1e-9, which are
+        rounding.
     """
     upper = np.minimum.outer(sigmas[:-1], full[:-1])
     lower = np.maximum.outer(sigmas[1:], full[1:])
@@ -99,20 +106,21 @@ def overlap(
 def shared_noise(
     sigmas: Sigmas, full: Float[np.ndarray, " full_plus_one"], std: Float[np.ndarray, " full_steps"]
 ) -> Float[np.ndarray, "steps full_steps"]:
-    """The weights that combine the draws of a full schedule into the noise of a coarser one, along
-    the same Brownian path.
+    """Computes the weights that combine the draws of a full schedule into the noise of a coarser
+    one, along the same Brownian path.
 
     A coarse step sums the noise that the full schedule adds between the same sigmas, scaled to
     variance 1. One seed then follows the same path on both schedules. On the full schedule itself,
     every step has its own draw.
 
     Args:
-        sigmas: The sigmas of the coarse schedule.
-        full: The sigmas of the full schedule.
+        sigmas: The sigmas of the coarse schedule, decreasing.
+        full: The sigmas of the full schedule, decreasing.
         std: The standard deviation of the noise that each full step adds.
 
     Returns:
-        One row per coarse step, float32, with unit norm or all zeros.
+        One row per coarse step and one column per draw of the full schedule, float32. A row has
+        unit norm, or is all zeros if the full schedule adds no noise within that step.
     """
     weights = overlap(sigmas, full) / -np.diff(full) * std
     norm = np.sqrt((weights**2).sum(1, keepdims=True))
@@ -120,11 +128,11 @@ def shared_noise(
 
 
 def _first_order(sigma: float, next_sigma: float) -> Coefficients:
-    """Coefficients of `x' = (s'/s) x + (1 - s'/s) x0_hat`: the step of Euler, and of first-order
-    DPM-Solver and DDIM.
+    """Returns the coefficients of `x' = (s'/s) x + (1 - s'/s) x0_hat`: the step of Euler, and of
+    first-order DPM-Solver and DDIM. They are (s'/s, 1 - s'/s, 0, 0, 0).
 
     Args:
-        sigma: The sigma s before the step.
+        sigma: The sigma s before the step, above 0.
         next_sigma: The sigma s' after it.
     """
     ratio = next_sigma / sigma
@@ -132,15 +140,15 @@ def _first_order(sigma: float, next_sigma: float) -> Coefficients:
 
 
 def _ddim(sigma: float, next_sigma: float, eta: float) -> Coefficients:
-    """Coefficients of DDIM: `x' = alpha' x0_hat + sqrt(s'^2 - e^2) eps_hat + e noise`, where e^2 is
-    eta^2 times the posterior variance.
+    """Returns the coefficients (a, b, 0, 0, e) of DDIM: `x' = alpha' x0_hat + sqrt(s'^2 - e^2)
+    eps_hat + e noise`, where e^2 is eta^2 times the posterior variance.
 
     For a process `x = alpha x0 + s eps` with alpha = 1 - s, that variance is `s'^2 / s^2 (s^2 -
-    (alpha / alpha')^2 s'^2)`.
+    (alpha / alpha')^2 s'^2)`. The root of `s'^2 - e^2` is 0 where e exceeds s'.
 
     Args:
-        sigma: The sigma s before the step.
-        next_sigma: The sigma s' after it.
+        sigma: The sigma s before the step, above 0.
+        next_sigma: The sigma s' after it, below 1.
         eta: The noise level; 0 is the deterministic step.
     """
     alpha = 1 - sigma
@@ -153,13 +161,13 @@ def _ddim(sigma: float, next_sigma: float, eta: float) -> Coefficients:
 
 
 def _sde(sigma: float, next_sigma: float, g2: float) -> Coefficients:
-    """Coefficients of an Euler step of `dx = (v + g^2 / (2 s) eps_hat) ds + g dw`, an SDE with the
-    marginals of the flow.
+    """Returns the coefficients (a, b, 0, 0, e) of an Euler step of `dx = (v + g^2 / (2 s) eps_hat)
+    ds + g dw`, an SDE with the marginals of the flow. e is `sqrt((s - s') g^2)`.
 
     Args:
-        sigma: The sigma s before the step.
-        next_sigma: The sigma after it.
-        g2: `g^2`, the squared strength of the noise at s.
+        sigma: The sigma s before the step, above 0.
+        next_sigma: The sigma s' after it, at most s.
+        g2: `g^2`, the squared strength of the noise at s. 0 gives the deterministic Euler step.
     """
     h = next_sigma - sigma
     # v = (x - x0) / s, eps_hat = (x - (1 - s) x0) / s
@@ -169,13 +177,13 @@ def _sde(sigma: float, next_sigma: float, g2: float) -> Coefficients:
 
 
 def _second_order(previous_sigma: float, sigma: float, next_sigma: float) -> Coefficients:
-    """Coefficients of DPM-Solver++ 2M: a first-order step towards the extrapolation of the last two
-    predictions of x0, which is linear in lambda = ln((1 - s) / s).
+    """Returns the coefficients (a, b, c, 0, 0) of DPM-Solver++ 2M: a first-order step towards the
+    extrapolation of the last two predictions of x0, which is linear in lambda = ln((1 - s) / s).
 
-    Where `previous_sigma` is 1, lambda is infinite there, and the step is of first order.
+    Where `previous_sigma` is 1, lambda is infinite there, and the step is of first order (c is 0).
 
     Args:
-        previous_sigma: The sigma of the prediction before the last one.
+        previous_sigma: The sigma of the prediction before the last one, at most 1.
         sigma: The sigma before the step, below 1.
         next_sigma: The sigma after it, above 0.
     """

@@ -27,21 +27,28 @@ _use_counts: collections.Counter[str] = collections.Counter()
 def together(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> list[Any]:
     """Calls a function in every process and returns all results to all of them.
 
-    Every process must call this with the same label. It blocks until all have answered.
+    Every process must call this with the same label. It blocks until all have answered. With one
+    process, it only calls `act`: the result is not converted, and errors pass unchanged.
 
     Args:
-        label: Names the decision. Only one thread at a time may use a label.
-        act: The function. It returns a JSON value and may raise.
-        *kinds: Further exception types that are raised in every process as they are.
+        label: Names the decision. Only one thread at a time may use a label, but may use it any
+            number of times.
+        act: The function. It returns a JSON value and may raise. With several processes the value
+            makes a round trip through JSON, which turns tuples into lists. A value that is no JSON
+            is a TypeError in this process, and the others wait for its answer in vain.
+        *kinds: Further exception types that are raised in every process as they are. They are
+            recognized by the name of the class and constructed from a message alone.
 
     Returns:
         The result of each process, in the order of their numbers.
 
     Raises:
         Exception: The error of the first process whose `act` raised. An InputError, a RunError or
-            one of `kinds` keeps its type. Any other error is a RunError that names the process,
-            except in the process itself, which raises the original.
-        RunError: If a process gives no answer within `PATIENCE` seconds.
+            one of `kinds` keeps its type and the first line of its message. Any other error is a
+            RunError "process NUMBER: TYPE: MESSAGE". Only the process itself raises the original
+            error.
+        RunError: If a process gives no answer within `PATIENCE` (1800) seconds.
+        RuntimeError: With several processes, if `jax.distributed` was not initialised.
     """
     if jax.process_count() == 1:
         return [act()]
@@ -68,22 +75,31 @@ def together(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> lis
 def first(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> Any:
     """Calls a function in the first process and returns its result to all; the others wait.
 
+    Every process must call this with the same label. With one process, it only calls `act`.
+
     Args:
-        label: Names the decision, see `together`.
-        act: The function. It returns a JSON value and may raise.
+        label: Names the decision. Only one thread at a time may use a label.
+        act: The function. It returns a JSON value and may raise. With several processes the value
+            makes a round trip through JSON, which turns tuples into lists.
         *kinds: Further exception types that are raised in every process as they are.
 
     Returns:
         What `act` returned in the first process.
 
     Raises:
-        Exception: What `act` raised in the first process, in all processes; see `together`.
+        Exception: What `act` raised in the first process. The other processes raise an InputError,
+            a RunError or one of `kinds` with the first line of its message, and a RunError in place
+            of any other error.
+        RunError: If a process gives no answer within `PATIENCE` (1800) seconds.
+        RuntimeError: With several processes, if `jax.distributed` was not initialised.
     """
     return together(label, act if jax.process_index() == 0 else lambda: None, *kinds)[0]
 
 
 def client() -> Any:
     """Returns the client of JAX's coordination service, which stores a string for each key.
+
+    It has the methods `key_value_set`, `blocking_key_value_get` and `key_value_delete`.
 
     Raises:
         RuntimeError: If `jax.distributed` was not initialised.
@@ -96,20 +112,24 @@ def client() -> Any:
 def _exchange(label: str, answer: dict[str, Any]) -> list[dict[str, Any]]:
     """Sends this process's answer and waits for those of all processes. Every process calls this.
 
-    The service keeps the value of a key forever, so each use of a label has its own number. A
-    process that has all answers knows that every process has read those of the previous use, and
-    deletes its own previous answer. So the service, which runs in the first process, holds at most
-    two answers per label and process.
+    The service keeps the value of a key forever, so each use of a label has its own number, counted
+    in `_use_counts`. A process that has all answers knows that every process has read those of the
+    previous use, and deletes its own previous answer. So the service, which runs in the first
+    process, holds at most two answers per label and process.
 
     Args:
         label: The name of the decision, the same in all processes.
-        answer: This process's answer, as values of JSON by name.
+        answer: This process's answer, a dict that JSON can encode: {"value": result} or {"error":
+            name of the type, "message": its first line}.
 
     Returns:
-        The answers of all processes, in the order of their numbers.
+        The answers of all processes, this one included, in the order of their numbers.
 
     Raises:
-        RunError: If a process gives no answer within `PATIENCE` seconds.
+        RunError: If a process gives no answer within `PATIENCE` (1800) seconds, which count for
+            each process anew.
+        RuntimeError: If `jax.distributed` was not initialised.
+        TypeError: If JSON cannot encode `answer`.
     """
     service = client()
     index_here = jax.process_index()

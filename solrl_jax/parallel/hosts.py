@@ -40,19 +40,24 @@ END = 15  # how long a process that ends waits for the others
 def initialise(hosts: str | None, host: int | None = None, coordinator: str | None = None) -> None:
     """Joins the processes of a run. Call it before anything else asks JAX for devices.
 
-    Also installs a handler of SIGABRT: if a process dies, or has no heartbeat for `HEARTBEAT`
+    Does nothing if `hosts` is None. Otherwise it also waits, up to `START` (300) seconds, until all
+    processes have connected; silences the log messages of `jax._src.distributed` below warnings;
+    and installs a handler of SIGABRT: if a process dies, or has no heartbeat for `HEARTBEAT` (30)
     seconds, JAX ends the others with a message that has its number, and their exit code is 1.
 
     Args:
         hosts: The number of processes as text, from "1" to "4096". With "auto", JAX reads it from
             SLURM, Open MPI, Kubernetes or a TPU pod. None means that this is the only process.
-        host: The number of this process, from 0. Required with a number of hosts.
+        host: The number of this process, from 0. Required with a number of hosts, and refused
+            without one.
         coordinator: HOST:PORT of the first process, a free port that all processes can reach.
-            Required with a number of hosts.
+            Required with a number of hosts, and refused without one.
 
     Raises:
-        InputError: If the arguments do not fit each other, or JAX refuses them.
-        RunError: If processes have not joined within `START` seconds. The message names them.
+        InputError: If the arguments do not fit each other, `hosts` or `host` is out of range, the
+            address cannot be used, or JAX refuses them.
+        RunError: If processes have not joined within `START` seconds, or two have the same number.
+            The message names them.
     """
     given = {"host": host, "coordinator": coordinator}
     settings: dict[str, Any] = {}
@@ -97,7 +102,11 @@ def initialise(hosts: str | None, host: int | None = None, coordinator: str | No
 def _aborted(number: int) -> None:
     """Handles SIGABRT, which JAX raises in a process when another one has died.
 
-    JAX 0.10 cannot call a Python function instead.
+    Writes one line to standard error and ends the process at once with exit code 1, without any
+    clean-up of Python. JAX 0.10 cannot call a Python function instead.
+
+    Args:
+        number: The number of the signal, which is not read.
     """
     os.write(
         2,
@@ -108,20 +117,23 @@ def _aborted(number: int) -> None:
 
 
 def roll_call(count: int, mine: int, coordinator: str) -> None:
-    """Waits until all processes have connected to the first one.
+    """Waits until all processes have connected to the first one. Every process calls this.
 
     `jax.distributed.initialize` aborts if a process is missing, and its message does not name it;
-    this one does. `multihost_utils` works only after that.
+    this one does. `multihost_utils` works only after that. The first process listens on the port,
+    and the others connect again and again until it does.
 
     Args:
         count: The number of processes.
-        mine: The number of this process, from 0.
-        coordinator: HOST:PORT of the first process. The port is closed again on return.
+        mine: The number of this process, from 0 to `count` - 1.
+        coordinator: HOST:PORT of the first process. HOST must not be empty; PORT is from 1 to
+            65535. The port is closed again on return.
 
     Raises:
-        RunError: In every process that has connected, if others have not after `START` seconds, or
-            if two processes have the same number.
-        InputError: If the address cannot be used.
+        RunError: In every process that has connected, if others have not after `START` (300)
+            seconds, or if two processes have the same number; in the other processes, if the first
+            one does not answer within `START` seconds.
+        InputError: If `coordinator` is no HOST:PORT, or if the first process cannot open the port.
     """
     address, _, port = coordinator.rpartition(":")
     try:
@@ -137,15 +149,19 @@ def roll_call(count: int, mine: int, coordinator: str) -> None:
 
 
 def _listen(count: int, port: int, end: float) -> str:
-    """Waits for the other processes and sends each of them the outcome.
+    """Waits in the first process for the other ones, and sends each of them the outcome.
+
+    A connection that sends no integer within `ANSWER` (5) seconds is ignored. The wait ends early
+    when two processes send the same number.
 
     Args:
-        count: The number of processes, with this one.
-        port: The port to listen on.
-        end: When to give up, by `time.monotonic`.
+        count: The number of processes, including this one. 1 does not wait.
+        port: The port to listen on, on all addresses of this host, IPv6 too if it has that.
+        end: When to give up, by `time.monotonic`, in seconds.
 
     Returns:
-        The problem in a few words; "" if all processes have connected.
+        The problem in a few words, e.g. "process 1, 3 not there after 300 seconds" or "two
+        processes are host=2"; "" if all processes have connected.
 
     Raises:
         InputError: If the port cannot be opened.
@@ -185,15 +201,19 @@ def _listen(count: int, port: int, end: float) -> str:
 
 
 def _call(mine: int, address: tuple[str, int], end: float) -> str:
-    """Connects to the first process, again and again until it listens.
+    """Connects to the first process, again and again until it listens, and waits for the outcome.
+
+    It pauses for 0.2 seconds after each failed attempt. A host name that cannot be resolved counts
+    as one, because some clusters create it when the process starts.
 
     Args:
-        mine: The number of this process.
+        mine: The number of this process, which it sends.
         address: The host and port of the first process.
-        end: When to give up, by `time.monotonic`.
+        end: When to give up, by `time.monotonic`, in seconds.
 
     Returns:
-        The problem in a few words; "" if all processes have connected.
+        The problem in a few words, as the first process describes it or because it has not answered
+        in time; "" if all processes have connected.
     """
     why = ""
     while (left := end - time.monotonic()) > 0:
@@ -215,6 +235,7 @@ def connect(mesh: Mesh) -> None:
     """Runs one sum over every combination of mesh axes, so that their devices are connected.
 
     Otherwise a later program would connect them, and Gloo waits only 30 s for a slower process.
+    Every process must call it. Waits for the sums; does nothing with one process.
 
     Args:
         mesh: The mesh of all processes.
@@ -237,46 +258,74 @@ def connect(mesh: Mesh) -> None:
 
 
 def first() -> bool:
-    """Returns whether this process writes to the run directory and to the terminal."""
+    """Returns whether this process, number 0, writes to the run directory and to the terminal. True
+    if it is the only process.
+    """
     return jax.process_index() == 0
 
 
 def write(act: Callable[[], Any]) -> None:
-    """Calls `act` in the first process, while the others wait.
+    """Calls `act` in the first process, while the others wait. Every process must call it.
+
+    Args:
+        act: A function without arguments. Its result is dropped.
 
     Raises:
-        InputError: In all processes, if `act` raised it.
-        RunError: In all processes, if `act` raised it or another error.
+        Exception: What `act` raised, in the first process.
+        InputError: In the other processes, if `act` raised it.
+        RunError: In the other processes, if `act` raised it or an error of any other type, or if a
+            process gives no answer within 1800 seconds.
     """
     consensus.first("write", lambda: act() and None)
 
 
 def agreed(find: Callable[[], T]) -> T:
-    """Calls `find` in the first process and returns its JSON value in every process.
+    """Calls `find` in the first process and returns its value in every process. All must call it.
+
+    Args:
+        find: A function without arguments that returns a JSON value. With several processes the
+            value makes a round trip through JSON, which turns tuples into lists. With one process
+            it is returned as it is.
 
     Raises:
-        InputError: In all processes, if `find` raised it.
-        RunError: In all processes, if `find` raised it or another error.
+        Exception: What `find` raised, in the first process.
+        InputError: In the other processes, if `find` raised it.
+        RunError: In the other processes, if `find` raised it or an error of any other type, or if a
+            process gives no answer within 1800 seconds.
     """
     return consensus.first("agreed", find)
 
 
 def everyones(value: T) -> list[T]:
-    """Returns the JSON values that all processes passed, in the order of their numbers."""
+    """Returns the values that all processes passed, in the order of their numbers. All must call
+    it.
+
+    Args:
+        value: A JSON value. With several processes it makes a round trip through JSON, which turns
+            tuples into lists. With one process the result is `[value]`.
+
+    Raises:
+        RunError: If a process gives no answer within 1800 seconds.
+    """
     return consensus.together("everyones", lambda: value)
 
 
 def anywhere(flags: Sequence[bool]) -> list[bool]:
-    """Returns for each flag whether it is true in any process.
+    """Returns for each flag whether it is true in any process. All processes must call it.
 
     Args:
-        flags: The flags of this process. All processes pass the same number of them.
+        flags: The flags of this process. All processes pass the same number of them; an empty
+            sequence gives [].
+
+    Raises:
+        ValueError: If the processes pass different numbers of flags.
+        RunError: If a process gives no answer within 1800 seconds.
     """
     return [any(values) for values in zip(*everyones(list(flags)), strict=True)]
 
 
 def memory() -> int:
-    """Returns the size of this host's memory in bytes."""
+    """Returns the size of this host's physical memory (RAM) in bytes, used or not."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -285,10 +334,11 @@ def put(tree: Any, where: NamedSharding) -> Any:
 
     Args:
         tree: A tree of full arrays. Every process passes the same ones.
-        where: The sharding of each array.
+        where: The sharding of each array, the same for all.
 
     Returns:
-        The tree with global arrays. Each process transfers only the shards of its own devices.
+        The tree with global arrays. With several processes, each transfers only the shards of its
+        own devices.
     """
     if jax.process_count() == 1:
         return jax.device_put(tree, where)
@@ -302,11 +352,14 @@ def put(tree: Any, where: NamedSharding) -> Any:
 def fetch(tree: Any) -> Any:
     """Copies arrays from their mesh to the host of every process. All processes must call it.
 
+    Waits until the arrays are computed.
+
     Args:
         tree: A tree of global arrays.
 
     Returns:
-        The tree with full NumPy arrays.
+        The tree with full NumPy arrays, of the same dtypes, also where shards are on devices of
+        other processes.
     """
     if jax.process_count() == 1:
         return jax.device_get(tree)
@@ -316,11 +369,12 @@ def fetch(tree: Any) -> Any:
 
 
 def rows_held(where: NamedSharding, count: int) -> list[int]:
-    """Returns the indices of the rows that this process's devices hold, ascending.
+    """Returns the indices of the rows that this process's devices hold, ascending and without
+    duplicates.
 
     Args:
         where: The sharding of an array with one axis, or of the leading axis.
-        count: The number of rows of the array.
+        count: The number of rows of the array, which the sharding must divide.
     """
     slices = {
         index[0].indices(count)[:2]
@@ -331,6 +385,14 @@ def rows_held(where: NamedSharding, count: int) -> list[int]:
 
 
 def held(x: jax.Array) -> np.ndarray:
-    """Returns the rows of `x` that this process's devices hold, in the order of `rows_held`."""
+    """Returns the rows of an array that this process's devices hold, in the order of `rows_held`.
+
+    Args:
+        x: An array that is sharded along its leading axis at most. Rows that several devices hold
+            are returned once.
+
+    Returns:
+        A NumPy array of the dtype of `x`. With one process it is all of `x`.
+    """
     parts = {shard.index[0].indices(x.shape[0])[0]: shard for shard in x.addressable_shards}
     return np.concatenate([np.asarray(parts[start].data) for start in sorted(parts)])

@@ -44,14 +44,16 @@ SMALLEST_SHARDED = 2**12
 def jit(stage: Callable[..., Any], **options: Any) -> Any:
     """Compiles a function with `OPTIONS` and with float32 matmuls in full precision.
 
-    Its result is then the same on every mesh, up to rounding in the dtypes that it uses.
+    Its result is then the same on every mesh, up to rounding in the dtypes that it uses. `OPTIONS`
+    forbid excess precision and the CPU's shape-dependent kernels.
 
     Args:
         stage: The function to compile.
-        **options: Further arguments of `jax.jit`.
+        **options: Further arguments of `jax.jit`, such as `static_argnums` or `donate_argnums`, but
+            not `compiler_options`, which would be a TypeError.
 
     Returns:
-        The jitted function.
+        The jitted function, with the name of `stage`.
     """
     return jax.jit(in_float32(stage), compiler_options=OPTIONS, **options)
 
@@ -59,13 +61,15 @@ def jit(stage: Callable[..., Any], **options: Any) -> Any:
 def make_mesh(
     data: int, fsdp: int, tensor: int = 1, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
-    """Makes a mesh of `data` x `fsdp` x `tensor` devices.
+    """Makes a mesh of `data` x `fsdp` x `tensor` devices, with axes of these names.
 
     Args:
-        data: The size of the axis `data`. -1 uses all devices.
-        fsdp: The size of the axis `fsdp`.
-        tensor: The size of the axis `tensor`.
+        data: The size of the axis `data`. -1 uses all devices: their number divided by `fsdp` and
+            `tensor`.
+        fsdp: The size of the axis `fsdp`, at least 1.
+        tensor: The size of the axis `tensor`, at least 1.
         devices: The devices to choose from, the first ones first. None means all of `jax.devices`.
+            Devices that are not needed stay unused unless `data` is -1.
 
     Raises:
         ValueError: If there are too few devices, or if -1 would leave some of them unused.
@@ -82,26 +86,40 @@ def make_mesh(
 
 
 def rows_only(mesh: Mesh) -> Mesh:
-    """Returns the mesh with the axis `tensor` folded into `fsdp`, its devices in the same order."""
+    """Returns the mesh with the axis `tensor` folded into `fsdp`, its devices in the same order.
+
+    Args:
+        mesh: A mesh with the axes `data`, `fsdp` and `tensor`. The result has the same axes, with
+            size 1 for `tensor`, so that samples are split over all devices.
+    """
     data, fsdp, tensor = (mesh.shape[axis] for axis in AXES)
     return Mesh(mesh.devices.reshape(data, fsdp * tensor, 1), AXES, axis_types=AUTO)
 
 
 def row_groups(mesh: Mesh) -> int:
-    """Returns the number of parts that the samples of a batch are split into."""
+    """Returns the number of parts that the samples of a batch are split into.
+
+    Args:
+        mesh: The mesh. The result is the product of its axes `data` and `fsdp`; the devices along
+            `tensor` share the samples of one part.
+    """
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
 def parameter_sharding(mesh: Mesh, tree: Any) -> Any:
     """Chooses a sharding for each array of a tree of parameters.
 
-    The output axis of linear layers (leaves named "kernel", and the factor "b" of adapters) is
-    split over `tensor`. Then the largest axis that `fsdp` divides is split over `fsdp`. Arrays of
-    fewer than `SMALLEST_SHARDED` elements are replicated.
+    The output axis of linear layers (leaves named "kernel" or "PATH/kernel", and the factor "b" of
+    adapters, with 2 or 3 axes) is split over `tensor`, if `tensor` divides it. Then the largest
+    axis that `fsdp` divides is split over `fsdp`; of equal axes the last one. The size of an axis
+    that is split over `tensor` counts per part, and it may be split over both. Without such an axis
+    an array is not split over `fsdp`. Arrays of fewer than `SMALLEST_SHARDED` (4096) elements, and
+    all other axes, are replicated.
 
     Args:
-        mesh: The mesh of the shardings.
-        tree: Arrays, `jax.ShapeDtypeStruct`s or quantized leaves, by name.
+        mesh: The mesh of the shardings, with the axes `data`, `fsdp` and `tensor`.
+        tree: Arrays, `jax.ShapeDtypeStruct`s or quantized leaves, by name. The arrays of a
+            quantized leaf are split over `tensor` as its `partition_specs` says.
 
     Returns:
         The tree with a NamedSharding in place of each array.
@@ -140,10 +158,12 @@ def parameter_sharding(mesh: Mesh, tree: Any) -> Any:
 def placement(mesh: Mesh) -> Callable[[tuple, tuple[int, ...]], NamedSharding]:
     """Returns a function from a parameter's path and shape to its sharding.
 
-    It is a `models.loading.weights.Placement`, and chooses as `parameter_sharding` does.
+    It chooses as `parameter_sharding` does for an array of that shape. The path is a tuple whose
+    last entry is the name of the parameter, e.g. "kernel"; the other entries are not read. The
+    function is a `models.loading.weights.Placement`.
 
     Args:
-        mesh: The mesh of the shardings.
+        mesh: The mesh of the shardings, with the axes `data`, `fsdp` and `tensor`.
     """
 
     def place(path: tuple, shape: tuple[int, ...]) -> NamedSharding:
@@ -155,12 +175,21 @@ def placement(mesh: Mesh) -> Callable[[tuple, tuple[int, ...]], NamedSharding]:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of an array that every device holds completely."""
+    """Returns the sharding of an array that every device of a mesh holds completely.
+
+    Args:
+        mesh: The mesh.
+    """
     return NamedSharding(mesh, PartitionSpec())
 
 
 def rows(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of an array whose leading axis has one entry per sample."""
+    """Returns the sharding of an array whose leading axis has one entry per sample.
+
+    Args:
+        mesh: The mesh. The leading axis is split over its axes `data` and `fsdp`, and replicated
+            over `tensor`.
+    """
     return NamedSharding(mesh, ROWS)
 
 
@@ -168,15 +197,22 @@ def split_rows(x: T) -> T:
     """Constrains the leading axis of each array to be split over `data` and `fsdp`.
 
     Args:
-        x: A tree of arrays with one row per sample. A mesh must be set (`jax.set_mesh`).
+        x: A tree of arrays with one row per sample. A mesh must be set (`jax.set_mesh`), otherwise
+            JAX raises an error.
+
+    Returns:
+        The tree with the same values.
     """
     return jax.lax.with_sharding_constraint(x, ROWS)
 
 
 def replicate(x: jax.Array) -> jax.Array:
-    """Constrains an array to be replicated over the mesh that is set; no effect without a mesh.
+    """Constrains an array to be replicated over the mesh that is set.
 
     Under `jax.vmap` it is replicated over the devices of each row.
+
+    Args:
+        x: Any array. Without a mesh (`jax.set_mesh`) it is returned as it is.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return x
@@ -187,15 +223,18 @@ def map_rows(f: Callable[[Any], Any], tree: Any, count: int) -> Any:
     """Applies a function to `count` rows at a time on every device of the mesh that is set.
 
     Every matmul in `f` has the same number of rows whatever the total number, and so rounds the
-    same way. The last call is filled up with copies of a device's first row.
+    same way. A device's rows are processed one call after another (`jax.lax.map`), and the last
+    call is filled up with copies of its first row. Without a mesh, one device has all rows.
 
     Args:
-        f: The function. It maps arrays with leading axis n to arrays with leading axis n.
-        tree: Arrays with the rows as leading axis, a number that the mesh's size divides.
-        count: The number of rows of a call on one device.
+        f: The function. It maps a tree of arrays with leading axis n to a tree of arrays with
+            leading axis n, where n is `count` times the number of devices.
+        tree: Arrays with the rows as leading axis, a number that the mesh's size divides; another
+            number is an error of JAX.
+        count: The number of rows of a call on one device, at least 1.
 
     Returns:
-        The outputs of all rows, in the order of the rows.
+        The outputs of all rows, in the order of the rows, without those of the copies.
     """
     devices = max(jax.sharding.get_abstract_mesh().size, 1)
     each = len(jax.tree.leaves(tree)[0]) // devices
@@ -227,8 +266,11 @@ def pad_rows(x: np.ndarray, count: int) -> np.ndarray:
     """Fills an array up to `count` rows, so that every chunk runs the same compiled program.
 
     Args:
-        x: An array of 1 to `count` rows.
+        x: An array of 1 to `count` rows along its leading axis. More rows are a ValueError.
         count: The number of rows of the result. Missing ones are copies of the first row.
+
+    Returns:
+        A new array of the same dtype, or `x` itself if it has `count` rows.
     """
     if len(x) == count:
         return x

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """A sum of trees of floats with its compensation.
+    """A sum of trees of floats with its compensation. A pytree.
 
     Attributes:
         rounded: The tree of sums as rounded in each addition.
-        lost: The tree of sums of the rounding errors, of the same shapes.
+        lost: The tree of sums of the rounding errors, of the same structure, shapes and dtypes.
     """
 
     rounded: Any
@@ -29,12 +29,17 @@ class Sum:
 
     @property
     def value(self) -> Any:
-        """The tree of sums, rounded once."""
+        """The tree of sums, each `rounded + lost`, rounded once. NaN where a sum is not finite."""
         return jax.tree.map(jnp.add, self.rounded, self.lost)
 
 
 def zero(tree: Any) -> Sum:
-    """Returns the sum of no terms, for trees with the structure, shapes and dtypes of `tree`."""
+    """Returns the sum of no terms, whose arrays are zeros.
+
+    Args:
+        tree: A tree of float arrays with the structure, shapes and dtypes of the terms. Its values
+            are not read.
+    """
     zeros = jax.tree.map(jnp.zeros_like, tree)
     return Sum(zeros, zeros)
 
@@ -44,7 +49,7 @@ def add(total: Sum, tree: Any) -> Sum:
 
     Args:
         total: The sum so far, which is not changed.
-        tree: The term: a pytree of arrays with the structure of the sum.
+        tree: The term: a tree of arrays with the structure, shapes and dtypes of the sum.
     """
     rounded = jax.tree.map(jnp.add, total.rounded, tree)
     lost = jax.tree.map(_lost, total.rounded, tree, rounded)
@@ -52,18 +57,30 @@ def add(total: Sum, tree: Any) -> Sum:
 
 
 def add_each(total: Sum, trees: Any, count: int) -> Sum:
-    """Adds several trees to a sum, one after the other.
+    """Adds several trees to a sum, one after the other (`jax.lax.scan`).
 
     Args:
-        total: The sum so far.
-        trees: A tree of arrays whose leading axis has one entry per term.
-        count: The number of terms.
+        total: The sum so far, which is not changed.
+        trees: A tree of arrays with the structure of the sum, whose leading axis has one entry per
+            term. It may be a tree without arrays.
+        count: The number of terms, equal to the length of each leading axis. 0 returns the sum as
+            it is.
+
+    Returns:
+        The sum with these terms.
     """
     return jax.lax.scan(lambda total, tree: (add(total, tree), None), total, trees, length=count)[0]
 
 
 def join(parts: Sum) -> Sum:
-    """Adds up several sums, which are stacked along the leading axis of each array of `parts`."""
+    """Adds up several sums.
+
+    Args:
+        parts: The sums as one `Sum`, stacked along the leading axis of each array, at least one.
+
+    Returns:
+        The sum of all, with the leading axis removed; `parts` itself if its trees have no arrays.
+    """
     if not jax.tree.leaves(parts):  # a tree without arrays
         return parts
 
@@ -75,6 +92,12 @@ def join(parts: Sum) -> Sum:
 
 
 def _lost(a: jax.Array, b: jax.Array, rounded: jax.Array) -> jax.Array:
-    """Returns `a + b - rounded` exactly, where `rounded` is the float sum of `a` and `b`."""
+    """Returns the rounding error of an addition, `a + b - rounded`, exactly.
+
+    Args:
+        a: An array of floats.
+        b: The other summand, of the same shape and dtype.
+        rounded: `a + b` as the hardware rounds it. Where it is not finite, the result is NaN.
+    """
     b_added = rounded - a
     return (a - (rounded - b_added)) + (b - b_added)
