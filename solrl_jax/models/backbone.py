@@ -23,18 +23,21 @@ DTYPES = {"bf16": jnp.dtype(jnp.bfloat16), "fp32": jnp.dtype(jnp.float32)}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Backbone:
-    """A pipeline with its parameters on a mesh. Compared by identity, because it is a static
-    argument of jit.
+    """A pipeline with its parameters on a mesh.
+
+    Compared by identity, because it is a static argument of jit.
 
     Attributes:
         pipeline: the model's functions.
         mesh: mesh of the transformer. Text encoders and decoder are on the same devices, arranged
             by `sharding.rows_only`.
         dtype: dtype in which the transformer computes.
-        transformer: the frozen base parameters, sharded over the axis `fsdp`.
+        transformer: the frozen base parameters, a nested dictionary by path, sharded over the axes
+            `fsdp` and `tensor`.
         text_encoders: the text encoders, loaded on demand.
         decoder: the decoder of the autoencoder.
-        instruction: text before every prompt except negative ones, for models that accept one.
+        instruction: text before every prompt except negative ones, for models that accept one;
+            None: no instruction.
     """
 
     pipeline: Pipeline
@@ -62,17 +65,22 @@ class Backbone:
         Args:
             params: the base parameters, any leaves of which may be replaced by quantized or adapted
                 ones.
-            latent: noisy latents, float32. They are cast to `self.dtype`.
-            conditioning: encoded prompts, one row per latent.
+            latent: noisy latents, float32, [b, height, width, channels]. They are cast to
+                `self.dtype`.
+            conditioning: encoded prompts by name, one row per latent, as returned by `encode`.
             time: `1000 sigma`, in [0, 1000]: one for all latents, or one per latent.
-            guidance: guidance scale for networks that take it as an input
-                (`pipeline.embedded_guidance`). Other networks ignore it.
+            guidance: guidance scale for networks that take it as an input. Other networks ignore
+                it.
             fp8_attention: whether softmax attention runs in FP8, only where
                 `pipeline.attends_in_fp8`.
 
         Returns:
             The velocity, of the shape of `latent`. One evaluation of the network: classifier-free
             guidance is not applied here.
+
+        Raises:
+            ValueError: while tracing, if the network does not support the size of the latents, or
+                `fp8_attention` is set for SANA or Z-Image.
         """
         time = jnp.broadcast_to(time, latent.shape[:1])
         return self.pipeline.velocity(
@@ -91,7 +99,8 @@ class Backbone:
         device.
 
         Prompts that the cache lacks are computed, which loads the text encoders, and are written to
-        the cache.
+        the cache. The text encoders stay loaded until `self.text_encoders.release()`. All processes
+        of a run must call it with the same arguments.
 
         Args:
             prompts: one or more prompts.
@@ -102,6 +111,12 @@ class Backbone:
         Returns:
             The encodings by name, each with one row per prompt in the order of `prompts`,
             replicated over `self.mesh`.
+
+        Raises:
+            InputError: the tokenizer fails, `max_tokens` is not possible for the model, a file of a
+                text encoder does not fit, or the cache cannot be written before the text encoders
+                load.
+            RunError: an encoding cannot be written to the cache.
         """
         instruction = None if negative else self.instruction
         encoding, _ = self.text_encoders.encode(prompts, max_tokens, instruction)
@@ -129,7 +144,7 @@ def load_backbone(
     in the cache.
 
     The transformer is placed on `mesh`, and the decoder on the same devices arranged by
-    `sharding.rows_only`. The files of both are checked before either is read.
+    `sharding.rows_only`. The files of all networks are checked before any is loaded.
 
     Args:
         model: an open pipeline, or a path for `open_model`, which may download it. A path is opened
@@ -142,15 +157,17 @@ def load_backbone(
             no instruction.
         tile: side in pixels of the square tiles in which images are decoded, a multiple of the
             pixels per latent pixel; None: whole images.
-        decoding: dtype of the autoencoder; None: the dtype that it was released for
-            (`pipeline.vae_dtype`) if it works in no other one, otherwise that of `precision`.
+        decoding: dtype of the autoencoder, even where it was released for another one; None:
+            `pipeline.vae_dtype` if the autoencoder works in no other dtype, otherwise that of
+            `precision`.
 
     Returns:
         The backbone, with the parameters of transformer and decoder on the devices.
 
     Raises:
         InputError: the model is missing, incomplete or not supported; `tile` is no such multiple;
-            an instruction is given to a model that accepts none; or `cache` is a file.
+            an instruction is given to a model that accepts none; or `cache` is a file, or "" for a
+            user without a home directory.
         KeyError: `precision` is neither "bf16" nor "fp32".
     """
     pipeline = open_model(model) if isinstance(model, str) else model
@@ -186,8 +203,8 @@ def open_text_encoders(
         The text encoders, which load their parameters when a prompt is not in the cache.
 
     Raises:
-        InputError: a file or a tensor is missing or does not fit, or `cache` is a file, or "" for a
-            user without a home directory.
+        InputError: a file or a tensor is missing or does not fit; or `cache` is a file, or needs a
+            home directory that the user does not have.
         KeyError: `precision` is neither "bf16" nor "fp32".
     """
     with in_one_line():

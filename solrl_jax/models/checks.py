@@ -10,8 +10,10 @@ def check_tile(tile: int | None, pipeline: Pipeline) -> None:
     """Checks the tile size of tiled decoding, `model.vae_tile_size`.
 
     Args:
-        tile: side of a tile in pixels; None, which is always accepted: images are decoded whole.
-        pipeline: the model, whose `compression` counts.
+        tile: side of a tile in pixels, a positive integer; None, which is always accepted: images
+            are decoded whole. That it is positive is checked with the configuration, not here.
+        pipeline: the model, whose `compression` (image pixels per latent pixel) must divide the
+            tile.
 
     Raises:
         InputError: the tile is not a whole number of latent pixels.
@@ -24,15 +26,19 @@ def check_tile(tile: int | None, pipeline: Pipeline) -> None:
 
 
 def check_sizes(config: Config, pipeline: Pipeline) -> None:
-    """Checks all image sizes of a configuration: `model`, `rollout.size` and `eval.size`.
+    """Checks all image sizes of a configuration: `model.height` and `model.width`, `rollout.size`
+    and `eval.size`.
+
+    `rollout.size` and `eval.size` default to the size of `model`.
 
     Args:
         config: the configuration.
         pipeline: the model, whose supported sizes count (`Pipeline.latent_shape`).
 
     Raises:
-        InputError: the model does not support one of the sizes. The message is about the first such
-            size, in the order above, and begins with the name of its field.
+        InputError: the model does not support one of the sizes: a side is not a multiple of the
+            pixels that it requires, or is too large. The message is about the first such size, in
+            the order above, and begins with "model", "rollout.size" or "eval.size".
     """
     sizes = [("model", model_size(config))]
     sizes += [("rollout.size", size) for size in training_sizes(config)]
@@ -45,7 +51,7 @@ def check_sizes(config: Config, pipeline: Pipeline) -> None:
 def check_attention(config: Config, pipeline: Pipeline) -> None:
     """Checks whether the model has the attention that `rollout.explore.attention` asks for.
 
-    Only the value "fp8" is checked; all others pass.
+    Only the value "fp8" is checked; the only other value, "default", passes.
 
     Args:
         config: the configuration.

@@ -33,11 +33,12 @@ class Decoder:
     A pytree: `params` are its leaves, and the other attributes are static under jit.
 
     Attributes:
-        params: parameters of the autoencoder.
+        params: parameters of the autoencoder, a nested dictionary by path.
         pipeline: the model that the autoencoder belongs to.
         dtype: dtype in which the autoencoder computes.
         tile: side in pixels of the square tiles that are decoded one after another, which saves
-            memory, a multiple of `pipeline.compression`; None: whole images.
+            memory, a multiple of `pipeline.compression`; None: whole images. Images that fit into
+            one tile are decoded whole.
     """
 
     params: Params
@@ -48,16 +49,19 @@ class Decoder:
     def __call__(self, latents: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
         """Decodes latents to images in [0, 1], float32. For use under jit.
 
-        Each device decodes a few images at a time: at most `MAX_IMAGES`, and no more than
-        `MAX_PIXELS` pixels (of a tile, if images are tiled), but at least one image. Neighbouring
-        tiles overlap by a quarter of a tile or more.
+        Each device decodes a few images at a time: 4 (`MAX_IMAGES`), or fewer if those would have
+        more than 2^21 pixels (`MAX_PIXELS`; of a tile, if images are tiled), but at least one
+        image. Neighbouring tiles overlap by a quarter of a tile (in latent pixels, rounded down) or
+        more.
 
         Args:
-            latents: the transformer's latents, of any dtype. The devices of the mesh that is set
-                must divide their number.
+            latents: the transformer's latents, of any dtype. Their number must be a multiple of the
+                number of devices of the mesh that is set; without a mesh, it may be any positive
+                number.
 
         Returns:
-            The images, `pipeline.compression` times as high and wide as the latents.
+            The images in the order of the latents, `pipeline.compression` times as high and wide as
+            the latents. Values beyond [0, 1] are clipped; NaN stays NaN.
         """
         decode = partial(self.pipeline.decode, gather(self.params))
         compression = self.pipeline.compression

@@ -19,20 +19,25 @@ EMBEDDED_FOLDER = Path(__file__).parents[1] / "assets" / "pipelines"
 
 
 def open_model(path: str, remat: str = "none", mhla: MhlaOverride | None = None) -> Pipeline:
-    """Opens the pipeline that `path` names, without its weights. May download it from the hub.
+    """Opens the pipeline that `path` names, without reading its weights.
 
-    A download includes the files of the weights.
+    A repository of the hub that is not in the cache is downloaded, the files of its weights
+    included.
 
     Args:
-        path: see `find_model`.
+        path: a directory, `embedded:NAME`, or OWNER/NAME of a hub repository; see `find_model`.
         remat: what the gradient of the transformer recomputes, a key of
-            `models.layers.stack.REMAT`.
+            `models.layers.stack.REMAT`: "none", "matmuls" or "blocks". It is not checked here.
         mhla: replaces the linear attention of SANA, see `mhla_override`; None keeps the model's own
             attention.
 
+    Returns:
+        The pipeline, an instance of the class that its `model_index.json` names.
+
     Raises:
-        InputError: the model is missing, incomplete or not supported, or `mhla` is given for
-            another model than SANA.
+        InputError: the model is missing, incomplete or not supported; `mhla` is given for another
+            model than SANA, or the tokens of its image size do not divide into its number of
+            blocks.
     """
     folder = find_model(path)
     with in_one_line():
@@ -64,11 +69,11 @@ def find_model(path: str) -> Path:
     Args:
         path: a directory, `embedded:NAME` for a pipeline of this package, or OWNER/NAME of a
             repository of the hub. The prefix `embedded:` comes first, then an existing directory,
-            even if its name has the form OWNER/NAME.
+            even if its name has the form OWNER/NAME. "~" is not expanded.
 
     Returns:
         The directory: `path` itself, a folder of this package, or a folder of the hub's cache. The
-        first two have a `model_index.json`.
+        first two have a `model_index.json`; a folder of the hub's cache is not checked.
 
     Raises:
         InputError: no embedded pipeline has this name; the directory has no `model_index.json`; the
@@ -103,14 +108,17 @@ def pipeline_files(files: Sequence[str]) -> list[str]:
     Repositories hold other files too: the same weights in another precision, as pickles, or in the
     layout of another program. Those are at the top level, in a folder without a config, or have a
     variant in their name. Of each top-level folder with a file whose name ends in "config.json",
-    these are selected: JSON files, safetensors files and their indices (`without_variants`), and
-    all files if the name of the folder begins with "tokenizer". Deeper folders are left out.
+    these are selected: JSON files other than indices of shards, safetensors files and their indices
+    (without variants such as `model.fp16.safetensors` unless there is nothing else, see
+    `without_variants`), and all files if the name of the folder begins with "tokenizer". Deeper
+    folders and files at the top level are left out.
 
     Args:
-        files: paths of all files of the repository.
+        files: paths of all files of the repository, relative to it, with "/" between the parts.
 
     Returns:
-        The selected paths, sorted. `model_index.json` is always among them.
+        The selected paths, sorted. `model_index.json` is always among them, even if `files` lacks
+        it.
     """
     folders: dict[str, list[str]] = {}
     for file in files:
@@ -133,11 +141,14 @@ def _repository_files(name: str) -> list[str]:
     """Returns the files of a hub repository that a pipeline needs, as `pipeline_files` selects
     them.
 
-    Asks the hub for the list of files. If that fails for any reason, the result is
-    `model_index.json` alone, and no error is raised.
+    Asks the hub for the list of files. If that fails for any reason, no error is raised, and a
+    download of the result finds what the cache has.
 
     Args:
         name: the repository, OWNER/NAME.
+
+    Returns:
+        The selected paths, sorted; `model_index.json` alone if the hub does not answer.
     """
     from huggingface_hub import HfApi
 

@@ -44,7 +44,7 @@ class Pipeline(abc.ABC):
             scheduler, instead of using the scheduler's own.
         folder: the directory that the pipeline was opened from.
         remat: what the gradient of the transformer recomputes, a key of
-            `models.layers.stack.REMAT`.
+            `models.layers.stack.REMAT`: "none", "matmuls" or "blocks".
         scheduler: contents of `scheduler/scheduler_config.json`.
         transformer: the denoising network.
         text_encoders: the text encoders by the names of their folders.
@@ -54,8 +54,9 @@ class Pipeline(abc.ABC):
         patch: side, in latent pixels, of the square that one transformer token stands for.
         default_size: height and width, in pixels, of the images that the model was made for.
         default_max_tokens: maximum number of prompt tokens when the user gives none.
-        embedded_guidance: whether the transformer takes the guidance scale as an input. Otherwise
-            guidance needs a second evaluation with a negative prompt.
+        embedded_guidance: whether guidance is built into the transformer, which takes the guidance
+            scale as an input or was distilled with a fixed one. Otherwise guidance needs a second
+            evaluation with a negative prompt.
         largest_side: largest height or width of an image in pixels; None: unlimited.
         vae_dtype: the only dtype that the autoencoder works in; None: any.
     """
@@ -83,14 +84,19 @@ class Pipeline(abc.ABC):
     def __init__(self, folder: Path, remat: str):
         """Opens a model directory. No weight is read.
 
+        This constructor sets `folder`, `remat` and `scheduler`; the one of the subclass calls it
+        and sets the other attributes.
+
         Args:
             folder: directory of a diffusers pipeline of this kind.
             remat: what the gradient of the transformer recomputes, a key of
-                `models.layers.stack.REMAT`.
+                `models.layers.stack.REMAT`: "none", "matmuls" or "blocks". It is not checked here:
+                another value raises KeyError when the transformer is first traced.
 
         Raises:
             FileNotFoundError: a file is missing.
-            ValueError: a configuration is unsupported, or the components do not fit together.
+            ValueError: a configuration is unsupported, a tokenizer cannot be loaded, or the
+                components do not fit together.
         """
         self.folder = folder
         self.remat = remat
@@ -106,18 +112,22 @@ class Pipeline(abc.ABC):
         guidance: Float[Array, ""],
         fp8_attention: bool = False,
     ) -> Float[Array, "b h w c"]:
-        """Predicts the velocity `v = noise - x0`, in the dtype of `latent`.
+        """Predicts the velocity `v = noise - x0`, in the dtype of `latent`. For use under jit.
 
         Args:
-            params: parameters of the transformer.
+            params: parameters of the transformer, gathered (`Component.gather`).
             latent: noisy latents.
-            conditioning: encoded prompts, one row per latent, as returned by `encode_text`.
+            conditioning: encoded prompts by name, one row per latent, as returned by `encode_text`.
             timestep: `1000 sigma` of each latent.
-            guidance: guidance scale. Networks without embedded guidance ignore it.
+            guidance: guidance scale, a scalar. Networks that do not take it as an input ignore it.
             fp8_attention: whether softmax attention runs in FP8, only where `attends_in_fp8`.
 
         Returns:
             The velocity, of the shape of `latent`, from one evaluation of the network.
+
+        Raises:
+            ValueError: while tracing, if the network does not support the size of the latents, or
+                if `fp8_attention` is set for a model without FP8 attention.
         """
 
     @abc.abstractmethod
@@ -127,13 +137,17 @@ class Pipeline(abc.ABC):
         """Tokenizes prompts for `encode_text`.
 
         Args:
-            prompts: the texts; a negative prompt may be empty.
+            prompts: one or more texts; a negative prompt may be empty.
             max_tokens: number of tokens to which each prompt is padded or cut.
             instruction: text for the language model before each prompt, only where
-                `accepts_instruction`; None: no instruction.
+                `accepts_instruction`; other models ignore it. None: no instruction.
 
         Returns:
             Arrays in host memory by name, with one row per prompt in the order of `prompts`.
+
+        Raises:
+            InputError: `max_tokens` is not possible for the model or its tokenizer, or the
+                tokenizer fails.
         """
 
     @abc.abstractmethod
@@ -141,7 +155,7 @@ class Pipeline(abc.ABC):
         """Encodes tokenized prompts for the transformer. For use under jit.
 
         Args:
-            params: parameters of the text encoders, by folder.
+            params: parameters of each text encoder, by the name of its folder.
             tokens: result of `tokenize`.
 
         Returns:
@@ -152,17 +166,22 @@ class Pipeline(abc.ABC):
     def unscale(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
         """Converts the transformer's latents to the scale that the autoencoder decodes.
 
-        The result has the shape of `latent`.
+        Args:
+            latent: the transformer's latents.
+
+        Returns:
+            An array of the shape and dtype of `latent`.
         """
 
     def decode(self, params: Params, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
-        """Decodes latents to images in [0, 1], float32.
+        """Decodes latents to images in [0, 1], float32. For use under jit.
 
-        The network computes in the dtype of `latent`. Values outside of [0, 1] are clipped.
+        The network computes in the dtype of `latent`. Values outside of [0, 1] are clipped; NaN
+        stays NaN.
 
         Args:
             params: parameters of the autoencoder.
-            latent: the transformer's latents, before `unscale`.
+            latent: the transformer's latents, before `unscale`, which is applied here.
 
         Returns:
             The images, `compression` times as high and wide as the latents.
@@ -194,6 +213,9 @@ class Pipeline(abc.ABC):
             height: image height in pixels.
             width: image width in pixels.
 
+        Returns:
+            (height / `compression`, width / `compression`, `channels`).
+
         Raises:
             ValueError: a side is not a positive multiple of the pixels in `size_multiples`, or
                 larger than `largest_side`.
@@ -214,7 +236,8 @@ class Pipeline(abc.ABC):
     def image_tokens(self, height: int, width: int) -> int:
         """Returns how many tokens the transformer makes of an image.
 
-        The size is not checked; a size that `latent_shape` refuses gives a number rounded down.
+        The size is not checked; for a size that `latent_shape` refuses, the area of the image
+        divided by that of a token is rounded down.
 
         Args:
             height: image height in pixels.

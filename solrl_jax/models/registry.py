@@ -32,13 +32,17 @@ def open_pipeline(folder: Path, remat: str = "none", mhla: MhlaOverride | None =
         folder: directory with a `model_index.json`, whose `_class_name` selects the class among
             `PIPELINES`.
         remat: what the gradient of the transformer recomputes, a key of
-            `models.layers.stack.REMAT`.
+            `models.layers.stack.REMAT`: "none", "matmuls" or "blocks". It is not checked here.
         mhla: replaces the linear attention of SANA; None keeps the model's own attention.
+
+    Returns:
+        The pipeline, an instance of the selected class.
 
     Raises:
         FileNotFoundError: the directory or one of its files is missing.
         ValueError: the pipeline or one of its components is not supported, or `mhla` is given for
-            another model than SANA.
+            another model than SANA or does not divide the tokens of its image size into equal
+            blocks.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such model directory")

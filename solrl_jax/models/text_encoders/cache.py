@@ -34,16 +34,28 @@ Encoding = dict[str, np.ndarray]  # of one prompt, by name
 
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """A folder of encoded prompts.
+    """A folder of encoded prompts, with one safetensors file per prompt, and of the hashes of
+    weight files.
 
     Attributes:
-        folder: The folder. It is created when the first encoding is written.
+        folder: the folder. It is created when the first encoding or hash is written.
     """
 
     folder: Path
 
     def read(self, key: str) -> Encoding | None:
-        """Returns the entry of a key, or None if it is missing or damaged."""
+        """Returns the entry of a key.
+
+        Args:
+            key: the key of a prompt, 64 hexadecimal digits (`key_of`).
+
+        Returns:
+            The prompt's arrays by name, as `write` took them; None if the entry is missing, cannot
+            be read, or its checksum does not fit its arrays and its key.
+
+        Raises:
+            PermissionError: a folder of the cache may not be searched.
+        """
         if not self.has(key):
             return None
         try:
@@ -56,14 +68,24 @@ class Cache:
         return encoding if metadata == {"sha256": _checksum(encoding, key)} else None
 
     def has(self, key: str) -> bool:
-        """Whether there is an entry of a key, damaged or not."""
+        """Whether there is a file for the entry of a key, which may be damaged.
+
+        Args:
+            key: the key of a prompt (`key_of`).
+
+        Raises:
+            PermissionError: a folder of the cache may not be searched.
+        """
         return self.entry_path(key).is_file()
 
     def write(self, key: str, encoding: Encoding) -> None:
-        """Writes the entry of a key.
+        """Writes the entry of a key. An older entry is replaced.
+
+        The file appears complete or not at all, but is not synced to the disk. Missing folders are
+        created.
 
         Args:
-            key: the key of a prompt, see `entry_path`.
+            key: the key of a prompt (`key_of`).
             encoding: the prompt's arrays by name, without the axis of prompts.
 
         Raises:
@@ -74,10 +96,17 @@ class Cache:
             _replace(self.entry_path(key), save(arrays, {"sha256": _checksum(arrays, key)}))
 
     def digest(self, file: Path) -> str:
-        """Returns the SHA-256 of a file's content.
+        """Returns the SHA-256 of a file's content, 64 hexadecimal digits.
 
-        The result is kept in the cache. The file is read again only if its path, size, times of
-        change, device or inode have changed, which is the rule of git.
+        The result is stored in the cache, below `files/`; if the cache cannot be written, it is
+        returned without being stored. The file is read again only if its path, size, times of
+        modification and change, device or inode have changed, which is the rule of git.
+
+        Args:
+            file: the file. Links are followed.
+
+        Raises:
+            OSError: the file is missing or cannot be read.
         """
         stat = file.stat()
         identity = [
@@ -101,7 +130,12 @@ class Cache:
         return digest
 
     def check_writable(self) -> None:
-        """Raises InputError if no entry can be written. Creates the folder."""
+        """Checks that entries can be written. Creates the folder, and in it an empty file that is
+        removed at once.
+
+        Raises:
+            InputError: the folder cannot be created or written.
+        """
         probe = self.folder / f"{PARTIAL}{secrets.token_hex(8)}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -114,19 +148,28 @@ class Cache:
             ) from error
 
     def entry_path(self, key: str) -> Path:
-        """Returns the file of a key's entry, whether it exists or not."""
+        """Returns the path of a key's entry, FOLDER/ab/ab12....safetensors, whether the file exists
+        or not.
+
+        Args:
+            key: the key of a prompt (`key_of`), here ab12....
+        """
         return self.folder / key[:2] / f"{key}.safetensors"
 
 
 def open_cache(path: str | None) -> Cache | None:
-    """Returns the cache of a configuration. Nothing is written.
+    """Returns the cache of a configuration. Nothing is written, and the folder need not exist.
 
     Args:
-        path: `model.prompt_cache_dir`: a folder, "" for one in the user's cache directory, or None
-            for no cache.
+        path: `model.prompt_cache_dir`: a folder, in which "~" is expanded; "" for the folder
+            `solrl_jax/prompts` of the user's cache directory (`XDG_CACHE_HOME`, by default
+            `~/.cache`); or None for no cache.
+
+    Returns:
+        The cache, or None if `path` is None.
 
     Raises:
-        InputError: the path is a file, or the user has no home directory.
+        InputError: the path is a file, or it needs a home directory that the user does not have.
     """
     if path is None:
         return None
@@ -147,17 +190,21 @@ def open_cache(path: str | None) -> Cache | None:
 
 
 def key_of(identity: str, tokens: Mapping[str, np.ndarray]) -> str:
-    """Returns the key of one prompt's encoding.
+    """Returns the key of one prompt's encoding: a SHA-256, 64 hexadecimal digits.
 
     Args:
         identity: stands for the text encoders (`TextEncoders.identity`).
-        tokens: the tokens of the prompt, by name.
+        tokens: the tokens of the prompt, by name, without the axis of prompts. Names, dtypes,
+            shapes and values count; the order of the names does not.
     """
     return _checksum(tokens, identity)
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Writes a file by rename, so that it appears complete or not at all.
+    """Writes a file by rename, so that it appears complete or not at all. An older file is
+    replaced.
+
+    If the writing fails or is interrupted, the temporary file beside it is removed.
 
     Args:
         path: the file. Its directory is created if necessary.
@@ -179,11 +226,12 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def _checksum(arrays: Mapping[str, np.ndarray], label: str) -> str:
-    """Returns the hexadecimal SHA-256 of a label and of named arrays.
+    """Returns the SHA-256 of a label and of named arrays, 64 hexadecimal digits.
 
     Args:
-        arrays: arrays by name. Names, dtypes, shapes and values count.
-        label: text that is hashed too.
+        arrays: arrays by name. Names, dtypes, shapes and values count; the order of the names does
+            not.
+        label: text that is hashed before them.
     """
     total = hashlib.sha256(json.dumps(label).encode())
     for name in sorted(arrays):

@@ -28,16 +28,17 @@ class TextEncoders:
     """The text encoders of a pipeline with a cache of their results.
 
     The parameters are loaded when a prompt is not in the cache, and stay loaded until `release`.
-    Every device always encodes `PROMPTS_PER_DEVICE` prompts at once. So there is only one compiled
-    program, and an encoding has the same bits whatever the other prompts and the mesh are, and
-    whether it was computed or read from the cache.
+    Every device always encodes 8 prompts at once (`PROMPTS_PER_DEVICE`); missing ones are filled up
+    with copies. So there is only one compiled program per number of tokens, and an encoding has the
+    same bits whatever the other prompts and the mesh are, and whether it was computed or read from
+    the cache.
 
     The cache key of an encoding is a hash of the weight files, the configurations, the dtype and
     the tokens. The tokens stand for prompt, tokenizer, maximum length and instruction. The device
     and the version of XLA are not part of the key: a cache from one machine can be used on another,
     where the same computation may round differently.
 
-    Attributes:
+    Args:
         pipeline: the model.
         mesh: devices that encode, with rows split over all of them (`sharding.rows_only`).
         dtype: dtype in which the text encoders compute.
@@ -62,10 +63,17 @@ class TextEncoders:
         return PROMPTS_PER_DEVICE * self.mesh.size
 
     def params(self) -> dict[str, Params]:
-        """Returns the parameters by folder. Loads them if they are not in memory.
+        """Returns the parameters of each text encoder, by the name of its folder.
+
+        They are loaded if they are not in memory, and stay there until `release`. With a cache, its
+        folder is created before, and checked to be writable.
+
+        Returns:
+            Nested dictionaries of arrays in `self.dtype`, sharded over the mesh.
 
         Raises:
-            InputError: the cache cannot be written, or tensors do not fit.
+            InputError: the cache cannot be written, a file is missing or cannot be read, or tensors
+                do not fit.
         """
         if self._params is None:
             if self.cache is not None:
@@ -83,7 +91,14 @@ class TextEncoders:
         self._params = None
 
     def check_instruction(self, instruction: str | None) -> None:
-        """Raises InputError if there is an instruction but the model accepts none."""
+        """Checks that the model accepts an instruction.
+
+        Args:
+            instruction: text before each prompt; None, which every model accepts: no instruction.
+
+        Raises:
+            InputError: there is an instruction, but the model accepts none.
+        """
         if instruction is not None and not self.pipeline.accepts_instruction:
             raise InputError(
                 f"model.instruction: not supported by {self.pipeline.kind}; accepted: null"
@@ -92,16 +107,27 @@ class TextEncoders:
     def encode(
         self, prompts: Sequence[str], max_tokens: int, instruction: str | None = None
     ) -> tuple[Encoding, int]:
-        """Encodes prompts, and writes those that were computed to the cache.
+        """Encodes prompts. Those that the cache lacks are computed, and written to the cache.
+
+        The parameters are loaded only if a prompt is missing. In a run of several processes, all
+        must call this with the same prompts, and each computes the prompts that any process lacks.
+        Without a cache, every prompt is computed. Damaged entries of the cache are replaced.
 
         Args:
             prompts: one or more prompts.
             max_tokens: number of tokens to which each prompt is padded or cut.
-            instruction: text before each prompt, for models that accept one.
+            instruction: text before each prompt, for models that accept one; other models ignore
+                it. None: no instruction.
 
         Returns:
-            The encodings in host memory, one row per prompt, and the number of prompts that were
-            not in the cache.
+            The encodings by name in host memory, one row per prompt in the order of `prompts`; and
+            the number of prompts that were computed.
+
+        Raises:
+            InputError: the tokenizer fails, `max_tokens` is not possible for the model, the files
+                of a text encoder do not fit, or the cache cannot be written before the text
+                encoders load.
+            RunError: an encoding cannot be written to the cache.
         """
         tokens = self.pipeline.tokenize(prompts, max_tokens, instruction)
         rows: list[Encoding | None] = [None] * len(prompts)
@@ -127,18 +153,30 @@ class TextEncoders:
         instruction: str | None,
         progress: Callable[[int, int], None],
     ) -> int:
-        """Encodes the prompts that the cache lacks, then frees the parameters. Does nothing without
-        a cache.
+        """Encodes the prompts that the cache lacks into it, then frees the parameters.
+
+        Nothing happens without a cache; with one, the parameters are freed even if no prompt is
+        missing. Entries that are damaged do not count as missing. In a run of several processes,
+        all must call this with the same prompts.
 
         Args:
-            prompts: all prompts that will be needed.
+            prompts: all prompts that will be needed, one or more.
             max_tokens: number of tokens to which each prompt is padded or cut.
-            instruction: text before each prompt, for models that accept one.
-            progress: called before each chunk with the number of missing prompts, and the number of
-                prompts encoded since the last call.
+            instruction: text before each prompt, for models that accept one; other models ignore
+                it. None: no instruction.
+            progress: called before each chunk of `chunk` prompts with the total number of missing
+                prompts, and the number of prompts encoded since the last call: 0 at first. It is
+                not called after the last chunk.
 
         Returns:
-            The number of prompts that the cache lacked; 0 without a cache.
+            The number of prompts that the cache lacked; 0 without a cache. A prompt that is listed
+            twice counts twice.
+
+        Raises:
+            InputError: as in `encode`: the tokenizer fails, `max_tokens` is not possible for the
+                model, the files of a text encoder do not fit, or the cache cannot be written before
+                the text encoders load.
+            RunError: an encoding cannot be written to the cache.
         """
         if self.cache is None:
             return 0
@@ -152,7 +190,16 @@ class TextEncoders:
         return len(missing)
 
     def _keys(self, tokens: Tokens) -> list[str]:
-        """Returns the cache key of each prompt."""
+        """Returns the cache key of each prompt, in the order of the prompts. Needs a cache.
+
+        Reads weight files whose hashes the cache does not have (see `identity`).
+
+        Args:
+            tokens: the tokens of one or more prompts, arrays by name with one row per prompt.
+
+        Raises:
+            InputError: a file of a text encoder is missing or cannot be read.
+        """
         count = len(next(iter(tokens.values())))
         return [
             key_of(self.identity, {name: x[i] for name, x in tokens.items()}) for i in range(count)
@@ -160,9 +207,15 @@ class TextEncoders:
 
     @functools.cached_property
     def identity(self) -> str:
-        """A hash of everything but the tokens that an encoding depends on.
+        """A hash of everything but the tokens that an encoding depends on, 64 hexadecimal digits.
 
-        Reads weight files that the cache does not know.
+        It covers `REVISION`, the kind of the pipeline, the dtype, and the names and contents of the
+        configuration and weight files of each text encoder. Needs a cache. Weight files that the
+        cache does not know are read, and their hashes are stored in the cache. Computed once per
+        instance.
+
+        Raises:
+            InputError: a file is missing or cannot be read.
         """
         assert self.cache is not None
         digests: dict[str, Any] = {}
@@ -174,7 +227,21 @@ class TextEncoders:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def _compute(self, tokens: Tokens) -> Iterator[Encoding]:
-        """Encodes prompts in chunks and yields their encodings one by one."""
+        """Encodes prompts in chunks of `chunk` prompts, and yields their encodings one by one.
+
+        The parameters are loaded before the first chunk, if they are not in memory. The last chunk
+        is filled up with copies of its first prompt, whose encodings are dropped.
+
+        Args:
+            tokens: tokens by name, with one row per prompt. With no rows, nothing is loaded or
+                yielded.
+
+        Yields:
+            The encoding of each prompt: arrays by name in host memory, without the axis of prompts.
+
+        Raises:
+            InputError: the files of a text encoder do not fit, or the cache cannot be written.
+        """
         count = len(next(iter(tokens.values())))
         for start in range(0, count, self.chunk):
             placed = {}
@@ -191,12 +258,17 @@ class TextEncoders:
 def encode_chunk(
     encoders: TextEncoders, params: dict[str, Params], tokens: TracedTokens
 ) -> Conditioning:
-    """Encodes one chunk of prompts, split over the mesh.
+    """Encodes one chunk of prompts, split over the mesh that is set. Compiled by jit.
 
     Args:
         encoders: the text encoders, a static argument.
-        params: their parameters by folder.
-        tokens: tokens of `encoders.chunk` prompts.
+        params: the parameters of each text encoder, by the name of its folder. They are gathered
+            here.
+        tokens: tokens of `encoders.chunk` prompts by name, one row per prompt.
+
+    Returns:
+        The arguments `conditioning` of the transformer by name, one row per prompt, with rows split
+        over the devices.
     """
     components = encoders.pipeline.text_encoders
     gathered = {name: components[name].gather(value) for name, value in params.items()}

@@ -29,13 +29,28 @@ FULL = "full_attention"
 
 @dataclasses.dataclass(frozen=True)
 class Gemma2Config(ReleasedConfig):
-    """The fields of a `config.json`, of transformers 4 or 5, that the hidden states depend on. The
-    defaults are those of 2B.
+    """The fields of a `config.json`, of transformers 4 or 5, that the hidden states depend on.
+    Other fields of the file are ignored. The defaults are those of 2B.
 
     Attributes:
+        vocab_size: number of tokens in the vocabulary.
+        hidden_size: features of a token.
+        intermediate_size: hidden features of the MLPs.
+        num_hidden_layers: number of layers.
+        num_attention_heads: number of query heads.
+        num_key_value_heads: number of key and value heads, a divisor of `num_attention_heads`.
+        head_dim: features of one head, an even number.
+        hidden_activation: "gelu_pytorch_tanh", the only supported value.
+        rms_norm_eps: epsilon of all norms, added to the mean of the squares.
+        rope_theta: base of the rotary frequencies.
+        attention_bias: whether all four projections of the attention have biases.
         query_pre_attn_scalar: attention logits are divided by the square root of it.
+        sliding_window: number of tokens that a query of a sliding layer attends to: itself and
+            those before it.
         layer_types: the attention of each layer, `SLIDING` or `FULL`; empty, as in files of
             transformers 4: they alternate, beginning with `SLIDING`.
+        attn_logit_softcapping: the cap c of the attention logits, `c tanh(logits / c)`; None: no
+            cap.
     """
 
     network = "Gemma2Model"
@@ -61,8 +76,21 @@ class Gemma2Config(ReleasedConfig):
     def from_dict(cls, fields: Mapping[str, Any]) -> "Gemma2Config":
         """Makes a configuration from the contents of a `config.json`.
 
-        The base of the rotary frequencies is read from either of the two places that transformers
-        has had for it. Raises ValueError for a field that is not supported.
+        Missing fields keep their defaults, and unknown ones are ignored. The base of the rotary
+        frequencies is read from either of the two places that transformers has had for it:
+        `rope_theta` inside `rope_parameters` or `rope_scaling` replaces the one at the top level. A
+        `layer_types` of None counts as missing.
+
+        Args:
+            fields: the contents. They are not changed.
+
+        Returns:
+            The configuration, whose fields have been checked.
+
+        Raises:
+            ValueError: a field has a type or value that is not supported, such as another
+                `model_type`, a `quantization_config`, a kind of rotary embedding other than
+                "default", or a true `use_bidirectional_attention`. The message names the field.
         """
         fields = with_rope_theta(cls.network, fields)
         if fields.get("layer_types") is None:
@@ -76,7 +104,12 @@ class Gemma2Config(ReleasedConfig):
         return config
 
     def check(self) -> None:
-        """Raises ValueError if a field has a value that this port does not support."""
+        """Checks the values of the fields; the accepted ones are listed in the class.
+
+        Raises:
+            ValueError: a value is not supported, or `layer_types` is neither empty nor as long as
+                the number of layers. The message names the field.
+        """
         self.require_one_of("hidden_activation", ("gelu_pytorch_tanh",))
         self.require_one_of("layer_types", (SLIDING, FULL))
         self.require(
@@ -93,14 +126,21 @@ class Gemma2Config(ReleasedConfig):
 
     @property
     def attention_types(self) -> tuple[str, ...]:
-        """The attention of each layer, `SLIDING` or `FULL`."""
+        """The attention of each layer, `SLIDING` or `FULL`: `layer_types`, or if that is empty,
+        both in turn, beginning with `SLIDING`.
+        """
         if self.layer_types:
             return self.layer_types
         return tuple(FULL if i % 2 else SLIDING for i in range(self.num_hidden_layers))
 
 
 class Gemma2Model(nnx.Module):
-    """The token embedding and the layers of the decoder."""
+    """The token embedding and the layers of the decoder, without a language-model head.
+
+    Args:
+        config: configuration of the network.
+        rngs: random number generators for the initial weights.
+    """
 
     def __init__(self, config: Gemma2Config, *, rngs: nnx.Rngs):
         self.config = config
@@ -113,20 +153,23 @@ class Gemma2Model(nnx.Module):
     def __call__(
         self, input_ids: Int[Array, "b l"], attention_mask: Bool[Array, "b l"]
     ) -> Float[Array, "b l d"]:
-        """Returns the normalised hidden states after the last layer, in the dtype of the token
-        embedding.
+        """Returns the normalised hidden states after the last layer, [b, l, d], in the dtype of the
+        token embedding.
 
         Args:
-            input_ids: tokens.
-            attention_mask: true on tokens, false on the padding after them. The states of padding
-                have no meaning.
+            input_ids: tokens, below `vocab_size`. Their positions count from 0.
+            attention_mask: true on tokens, false on the padding after them, to which no token
+                attends. The states of padding are finite but have no meaning.
         """
         return self.decode(self.embed(input_ids), attention_mask)
 
     def embed(self, input_ids: Int[Array, "b l"]) -> Float[Array, "b l d"]:
-        """Returns token embeddings times sqrt(d).
+        """Returns token embeddings times sqrt(d), [b, l, d], in the dtype of the embedding table.
 
-        The factor is rounded to the embedding's dtype, as in training.
+        The factor is rounded to this dtype, as in training.
+
+        Args:
+            input_ids: tokens, below `vocab_size`.
         """
         x = self.embed_tokens(input_ids)
         return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
@@ -136,9 +179,15 @@ class Gemma2Model(nnx.Module):
     ) -> Float[Array, "b l d"]:
         """Applies all layers and the last normalisation to embedded tokens.
 
+        A token attends to itself and to tokens before it; in sliding layers, only to the last
+        `sliding_window` ones of these.
+
         Args:
-            x: embedded tokens.
-            attention_mask: which tokens may be attended to.
+            x: embedded tokens, as `embed` returns them.
+            attention_mask: which tokens may be attended to: true on tokens, false on padding.
+
+        Returns:
+            The normalised hidden states, of the shape and dtype of `x`.
         """
         position = jnp.arange(x.shape[1])
         distance = position[:, None] - position  # [query, key]
@@ -153,7 +202,12 @@ class Gemma2Model(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """Attention, then a gated MLP. Each is normalised before and after, and added to its input."""
+    """Attention, then a gated MLP. Each is normalised before and after, and added to its input.
+
+    Args:
+        config: configuration of the network.
+        rngs: random number generators for the initial weights.
+    """
 
     def __init__(self, config: Gemma2Config, *, rngs: nnx.Rngs):
         def norm():
@@ -170,13 +224,29 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x: Float[Array, "b l d"], mask: Bool[Array, "b 1 l l"]
     ) -> Float[Array, "b l d"]:
-        """Applies the layer. `mask` is true where a query attends to a key."""
+        """Applies the layer, including the sums with its inputs. The result has the shape and dtype
+        of `x`.
+
+        Args:
+            x: hidden states of the tokens.
+            mask: true where a query (third axis) attends to a key (last axis), the same for all
+                heads.
+        """
         x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), mask))
         return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions and soft-capped logits."""
+    """Grouped-query attention with rotary positions and soft-capped logits, including the output
+    projection.
+
+    Consecutive query heads share the keys and values of one head. The logits are divided by the
+    square root of `config.query_pre_attn_scalar`, and capped by `config.attn_logit_softcapping`.
+
+    Args:
+        config: configuration of the network.
+        rngs: random number generators for the initial weights.
+    """
 
     def __init__(self, config: Gemma2Config, *, rngs: nnx.Rngs):
         def linear(n_in, n_out):
@@ -194,7 +264,13 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "b l d"], mask: Bool[Array, "b 1 l l"]
     ) -> Float[Array, "b l d"]:
-        """Applies attention. `mask` is true where a query attends to a key."""
+        """Applies the attention; the input is not added. The result has the shape and dtype of `x`.
+
+        Args:
+            x: normalised hidden states of the tokens at the positions 0 to l - 1.
+            mask: true where a query (third axis) attends to a key (last axis), the same for all
+                heads. A query without keys gets the mean of all values.
+        """
         config = self.config
 
         def heads(y):
@@ -212,12 +288,13 @@ class Attention(nnx.Module):
 
 
 class GatedMLP(nnx.Module):
-    """A gated linear unit (arXiv 2002.05202): `down(activation(gate(x)) * up(x))`.
+    """A gated linear unit without biases (arXiv 2002.05202): `down(activation(gate(x)) * up(x))`.
 
     Args:
         d: input and output features.
         hidden: features of gate and up.
-        activation: activation of the gate.
+        activation: elementwise function that is applied to the gate.
+        rngs: random number generators for the initial weights.
     """
 
     def __init__(
@@ -229,6 +306,9 @@ class GatedMLP(nnx.Module):
         self.activation = activation
 
     def __call__(self, x: Float[Array, "b l d"]) -> Float[Array, "b l d"]:
+        """Applies the layer to each token; the input is not added. The result has the shape and
+        dtype of `x`.
+        """
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -239,8 +319,12 @@ def rotate(x: Float[Array, "b l n h"], theta: float) -> Float[Array, "b l n h"]:
     angles are in float32: at position 300, an angle in bfloat16 may be wrong by a radian.
 
     Args:
-        x: queries or keys at the positions 0 to l - 1.
-        theta: base of the frequencies.
+        x: queries or keys at the positions 0 to l - 1: [batch, positions, heads, features]. The
+            number of features h is even.
+        theta: base of the frequencies, a positive number.
+
+    Returns:
+        The rotated queries or keys, of the shape and dtype of `x`, rounded once.
     """
     length = x.shape[1]
     half = x.shape[-1] // 2

@@ -31,8 +31,20 @@ from solrl_jax.models.text_encoders.gemma2 import GatedMLP, rotate
 @dataclasses.dataclass(frozen=True)
 class Qwen3Config(ReleasedConfig):
     """The fields of a `config.json`, of transformers 4 or 5, that the hidden states depend on.
+    Other fields of the file are ignored. The defaults are those of 4B.
 
-    The defaults are those of 4B.
+    Attributes:
+        vocab_size: number of tokens in the vocabulary.
+        hidden_size: features of a token.
+        intermediate_size: hidden features of the MLPs.
+        num_hidden_layers: number of layers of the whole network.
+        num_attention_heads: number of query heads.
+        num_key_value_heads: number of key and value heads, a divisor of `num_attention_heads`.
+        head_dim: features of one head, an even number.
+        hidden_act: "silu", the only supported value.
+        rms_norm_eps: epsilon of all norms, added to the mean of the squares.
+        rope_theta: base of the rotary frequencies.
+        attention_bias: whether all four projections of the attention have biases.
     """
 
     network = "Qwen3Model"
@@ -54,7 +66,21 @@ class Qwen3Config(ReleasedConfig):
     def from_dict(cls, fields: Mapping[str, Any]) -> "Qwen3Config":
         """Makes a configuration from the contents of a `config.json`.
 
-        Raises ValueError for a field that is not supported, such as sliding attention.
+        Missing fields keep their defaults, and unknown ones are ignored. The base of the rotary
+        frequencies is read from either of the two places that transformers has had for it:
+        `rope_theta` inside `rope_parameters` or `rope_scaling` replaces the one at the top level.
+
+        Args:
+            fields: the contents. They are not changed.
+
+        Returns:
+            The configuration, whose fields have been checked.
+
+        Raises:
+            ValueError: a field has a type or value that is not supported, such as another
+                `model_type`, a `quantization_config`, a kind of rotary embedding other than
+                "default", or sliding attention (a true `use_sliding_window`, or `layer_types` other
+                than "full_attention" for every layer). The message names the field.
         """
         config = super().from_dict(with_rope_theta(cls.network, fields))
         full_attention = ["full_attention"] * config.num_hidden_layers
@@ -65,7 +91,11 @@ class Qwen3Config(ReleasedConfig):
         return config
 
     def check(self) -> None:
-        """Raises ValueError if a field has a value that this port does not support."""
+        """Checks the values of the fields; the accepted ones are listed in the class.
+
+        Raises:
+            ValueError: a value is not supported. The message names the field.
+        """
         self.require_one_of("hidden_act", ("silu",))
         self.require(
             self.num_attention_heads % self.num_key_value_heads == 0,
@@ -83,11 +113,15 @@ def open_qwen3(folder: Path, config: Qwen3Config, states: Sequence[int]) -> Comp
 
     Args:
         folder: the text encoder's folder.
-        config: its configuration.
-        states: indices of the hidden states to return; see `Qwen3Model`.
+        config: configuration of the whole network.
+        states: one or more indices of the hidden states to return, the largest at least 1 and less
+            than `config.num_hidden_layers`; see `Qwen3Model`.
+
+    Returns:
+        The network `Qwen3Model` without its parameters, with `folder` as their source.
 
     Raises:
-        ValueError: the network has too few layers.
+        ValueError: the largest index is not in this range, or `states` is empty.
     """
     last = max(states)
     if not 1 <= last < config.num_hidden_layers:
@@ -110,9 +144,11 @@ class Qwen3Model(nnx.Module):
 
     Args:
         config: configuration of the whole network.
-        states: indices of the hidden states to return. As in transformers, state 0 is the embedded
-            tokens and state i the output of layer i. The output of the last layer, which
-            transformers normalises, is not available.
+        states: one or more indices of the hidden states to return. As in transformers, state 0 is
+            the embedded tokens and state i the output of layer i, counted from 1, without a norm.
+            The largest index is the number of layers that are built. The normalised output of the
+            last layer is not available.
+        rngs: random number generators for the initial weights.
     """
 
     def __init__(self, config: Qwen3Config, states: Sequence[int], *, rngs: nnx.Rngs):
@@ -126,14 +162,17 @@ class Qwen3Model(nnx.Module):
     def __call__(
         self, input_ids: Int[Array, "b l"], attention_mask: Bool[Array, "b l"]
     ) -> Float[Array, "b l kd"]:
-        """Returns the k hidden states in `states`, concatenated along the features, in the token
-        embedding's dtype.
+        """Returns the k hidden states in `states`, in that order, concatenated along the features.
 
         Args:
-            input_ids: tokens.
+            input_ids: tokens, below `vocab_size`. Their positions count from 0.
             attention_mask: true on tokens, false on the padding after them, to which no token
                 attends. Padding attends to the tokens, so its states equal those of transformers
                 too.
+
+        Returns:
+            The states [b, l, k d], where d is `hidden_size`, in the dtype of the token embedding.
+            They are not normalised.
         """
         x = self.model.embed_tokens(input_ids)
         position = jnp.arange(input_ids.shape[1])
@@ -154,7 +193,12 @@ class Qwen3Model(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """Attention, then a gated MLP. Each is normalised before, and added to its input."""
+    """Attention, then a gated MLP. Each is normalised before, and added to its input.
+
+    Args:
+        config: configuration of the network.
+        rngs: random number generators for the initial weights.
+    """
 
     def __init__(self, config: Qwen3Config, *, rngs: nnx.Rngs):
         self.self_attn = Attention(config, rngs=rngs)
@@ -165,15 +209,27 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x: Float[Array, "b l d"], mask: Bool[Array, "b 1 l l"]
     ) -> Float[Array, "b l d"]:
-        """Applies the layer. `mask` is true where a query attends to a key."""
+        """Applies the layer, including the sums with its inputs. The result has the shape and dtype
+        of `x`.
+
+        Args:
+            x: hidden states of the tokens.
+            mask: true where a query (third axis) attends to a key (last axis), the same for all
+                heads.
+        """
         x = x + self.self_attn(self.input_layernorm(x), mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions.
+    """Grouped-query attention with rotary positions, including the output projection.
 
-    Each head of queries and keys is normalised on its own.
+    Each head of queries and keys is normalised on its own before it is rotated. Consecutive query
+    heads share the keys and values of one head.
+
+    Args:
+        config: configuration of the network.
+        rngs: random number generators for the initial weights.
     """
 
     def __init__(self, config: Qwen3Config, *, rngs: nnx.Rngs):
@@ -194,7 +250,13 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "b l d"], mask: Bool[Array, "b 1 l l"]
     ) -> Float[Array, "b l d"]:
-        """Applies attention. `mask` is true where a query attends to a key."""
+        """Applies the attention; the input is not added. The result has the shape and dtype of `x`.
+
+        Args:
+            x: normalised hidden states of the tokens at the positions 0 to l - 1.
+            mask: true where a query (third axis) attends to a key (last axis), the same for all
+                heads. A query without keys gets the mean of the values.
+        """
         config = self.config
 
         def heads(y):

@@ -27,7 +27,25 @@ from solrl_jax.models.loading.config_file import ReleasedConfig, unsupported
 
 @dataclasses.dataclass(frozen=True)
 class T5Config(ReleasedConfig):
-    """The fields of a released `config.json` that the encoder reads."""
+    """The fields of a released `config.json` that the encoder reads. Other fields of the file are
+    ignored.
+
+    The defaults are those of transformers. They alone are not valid, because `feed_forward_proj`
+    has only one supported value.
+
+    Attributes:
+        vocab_size: number of tokens in the vocabulary.
+        d_model: features of a token.
+        d_kv: features of one attention head. `num_heads * d_kv` may differ from `d_model`.
+        d_ff: hidden features of the feed-forward network.
+        num_layers: number of layers of the encoder.
+        num_heads: number of attention heads.
+        relative_attention_num_buckets: number of buckets of distances, 4 or more.
+        relative_attention_max_distance: distance from which on all positions share a bucket, more
+            than a quarter of the number of buckets.
+        layer_norm_epsilon: epsilon of all norms, added to the mean of the squares.
+        feed_forward_proj: "gated-gelu" (version 1.1), the only supported value.
+    """
 
     network = "T5EncoderModel"
     model_type = "t5"
@@ -47,7 +65,19 @@ class T5Config(ReleasedConfig):
     def from_dict(cls, fields: Mapping[str, Any]) -> "T5Config":
         """Makes a configuration from the contents of a `config.json`.
 
-        Raises ValueError for a field that is not supported, such as another activation.
+        Missing fields keep their defaults, and unknown ones are ignored.
+
+        Args:
+            fields: the contents.
+
+        Returns:
+            The configuration, whose fields have been checked.
+
+        Raises:
+            ValueError: a field has a type or value that is not supported, such as another
+                `model_type`, a `quantization_config`, another or no `feed_forward_proj`, a true
+                `is_decoder`, or a `dense_act_fn` or `is_gated_act` that does not fit
+                `feed_forward_proj`. The message names the field.
         """
         config = super().from_dict(fields)
         # Transformers would use the last two fields, although they repeat `feed_forward_proj`.
@@ -62,7 +92,11 @@ class T5Config(ReleasedConfig):
         return config
 
     def check(self) -> None:
-        """Raises ValueError if a field has a value that this port does not support."""
+        """Checks the values of the fields; the accepted ones are listed in the class.
+
+        Raises:
+            ValueError: a value is not supported. The message names the field.
+        """
         self.require_one_of("feed_forward_proj", ("gated-gelu",))
         self.require(
             self.relative_attention_num_buckets >= 4, "relative_attention_num_buckets", "4 or more"
@@ -76,7 +110,12 @@ class T5Config(ReleasedConfig):
 
 
 class T5EncoderModel(nnx.Module):
-    """The token embedding and the encoder."""
+    """The token embedding and the encoder.
+
+    Args:
+        config: configuration of the network.
+        rngs: random number generators for the initial weights.
+    """
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
         self.config = config
@@ -85,16 +124,25 @@ class T5EncoderModel(nnx.Module):
         self.encoder = T5Stack(config, rngs=rngs)
 
     def __call__(self, input_ids: Int[Array, "b l"]) -> Float[Array, "b l d"]:
-        """Returns the normalised hidden states after the last layer, in the dtype of the token
-        embedding.
+        """Returns the normalised hidden states after the last layer, [b, l, d], in the dtype of the
+        token embedding.
 
-        Padding is not masked, as in the released pipelines.
+        Padding is not masked, as in the released pipelines: every token attends to all tokens.
+
+        Args:
+            input_ids: tokens, below `vocab_size`.
         """
         return self.encoder(self.shared(input_ids))
 
 
 class T5Stack(nnx.Module):
-    """The layers of the encoder and the last normalisation."""
+    """The layers of the encoder and the last normalisation. All layers share one table of position
+    biases.
+
+    Args:
+        config: configuration of the network.
+        rngs: random number generators for the initial weights.
+    """
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
         self.config = config
@@ -109,7 +157,14 @@ class T5Stack(nnx.Module):
         self.final_layer_norm = RMSNorm(config.d_model, eps=config.layer_norm_epsilon)
 
     def __call__(self, x: Float[Array, "b l d"]) -> Float[Array, "b l d"]:
-        """Applies all layers and the last normalisation to embedded tokens."""
+        """Applies all layers and the last normalisation to embedded tokens.
+
+        Args:
+            x: embedded tokens [b, l, d].
+
+        Returns:
+            The normalised hidden states, of the shape and dtype of `x`.
+        """
         config = self.config
         buckets = relative_buckets(
             x.shape[1],
@@ -121,9 +176,11 @@ class T5Stack(nnx.Module):
 
 
 class T5Block(nnx.Module):
-    """Attention, then the feed-forward network.
+    """Attention, then the feed-forward network. Each is normalised before, and added to its input.
 
-    Each is normalised before, and added to its input.
+    Args:
+        config: configuration of the network.
+        rngs: random number generators for the initial weights.
     """
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
@@ -141,16 +198,26 @@ class T5Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "b l d"], bias: Float[Array, "1 n l l"]
     ) -> Float[Array, "b l d"]:
-        """Applies the block. `bias` is added to the attention logits of each of the n heads."""
+        """Applies the block, including the sums with its inputs. The result has the shape and dtype
+        of `x`.
+
+        Args:
+            x: hidden states of the tokens.
+            bias: added to the attention logits of each of the n heads, [1, heads, queries, keys].
+        """
         first, second = self.layer
         x = x + first.SelfAttention(first.layer_norm(x), bias)
         return x + second.DenseReluDense(second.layer_norm(x))
 
 
 class T5Attention(nnx.Module):
-    """Softmax attention with unscaled logits `q k^T + bias`.
+    """Softmax attention with unscaled logits `q k^T + bias`, including the output projection.
 
-    `num_heads * d_kv` may differ from `d_model`.
+    Every token attends to all tokens. `num_heads * d_kv` may differ from `d_model`.
+
+    Args:
+        config: configuration of the network.
+        rngs: random number generators for the initial weights.
     """
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
@@ -164,7 +231,12 @@ class T5Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "b l d"], bias: Float[Array, "1 n l l"]
     ) -> Float[Array, "b l d"]:
-        """Applies attention. `bias` is added to the logits of each of the n heads."""
+        """Applies the attention; the input is not added. The result has the shape and dtype of `x`.
+
+        Args:
+            x: normalised hidden states of the tokens.
+            bias: added to the logits of each of the n heads, [1, heads, queries, keys].
+        """
 
         def heads(y):
             return y.reshape(*y.shape[:2], self.num_heads, -1)
@@ -174,7 +246,13 @@ class T5Attention(nnx.Module):
 
 
 class T5FeedForward(nnx.Module):
-    """A linear unit gated by a GELU (arXiv 2002.05202)."""
+    """A linear unit gated by a GELU in its tanh form (arXiv 2002.05202): `wo(gelu(wi_0(x)) *
+    wi_1(x))`, without biases.
+
+    Args:
+        config: configuration of the network; `d_model` and `d_ff` are read.
+        rngs: random number generators for the initial weights.
+    """
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
         self.wi_0 = Linear(config.d_model, config.d_ff, bias=False, rngs=rngs)
@@ -183,22 +261,29 @@ class T5FeedForward(nnx.Module):
 
     def __call__(self, x: Float[Array, "b l d"]) -> Float[Array, "b l d"]:
         # jax.nn.gelu is the tanh approximation by default
+        """Applies the layer to each token; the input is not added. The result has the shape and
+        dtype of `x`.
+        """
         return self.wo(jax.nn.gelu(self.wi_0(x)) * self.wi_1(x))
 
 
 def relative_buckets(
     length: int, count: int, max_distance: int
 ) -> Int[np.ndarray, "{length} {length}"]:
-    """Returns the bucket of each pair [query, key] of positions.
+    """Returns the bucket of each pair [query, key] of positions, from 0 to `count - 1`.
 
     The upper half of the buckets is for keys after the query. In each half, distances below `count
     // 4` have a bucket each. Larger distances share the others by their logarithm, and all from
-    `max_distance` on share the last one.
+    `max_distance` on, with those just below it, share the last one.
 
     Args:
         length: number of positions.
-        count: number of buckets.
-        max_distance: smallest distance in the last bucket of each half.
+        count: number of buckets, 4 or more.
+        max_distance: distance, in tokens, from which on all distances share the last bucket of
+            their half; more than `count // 4`.
+
+    Returns:
+        An int64 array [length, length].
     """
     offset = np.arange(length) - np.arange(length)[:, None]  # key minus query
     distance = np.abs(offset)

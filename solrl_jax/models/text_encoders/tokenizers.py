@@ -20,17 +20,23 @@ MAX_LENGTH = 2**12  # tokens per text: attention takes memory by the square of t
 
 @functools.cache
 def load_tokenizer(folder: Path) -> Any:
-    """Loads the tokenizer of a folder. Code in the folder is not run.
+    """Loads the tokenizer of a folder. Code in the folder is not run, and the hub is not asked.
+
+    The tokenizer is kept in memory until the process ends: later calls return the same object, even
+    if the files have changed.
 
     Args:
-        folder: a tokenizer folder of a released pipeline.
+        folder: a tokenizer folder of a released pipeline or reward.
 
     Returns:
-        A tokenizer of transformers, or `NoVocabulary`.
+        A tokenizer of transformers, or a `NoVocabulary` if `tokenizer_config.json` names this
+        class.
 
     Raises:
         FileNotFoundError: the folder or its `tokenizer_config.json` is missing.
-        ValueError: transformers cannot load the tokenizer.
+        ValueError: `tokenizer_config.json` is not a JSON object, or transformers cannot load the
+            tokenizer.
+        KeyError: the class is `NoVocabulary`, but there is no `model_max_length`.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such tokenizer directory")
@@ -71,6 +77,15 @@ class NoVocabulary:
     def __call__(
         self, texts: Sequence[str], max_length: int = 1, **_: Any
     ) -> dict[str, np.ndarray]:
+        """Returns zeros in place of tokens. Further keyword arguments of a tokenizer are ignored.
+
+        Args:
+            texts: the texts, of which only the number counts.
+            max_length: number of tokens per text.
+
+        Returns:
+            "input_ids" (zeros) and "attention_mask" (ones), int64 [texts, max_length].
+        """
         ids = np.zeros((len(texts), max_length), np.int64)
         return {"input_ids": ids, "attention_mask": np.ones_like(ids)}
 
@@ -79,25 +94,39 @@ class NoVocabulary:
         return 0
 
     def get_vocab(self) -> dict[str, int]:
-        """Returns an empty vocabulary."""
+        """Returns an empty vocabulary, a dictionary from token texts to token numbers."""
         return {}
 
     def encode(self, text: str) -> list[int]:
-        """Returns as many zeros as a text has tokens at most: English has three letters or more per
-        token.
+        """Returns a third as many zeros as a text has characters, rounded down.
+
+        This is an upper estimate of its number of tokens.
+
+        Args:
+            text: the text.
         """
         return [0] * (len(text) // 3)  # English has three letters or more per token
 
     def get_chat_template(self) -> str:
-        """Returns a template that consists of the first message."""
+        """Returns a Jinja template that renders the content of the first message alone."""
         return "{{ messages[0].content }}"
 
     def apply_chat_template(self, turns: Sequence[Sequence[dict[str, str]]], **_: Any) -> list[str]:
-        """Returns the text of the first message of each chat."""
+        """Returns the content of the first message of each chat. Further keyword arguments are
+        ignored.
+
+        Args:
+            turns: the chats. Each is a list of messages {"role": ..., "content": ...} with one or
+                more entries.
+        """
         return [messages[0]["content"] for messages in turns]
 
     def add_tokens(self, tokens: Sequence[str], **_: Any) -> None:
-        """There is no vocabulary to add to."""
+        """Does nothing: there is no vocabulary to add to.
+
+        Args:
+            tokens: texts of new tokens, which are ignored, as are further keyword arguments.
+        """
 
 
 def tokenize(
@@ -105,10 +134,13 @@ def tokenize(
 ) -> dict[str, np.ndarray]:
     """Tokenizes texts, padded and truncated to one length.
 
+    The tokenizer's own settings decide on which side texts are padded and truncated, unless
+    `options` do.
+
     Args:
         folder: the tokenizer's folder.
         texts: one or more texts.
-        length: number of tokens per text.
+        length: number of tokens per text, special tokens included, up to 4096 (`MAX_LENGTH`).
         options: further keyword arguments of the transformers tokenizer, such as `padding_side`.
 
     Returns:
@@ -116,7 +148,11 @@ def tokenize(
         padding.
 
     Raises:
-        InputError: the length is not possible, or the tokenizer fails.
+        InputError: the length is above `MAX_LENGTH` or below the number of special tokens that the
+            tokenizer adds; the tokenizer fails; or it is a `NoVocabulary` outside of the
+            configurations that this package carries for plans.
+        FileNotFoundError: the folder or its `tokenizer_config.json` is missing.
+        ValueError: the tokenizer cannot be loaded.
     """
     if length > MAX_LENGTH:
         raise InputError(
@@ -150,20 +186,28 @@ def tokenize(
 
 
 def count_tokens(folder: Path, text: str) -> int:
-    """Returns the number of tokens of a text, special tokens included.
+    """Returns the number of tokens of a text, special tokens included, without truncation.
 
     Args:
         folder: directory of the tokenizer.
         text: the text.
+
+    Raises:
+        FileNotFoundError: the folder or its `tokenizer_config.json` is missing.
+        ValueError: the tokenizer cannot be loaded.
     """
     return len(load_tokenizer(folder).encode(text))
 
 
 def check_chat_template(folder: Path) -> None:
-    """Checks that the tokenizer in `folder` has a chat template.
+    """Checks that a tokenizer has a chat template. The template is not rendered.
+
+    Args:
+        folder: directory of the tokenizer.
 
     Raises:
-        InputError: it has none.
+        InputError: it has none, or the tokenizer cannot be loaded.
+        FileNotFoundError: the folder or its `tokenizer_config.json` is missing.
     """
     try:
         load_tokenizer(folder).get_chat_template()
@@ -179,8 +223,11 @@ def chat(folder: Path, prompts: Sequence[str], **variables: Any) -> list[str]:
         prompts: one or more prompts.
         variables: further variables of the template, such as `enable_thinking`.
 
+    Returns:
+        The rendered texts, in the order of `prompts`.
+
     Raises:
-        InputError: there is no template, or it fails.
+        InputError: the tokenizer cannot be loaded, there is no template, or it fails.
     """
     turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
     try:
@@ -193,14 +240,17 @@ def chat(folder: Path, prompts: Sequence[str], **variables: Any) -> list[str]:
 
 
 def check_vocabulary(folder: Path, size: int) -> None:
-    """Checks that a text encoder knows every token of a tokenizer.
+    """Checks that a text encoder knows every token of a tokenizer. A tokenizer without a vocabulary
+    passes.
 
     Args:
         folder: the tokenizer's folder.
         size: number of tokens in the table of the text encoder.
 
     Raises:
-        ValueError: the tokenizer has a larger token.
+        ValueError: the vocabulary has a token number of `size` or more, or the tokenizer cannot be
+            loaded.
+        FileNotFoundError: the folder or its `tokenizer_config.json` is missing.
     """
     largest = max(load_tokenizer(folder).get_vocab().values(), default=0)
     if largest >= size:
@@ -211,14 +261,15 @@ def check_vocabulary(folder: Path, size: int) -> None:
 
 
 def clip_length(folder: Path, positions: int) -> int:
-    """Returns the number of tokens to which a CLIP tokenizer pads texts.
+    """Returns the number of tokens to which a CLIP tokenizer pads texts, its `model_max_length`.
 
     Args:
         folder: the tokenizer's folder.
         positions: number of positions of the text tower.
 
     Raises:
-        ValueError: the tower has fewer positions.
+        ValueError: the tower has fewer positions, or the tokenizer cannot be loaded.
+        FileNotFoundError: the folder or its `tokenizer_config.json` is missing.
     """
     length = load_tokenizer(folder).model_max_length
     if length > positions:
