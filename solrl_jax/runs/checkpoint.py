@@ -54,11 +54,16 @@ class CheckpointError(Exception):
 def candidates(root: Path) -> list[Path]:
     """Lists the directories in `root` that are named like checkpoints, intact or not.
 
-    They are sorted by the iteration in their name, the highest first. A directory that a newer save
-    replaced (`.replaced`) follows the one of the same iteration.
+    The names have at least six digits, with or without the suffix `.replaced`. Links to directories
+    count.
 
     Args:
-        root: The directory of checkpoints. If it does not exist, the list is empty.
+        root: The directory of checkpoints.
+
+    Returns:
+        The paths, sorted by the iteration in their name, the highest first. A directory that a
+        newer save replaced (`.replaced`) follows the one of the same iteration. An empty list if
+        `root` does not exist or is a file.
 
     Raises:
         RunError: If the directory cannot be read.
@@ -78,13 +83,30 @@ def candidates(root: Path) -> list[Path]:
 
 
 def iteration_of(path: Path) -> int | None:
-    """Returns the iteration in a directory's name, or None if it is not named like a checkpoint."""
+    """Returns the iteration in the name of a checkpoint's directory.
+
+    Args:
+        path: The directory. Only its name is read; the suffix `.replaced` is ignored.
+
+    Returns:
+        The iteration; None if the directory is not named like a checkpoint.
+    """
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def intact(root: Path) -> Iterator[Path]:
-    """Yields the checkpoints in `root` that pass `verify` without its `contents`, newest first."""
+    """Yields the checkpoints in `root` that pass `verify` with `contents=False`, newest first.
+
+    Names and sizes of all files are compared, but only the contents of those of at most 1 MiB.
+    Damaged checkpoints are left out. Each one is verified when it is asked for.
+
+    Args:
+        root: The directory of checkpoints. If it does not exist, nothing is yielded.
+
+    Raises:
+        RunError: If the directory cannot be read.
+    """
     for path in candidates(root):
         with contextlib.suppress(CheckpointError):
             verify(path, contents=False)
@@ -92,13 +114,20 @@ def intact(root: Path) -> Iterator[Path]:
 
 
 def rank_by_reward(root: Path) -> list[Path]:
-    """Returns the checkpoints that hold an evaluation, the highest "eval/reward" first.
+    """Lists the checkpoints that were saved with an evaluation, the highest "eval/reward" first.
 
-    Newer checkpoints come first among equal ones. Only names and sizes of files are verified, and
-    the contents of small ones.
+    Checkpoints that do not pass `verify` with `contents=False`, which reads only small files, are
+    left out.
 
     Args:
-        root: The directory of checkpoints.
+        root: The directory of checkpoints. It need not exist.
+
+    Returns:
+        The paths. Of checkpoints with equal rewards the newest comes first. An empty list if no
+        intact checkpoint has a number as the "eval/reward" of its "evaluation".
+
+    Raises:
+        RunError: If the directory cannot be read.
     """
     rewards = {}
     for path in intact(root):
@@ -116,11 +145,14 @@ def verify(path: Path, *, contents: bool = True) -> None:
     Args:
         path: The checkpoint.
         contents: Whether to compare every byte. If False, only names and sizes are compared, and
-            the contents of files of at most `files.SMALL` bytes, so that no large array is read.
+            the contents of files of at most `files.SMALL` bytes (1 MiB), so that no large array is
+            read.
 
     Raises:
-        CheckpointError: If files are missing, unknown or altered, if another version of solrl_jax
-            saved the checkpoint, or if its name is not that of its iteration.
+        CheckpointError: If files are missing, unknown, altered or cannot be read, if another
+            version of solrl_jax saved the checkpoint (its "format" is not `FORMAT`), or if the
+            directory's name has another iteration than `meta.json`. A directory that is not named
+            like a checkpoint may have any iteration.
     """
     reason = files.damage(path, contents=contents)
     if reason is not None:
@@ -137,12 +169,20 @@ def verify(path: Path, *, contents: bool = True) -> None:
 
 
 def meta_of(path: Path) -> dict[str, Any]:
-    """Returns the metadata that a checkpoint was saved with, and its iteration as "iteration".
+    """Returns the metadata that a checkpoint was saved with.
 
     Reads `meta.json` and verifies no other file.
 
+    Args:
+        path: The checkpoint.
+
+    Returns:
+        The argument `meta` of the save, by name, with the iteration added as "iteration". For a run
+        these are "fingerprint", "key", "prompt_cursor", the names of `inputs.hash_inputs`, and
+        "evaluation" (the metrics of an evaluation by name, or None).
+
     Raises:
-        CheckpointError: If `meta.json` cannot be read.
+        CheckpointError: If `meta.json` cannot be read, or is not that of a checkpoint.
     """
     header = _read_header(path)
     return {**header["meta"], "iteration": header["iteration"]}
@@ -151,21 +191,25 @@ def meta_of(path: Path) -> dict[str, Any]:
 def restore_latest(
     root: Path, abstract_state: Any, expected: dict[str, Any]
 ) -> tuple[Any, dict[str, Any], list[str]] | None:
-    """Restores the newest intact checkpoint in `root`, the same in all processes. Each calls this.
+    """Restores the newest intact checkpoint in `root`, the same one in all processes.
+
+    Every process of a run calls this with the same arguments.
 
     Args:
         root: The directory of checkpoints. It need not exist.
-        abstract_state: The structure of the state, see `restore`.
-        expected: Metadata that the checkpoint must hold, see `restore`.
+        abstract_state: A pytree of `jax.ShapeDtypeStruct` or arrays with the structure, shapes,
+            dtypes and shardings of the state, see `restore`.
+        expected: Names and values that the checkpoint's metadata must hold, see `restore`.
 
     Returns:
         The state, its metadata with "iteration", and one line for each newer checkpoint that was
-        skipped because it is damaged; None if there is no checkpoint.
+        skipped because it cannot be used; None if there is no checkpoint.
 
     Raises:
-        RunError: If there are checkpoints and all are damaged. A fresh start would overwrite what
-            is left of them.
-        InputError: If the checkpoint belongs to another run.
+        RunError: If there are checkpoints and none can be used. A fresh start would overwrite what
+            is left of them. Also if `root` cannot be read.
+        InputError: If the newest intact checkpoint belongs to another run, because its metadata
+            differs from `expected`. Older ones are not tried then.
     """
     newest = newest_usable(root, lambda path: restore(path, abstract_state, expected))
     if newest is None:
@@ -175,21 +219,24 @@ def restore_latest(
 
 
 def newest_usable(root: Path, use: Callable[[Path], T]) -> tuple[T, list[str]] | None:
-    """Calls `use` with the checkpoints in `root`, newest first, until it succeeds.
+    """Calls a function with the checkpoints in `root`, newest first, until it succeeds.
 
-    Every process calls this, and all try the same checkpoints in the same order.
+    Every process of a run calls this, and all try the same checkpoints in the same order. If all
+    fail, the directory is listed again, and all are tried once more if the list has changed
+    meanwhile.
 
     Args:
-        root: The directory of checkpoints.
-        use: Called with the path of a checkpoint. CheckpointError means to try the next one. It
-            must succeed or fail in all processes alike.
+        root: The directory of checkpoints. It need not exist.
+        use: Called with the path of a checkpoint. If it raises CheckpointError, the next one is
+            tried; any other error passes. It must succeed or fail in all processes alike.
 
     Returns:
-        The result of `use`, and one line for each newer checkpoint that was skipped; None if there
-        is no checkpoint.
+        The result of `use`, and one line "skipped checkpoint PATH: REASON" for each newer
+        checkpoint that was tried; None if there is no checkpoint.
 
     Raises:
-        RunError: If there are checkpoints and `use` failed for all of them.
+        RunError: If there are checkpoints and `use` raised CheckpointError for all of them, or if
+            `root` cannot be read.
     """
 
     def list_names() -> list[str]:
@@ -215,22 +262,27 @@ def newest_usable(root: Path, use: Callable[[Path], T]) -> tuple[T, list[str]] |
 def restore(
     path: Path, abstract_state: Any, expected: dict[str, Any] | None = None
 ) -> tuple[Any, dict[str, Any]]:
-    """Verifies and reads a checkpoint, bit for bit. Every process calls this.
+    """Verifies and reads a checkpoint, bit for bit. Every process of a run calls this.
+
+    The first process reads every byte of the checkpoint for the verification.
 
     Args:
         path: The checkpoint.
-        abstract_state: A pytree of `jax.ShapeDtypeStruct` or arrays. The result has its structure
-            and its shardings. A leaf without a sharding is placed on the first device of the
-            process.
-        expected: Names and values that the checkpoint's metadata must hold. None: anything.
+        abstract_state: A pytree of `jax.ShapeDtypeStruct` or arrays, which tells the structure,
+            shapes and dtypes of the state. Values are not read.
+        expected: Names and values that the checkpoint's metadata must hold. None: anything is
+            accepted.
 
     Returns:
-        The state, and the metadata with "iteration".
+        The state, a pytree of jax arrays with the structure and shardings of `abstract_state` (a
+        leaf without a sharding is placed on the first device of the process), and the metadata with
+        "iteration", see `meta_of`. Parameters that were added to a network later (`ADDED`) and that
+        the checkpoint lacks are 0.
 
     Raises:
-        CheckpointError: If the checkpoint fails `verify`, or if the names, shapes or dtypes of its
-            arrays are not those of `abstract_state`, except for missing parameters that were added
-            later (`ADDED`), which are 0.
+        CheckpointError: If files are missing, unknown or altered, if another version of solrl_jax
+            saved the checkpoint, if orbax cannot read it, or if the names, shapes or dtypes of its
+            arrays are not those of `abstract_state`. All processes raise it.
         InputError: If the metadata differs from `expected`: the checkpoint belongs to another run.
     """
     check = functools.partial(_verify_meta, path, expected or {})
@@ -239,18 +291,20 @@ def restore(
 
 
 def _verify_meta(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
-    """Verifies the files of a checkpoint and its metadata.
+    """Verifies all files of a checkpoint, byte by byte, and its metadata. One process calls it.
 
     Args:
         path: The checkpoint.
-        expected: Names and values that the metadata must hold.
+        expected: Names and values that the metadata must hold. They are compared as JSON, so that a
+            tuple equals the list that was saved.
 
     Returns:
-        The metadata.
+        The metadata with "iteration", see `meta_of`.
 
     Raises:
-        CheckpointError: If the checkpoint fails `verify`.
-        InputError: If the metadata differs from `expected`.
+        CheckpointError: If files are missing, unknown or altered, if another version of solrl_jax
+            saved the checkpoint, or if its name is not that of its iteration.
+        InputError: If the metadata lacks a name of `expected` or has another value.
     """
     verify(path)
     meta = meta_of(path)
@@ -266,9 +320,20 @@ def _verify_meta(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_state(path: Path, abstract_state: Any) -> Any:
-    """Reads the state of a verified checkpoint. See `restore`.
+    """Reads the state of a checkpoint that has been verified. Every process calls this.
 
-    If one process cannot read its shards, all processes raise CheckpointError.
+    Args:
+        path: The checkpoint.
+        abstract_state: A pytree of `jax.ShapeDtypeStruct` or arrays, as in `restore`.
+
+    Returns:
+        The state, with the structure and shardings of `abstract_state`. Empty arrays, and
+        parameters that were added later (`ADDED`) and that the checkpoint lacks, are not read but
+        filled with 0.
+
+    Raises:
+        CheckpointError: In all processes, if one of them cannot read its shards, or if the names,
+            shapes or dtypes of the saved arrays are not those of `abstract_state`.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract_state)
     abstract_leaves = {jax.tree_util.keystr(key): leaf for key, leaf in leaves}
@@ -313,23 +378,29 @@ def _read_state(path: Path, abstract_state: Any) -> Any:
 
 
 def _zeros(leaf: Any, where: jax.sharding.Sharding) -> jax.Array:
-    """An array of zeros with the shape and dtype of `leaf`, also on a mesh of several processes.
+    """Makes an array of zeros, also on a mesh of several processes.
 
     Args:
-        leaf: An array or `jax.ShapeDtypeStruct`.
-        where: The sharding of the result.
+        leaf: An array or `jax.ShapeDtypeStruct`, whose shape and dtype the result has.
+        where: The sharding of the result. The zeros are first made in full on the host.
     """
     values = np.zeros(leaf.shape, leaf.dtype)
     return jax.make_array_from_callback(leaf.shape, where, lambda index: values[index])
 
 
 def compare_leaves(path: Path, saved: dict[str, Any], abstract_leaves: dict[str, Any]) -> None:
-    """Raises CheckpointError, which names the leaves, if a state does not fit a checkpoint.
+    """Checks that the arrays of a checkpoint are those of a state.
 
     Args:
-        path: The checkpoint.
-        saved: {"shape", "dtype"} of each saved array, by key path.
-        abstract_leaves: The leaves of the abstract state, with a shape and a dtype, by key path.
+        path: The checkpoint, for the message.
+        saved: The saved arrays by key path, as in `meta.json`: each is a dict with "shape" (a list
+            of sizes) and "dtype" (its name, e.g. "float32").
+        abstract_leaves: The leaves of the abstract state by key path, as `jax.tree_util.keystr`
+            writes it. Their shape and dtype are read.
+
+    Raises:
+        CheckpointError: If names, shapes or dtypes differ. The message lists the first five
+            differences, sorted by key path, and the number of the others.
     """
     saved_types = {key: f"{entry['dtype']}{entry['shape']}" for key, entry in saved.items()}
     types = {key: f"{leaf.dtype}{list(leaf.shape)}" for key, leaf in abstract_leaves.items()}
@@ -347,10 +418,18 @@ def compare_leaves(path: Path, saved: dict[str, Any], abstract_leaves: dict[str,
 
 
 def _read_header(path: Path) -> dict[str, Any]:
-    """Returns the content of a checkpoint's `meta.json`.
+    """Reads a checkpoint's `meta.json`.
+
+    Args:
+        path: The checkpoint.
+
+    Returns:
+        The content: "format", "iteration", "meta" (the metadata by name) and "arrays" (a dict with
+        "shape" and "dtype" for each array, by key path). "meta" and "arrays" are there for certain.
 
     Raises:
-        CheckpointError: If it cannot be read, or has no "meta" or no "arrays" of the right form.
+        CheckpointError: If the file cannot be read or is no JSON, or if "meta" or "arrays" is
+            missing or has another form.
     """
     try:
         header = parse_json(read_bytes(path / META))

@@ -33,17 +33,20 @@ SAVING = ".saving-"
 class Saver:
     """Saves checkpoints to one directory, one at a time, in a thread.
 
-    Every process has one. An error in the thread is raised by the next call. As a context manager,
-    it waits at the end for the save in progress, also if the body raised.
+    Every process of a run has one. An error in the thread is raised by the next call of `save` or
+    `wait`. As a context manager, it waits at the end for the save in progress, also if the body
+    raised, and ends the thread.
     """
 
     def __init__(self, root: Path, *, keep: int, best: int) -> None:
-        """Writes nothing yet.
+        """Creates the saver without writing anything.
 
         Args:
             root: The directory of checkpoints. It is created by the first save.
-            keep: The number of newest checkpoints to keep, see `prune`.
-            best: The number of checkpoints with the highest reward to keep as well, see `prune`.
+            keep: The number of newest intact checkpoints to keep after each save. At least one is
+                kept.
+            best: The number of checkpoints with the highest "eval/reward" to keep beside them. 0:
+                none.
         """
         self._root = root
         self._keep = keep
@@ -55,16 +58,21 @@ class Saver:
     def save(self, iteration: int, state: Any, meta: Mapping[str, Any]) -> None:
         """Waits for the previous save and starts a new one.
 
-        When this returns, the arrays of `state` may be overwritten. If it is called twice in a row
-        for an iteration, the second call saves nothing.
+        When this returns, the arrays of `state` may be overwritten, and the thread writes their
+        copies. If it is called twice in a row for an iteration, the second call saves nothing,
+        unless the first save failed. Every process of a run calls it. Afterwards old checkpoints
+        are removed.
 
         Args:
-            iteration: The number of iterations behind the state.
+            iteration: The number of iterations behind the state, which names the directory.
             state: A pytree of jax arrays.
-            meta: JSON values that are saved with it.
+            meta: JSON values by name that are saved with the state. Those of the first process
+                count.
 
         Raises:
-            RunError: If the disk refuses this save or the previous one.
+            RunError: If the disk refused the previous save, which is then not retried, or refuses
+                the beginning of this one.
+            TypeError: If a leaf of the state is no plain jax array.
         """
         self.wait()
         if iteration == self._last:
@@ -74,10 +82,11 @@ class Saver:
         self._last = iteration
 
     def wait(self) -> None:
-        """Waits for the save in progress, if there is one.
+        """Waits for the save in progress. Returns at once if there is none.
 
         Raises:
-            RunError: If the disk refused it. The message names the last checkpoint.
+            RunError: If the disk refused it. The message names the last checkpoint. The next call
+                does not raise the error again, and the save may be repeated.
         """
         pending = self._pending
         self._pending = None
@@ -109,22 +118,24 @@ def begin(
     keep: int | None = None,
     best: int = 0,
 ) -> Callable[[], Path]:
-    """Does the first half of a save, and returns the second. Every process calls both.
+    """Does the first half of a save, and returns the second. Every process of a run calls both.
 
-    Also removes what killed saves left in `root`. A checkpoint of the same iteration is replaced. A
-    failed save leaves the directory as it was.
+    The first half also removes what killed saves left in `root`. A checkpoint of the same iteration
+    is replaced. A save that fails before the checkpoint has its name leaves the directory as it
+    was, apart from these leftovers.
 
     Args:
         root: The directory of checkpoints. It is created if necessary.
-        iteration: The number of iterations behind the state.
+        iteration: The number of iterations behind the state, which names the directory.
         state: A pytree of jax arrays. When this returns, they may be overwritten.
-        meta: JSON values. Those of the first process are saved.
-        keep: The number of newest checkpoints that `prune` keeps afterwards. None: none is removed.
-        best: The number of checkpoints with the highest reward that `prune` keeps as well.
+        meta: JSON values by name. Those of the first process are saved.
+        keep: The number of newest intact checkpoints that are kept afterwards, at least one. None:
+            no checkpoint is removed, and `best` has no effect.
+        best: The number of checkpoints with the highest "eval/reward" that are kept beside them.
 
     Returns:
-        The second half. Call it once, in any thread. It returns the path of the checkpoint when all
-        of it is on the disk.
+        The second half, a function without arguments. Call it once, in any thread. It returns the
+        path of the checkpoint when all of it is on the disk.
 
     Raises:
         RunError: If the disk refuses; both halves raise it. The message names the last checkpoint.
@@ -186,18 +197,21 @@ def begin(
 def start_writing(
     folder: Path, arrays: dict[str, jax.Array]
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Copies this process's shards to the host, and starts to write the copies to `folder`.
+    """Copies this process's shards to the host, and starts to write the copies to a directory.
 
-    On CPU the copies are views of the buffers, and XLA does not donate a buffer that has a view.
-    Empty arrays are left out, because orbax refuses them. Their shape and dtype are in `meta.json`.
+    When this returns, the arrays may be overwritten. On CPU the copies are views of the buffers,
+    and XLA does not donate a buffer that has a view. Empty arrays are left out, because orbax
+    refuses them; their shape and dtype are in `meta.json`.
 
     Args:
         folder: An existing, empty directory, the same in all processes.
         arrays: The arrays to save, by key path.
 
     Returns:
-        Two functions. The first waits until this process's files are written. The second merges the
-        files of all processes, and is called in the first process, after all have waited.
+        Two functions without arguments or results. The first waits until this process's files are
+        written, and raises what the writing raised. The second merges the files of all processes,
+        and is called in the first process, after all have waited. If all arrays are empty, both do
+        nothing.
     """
     stored = {key: leaf for key, leaf in arrays.items() if leaf.size}
     if not stored:
@@ -220,14 +234,19 @@ def start_writing(
 def prune(root: Path, keep: int, best: int = 0) -> None:
     """Removes old checkpoints.
 
-    The newest intact one is read in full. Of the others only small files are read, because to read
-    all of them would take longer than the save. Damaged checkpoints are not removed: one may be all
-    that is left of the best, or may not be a checkpoint of this program.
+    The newest checkpoint is read in full, and if it is damaged the one before it, until one is
+    intact. For the others only files of at most 1 MiB are read, because to read all would take
+    longer than the save. Damaged checkpoints are not removed: one may be all that is left of the
+    best, or may not be a checkpoint of this program.
 
     Args:
-        root: The directory of checkpoints.
+        root: The directory of checkpoints. If it does not exist, nothing happens.
         keep: The number of newest intact checkpoints to keep. At least one is kept.
-        best: The number of checkpoints with the highest "eval/reward" to keep beside them.
+        best: The number of intact checkpoints with the highest "eval/reward" to keep as well. One
+            that is among the newest counts for both.
+
+    Raises:
+        RunError: If a checkpoint cannot be removed, or the directory cannot be read.
     """
     num_intact = 0
     best_paths = checkpoint.rank_by_reward(root)[:best]
@@ -240,11 +259,18 @@ def prune(root: Path, keep: int, best: int = 0) -> None:
 
 
 def _do_nothing() -> None:
-    """Does nothing."""
+    """Does nothing. Stands for the second halves of a save that has nothing to write or has failed.
+    """
 
 
 def _named_arrays(state: Any) -> dict[str, jax.Array]:
-    """Returns the arrays of a pytree by key path.
+    """Returns the arrays of a pytree by their key path, as `jax.tree_util.keystr` writes it.
+
+    Args:
+        state: A pytree of jax arrays.
+
+    Returns:
+        The arrays in the order of the tree's leaves.
 
     Raises:
         TypeError: If a leaf is no jax array, or one of an extended dtype such as a random key.
@@ -261,7 +287,14 @@ def _named_arrays(state: Any) -> dict[str, jax.Array]:
 
 @contextlib.contextmanager
 def _removed_on_failure(temporary: Path) -> Iterator[None]:
-    """Removes a directory if the body raises. The first process does; the others do not wait."""
+    """Removes a directory if the body of the `with` statement raises, then raises the error again.
+
+    Only the first process removes it, and the others do not wait for that. Errors of the removal
+    are ignored.
+
+    Args:
+        temporary: The directory, which need not exist.
+    """
     try:
         yield
     except BaseException:
@@ -271,11 +304,14 @@ def _removed_on_failure(temporary: Path) -> Iterator[None]:
 
 
 def _run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Runs a coroutine in a new thread and returns its result.
+    """Runs a coroutine in a new thread, waits for it and returns its result, or raises its error.
 
     The thread of the caller may have a running event loop, as that of a notebook has. `asyncio.run`
     cannot be used: before it returns, it goes through the tasks of all threads, and some of them
     are still writing.
+
+    Args:
+        coroutine: The coroutine, not yet started.
     """
     loop = asyncio.new_event_loop()
     try:
@@ -286,7 +322,17 @@ def _run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 def _remove_leftovers(root: Path) -> None:
-    """Removes what killed saves left: unfinished directories and replaced checkpoints."""
+    """Removes what killed saves and removals left in the directory of checkpoints.
+
+    These are unfinished checkpoints (`.saving-...`), half-removed ones (`.removing-...`), and
+    replaced ones (`NNNNNN.replaced`) if the checkpoint that replaced them is there.
+
+    Args:
+        root: The directory of checkpoints. It must exist.
+
+    Raises:
+        RunError: If the disk refuses.
+    """
     for path in list(root.iterdir()):
         is_replaced = (
             path.name.endswith(REPLACED)

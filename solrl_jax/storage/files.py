@@ -39,13 +39,19 @@ _REASONS = {
 
 
 def disk_reason(error: BaseException) -> str | None:
-    """Returns why the disk refused an operation, in a few words; None for an error of another kind.
+    """Returns why the disk refused an operation, in a few words such as "disk full".
 
-    Every OSError counts. Libraries in C++ raise errors of other types that quote the system's
-    message, so the message of any error is searched for it.
+    Every OSError counts as a refusal. Libraries in C++ raise errors of other types that quote the
+    system's message, so the message of any other error is searched for one of those in `_REASONS`,
+    and for "RESOURCE_EXHAUSTED", which counts as a full disk.
 
     Args:
         error: The error that an operation on a file raised.
+
+    Returns:
+        The reason. For an OSError this is the phrase of `_REASONS` for its number, or else the
+        system's message, or else the first line of the error's message. None if the error is no
+        OSError and quotes no such message, which means that the disk is not the cause.
     """
     if isinstance(error, OSError):
         return _REASONS.get(error.errno or 0) or error.strerror or first_line(error)
@@ -60,14 +66,19 @@ def disk_reason(error: BaseException) -> str | None:
 
 @contextlib.contextmanager
 def writing(path: Path, note: Callable[[], str] = str) -> Iterator[None]:
-    """Turns an error of the disk in the body into a RunError of one line. Also works as a
-    decorator.
+    """Turns an error of the disk in the body into a RunError of one line.
 
-    Every OSError counts as one (see `disk_reason`), so the body must not read the user's input.
+    Works as a context manager and as a decorator. Every OSError counts as an error of the disk, so
+    the body must not read the user's input. An error for which `disk_reason` returns None, such as
+    a ValueError, and exceptions like KeyboardInterrupt pass unchanged.
 
     Args:
-        path: The file or directory that the body writes. The message names it.
-        note: Returns text for the end of the message. It is called when an error occurs.
+        path: The file or directory that the body writes. The message names it. It is not touched.
+        note: Returns text for the end of the message. It is called only when an error occurs. By
+            default the text is empty.
+
+    Raises:
+        RunError: "REASON while writing PATH", if `disk_reason` finds a reason in the body's error.
     """
     try:
         yield
@@ -79,7 +90,16 @@ def writing(path: Path, note: Callable[[], str] = str) -> Iterator[None]:
 
 
 def sync(path: Path) -> None:
-    """Waits until the content of a file, or the names in a directory, are on the disk."""
+    """Waits until the content of a file, or the names in a directory, are on the disk (fsync).
+
+    Does nothing for a directory on a file system that cannot sync directories (EINVAL or ENOTSUP).
+
+    Args:
+        path: An existing file or directory. A link counts as its target.
+
+    Raises:
+        OSError: If `path` cannot be opened, or the disk refuses.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -95,19 +115,22 @@ def sync(path: Path) -> None:
 def atomic(path: str | Path) -> Iterator[Path]:
     """Replaces a file at once, when the body has written all of it.
 
-    Missing parent directories are created. If the body raises, `path` is untouched. The file gets
+    Missing parent directories are created. The new file and its name are synced to the disk. If the
+    body raises, whatever it raises, `path` is untouched and the sibling is removed. The file gets
     the permissions that new files have (666 without the umask), whatever mode the body created it
-    with: safetensors creates files that their owner alone can read.
+    with: safetensors creates files that only their owner can read.
 
     Args:
-        path: The file to write. It may exist.
+        path: The file to write. It may exist; if it is a link, the link itself is replaced.
 
     Yields:
-        The path of a hidden sibling, which the body writes and which becomes `path`. It has the
-        suffix of `path`, because image writers choose the format by it.
+        The path of an empty hidden sibling, `.partial-NAME`, which the body writes and which
+        becomes `path`. A leftover of this name is removed first. It has the suffix of `path`,
+        because image writers choose the format by it.
 
     Raises:
-        RunError: If the disk refuses. Every OSError of the body counts.
+        RunError: If the disk refuses. Every OSError of the body counts, see `writing`. Other errors
+            of the body pass unchanged.
     """
     path = Path(path)
     partial = path.with_name(PARTIAL + path.name)
@@ -130,11 +153,11 @@ def atomic(path: str | Path) -> Iterator[Path]:
 
 
 def atomic_write(path: str | Path, data: bytes | str) -> None:
-    """Writes a whole file at once, see `atomic`.
+    """Writes a whole file at once and syncs it to the disk, see `atomic`.
 
     Args:
-        path: The file to write. It may exist.
-        data: The content. Text is encoded as UTF-8.
+        path: The file to write. It may exist. Missing parent directories are created.
+        data: The content. Text is encoded as UTF-8; its line ends are not translated.
 
     Raises:
         RunError: If the disk refuses.
@@ -147,16 +170,21 @@ def atomic_write(path: str | Path, data: bytes | str) -> None:
 def atomic_directory(path: Path) -> Iterator[Path]:
     """Replaces a directory at once, when the body has filled the new one.
 
-    Leftovers of a killed process are removed first. If the body raises, `path` is untouched.
+    Missing parent directories are created. Leftovers of a killed process, `.partial-NAME` and
+    `.removing-NAME`, are removed first. If the body raises, `path` is untouched and the new
+    directory is removed. The content is not synced to the disk; only the final name is.
 
     Args:
-        path: The directory to write. It may exist.
+        path: The directory to write. It may exist, as a directory or a file; its old content is
+            removed after the new directory has its name.
 
     Yields:
-        The path of a new, empty sibling directory, which the body fills and which becomes `path`.
+        The path of a new, empty sibling directory, `.partial-NAME`, which the body fills and which
+        becomes `path`.
 
     Raises:
-        RunError: If the disk refuses an operation outside of the body.
+        RunError: If the disk refuses an operation outside of the body. Errors of the body pass
+            unchanged.
     """
     partial = path.with_name(PARTIAL + path.name)
     replaced = path.with_name(REMOVING + path.name)
@@ -175,16 +203,19 @@ def atomic_directory(path: Path) -> Iterator[Path]:
 def refuse_existing(
     name: str, paths: Iterable[Path], force: bool, *, folders: bool = False
 ) -> None:
-    """Checks that no existing file is replaced, unless that is wanted.
+    """Checks that no existing file is replaced, unless that is wanted. Writes and removes nothing.
 
     Args:
         name: The argument that the paths come from, for the message, e.g. "out".
-        paths: The files that are about to be written.
-        force: Whether existing files may be replaced. Devices and pipes never are.
-        folders: Whether directories are written, so that `force` covers them too.
+        paths: The files, or with `folders` the files and directories, that are about to be written.
+        force: Whether existing files and links that lead nowhere may be replaced. Devices and
+            pipes, also behind a link, never are.
+        folders: Whether directories are written, so that `force` covers existing directories too.
 
     Raises:
-        InputError: If a path exists that may not be replaced.
+        InputError: If `force` is False and a path exists, even as a link that leads nowhere. If a
+            path is a directory and `folders` is False, or is neither a file nor a directory,
+            whatever `force` is. The message names the first such path.
     """
     existing = [path for path in paths if os.path.lexists(path)]
     for path in existing:
@@ -204,6 +235,8 @@ def refuse_existing(
 def writable_directory(path: Path, name: str = "the run directory") -> Path:
     """Creates a directory if necessary, and checks that files can be written to it.
 
+    For the check, writes a hidden file of 4096 bytes, syncs it to the disk and removes it.
+
     Args:
         path: The directory. Missing parents are created too.
         name: What the messages call it, e.g. the argument that it comes from.
@@ -212,7 +245,8 @@ def writable_directory(path: Path, name: str = "the run directory") -> Path:
         `path`.
 
     Raises:
-        InputError: If it is a file, cannot be created, is read-only, or if the disk is full.
+        InputError: If `path` is a file, cannot be created, is read-only, or if the disk is full. A
+            directory that was created stays.
     """
     probe = path / f"{PARTIAL}probe-{os.getpid()}"
     try:
@@ -234,12 +268,17 @@ def writable_directory(path: Path, name: str = "the run directory") -> Path:
 def only_user(directory: Path) -> Iterator[None]:
     """Locks an existing directory for this process while the body runs.
 
-    The lock is that of a file `.lock` in the directory. The system releases it when the process
-    ends, even if it is killed, so there is nothing to clean up.
+    The lock is an exclusive `flock` of a file `.lock` in the directory, which is created if
+    necessary and stays. The system releases the lock when the process ends, even if it is killed,
+    so there is nothing to clean up. It does not wait for another process to release the lock.
+
+    Args:
+        directory: The directory. It must exist.
 
     Raises:
-        InputError: If another process holds the lock.
-        RunError: If the file cannot be created.
+        InputError: If another process, or another call in this one, holds the lock.
+        RunError: If the file `.lock` cannot be opened or created.
+        OSError: If the file system does not support such locks.
     """
     with writing(directory / ".lock"):
         descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -254,9 +293,17 @@ def only_user(directory: Path) -> Iterator[None]:
 
 
 def seal(directory: Path) -> None:
-    """Writes `manifest.json` with the size and SHA-256 of every other file below a directory.
+    """Writes `manifest.json` with the size and SHA-256 of every file below a directory.
 
-    Also syncs all files and directories below it.
+    Reads all files. Also syncs all files and directories below the directory, the manifest and the
+    directory itself to the disk.
+
+    Args:
+        directory: The directory. It must not have a manifest yet: an old one would be listed in the
+            new one, which `damage` then reports as a missing file.
+
+    Raises:
+        OSError: If a file cannot be read or written.
     """
     files = {name: _describe(directory / name) for name in _file_names(directory)}
     (directory / MANIFEST).write_text(json.dumps(files, indent=1))
@@ -267,13 +314,18 @@ def seal(directory: Path) -> None:
 def damage(directory: Path, *, contents: bool = True) -> str | None:
     """Compares a directory with its manifest, which `seal` wrote.
 
+    Links to directories are not compared. Nothing is raised for files that cannot be read.
+
     Args:
         directory: The directory.
-        contents: Whether to compare the SHA-256 of all files. If False,
-            names and sizes are compared, and the SHA-256 of files of at most `SMALL` bytes.
+        contents: Whether to compare the SHA-256 of all files. If False, only names and sizes are
+            compared, and the SHA-256 of files of at most `SMALL` bytes (1 MiB).
 
     Returns:
-        The first difference, with the name of a file; None if there is none.
+        The first difference in a few words, with the names of at most three files. Missing files
+        come first, then unknown ones, then files that are no regular file or have another size or
+        content, then files that cannot be read. A manifest that is absent or damaged counts as a
+        difference. None if there is no difference.
     """
     name = MANIFEST
     try:
@@ -304,12 +356,18 @@ def damage(directory: Path, *, contents: bool = True) -> str | None:
 
 
 def publish(temporary: Path, target: Path, *, replaced: Path) -> None:
-    """Renames a directory that is complete to its final name.
+    """Renames a complete directory to its final name, and syncs the names in the parent directory.
 
     Args:
-        temporary: The directory.
-        target: Its final name, in the same parent directory. It may exist.
-        replaced: The name that an older `target` has meanwhile. It is removed afterwards.
+        temporary: The complete directory.
+        target: Its final name, in the same file system. It may exist; between two renames there is
+            then for a moment no `target`.
+        replaced: The name that an older `target` is given meanwhile, in the same parent directory.
+            A directory of this name is removed at the end, also if there was no older `target`.
+
+    Raises:
+        OSError: If a rename or the sync fails.
+        RunError: If the older directory cannot be removed.
     """
     if target.exists():
         os.replace(target, replaced)
@@ -320,12 +378,17 @@ def publish(temporary: Path, target: Path, *, replaced: Path) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Removes a directory with its content. Of a link to a directory, the link is removed.
+    """Removes a directory with its content. If it is a link to a directory, only the link is
+    removed.
 
-    It is renamed to a hidden name first, so that no part of it is visible after a kill.
+    The directory is renamed to a hidden name, `.removing-NAME`, first, so that no part of it is
+    visible after a kill. A leftover of that name is removed too.
+
+    Args:
+        path: The directory. It may have the hidden name already, and is then not renamed.
 
     Raises:
-        RunError: If the disk refuses.
+        RunError: If the disk refuses, or if `path` does not exist under a name that is not hidden.
     """
     hidden = path.with_name(REMOVING + path.name.removeprefix(REMOVING))
     with writing(path):
@@ -336,7 +399,14 @@ def remove_directory(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Removes a directory with its content, a file or a link. Does nothing if `path` is absent."""
+    """Removes a directory with its content, a file, or a link but not its target.
+
+    Args:
+        path: What to remove. Nothing happens if there is no such file.
+
+    Raises:
+        OSError: If the disk refuses.
+    """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -344,12 +414,30 @@ def _remove(path: Path) -> None:
 
 
 def _file_names(path: Path) -> list[str]:
-    """Returns the names of all files below a directory, relative to it and sorted."""
+    """Lists all files below a directory, also those in subdirectories and hidden ones.
+
+    Args:
+        path: The directory.
+
+    Returns:
+        The paths relative to the directory, as text with "/" between folders, sorted. Directories
+        and links to directories are left out. An empty list if there is no such directory.
+    """
     return sorted(str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir())
 
 
 def _describe(path: Path) -> dict[str, Any]:
-    """Returns the manifest's entry of one file: {"size": bytes, "sha256": hexadecimal digits}."""
+    """Reads one file and returns its entry in the manifest.
+
+    Args:
+        path: The file. A link counts as its target.
+
+    Returns:
+        {"size": the number of bytes, "sha256": 64 hexadecimal digits of the hash of the content}.
+
+    Raises:
+        OSError: If the file cannot be read.
+    """
     with path.open("rb") as stream:
         return {
             "size": os.fstat(stream.fileno()).st_size,

@@ -15,10 +15,13 @@ CARRIED = Path(__file__).parents[1] / "assets" / "released"
 
 
 def is_name(path: str) -> bool:
-    """Whether a text has the form OWNER/NAME of a repository on the hub.
+    """Whether a text has the form OWNER/NAME of a repository on the hub. The hub is not asked.
 
     Args:
         path: The text. A relative path can have this form too, so check for a directory first.
+
+    Returns:
+        True if the hub's client accepts the text as the name of a repository and it has a slash.
     """
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -31,20 +34,23 @@ def is_name(path: str) -> bool:
 
 
 def snapshot(name: str, patterns: Callable[[], Sequence[str]], what: str, remedy: str = "") -> Path:
-    """Downloads files of a repository, or finds them in the cache if HF_HUB_OFFLINE is set.
+    """Downloads files of a repository to the hub's cache, unless they are there already.
+
+    If HF_HUB_OFFLINE is set, nothing is downloaded and the files must be in the cache.
 
     Args:
         name: The repository, OWNER/NAME.
         patterns: Returns the names of the files, or patterns such as "*.json". It may ask the hub,
             and its errors are reported like those of the download.
         what: The subject of the error message, e.g. the configuration field and its value.
-        remedy: The end of the error message.
+        remedy: The end of the error message, e.g. advice. It follows without a space.
 
     Returns:
-        The local directory with the files.
+        The local directory with the files, a revision in the hub's cache.
 
     Raises:
-        InputError: If a file is not available.
+        InputError: If the repository is not available: whatever `patterns` or the hub's client
+            raised.
     """
     from huggingface_hub import snapshot_download
 
@@ -57,14 +63,16 @@ def snapshot(name: str, patterns: Callable[[], Sequence[str]], what: str, remedy
 
 
 def cached(name: str, file: str = "model_index.json") -> Path | None:
-    """Finds a repository in the local cache, without asking the hub.
+    """Finds a repository in the local cache of the hub, without asking the hub.
 
     Args:
         name: The repository, OWNER/NAME.
-        file: A file that must be there.
+        file: A file that must be there, as a path within the repository.
 
     Returns:
-        The local directory of the repository's files, or None if `file` is not in the cache.
+        The local directory that holds `file`. This is the top of the repository unless `file` is in
+        a folder. None if `file` is not in the cache, or if the cache has recorded that the
+        repository lacks it.
     """
     from huggingface_hub import try_to_load_from_cache
 
@@ -73,10 +81,18 @@ def cached(name: str, file: str = "model_index.json") -> Path | None:
 
 
 def offline() -> bool:
-    """Whether HF_HUB_OFFLINE forbids to ask the hub, read as the hub's client reads it."""
+    """Whether the environment variable HF_HUB_OFFLINE forbids to ask the hub.
+
+    It does if it is "1", "on", "yes" or "true" in any case, which is how the hub's client reads it.
+    """
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
 def is_carried(path: Path) -> bool:
-    """Whether `path` is in the package's directory of configurations, which have no weights."""
+    """Whether a path is in `CARRIED`, the package's directory of released configurations without
+    weights.
+
+    Args:
+        path: The path, which need not exist. Links and ".." are not resolved.
+    """
     return path.is_relative_to(CARRIED)

@@ -9,10 +9,12 @@ def to_uint8(image: Float[Array | np.ndarray, "*size"]) -> UInt8[np.ndarray, "*s
     """Converts an image, or an array of images, from values in 0..1 to bytes in 0..255.
 
     Args:
-        image: Values of any shape. Values outside 0..1 are clipped, and NaN becomes 0.
+        image: Real values of any shape, on the host or a device. Values outside 0..1 are clipped,
+            infinite ones too, and NaN becomes 0.
 
     Returns:
-        255 times the values, rounded, on the host.
+        255 times the values, rounded to the nearest integer (halves to the even one), as a new
+        uint8 array of the same shape on the host.
     """
     unit = np.clip(np.nan_to_num(np.asarray(image, np.float32)), 0, 1)
     return np.round(255 * unit).astype(np.uint8)

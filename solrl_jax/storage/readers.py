@@ -29,15 +29,19 @@ _OCTAL_OR_SEXAGESIMAL = re.compile(r"[-+]?(0[\d_]+|\d[\d_]*(:\d\d?)+(\.[\d_]*)?)
 
 
 def read_bytes(path: str | Path, most: int = MOST_TEXT) -> bytes:
-    """Reads a regular file.
+    """Reads a whole regular file. Opening it never waits, even for a pipe.
 
     Args:
         path: The file. Links are followed.
-        most: The largest accepted size in bytes.
+        most: The largest accepted size in bytes, by default `MOST_TEXT` (64 MiB).
+
+    Returns:
+        The content. It is empty for a file of the kernel that has no content yet.
 
     Raises:
-        OSError: If the file cannot be opened or read.
-        ValueError: If it is larger, or if it is a pipe, a device or a directory.
+        OSError: If the file does not exist, or cannot be opened or read.
+        ValueError: If it is larger, or if it is a pipe, a device or a directory. The message does
+            not name the file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
@@ -58,21 +62,31 @@ def read_bytes(path: str | Path, most: int = MOST_TEXT) -> bytes:
 def read_text(path: str | Path, most: int = MOST_TEXT) -> str:
     """Reads a UTF-8 file as `read_bytes` does.
 
-    A byte-order mark is removed, and every line ends with a line feed.
-
     Args:
         path: The file. Links are followed.
-        most: The largest accepted size in bytes.
+        most: The largest accepted size in bytes, by default `MOST_TEXT` (64 MiB).
+
+    Returns:
+        The text without a byte-order mark at its start. Line ends of Windows and of old Macs are
+        replaced by line feeds.
 
     Raises:
-        OSError: If the file cannot be opened or read.
-        ValueError: If it is larger, no regular file, or not UTF-8.
+        OSError: If the file does not exist, or cannot be opened or read.
+        ValueError: If it is larger, no regular file, or not UTF-8. The message does not name the
+            file.
     """
     return read_bytes(path, most).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _parse_finite(text: str) -> float:
-    """Returns the number that a text stands for. Raises ValueError if it is not finite."""
+    """Returns the number that a text stands for.
+
+    Args:
+        text: The text of a number in JSON, or "NaN", "Infinity" or "-Infinity".
+
+    Raises:
+        ValueError: If the text is no number, or if the number is not finite as a float64.
+    """
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text} is not finite")
@@ -80,7 +94,15 @@ def _parse_finite(text: str) -> float:
 
 
 def _unique_dict(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Builds a dict. Raises ValueError for a repeated key, because either value may be meant."""
+    """Builds a dict from pairs of key and value.
+
+    Args:
+        pairs: The pairs, in order. Keys must be hashable.
+
+    Raises:
+        ValueError: If a key is repeated, because either of its values may be meant. The message has
+            the first 80 characters of the key.
+    """
     result: dict[Any, Any] = {}
     for key, value in pairs:
         if key in result:
@@ -90,16 +112,22 @@ def _unique_dict(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
 
 
 def parse_json(text: str | bytes, *, number: Callable[[str], float] = _parse_finite) -> Any:
-    """Parses a JSON text.
+    """Parses a JSON text, with limits on its size and depth.
 
     Args:
-        text: The text.
+        text: The text. Bytes may be UTF-8, UTF-16 or UTF-32.
         number: Parses the text of a number with a fraction or an exponent, and the words NaN,
             Infinity and -Infinity, which Python writes although JSON has none. By default only
-            finite numbers are accepted; `float` accepts all.
+            finite numbers are accepted; `float` accepts all. Integers are always ints.
+
+    Returns:
+        The value: dicts, lists, text, numbers, booleans and None.
 
     Raises:
-        ValueError: If the text is no JSON, has a repeated key, or exceeds `MOST_NESTED` or `DEPTH`.
+        ValueError: If the text is no JSON, has a repeated key in an object, has more than
+            `MOST_NESTED` (2**21) opening brackets and braces, counted also inside of texts, or
+            nests `DEPTH` (32) or more lists and objects that are not empty; or what `number`
+            raises.
     """
     if isinstance(text, bytes):
         num_nested = text.count(b"[") + text.count(b"{")
@@ -123,18 +151,25 @@ def parse_json(text: str | bytes, *, number: Callable[[str], float] = _parse_fin
 
 
 def _children(value: Any) -> list[Any]:
-    """Returns the items of a list or the values of a dict; an empty list for anything else."""
+    """Returns the items of a list or the values of a dict; an empty list for any other value.
+
+    Args:
+        value: A value that was parsed from JSON.
+    """
     if isinstance(value, dict):
         return list(value.values())
     return value if isinstance(value, list) else []
 
 
 def strict(value: Any) -> Any:
-    """Prepares a value for strict JSON: numbers that are not finite become None, tuples become
+    """Prepares a value for strict JSON: floats that are not finite become None, tuples become
     lists.
 
     Args:
-        value: Nested dicts, lists, tuples and plain values.
+        value: Nested dicts, lists, tuples and plain values. It is not changed.
+
+    Returns:
+        A copy with the same structure. Keys of dicts and all other values are the same objects.
     """
     if isinstance(value, dict):
         return {key: strict(item) for key, item in value.items()}
@@ -146,11 +181,21 @@ def strict(value: Any) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """Parses a YAML text of plain data.
+    """Parses a YAML 1.1 text of plain data.
+
+    Numbers with a leading zero and sexagesimal numbers such as 1:30 are read as text.
+
+    Args:
+        text: The text.
+
+    Returns:
+        The value: dicts, lists, text, numbers, booleans, dates and None. None for an empty text.
 
     Raises:
-        ValueError: If the text is longer than `MOST_YAML`, or has a repeated key.
-        yaml.YAMLError: If it is no YAML, has tags or aliases, or is more than `DEPTH` levels deep.
+        ValueError: If the text is longer than `MOST_YAML` (65,536 characters), has a repeated key,
+            or has a date that does not exist.
+        yaml.YAMLError: If it is no YAML or more than one document, has tags or aliases, or is more
+            than `DEPTH` (32) levels deep.
     """
     if len(text) > MOST_YAML:
         raise ValueError(f"more than {MOST_YAML} characters")
@@ -158,27 +203,59 @@ def parse_yaml(text: str) -> Any:
 
 
 def is_number(text: str) -> bool:
-    """Whether a text is a whole number of one to nine ASCII digits, without sign or underscore."""
+    """Whether a text is a whole number of one to nine ASCII digits, without sign, space or
+    underscore.
+
+    Args:
+        text: The text. Leading zeros are accepted.
+    """
     return text.isascii() and text.isdecimal() and len(text) < 10
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """A SafeLoader that refuses tags, aliases, repeated keys and deep nesting.
+    """A SafeLoader of PyYAML that refuses tags, aliases, repeated keys and deep nesting.
 
     Aliases are refused because a short text with aliases can stand for a giant value.
+
+    Attributes:
+        depth: The number of nodes that contain the one that is being composed.
     """
 
     depth = 0
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
-        """Resolves the tag of a node. Octal and sexagesimal numbers are text."""
+        """Resolves the tag of a node, which decides the type that it is read as.
+
+        Args:
+            kind: The class of the node: `yaml.ScalarNode`, `yaml.SequenceNode` or
+                `yaml.MappingNode`.
+            value: The text of a scalar, or None.
+            implicit: Two flags: whether the tag may be derived from the value if it is plain, and
+                if it is quoted.
+
+        Returns:
+            The tag. A plain scalar that YAML 1.1 reads as an octal or sexagesimal number has that
+            of text; all others have PyYAML's.
+        """
         is_plain_scalar = kind is yaml.ScalarNode and implicit[0]
         if is_plain_scalar and _OCTAL_OR_SEXAGESIMAL.fullmatch(value):
             return "tag:yaml.org,2002:str"
         return super().resolve(kind, value, implicit)
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Composes a node. Raises ComposerError for tags, aliases and too many levels."""
+        """Composes the next node of the text, with all nodes inside of it.
+
+        Args:
+            parent: The node that contains it, or None.
+            index: Its position or key in `parent`.
+
+        Returns:
+            The node.
+
+        Raises:
+            yaml.composer.ComposerError: If the node is an alias, has a tag, or lies within `DEPTH`
+                others.
+        """
         event = self.peek_event()
         problem = None
         if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None):
@@ -193,7 +270,16 @@ class _PlainLoader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        """Constructs a dict. Raises ValueError for a repeated key."""
+        """Constructs the dict of a mapping node.
+
+        Args:
+            node: The mapping node.
+            deep: Whether the values are constructed at once; see PyYAML.
+
+        Raises:
+            ValueError: If a key is repeated.
+            yaml.constructor.ConstructorError: If a key is not hashable.
+        """
         mapping = super().construct_mapping(node, deep)
         _unique_dict([(self.construct_object(key), None) for key, _ in node.value])
         return mapping
