@@ -259,8 +259,7 @@ def prune(root: Path, keep: int, best: int = 0) -> None:
 
 
 def _do_nothing() -> None:
-    """Does nothing. Stands for the second halves of a save that has nothing to write or has failed.
-    """
+    """Does nothing. Stands for a step of a save that has nothing to write or has failed."""
 
 
 def _named_arrays(state: Any) -> dict[str, jax.Array]:
