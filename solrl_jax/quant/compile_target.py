@@ -1,5 +1,6 @@
-"""The platform that a program is traced for. It decides which kernels a program uses, and nothing
-else.
+"""The platform that a program is traced for.
+
+It decides which kernels a program uses, and nothing else.
 
 The platform is read from the mesh of `jax.set_mesh`, which JAX itself consults while it traces, and
 not from an argument. `jax.lax.platform_dependent` would make the choice explicit in the program,
@@ -17,30 +18,45 @@ def platform() -> str:
     These devices need not exist here: `solrl plan` compiles for devices that are only described.
 
     Returns:
-        "cpu", "gpu" (always CUDA: no other GPU is supported) or "tpu". Without a mesh, the platform
-        of JAX's default backend.
+        "cpu", "gpu" (always CUDA: no other GPU is supported) or "tpu", of the mesh that
+        `jax.set_mesh` has set. Without a mesh, or with a mesh that names no device, the platform of
+        JAX's default backend.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
 
 
 def triton_converts_fp8() -> bool:
-    """Whether Triton kernels can convert to FP8. NVIDIA GPUs older than Ada (compute capability
-    8.9) cannot.
+    """Whether Triton kernels can convert to FP8.
+
+    Returns:
+        False if the first device of JAX is an NVIDIA GPU older than Ada (compute capability below
+        8.9). True otherwise, also without any GPU: programs for a described GPU are taken to be for
+        a newer one.
     """
     return not _local_gpu_older_than(8.9)
 
 
 def cudnn_attends_in_fp8() -> bool:
-    """Whether cuDNN's FP8 attention is available: the target is a GPU, and the local GPU, if any,
-    is Hopper or newer.
+    """Whether cuDNN's FP8 attention is available.
+
+    Returns:
+        True if the program is traced for a GPU (`platform`) and the first device of JAX is not an
+        NVIDIA GPU older than Hopper (compute capability below 9.0). A described GPU is taken to be
+        new enough.
     """
     return platform() == "gpu" and not _local_gpu_older_than(9.0)
 
 
 def _local_gpu_older_than(capability: float) -> bool:
-    """Whether the first local device is a GPU with a lower compute capability. Described devices
-    are taken to be newer.
+    """Whether the first device of JAX is a GPU with a lower compute capability.
+
+    Args:
+        capability: A CUDA compute capability as a decimal number, e.g. 8.9 for Ada.
+
+    Returns:
+        False also if the first device is no GPU, or has no numeric compute capability. Devices that
+        a program is planned for are not considered.
     """
     device = jax.devices()[0]
     local = str(getattr(device, "compute_capability", ""))

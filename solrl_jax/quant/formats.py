@@ -35,14 +35,27 @@ class DeviceInfo:
 
     @classmethod
     def from_jax(cls, device: Any) -> "DeviceInfo":
-        """Reads the properties of a `jax.Device`."""
+        """Reads the properties of a device.
+
+        Args:
+            device: A `jax.Device`, or an object with its attributes `platform`, `device_kind` and,
+                for CUDA, `compute_capability` (text such as "9.0").
+
+        Returns:
+            The properties. The capability is (0, 0) if the device has none of the form
+            "MAJOR.MINOR".
+        """
         version = str(getattr(device, "compute_capability", ""))
         match = re.fullmatch(r"(\d+)\.(\d+)", version)
         capability = (int(match[1]), int(match[2])) if match else (0, 0)
         return cls(device.platform, device.device_kind, capability)
 
     def is_cuda_from(self, capability: tuple[int, int]) -> bool:
-        """Whether the device is an NVIDIA GPU of this compute capability or a higher one."""
+        """Whether the device is an NVIDIA GPU of a compute capability or a higher one.
+
+        Args:
+            capability: The lowest (major, minor) that is accepted.
+        """
         return self.platform == "gpu" and self.capability >= capability
 
 
@@ -71,8 +84,17 @@ class Format:
     tpu_kind: str | None = None
 
     def is_native(self, device: DeviceInfo) -> bool:
-        """Whether `device` has matmul units for the format. Elsewhere XLA converts the operands,
-        exactly.
+        """Whether a device has matmul units for the format.
+
+        Elsewhere XLA converts the operands, exactly.
+
+        Args:
+            device: The device that runs the matmuls.
+
+        Returns:
+            True for formats with `cuda_capability=None` on every device. Otherwise whether `device`
+            is of a kind that begins with `tpu_kind`, or an NVIDIA GPU of at least
+            `cuda_capability`; a CPU never is.
         """
         if self.cuda_capability is None:
             return True
@@ -81,7 +103,15 @@ class Format:
         return device.is_cuda_from(self.cuda_capability)
 
     def describe(self, device: DeviceInfo) -> str:
-        """One line about the format on `device`, for the terminal and for a run's record."""
+        """One line about the format on a device, for the terminal and for a run's record.
+
+        Args:
+            device: The device that runs the matmuls.
+
+        Returns:
+            "NAME (DESCRIPTION; native)", or "NAME (DESCRIPTION; emulated: KIND has no units for
+            it)" with the kind of the device, or its platform if the kind is empty.
+        """
         if self.is_native(device):
             support = "native"
         else:
@@ -116,9 +146,10 @@ def resolve_format(name: str, device: DeviceInfo) -> Format:
     """Looks up a format.
 
     Args:
-        name: A key of `FORMATS`, or "auto" for the fastest format that `device` runs natively (BF16
-            if neither NVFP4 nor FP8 is native).
-        device: The device that the program will run on. It matters only for "auto".
+        name: A key of `FORMATS` ("fp32", "bf16", "fp8" or "nvfp4"), or "auto" for the fastest
+            format that `device` runs natively: NVFP4, else FP8, else BF16.
+        device: The device that the program will run on. It matters only for "auto": a named format
+            is returned even if `device` emulates it.
 
     Returns:
         The format.
@@ -140,14 +171,15 @@ def scoring_dtypes(
     Args:
         name: "fp32", "half" or "auto". "half" decodes in BF16, whose range the autoencoder needs,
             and multiplies in FP16 in reward networks, which has three more bits of precision (BF16
-            on TPUs, which have no FP16). "auto" is "half" if the training precision is BF16 and
-            `device` has units for it. Otherwise "auto" decodes in the dtype that the autoencoder
-            was released for, and scores in float32.
-        precision: The training precision, "bf16" or "fp32".
+            on TPUs, which have no FP16). "fp32" decodes and scores in float32. "auto" is "half" if
+            `precision` is "bf16" and `device` computes in BF16: TPUs, and NVIDIA GPUs from compute
+            capability 8.0. Otherwise "auto" decodes in the dtype that the autoencoder was released
+            for, and scores in float32. Other names are not refused and act as this last case.
+        precision: The training precision, "bf16" or "fp32". It matters only for "auto".
         device: The device that decodes and scores.
 
     Returns:
-        The dtype of the decoder (None: the dtype that the autoencoder was released for) and the
+        The dtype of the decoder (None: the dtype that the autoencoder was released for), and the
         dtype of the matmuls in reward networks.
     """
     # Ampere and later GPUs, and TPUs. CPUs are slower in BF16 than in float32.

@@ -1,5 +1,6 @@
-"""FP8 (E4M3): one float32 scale per output channel of a weight, and one per row (token) of
-activations.
+"""FP8 (E4M3) weights and activations, with one float32 scale per output channel and per token.
+
+A token is a row of activations.
 
     scale = amax / 448      code = e4m3(clip(x / scale))
 
@@ -32,9 +33,12 @@ class FP8Tensor(QuantizedWithInput):
     """A weight matrix [in, out] in FP8: `w[i, o] = codes[o, i] * scales[o]`, 8 bits per value.
 
     The contraction axis of `codes` is last. Before Blackwell, this is the only layout in which
-    cuBLAS multiplies FP8; XLA would transpose any other into a copy.
+    cuBLAS multiplies FP8; XLA would transpose any other into a copy. `quantize` makes such leaves
+    from arrays.
 
     Attributes:
+        output_axes: A class attribute, see `Leaf`: the outputs are the second to last axis of
+            `codes` and the last axis of `scales`.
         codes: The values [..., out, in], float8_e4m3fn.
         scales: One scale per output channel [..., out], float32.
     """
@@ -45,8 +49,18 @@ class FP8Tensor(QuantizedWithInput):
     scales: Float[Array, "... n_out"]
 
     def lazy_matmul(self, x: LazyActivation) -> LazyActivation:
-        """`x @ w` with both operands in FP8, accumulated in float32. The reader applies the
-        scales.
+        """`x @ w` with both operands in FP8. The reader of the result applies the scales.
+
+        The rows of `x` are quantized by `encode`, once for all matmuls that read `x`. Sums are
+        accumulated in float32 (on Hopper with fast accumulation), and the unscaled result has the
+        dtype of `x`.
+
+        Args:
+            x: The input [b, s, in]. The leaf must hold a single matrix.
+
+        Returns:
+            A lazy activation [b, s, out] in the dtype of `x`, complete on every device of the mesh
+            axis `tensor`. Rows with a non-finite input value become NaN.
         """
         codes, scales = x.encode(encode)
         y = jax.lax.dot_general(
@@ -60,12 +74,22 @@ class FP8Tensor(QuantizedWithInput):
         return scale_lazily(y, scales, self.scales[None, None], width=y.shape[-1])
 
     def dequantize(self) -> Float[Array, "... n_in n_out"]:
-        """The codes times their scales, [..., in, out], in float32."""
+        """The codes times their scales, [..., in, out] with inputs first, as in `w`, in float32."""
         return jnp.swapaxes(self.codes.astype(jnp.float32) * self.scales[..., None], -1, -2)
 
 
 def quantize(w: Matrix) -> FP8Tensor:
-    """Quantizes weight matrices [..., in, out] to FP8, with one scale per output channel."""
+    """Quantizes weight matrices to FP8, with one scale per output channel.
+
+    Args:
+        w: Matrices [..., in, out] of a floating-point dtype, on the device or in NumPy. `in` is at
+            least 1.
+
+    Returns:
+        The leaf. The scale of an output channel is its largest magnitude divided by 448. A channel
+        whose scale would be subnormal (below 2^-126; also a channel of zeros) has zero codes; a
+        channel with a non-finite value dequantizes to NaN.
+    """
     codes, scales = encode([jnp.swapaxes(w, -1, -2).astype(jnp.float32)])
     return FP8Tensor(codes[0], scales[0][..., 0])
 
@@ -75,12 +99,17 @@ def encode(
 ) -> tuple[list[Float[Array, "..."]], list[Float[Array, "..."]]]:
     """Quantizes rows to FP8 (an encoder for `LazyActivation.encode`).
 
+    The scale of a row is its largest magnitude over all parts, divided by 448. Codes round to
+    nearest, ties to even.
+
     Args:
-        parts: Float32 arrays [..., n_i] that lie side by side along the last axis.
+        parts: Float32 arrays [..., n_i] that lie side by side along the last axis. At least one.
 
     Returns:
-        The codes of each part, float8_e4m3fn [..., n_i], and the scales of the rows [[..., 1]],
-        float32. A row whose scale would be subnormal has zero codes.
+        Two lists: the codes of each part, float8_e4m3fn [..., n_i]; and, as a list of one array,
+        the scales of the rows [..., 1], float32. A row whose scale would be subnormal (below
+        2^-126), also a row of zeros, has zero codes. A row with a NaN or an infinity has a
+        non-finite scale, so that its matmul is NaN.
     """
     scale = row_amax(parts) / E4M3_MAX
     divisor = jnp.where(scale >= SMALLEST_SCALE, scale, jnp.inf)

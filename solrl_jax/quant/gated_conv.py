@@ -1,6 +1,4 @@
-"""The middle of SANA's MLP: SiLU, depthwise 3x3 convolution, gate (arXiv 2410.10629, section
-2.2).
-"""
+"""The middle of SANA's MLP: SiLU, depthwise 3x3 convolution, gate (arXiv 2410.10629, sec. 2.2)."""
 
 import dataclasses
 import functools
@@ -20,17 +18,23 @@ def gated_conv(
     kernel: Float[Array, "3 3 1 c"],
     bias: Float[Array, " c"],
 ) -> Float[Array, "b n c/2"]:
-    """Computes `y * silu(g)`, where y and g are the halves of the depthwise convolution of
-    `silu(x)`.
+    """Computes `y * silu(g)`; y and g are the halves of the depthwise convolution of `silu(x)`.
+
+    `silu` and the convolution are computed in float32; results of each are rounded to the dtype of
+    `x`.
 
     Args:
-        x: The pixels [b, n, c] as one lazy part.
-        grid: The number of rows and of columns of the n pixels.
-        kernel: The filters of the convolution, which has zero padding.
-        bias: The bias of the convolution.
+        x: The pixels [b, n, c], in raster order, as one lazy part. c is even.
+        grid: The number of rows and of columns of the n pixels; their product is n.
+        kernel: The filters [3, 3, 1, c] of the convolution, which has stride 1 and zero padding.
+        bias: The bias [c] of the convolution.
 
     Returns:
-        The gated pixels, in the dtype of `x`.
+        The gated pixels [b, n, c / 2] in the dtype of `x`: y is the first half of the channels, g
+        the second.
+
+    Raises:
+        ValueError: On a TPU, if `x` has several parts.
     """
     if compile_target.platform() == "tpu":
         x = _materialize_matmul(x, grid)
@@ -45,14 +49,18 @@ def gated_conv(
 def _materialize_matmul(x: LazyActivation, grid: tuple[int, int]) -> LazyActivation:
     """Makes a TPU write the first array of an activation, a matmul, as images in its own dtype.
 
-    XLA would write it in float32, and copy it.
+    XLA would write it in float32, and copy it. An optimization barrier prevents that.
 
     Args:
         x: The activation [b, n, c] as one lazy part.
         grid: The number of rows and of columns of the n pixels.
 
     Returns:
-        The same activation.
+        The same activation, lazy as before, that reads the array behind the barrier. Column views
+        become arrays.
+
+    Raises:
+        ValueError: If `x` has several parts.
     """
     (part,) = x.parts
     first, *others = (a.value if isinstance(a, ColumnView) else a for a in part.arrays)
@@ -62,7 +70,7 @@ def _materialize_matmul(x: LazyActivation, grid: tuple[int, int]) -> LazyActivat
 
 
 def silu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`x sigmoid(x)` in float32."""
+    """`x sigmoid(x)`, elementwise. The result is float32 for every dtype of `x`."""
     x32 = x.astype(jnp.float32)
     return x32 * jax.lax.logistic(x32)
 
@@ -73,17 +81,18 @@ def depthwise_conv(
     """A convolution with one filter per channel, stride 1 and zero padding.
 
     On CPUs and GPUs, it is a sum of shifted products, which XLA fuses into one pass over memory.
-    XLA's grouped convolution is far slower on CPU, above all its gradient. On a TPU, the grouped
-    convolution takes a third of the cycles of the sum (by the compiler's count) and two thirds of
-    its memory traffic.
+    XLA's grouped convolution is far slower on CPU, above all its gradient. On a TPU, BF16 images
+    take the grouped convolution: a third of the cycles of the sum (by the compiler's count) and two
+    thirds of its memory traffic.
 
     Args:
-        x: The images.
-        kernel: The filters. k is odd.
-        bias: The bias, or None.
+        x: The images [b, h, w, c].
+        kernel: The filters [k, k, 1, c]; k is odd. As usual for networks, they are not flipped.
+        bias: One number per channel [c], added to every pixel; or None.
 
     Returns:
-        The convolved images, in the dtype of `x`, rounded once.
+        The convolved images [b, h, w, c] in the dtype of `x`, computed in float32 and rounded once.
+        With BF16 images on a TPU, the filters are rounded to BF16 first.
     """
     # in float32, rounded once: in BF16, rounding each product takes 2.5 times as long on CPU
     x32 = x.astype(jnp.float32)
@@ -100,11 +109,14 @@ def depthwise_conv(
 def conv_by_shifts(
     x: Float[Array, "b h w c"], kernel: Float[Array, "k k 1 c"]
 ) -> Float[Array, "b h w c"]:
-    """The depthwise convolution as a sum of shifted products.
+    """The depthwise convolution (stride 1, zero padding) as a sum of shifted products.
 
     Args:
-        x: The images, float32.
-        kernel: One filter per channel, float32.
+        x: The images [b, h, w, c], float32.
+        kernel: One filter per channel [k, k, 1, c], float32; k is odd.
+
+    Returns:
+        The convolved images [b, h, w, c], float32.
     """
     height, width = x.shape[1:3]
     size = len(kernel)
@@ -121,13 +133,16 @@ def conv_by_shifts(
 def conv_by_groups(
     x: Float[Array, "b h w c"], kernel: Float[Array, "k k 1 c"]
 ) -> Float[Array, "b h w c"]:
-    """The depthwise convolution as XLA's grouped convolution, with one group per channel.
+    """The depthwise convolution (stride 1, zero padding) as XLA's grouped convolution.
 
-    At the default precision, a TPU multiplies in BF16.
+    It has one group per channel. At the default precision, a TPU rounds both operands to BF16.
 
     Args:
-        x: The images, float32.
-        kernel: One filter per channel, float32.
+        x: The images [b, h, w, c], float32.
+        kernel: One filter per channel [k, k, 1, c], float32; k is odd.
+
+    Returns:
+        The convolved images [b, h, w, c], float32.
     """
     margin = (len(kernel) // 2, len(kernel) // 2)
     return jax.lax.conv_general_dilated(

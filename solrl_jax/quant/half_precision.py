@@ -23,6 +23,7 @@ class HalfPrecisionWeight(Leaf):
     errors of all layers would add up.
 
     Attributes:
+        output_axes: A class attribute, see `Leaf`: the outputs are the last axis of `weight`.
         weight: The matrix [..., in, out] in FP16 or BF16. Programs that are only planned hold a
             `jax.ShapeDtypeStruct`.
     """
@@ -32,9 +33,17 @@ class HalfPrecisionWeight(Leaf):
     weight: Float[Any, "... n_in n_out"]
 
     def matmul(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
-        """`x @ w`, with `x` rounded to the dtype of the weight. See `Leaf.matmul`."""
+        """`x @ w`, with `x` rounded to the dtype of the weight.
+
+        Args:
+            x: Activations [rows, n_in]. Values beyond the range of FP16 become infinite.
+
+        Returns:
+            The result [rows, n_out] in the dtype of the weight, with its outputs sharded over the
+            mesh axis `tensor` if their number is a multiple of the axis.
+        """
         return tensor_parallel.matmul(x.astype(self.weight.dtype), self.weight)
 
     def dequantize(self) -> Float[Array, "... n_in n_out"]:
-        """The weight in float32."""
+        """The weight [..., in, out] in float32."""
         return self.weight.astype(jnp.float32)

@@ -1,5 +1,4 @@
-"""`LazyActivation`: an activation that is computed by the kernel that reads it, not by the kernel
-before it.
+"""`LazyActivation`: an activation that is computed by the kernel that reads it.
 
 A quantized matmul reads codes and scales. Without help, XLA writes the input of the matmul in BF16,
 reads it to find the largest magnitude of each row, and reads it again to compute the codes. Here
@@ -46,8 +45,8 @@ class ColumnView:
 
     Attributes:
         array: The whole array [b, s, n].
-        start: The first column of the view.
-        stop: The column after the last one of the view.
+        start: The index of the first column of the view.
+        stop: The index of the column after the last one of the view.
     """
 
     array: Array
@@ -61,7 +60,7 @@ class ColumnView:
 
     @property
     def value(self) -> Float[Array, "b s columns"]:
-        """The columns as an array of their own."""
+        """The columns as an array of their own, [b, s, stop - start]."""
         return self.array[..., self.start : self.stop]
 
     def slice(self, start: int, stop: int) -> "ColumnView":
@@ -70,6 +69,9 @@ class ColumnView:
         Args:
             start: The first column of the new view, counted from the first column of this one.
             stop: The column after the last one of the new view, counted likewise.
+
+        Returns:
+            A view of the same array. That it lies within this one is not checked.
         """
         return ColumnView(self.array, self.start + start, self.start + stop)
 
@@ -79,13 +81,14 @@ class LazyPart:
     """Some columns of a lazy activation: `function(*arrays)`, evaluated where the columns are read.
 
     Attributes:
-        function: Computes the columns from `arrays`. Row i of the result depends only on row i of
-            each array.
-        arrays: Arrays [b, s, n], or `ColumnView`s of such arrays. The sizes b, s and n may also be
-            1 (broadcast), and each array may have a width n of its own.
+        function: Computes the columns [b, s, n] from `arrays`. Row i of the result depends only on
+            row i of each array.
+        arrays: At least one array [b, s, n], or a `ColumnView` of such an array. The sizes b, s and
+            n may also be 1 (broadcast), and each array may have a width n of its own.
         exact: Whether the part contains no quantized matmul. An exact part is computed in the
             dtypes of its arrays, as in the released networks. Other parts are computed in float32.
-        start: The first row of the first array that is read.
+        start: The first row of the first array that is read, if `stop` is not None. The other
+            arrays are read from their first row on.
         stop: The row after the last one of the first array that is read. None reads all rows.
     """
 
@@ -102,7 +105,7 @@ class LazyPart:
             dtype: The dtype that the arrays are cast to first. None keeps their own dtypes.
 
         Returns:
-            The columns [b, s, n].
+            The columns [b, s, n], in the dtype that `function` gives.
         """
         arrays = [x.value if isinstance(x, ColumnView) else x for x in self.arrays]
         if dtype is not None:
@@ -117,8 +120,12 @@ class LazyPart:
 class LazyActivation:
     """An activation [b, s, n] that need not exist in memory.
 
+    Its value and its encodings are computed when they are first read, and then kept. Two
+    activations are equal only if they are the same object.
+
     Attributes:
-        parts: The columns of the activation, as parts that lie side by side along the last axis.
+        parts: The columns of the activation, as one or more parts that lie side by side along the
+            last axis.
         dtype: The dtype of the activation once it is materialized.
     """
 
@@ -138,12 +145,12 @@ class LazyActivation:
             dtype: The dtype of the activation. None: the dtype of `x`.
 
         Returns:
-            The lazy activation with one part that returns `x` itself.
+            The lazy activation with one exact part that returns `x` itself.
         """
         return cls((LazyPart(_identity, (x,), True, *(rows or ())),), dtype or x.dtype)
 
     def map(self, f: Callable[..., Array], *more: Array) -> "LazyActivation":
-        """Applies a function of rows.
+        """Applies a function of rows. Nothing is computed yet.
 
         Args:
             f: Called as `f(activation, *more)`. Row i of its result may depend only on row i of its
@@ -151,7 +158,10 @@ class LazyActivation:
             *more: Further arrays [b, s, n], any of whose axes may have size 1.
 
         Returns:
-            The lazy result, with the dtype of this activation.
+            The lazy result, with the dtype of this activation. It is exact if this activation is.
+
+        Raises:
+            ValueError: If the activation has several parts, see `concat`.
         """
         (part,) = self.parts
         count = len(part.arrays)
@@ -165,16 +175,19 @@ class LazyActivation:
     def combine(
         self, f: Callable[[Array, Array], Array], other: "LazyActivation"
     ) -> "LazyActivation":
-        """Applies a function of rows to two activations.
+        """Applies a function of rows to two activations. Nothing is computed yet.
 
         Args:
             f: Called as `f(this, other)`. Row i of its result may depend only on row i of its
                 arguments.
             other: An activation of the same shape. Neither activation may read a range of rows of a
-                larger array.
+                larger array (`from_array(rows=...)`), which would be ignored without notice.
 
         Returns:
-            The lazy result, with the dtype of this activation.
+            The lazy result, with the dtype of this activation. It is exact if both are.
+
+        Raises:
+            ValueError: If either activation has several parts, see `concat`.
         """
         (part,) = self.parts
         (other_part,) = other.parts
@@ -188,22 +201,31 @@ class LazyActivation:
         return LazyActivation((combined,), self.dtype)
 
     def concat(self, other: "LazyActivation") -> "LazyActivation":
-        """This activation, followed by `other` along the last axis.
+        """This activation, followed by another along the last axis. Nothing is computed yet.
 
-        The result has the dtype of this activation.
+        Args:
+            other: A lazy activation [b, s, m] with the same b and s.
+
+        Returns:
+            The lazy activation [b, s, n + m], with the parts of both and the dtype of this
+            activation.
         """
         return LazyActivation((*self.parts, *other.parts), self.dtype)
 
     def split_columns(self, *widths: int) -> list["LazyActivation"]:
-        """Splits the activation along its last axis.
+        """Splits the activation along its last axis. Nothing is computed or copied.
 
         Args:
             *widths: The number of columns of each result, from the first column on. Column j of the
-                activation must depend only on column j of its arrays, as it does after a matmul and
-                a bias.
+                activation must depend only on column j of its arrays (or on arrays of width 1), as
+                it does after a matmul and a bias. Columns after the sum of all widths belong to no
+                result.
 
         Returns:
-            One lazy activation per width.
+            One lazy activation [b, s, width] per width, in their order.
+
+        Raises:
+            ValueError: If the activation has several parts, see `concat`.
         """
         (part,) = self.parts
 
@@ -225,7 +247,11 @@ class LazyActivation:
 
     @property
     def num_rows(self) -> int:
-        """The number of rows s of the activation [b, s, n]."""
+        """The number of rows s of the activation [b, s, n].
+
+        It is read from the first part: the length of its range of rows, or else the largest number
+        of rows of its arrays.
+        """
         part = self.parts[0]
         if part.stop is None:
             return max(x.shape[1] for x in part.arrays)
@@ -233,12 +259,16 @@ class LazyActivation:
 
     @property
     def exact(self) -> bool:
-        """Whether the activation contains no quantized matmul."""
+        """Whether no part of the activation contains a quantized matmul."""
         return all(part.exact for part in self.parts)
 
     @cached_property
     def value(self) -> Float[Array, "b s n"]:
-        """The activation as an array in memory, in `dtype`. Computed once."""
+        """The activation as an array [b, s, n] in memory, in `dtype`. Computed once and kept.
+
+        Exact parts are computed in the dtypes of their arrays, other parts in float32; both are
+        then cast to `dtype`.
+        """
         values = [
             part.compute(None if part.exact else jnp.float32).astype(self.dtype)
             for part in self.parts
@@ -247,18 +277,24 @@ class LazyActivation:
 
     @cached_property
     def _encodings(self) -> dict[Encode, tuple[Array, ...]]:
-        """The outputs of the encoders that have run, by encoder. `encode` fills it."""
+        """The outputs of the encoders that have run on this activation. `encode` fills it.
+
+        The keys are the encoder functions; a value is the tuple of arrays [b, s, m] that `encode`
+        returned. Empty at first.
+        """
         return {}
 
     def encode(self, encode: Encode) -> tuple[Array, ...]:
         """Encodes the rows of the activation in one pass over memory.
 
         Args:
-            encode: The encoder, for example `solrl_jax.quant.nvfp4.encode`.
+            encode: The encoder, for example `solrl_jax.quant.nvfp4.encode`: a function from the
+                parts of rows, float32, to a tuple of lists of arrays. It must be the same object in
+                each call.
 
         Returns:
-            The outputs of the encoder, each [b, s, m]. They are computed once, however many matmuls
-            read them.
+            The outputs of the encoder, each [b, s, m] with the parts joined along the last axis.
+            They are computed once per encoder and kept, however many matmuls read them.
         """
         if encode not in self._encodings:
             self._encodings[encode] = encode_in_one_pass(encode, [self])
@@ -266,7 +302,7 @@ class LazyActivation:
 
 
 def _identity(x: Array) -> Array:
-    """Returns `x`: the function of a `LazyPart` that is an array already."""
+    """Returns `x` itself: the function of a `LazyPart` that is an array already."""
     return x
 
 
@@ -275,17 +311,19 @@ def materialize_heads(
 ) -> Float[Array, "b s n head"]:
     """Writes activations to memory as one sequence of attention heads.
 
-    If any of the activations contains a quantized matmul, one kernel computes and writes all of
-    them.
+    If any of the activations contains a quantized matmul, one kernel computes (in float32) and
+    writes all of them. Otherwise each is computed by plain JAX operations, cast to its own dtype,
+    and then to `dtype`.
 
     Args:
-        pieces: Activations [b, s_i, n * head_dim] that follow each other along the sequence axis.
+        pieces: At least one activation [b, s_i, n * head_dim]. They follow each other along the
+            sequence axis.
         head_dim: The number of features of one head. Heads lie side by side in the last axis.
         dtype: The dtype of the result. None: the dtype of the first activation. Casts to FP8
             saturate.
 
     Returns:
-        The array [b, sum of s_i, n, head_dim].
+        The array [b, sum of s_i, n, head_dim] in `dtype`.
     """
 
     def split_heads(x: Array) -> Array:
@@ -301,11 +339,15 @@ def materialize_heads(
 def cast_saturating(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
     """Casts an array. Values beyond the range of an 8-bit dtype become its largest finite value.
 
-    E4M3 has no infinity: without the clipping, magnitudes above 464 would become NaN.
+    E4M3 has no infinity: without the clipping, magnitudes above 464 would become NaN. NaN stays
+    NaN. Casts to wider dtypes are plain.
 
     Args:
-        x: The array.
-        dtype: The dtype of the result.
+        x: The array, of any shape.
+        dtype: The dtype of the result, a floating-point dtype.
+
+    Returns:
+        The array in `dtype`, of the shape of `x`.
     """
     if jnp.dtype(dtype).itemsize == 1:
         largest = float(jnp.finfo(dtype).max)
@@ -314,17 +356,27 @@ def cast_saturating(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
 
 
 def cast_rows(dtype: Any, parts: Sequence[Array]) -> tuple[list[Array]]:
-    """An `Encode` with one output: the rows themselves.
+    """An encoder (see `LazyActivation.encode`) whose single output is the rows themselves.
 
     Args:
         dtype: The dtype of the output. Casts to FP8 saturate.
         parts: Float32 arrays [..., n_i] that lie side by side.
+
+    Returns:
+        A tuple of one list: each part, cast to `dtype`.
     """
     return ([cast_saturating(x, dtype) for x in parts],)
 
 
 def row_amax(parts: Sequence[Float[Array, "..."]]) -> Float[Array, "..."]:
-    """The largest magnitude [..., 1] of each row of arrays [..., n_i] that lie side by side."""
+    """The largest magnitude of each row, over several arrays that lie side by side.
+
+    Args:
+        parts: At least one array [..., n_i], with the same leading axes and n_i of at least 1.
+
+    Returns:
+        The maxima [..., 1], in the dtype of the arrays. A row with a NaN gives NaN.
+    """
     maxima = [jnp.max(jnp.abs(x), axis=-1, keepdims=True) for x in parts]
     return functools.reduce(jnp.maximum, maxima)
 
@@ -333,12 +385,14 @@ def encode_in_one_pass(encode: Encode, pieces: Sequence[LazyActivation]) -> tupl
     """Encodes the rows of activations that follow each other along the sequence axis.
 
     Args:
-        encode: The encoder of a row.
-        pieces: Activations [b, s_i, n].
+        encode: The encoder of a row, see `LazyActivation.encode`.
+        pieces: At least one activation [b, s_i, n], all of the same batch and width.
 
     Returns:
         The outputs of the encoder, each [b, sum of s_i, m]. CUDA programs compute them with
-        `triton_kernel`, all others with `reference`.
+        `triton_kernel` on each device's own rows of the batch, all others with `reference`. If the
+        first device of JAX is a GPU whose Triton cannot convert to FP8 (older than Ada),
+        `reference` computes them, too.
     """
     parts = [x.parts for x in pieces]
 
@@ -356,7 +410,15 @@ def encode_in_one_pass(encode: Encode, pieces: Sequence[LazyActivation]) -> tupl
 
 
 def _arrays(pieces: Sequence[Sequence[LazyPart]]) -> list[Array]:
-    """The arrays in memory that the parts of all pieces read, in order."""
+    """The arrays in memory that the parts of all pieces read, in order; whole ones for views.
+
+    Args:
+        pieces: The parts of each activation.
+
+    Returns:
+        A flat list: piece by piece, part by part, array by array. A `ColumnView` gives the array
+        that it views. Arrays that several parts read are repeated.
+    """
     arrays = [x for parts in pieces for part in parts for x in part.arrays]
     return [x.array if isinstance(x, ColumnView) else x for x in arrays]
 
@@ -368,7 +430,11 @@ def _replace_arrays(
 
     Args:
         pieces: The parts of each activation.
-        arrays: The new arrays, in the order of `_arrays`.
+        arrays: The new arrays, in the order of `_arrays`. The iterator is advanced by as many as
+            the parts read.
+
+    Returns:
+        The parts of each activation. A `ColumnView` views the same columns of its new array.
     """
 
     def replace(old: Array | ColumnView) -> Array | ColumnView:
@@ -383,14 +449,16 @@ def _replace_arrays(
 
 
 def reference(encode: Encode, pieces: Sequence[Sequence[LazyPart]]) -> tuple[Array, ...]:
-    """Computes what `triton_kernel` computes, in plain JAX.
+    """Computes what `triton_kernel` computes, in plain JAX and in float32.
 
     Args:
-        encode: The encoder of a row.
-        pieces: The parts of each activation. Activations follow each other along the sequence axis.
+        encode: The encoder of a row, see `LazyActivation.encode`.
+        pieces: The parts of each activation, at least one. Activations follow each other along the
+            sequence axis.
 
     Returns:
-        The outputs of the encoder, each [b, s, m].
+        The outputs of the encoder, each [b, s, m], where s is the number of rows of all pieces
+        together.
     """
     encoded = [encode([part.compute(jnp.float32) for part in parts]) for parts in pieces]
     outputs = []
@@ -405,11 +473,14 @@ def triton_kernel(
 ) -> tuple[Array, ...]:
     """Computes and encodes every row in one pass over memory.
 
-    One Triton program handles one row, in float32.
+    One Triton program handles one row, in float32. Also silences JAX's deprecation warning of
+    Pallas for Triton in this process.
 
     Args:
-        encode: The encoder of a row.
-        pieces: The parts of each activation. Activations follow each other along the sequence axis.
+        encode: The encoder of a row, see `LazyActivation.encode`. Parts are padded with zeros to a
+            power of two, which must not change what it makes of the values before the padding.
+        pieces: The parts of each activation, at least one. Activations follow each other along the
+            sequence axis and have the same batch and width.
         interpret: Whether to run the kernel in Pallas' interpreter, which needs no GPU.
 
     Returns:
@@ -493,11 +564,11 @@ def _encode_row(
     """Runs inside the kernel: computes one row of an activation, encodes it, and stores it.
 
     Args:
-        encode: The encoder of a row.
+        encode: The encoder of a row, see `LazyActivation.encode`.
         parts: The parts of the activation.
         widths: The number of columns of each part.
-        inputs: For each part, references to one row of each of its arrays.
-        results: References to one row of each output of the encoder.
+        inputs: For each part, references [n] to one row of each of its arrays.
+        results: References [m] to one row of each output of the encoder, which are written.
     """
     from jax.experimental.pallas import triton as plgpu
 

@@ -30,24 +30,42 @@ class Leaf(abc.ABC):
     """A weight matrix [in, out] in some representation.
 
     The arrays of a leaf may have leading axes, for example one for stacked layers. `matmul` and
-    `lazy_matmul` accept a single matrix.
+    `lazy_matmul` accept a single matrix. Subclasses are frozen dataclasses that are registered as
+    JAX pytrees and define `matmul` and `dequantize`.
 
     Attributes:
-        output_axes: For each array field whose outputs can be sharded: the axis of the outputs,
-            counted from the end. Arrays of fields that are not listed are replicated.
+        output_axes: A class attribute. A mapping from the name of each array field whose outputs
+            can be sharded to the axis of the outputs, counted from the end (negative). Arrays of
+            fields that are not listed are replicated.
     """
 
     output_axes: ClassVar[Mapping[str, int]] = {}
 
     @abc.abstractmethod
     def matmul(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
-        """`x @ w` in the dtype of `x`. On a mesh with an axis `tensor`, the outputs may be sharded
-        over it.
+        """`x @ w` for a single matrix.
+
+        Args:
+            x: Activations [rows, n_in] of a floating-point dtype.
+
+        Returns:
+            The result [rows, n_out] in the dtype of `x`, unless the class says otherwise
+            (`HalfPrecisionWeight`). On a mesh with an axis `tensor`, the outputs may be sharded
+            over it.
         """
 
     def lazy_matmul(self, x: LazyActivation) -> LazyActivation:
-        """`x @ w` for a lazy activation. By default, both the input and the output are
-        materialized.
+        """`x @ w` for a lazy activation and a single matrix.
+
+        This default materializes both the input and the output, and names the output "matmul" for
+        gradient checkpointing.
+
+        Args:
+            x: The input [b, s, n_in].
+
+        Returns:
+            The lazy result [b, s, n_out], in the dtype of `matmul`'s result, complete on every
+            device of the mesh axis `tensor`.
         """
         value = x.value
         y = self.matmul(value.reshape(-1, value.shape[-1]))
@@ -56,17 +74,18 @@ class Leaf(abc.ABC):
 
     @abc.abstractmethod
     def dequantize(self) -> Float[Array, "... n_in n_out"]:
-        """The matrix that the leaf represents, in float32."""
+        """The matrix that the leaf represents, [..., n_in, n_out] with leading axes, in float32."""
 
     def partition_specs(self, shards: int) -> Any:
         """The sharding of the leaf over the mesh axis `tensor`.
 
         Args:
-            shards: The number of shards along the axis.
+            shards: The number of shards along the axis. 1 replicates everything.
 
         Returns:
-            The leaf with a `PartitionSpec` in place of each array. Outputs are sharded where their
-            number is a multiple of `shards`.
+            The leaf with a `PartitionSpec` in place of each array, also in leaves that it contains.
+            The axis that `output_axes` names is sharded where its size is a multiple of `shards`;
+            all else is replicated.
         """
 
         def spec(path: tuple[Any, ...], x: Any) -> Any:
@@ -82,25 +101,45 @@ class Leaf(abc.ABC):
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of the leaf's arrays."""
+        """The number of bytes of the leaf's arrays, which may be abstract, all shards together."""
         return nbytes(self)
 
 
 class Quantized(Leaf):
-    """A leaf whose matmul runs in a low-precision format, so that it only approximates that of the
-    original matrix.
+    """A leaf whose matmul runs in a low-precision format.
+
+    The result only approximates that of the original matrix. The class adds nothing to `Leaf`; it
+    marks quantized leaves for `isinstance`.
     """
 
 
 class QuantizedWithInput(Quantized):
-    """A quantized leaf whose matmul quantizes its input, too, by `LazyActivation.encode`."""
+    """A quantized leaf whose matmul quantizes its input, too, by `LazyActivation.encode`.
+
+    Subclasses define `lazy_matmul`, and `matmul` follows from it.
+    """
 
     @abc.abstractmethod
     def lazy_matmul(self, x: LazyActivation) -> LazyActivation:
-        """`x @ w` on the encoded rows of `x`. See `Leaf.lazy_matmul`."""
+        """`x @ w` on the encoded rows of `x`, for a single matrix.
+
+        Args:
+            x: The input [b, s, n_in].
+
+        Returns:
+            The lazy result [b, s, n_out] in the dtype of `x`, complete on every device of the mesh
+            axis `tensor`.
+        """
 
     def matmul(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
-        """`x @ w` by `lazy_matmul`. See `Leaf.matmul`."""
+        """`x @ w` by `lazy_matmul`, in memory.
+
+        Args:
+            x: Activations [rows, n_in] of a floating-point dtype.
+
+        Returns:
+            The result [rows, n_out] in the dtype of `x`.
+        """
         return self.lazy_matmul(LazyActivation.from_array(x[:, None])).value[:, 0]
 
 
@@ -110,13 +149,16 @@ def scale_lazily(
     """Multiplies the matmul of two code arrays by the scales of its operands.
 
     Args:
-        y: The matmul of the codes. Columns from `width` on are padding, which is never read.
-        *scales: Float32 scales, [b, s, 1] for rows or [1, 1, width] for columns.
+        y: The matmul of the codes [b, s, padded]. Columns from `width` on are padding, which is
+            never read.
+        *scales: Float32 scales that broadcast against [b, s, width]: [b, s, 1] for rows, [1, 1,
+            width] for columns, [1, 1, 1] for a matrix.
         width: The number of columns of the result.
 
     Returns:
-        A lazy activation [b, s, width] in the dtype of `y`. The multiplication happens in float32,
-        in the kernel that reads it.
+        A lazy activation [b, s, width] in the dtype of `y`, marked as not exact. The multiplication
+        happens in float32, in the kernel that reads it. `y` and the scales are gathered along their
+        last axes over the mesh axis `tensor`.
     """
     y = tensor_parallel.gather_axis(y)
     columns = y if width == y.shape[-1] else ColumnView(y, 0, width)
@@ -125,12 +167,14 @@ def scale_lazily(
 
 
 def _multiply(*factors: Array) -> Array:
-    """The elementwise product of all factors, which broadcast against each other."""
+    """The elementwise product of all factors (at least one), which broadcast against each other."""
     return functools.reduce(operator.mul, factors)
 
 
 def nbytes(tree: Any) -> int:
-    """The number of bytes of all arrays of a tree. The arrays may be abstract
-    (`jax.ShapeDtypeStruct`).
+    """The number of bytes of all arrays of a tree, all shards together; 0 without arrays.
+
+    Args:
+        tree: A tree of arrays of JAX or NumPy, which may be abstract (`jax.ShapeDtypeStruct`).
     """
     return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(tree))

@@ -47,10 +47,12 @@ class Blocks:
     """How the tokens of an image, in raster order, are divided into equal blocks.
 
     Attributes:
-        layout: The number of blocks from top to bottom and from left to right.
-        grid: The number of rows and of columns of tokens.
-        eps: Added to the ReLU of queries and keys.
-        least: Added to the denominator of the attention.
+        layout: The number of blocks from top to bottom and from left to right. Each must divide the
+            number in `grid`; this is not checked.
+        grid: The number of rows and of columns of tokens of the image.
+        eps: Added to the ReLU of queries and keys. The default adds nothing.
+        least: Added to the denominator of the attention, so that it is not 0. Also the constant of
+            attention without blocks.
         released: Whether to compute the variant of MHLA's released code, see `linear_attention`.
     """
 
@@ -62,7 +64,7 @@ class Blocks:
 
     @property
     def count(self) -> int:
-        """The number of blocks."""
+        """The number of blocks of an image, m."""
         return math.prod(self.layout)
 
     @property
@@ -71,7 +73,7 @@ class Blocks:
         return self.grid[0] // self.layout[0], self.grid[1] // self.layout[1]
 
     def feature(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Computes `relu(x) + eps` for queries or keys, in their dtype."""
+        """Computes `relu(x) + eps` for queries or keys of any shape, in their dtype."""
         return jax.nn.relu(x) + jnp.asarray(self.eps, x.dtype)
 
 
@@ -83,24 +85,33 @@ def linear_attention(
     blocks: Blocks | None = None,
     mix: Float[Array, "m m"] | None = None,
 ) -> Float[Array, "b n d"]:
-    """Computes linear attention with the features `f(x) = relu(x) + eps`, in float32.
+    """Computes linear attention with the features `f(x) = relu(x) + eps`, summed in float32.
 
-    Without blocks, the result for each head is `f(q) S / (f(q) . z + least)`, where
-    `S = sum f(k) v^T` and `z = sum f(k)` over all keys, and eps is 0. With blocks, each block b has
-    its own sums S_b and z_b, and a query of block i reads `S = sum_b m_ib S_b` and
-    `z = sum_b m_ib z_b`. In the released variant, the denominator of the query at position p of
-    block i is `sum_b m_ib f(q_bp) . z_b + least`.
+    Without blocks, the result for each head is `f(q) S / (f(q) . z + least)`, where `S = sum f(k)
+    v^T` and `z = sum f(k)` over all keys, with eps 0 and least 1e-15 (the defaults of `Blocks`).
+    With blocks, eps and least are fields of `blocks`; each block b has its own sums S_b and z_b,
+    and a query of block i reads `S = sum_b m_ib S_b` and `z = sum_b m_ib z_b`. In the released
+    variant (`blocks.released`), S is the same, but the denominator of the query at position p of
+    block i is `sum_b m_ib f(q_bp) . z_b + least`, where q_bp is the query at position p of block b.
+
+    One Triton kernel computes it on a GPU if q is in BF16, the variant is not the released one,
+    each input is one lazy part without a range of rows, heads have 16, 32 or 64 features, and (m
+    rounded up to a power of two) * features^2 is at most 16384. Otherwise plain JAX does. Both are
+    differentiable in q, k, v and m.
 
     Args:
-        q: Queries [b, n, d], heads side by side.
+        q: Queries [b, n, d], heads side by side in d. n are all tokens of the image in raster
+            order.
         k: Keys [b, n, d].
         v: Values [b, n, d].
-        heads: The number of heads.
-        blocks: The blocks of the image. None: one block.
-        mix: The matrix m, if there are blocks.
+        heads: The number of heads, which divides d.
+        blocks: The blocks of the image.
+        mix: The matrix m [blocks, blocks]; row i belongs to the queries of block i. If `blocks` or
+            `mix` is None, the other one is ignored: there is one block, with the defaults above.
 
     Returns:
-        The attended values [b, n, d], in the dtype of `q`.
+        The attended values [b, n, d]: without blocks in the dtype of `q`, with blocks in that of
+        `v` (BF16 by the kernel).
     """
     inputs = (q, k, v)
     width = max(x.shape[2] for x in v.parts[0].arrays)
@@ -137,16 +148,17 @@ def linear_attention(
 def reference(
     q: Float[Array, "b n d"], k: Float[Array, "b n d"], v: Float[Array, "b n d"], heads: int
 ) -> Float[Array, "b n d"]:
-    """Computes `linear_attention` without blocks, in plain JAX.
+    """Computes `linear_attention` without blocks, in plain JAX, summed in float32.
 
     Args:
-        q: Queries, heads side by side.
-        k: Keys.
-        v: Values.
-        heads: The number of heads.
+        q: Queries [b, n, d], heads side by side.
+        k: Keys [b, n, d].
+        v: Values [b, n, d].
+        heads: The number of heads, which divides d.
 
     Returns:
-        The attended values, in the dtype of `q`.
+        The attended values [b, n, d] in the dtype of `q`. They are 0 where no feature of the query
+        meets one of a key.
     """
 
     def split_heads(x: Array) -> Array:
@@ -172,15 +184,16 @@ def mixed_reference(
     """Computes `linear_attention` with blocks, also the released variant, in plain JAX.
 
     Args:
-        q: Queries, heads side by side.
-        k: Keys.
-        v: Values.
-        heads: The number of heads.
-        blocks: The blocks of the image.
-        mix: The matrix m.
+        q: Queries [b, n, d], heads side by side. n is the product of `blocks.grid`.
+        k: Keys [b, n, d].
+        v: Values [b, n, d].
+        heads: The number of heads, which divides d.
+        blocks: The blocks of the image, with eps, least and the variant.
+        mix: The matrix m [blocks, blocks] of any floating-point dtype; cast to float32. Row i
+            belongs to the queries of block i.
 
     Returns:
-        The attended values, in the dtype of `v`.
+        The attended values [b, n, d], in the dtype of `v`.
     """
     batch = len(q)
     m = blocks.count
@@ -228,6 +241,13 @@ def exact_in_float32(*factors: Float[Array, "..."]) -> tuple[Float[Array, "..."]
     CPUs have no such matmul for BF16, so that the factors are cast to float32 there. Elsewhere they
     are returned as they are, and no float32 copy is written: products of BF16 numbers are exact in
     float32.
+
+    Args:
+        *factors: Arrays of any shape, in BF16 or float32.
+
+    Returns:
+        One array per factor, in their order. "CPU" is what the program is traced for, see
+        `compile_target.platform`.
     """
     if compile_target.platform() == "cpu":
         return tuple(x.astype(jnp.float32) for x in factors)
@@ -239,14 +259,19 @@ def with_gradient(
 ) -> Callable[..., Array]:
     """Makes a differentiable function of the two kernels.
 
+    The forward pass keeps only its arguments; the backward pass computes the sums again.
+
     Args:
-        kernel: (backward, *arrays) -> the result or, if `backward`, the gradients. See
-            `run_kernel`.
-        functions: The functions that compute q, k and v from arrays.
-        counts: The number of arrays of each of them.
+        kernel: Called as `kernel(False, m, *arrays)` for the attended values, and as `kernel(True,
+            m, *arrays, g)`, with their gradient g, for the gradients of m, q, k and v. See
+            `run_kernel`. Each device runs it on its own images.
+        functions: The three functions that compute q, k and v, each from its own arrays.
+        counts: The number of arrays of each of these functions, in the same order.
 
     Returns:
-        (m [1, m, m], *arrays) -> the attended values.
+        A function `(m [1, m, m], *arrays) -> attended values`, where the arrays are those of all
+        three functions in order. The gradient of m is summed over images and heads; gradients of
+        arrays are those of q, k and v, pulled back through the functions.
     """
     forward = shard_map_kernel(functools.partial(kernel, False))
     backward = shard_map_kernel(functools.partial(kernel, True))
@@ -278,21 +303,25 @@ def run_kernel(
     *arrays: Array,
     interpret: bool = False,
 ) -> Array | tuple[Array, ...]:
-    """Runs the kernel of the attention or of its gradient. One program handles one head.
+    """Runs the kernel of the attention or of its gradient. One program handles one image's head.
+
+    Also silences JAX's deprecation warning of Pallas for Triton in this process.
 
     Args:
-        functions: The functions that compute q, k and v from arrays.
-        first_columns: For each array of each function, the column at which it begins.
+        functions: The three functions that compute q, k and v from arrays, row by row.
+        first_columns: For each array of each function, the column at which the first head begins.
         widths: The number of features of one head, and of all heads together.
-        blocks: The blocks of the image.
+        blocks: The blocks of the image. `released` is ignored.
         backward: Whether to compute the gradient.
-        *arrays: m [b or 1, m, m] in float32, padded with zeros to a power of two; the arrays of all
-            functions; and, if `backward`, the gradient of the result.
+        *arrays: m [b or 1, m, m] in float32, padded with zeros to a power of two of blocks; the
+            arrays [b or 1, n or 1, columns or 1] of all functions in order; and, if `backward`, the
+            gradient [b, n, d] of the result. An axis of size 1 is broadcast. At least one has b
+            images.
         interpret: Whether to run the kernel in Pallas' interpreter, which needs no GPU.
 
     Returns:
-        The attended values [b, n, d] in BF16. If `backward`, the gradients of m for each head
-        [b, heads, m, m] in float32, and of q, k and v in BF16.
+        The attended values [b, n, d] in BF16. If `backward`, a tuple: the gradients of m for each
+        head [b, heads, m, m] in float32, and of q, k and v [b, n, d] in BF16.
     """
     from jax.experimental import pallas as pl  # imported here because the import takes a second
     from jax.experimental.pallas import triton as plgpu
@@ -338,19 +367,28 @@ def run_kernel(
 
 
 class _Head:
-    """One head inside a kernel: it loads and stores tokens, and computes the sums over keys.
+    """One head of one image inside a kernel: loads and stores tokens, and computes sums over keys.
 
-    A block of the image is processed in groups of tokens. A group is a pair: the indices of its
-    tokens in raster order [tokens, 1], and whether each of them exists [tokens, 1]. Sums
-    [m, head, head] and [m, head] are padded with zeros to a power of two of blocks.
+    A block of the image is processed in groups of 16 to 64 tokens. A group is a pair: the indices
+    of its tokens in raster order [tokens, 1], and whether each of them exists [tokens, 1], since
+    the last group of a block may be incomplete. Sums [m, head, head] and [m, head] are padded with
+    zeros to a power of two of blocks. It can be created only inside a Pallas kernel with the grid
+    (images, heads).
 
     Args:
         pl: The module `jax.experimental.pallas`.
         plgpu: The module `jax.experimental.pallas.triton`.
-        functions: The functions that compute q, k and v from arrays.
-        first_columns: For each array of each function, the column at which it begins.
+        functions: The three functions that compute q, k and v from arrays.
+        first_columns: For each array of each function, the column at which the first head begins.
         head_dim: The number of features of the head.
         blocks: The blocks of the image.
+
+    Attributes:
+        index: The index of the head, from the program's place in the grid.
+        columns: The columns of this head [1, head_dim] in arrays that hold all heads.
+        block_index: 0, 1, ... up to the padded number of blocks, an array.
+        group_size: The number of tokens of a group: a block's tokens, rounded up to a power of two,
+            within 16 to 64.
     """
 
     def __init__(
@@ -376,10 +414,11 @@ class _Head:
         """Returns functions that compute q, k and v of a group of tokens.
 
         Args:
-            refs: The references to the arrays of all functions, in order.
+            refs: The references to the arrays of all three functions, in order.
 
         Returns:
-            Three functions from a group to [tokens, head] in BF16. Tokens that do not exist are 0.
+            Three functions from a group (see `_Head`) to [tokens, head] in BF16. Each loads its
+            arrays anew in every call. Tokens that do not exist are 0.
         """
         remaining = iter(refs)
         inputs = [
@@ -397,21 +436,28 @@ class _Head:
         ]
 
     def feature(self, x: Array, tokens: Any) -> Array:
-        """Computes the features of queries or keys.
+        """Computes the features `relu(x) + eps` of queries or keys.
 
         Args:
             x: Queries or keys of a group [tokens, head].
-            tokens: The group. Tokens that do not exist have features 0.
+            tokens: The group (see `_Head`). Tokens that do not exist have features 0.
+
+        Returns:
+            The features [tokens, head] in the dtype of `x`.
         """
         return jnp.where(tokens[1], self.blocks.feature(x), 0.0).astype(x.dtype)
 
     def load(self, ref: Any, tokens: Any, first_column: int = 0) -> Array:
-        """Loads the columns of this head for a group of tokens, in float32.
+        """Loads the columns of this head for a group of tokens.
 
         Args:
-            ref: A reference to an array [tokens or 1, width or 1]; axes of size 1 are broadcast.
-            tokens: The group of tokens.
+            ref: A reference to an array [n or 1, columns or 1]; axes of size 1 are broadcast.
+            tokens: The group (see `_Head`).
             first_column: The column of the array at which the first head begins.
+
+        Returns:
+            Float32 values [tokens or 1, head or 1]. Tokens that do not exist are 0, unless the
+            array has one row for all tokens.
         """
         indices, exists = tokens
         zero = jnp.zeros((1, 1), jnp.int32)
@@ -425,19 +471,19 @@ class _Head:
         """Stores values to the columns of this head, for tokens that exist.
 
         Args:
-            ref: A reference to an array [tokens, width].
-            tokens: The group of tokens.
+            ref: A reference to an array [n, width of all heads]. The values are cast to its dtype.
+            tokens: The group (see `_Head`).
             value: The values [tokens, head].
         """
         mask = jnp.broadcast_to(tokens[1], value.shape)
         self.plgpu.store(ref.at[tokens[0], self.columns], value.astype(ref.dtype), mask=mask)
 
     def scan_block(self, block: Any, step: Callable[..., Any], start: Any) -> Any:
-        """Calls `step(group, carry) -> carry` for each group of tokens of a block.
+        """Calls a function for each group of tokens of a block, in order.
 
         Args:
-            block: The index of the block.
-            step: The function to call.
+            block: The index of the block, in raster order of blocks; int32, may be traced.
+            step: Called as `step(group, carry)`; returns the next carry, of the same shapes.
             start: The first carry.
 
         Returns:
@@ -460,16 +506,28 @@ class _Head:
         return jax.lax.fori_loop(0, num_groups, one_group, start)
 
     def zeros(self, *num_blocks: int) -> tuple[Array, Array]:
-        """Zeros in the shapes of S and z, for one block or with a leading axis of blocks."""
+        """Zeros in the shapes of the sums S and z, in float32.
+
+        Args:
+            *num_blocks: Nothing for the sums of one block; the padded number m of blocks for a
+                leading axis of blocks.
+
+        Returns:
+            S [head, head] and z [head], or S [m, head, head] and z [m, head].
+        """
         state = jnp.zeros((*num_blocks, self.head_dim, self.head_dim), jnp.float32)
         return state, jnp.zeros((*num_blocks, self.head_dim), jnp.float32)
 
     def sums(self, k: Any, v: Any) -> tuple[Array, ...]:
-        """Computes S [m, head, head] and z [m, head] of all blocks.
+        """Computes the sums S = sum f(k) v^T and z = sum f(k) over the tokens of each block.
 
         Args:
-            k: Computes the keys of a group, see `loaders`.
-            v: Computes the values of a group.
+            k: Computes the keys [tokens, head] of a group, see `loaders`.
+            v: Computes the values [tokens, head] of a group.
+
+        Returns:
+            S [m, head, head] (keys first) and z [m, head] of all blocks, float32. Blocks that are
+            padding have zeros.
         """
 
         def add_group(tokens: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -490,12 +548,26 @@ class _Head:
         return jax.lax.fori_loop(0, self.blocks.count, add_block, start)
 
     def is_block(self, block: Any, x: Array) -> Array:
-        """Marks a block along the first axis of sums `x` of all blocks."""
+        """Marks one block along the first axis of sums of all blocks.
+
+        Args:
+            block: The index of the block, in raster order; may be traced.
+            x: Sums of all blocks [m, ...], of which only the number of axes is read.
+
+        Returns:
+            Booleans [m, 1, ...] with as many axes as `x`, True at `block` alone.
+        """
         return _along_first_axis(self.block_index == block, x)
 
 
 def _forward(head: _Head, *refs: Any) -> None:
-    """The kernel of the attention: m and the arrays of q, k and v -> the attended values."""
+    """The kernel of the attention, for one head of one image.
+
+    Args:
+        head: The head.
+        *refs: References to m [m, m], to the arrays of q, k and v in order, and last to the
+            attended values [n, width], whose columns of this head are written.
+    """
     mix, *inputs, out = refs
     q, k, v = head.loaders(inputs)
     sums = head.sums(k, v)
@@ -514,7 +586,17 @@ def _forward(head: _Head, *refs: Any) -> None:
 
 
 def _backward(head: _Head, *refs: Any) -> None:
-    """The kernel of the gradient: also the gradient of the result -> those of m, q, k and v."""
+    """The kernel of the gradient, for one head of one image. It computes the sums over keys again.
+
+    The gradient of a query or key is 0 where its value is not above 0 (ReLU).
+
+    Args:
+        head: The head.
+        *refs: References to m [m, m]; to the arrays of q, k and v in order; to the gradient of the
+            attended values [n, width]; and to the outputs: the gradient of m for each head [heads,
+            m, m], and the gradients of q, k and v [n, width]. This head's part of the outputs is
+            written; rows of m that are padding are not.
+    """
     mix, *inputs, gradient, mix_gradient, q_gradient, k_gradient, v_gradient = refs
     q, k, v = head.loaders(inputs)
     sums = head.sums(k, v)
@@ -565,27 +647,49 @@ def _backward(head: _Head, *refs: Any) -> None:
 
 
 def _along_first_axis(values: Array, like: Array) -> Array:
-    """Reshapes one value per block so that it broadcasts against sums of all blocks."""
+    """Reshapes one value per block so that it broadcasts against sums of all blocks.
+
+    Args:
+        values: One value per block [m].
+        like: Sums of all blocks [m, ...], of which only the number of axes is read.
+
+    Returns:
+        The values [m, 1, ...] with as many axes as `like`.
+    """
     return values.reshape(-1, *(1,) * (like.ndim - 1))
 
 
 def _mix_sums(weights: Float[Array, " m"], sums: tuple[Array, ...]) -> list[Array]:
-    """The sums that the queries of a block read: S [head, head] and z [head].
+    """The sums that the queries of one block read: S [head, head] and z [head].
 
     Args:
-        weights: The row of m that belongs to the block.
+        weights: The row of the mixing matrix [m] that belongs to the block.
         sums: S [m, head, head] and z [m, head] of all blocks.
+
+    Returns:
+        A list [S, z] of the sums over the blocks, weighted with `weights`.
     """
     return [(_along_first_axis(weights, x) * x).sum(0) for x in sums]
 
 
 def _sum_over_tokens(x: Float[Array, "n k"], y: Float[Array, "n v"]) -> Float[Array, "k v"]:
-    """`x.T @ y`, accumulated in float32."""
+    """`x.T @ y` [k, v] of [n, k] and [n, v], accumulated and returned in float32."""
     return jax.lax.dot_general(x, y, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _wide_dot(x: Float[Array, "n k"], y: Float[Array, "k v"]) -> Float[Array, "n v"]:
-    """The matmul of BF16 `x` and float32 `y` in float32, as three matmuls of exact products."""
+    """The matmul of BF16 `x` and float32 `y`, nearly as exact as in float32.
+
+    `y` is split into three BF16 arrays (`_split_bf16`), and three matmuls, whose products are exact
+    in float32, are added.
+
+    Args:
+        x: A BF16 matrix [n, k].
+        y: A float32 matrix [k, v].
+
+    Returns:
+        The product [n, v], float32.
+    """
     products: Any = (
         jnp.dot(x, part, preferred_element_type=jnp.float32) for part in _split_bf16(y)
     )
@@ -593,7 +697,11 @@ def _wide_dot(x: Float[Array, "n k"], y: Float[Array, "k v"]) -> Float[Array, "n
 
 
 def _split_bf16(x: Float[Array, "..."]) -> list[Float[Array, "..."]]:
-    """Three BF16 arrays whose sum is the float32 array `x`."""
+    """Splits a float32 array into three BF16 arrays of its shape, the largest first.
+
+    Their sum is exactly `x`, as long as no part is so small that it underflows. An infinite value
+    becomes NaN.
+    """
     parts = []
     for _ in range(3):
         parts.append(x.astype(jnp.bfloat16))

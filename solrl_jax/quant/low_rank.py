@@ -1,6 +1,4 @@
-"""`LowRank`: a frozen weight with a trainable low-rank update beside it (LoRA, arXiv
-2106.09685).
-"""
+"""`LowRank`: a frozen weight with a trainable low-rank update beside it (LoRA)."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -19,14 +17,17 @@ from solrl_jax.quant.leaf import MATMUL, Leaf
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LowRank(Leaf):
-    """The weight `base + scale * a @ b` (arXiv 2106.09685, equation 3; our `a` and `b` are the
-    paper's A and B, transposed).
+    """The weight `base + scale * a @ b` (arXiv 2106.09685, equation 3).
+
+    `a` and `b` are the paper's A and B, transposed.
 
     Attributes:
+        output_axes: A class attribute, see `Leaf`: the outputs are the last axis of `base`. The
+            adapters are replicated.
         base: The frozen matrix [..., in, out], of any floating-point dtype.
         a: The trainable factor [..., in, rank], float32.
         b: The trainable factor [..., rank, out], float32.
-        scale: alpha / rank.
+        scale: alpha / rank. Static: part of the tree's structure.
     """
 
     # The adapters are replicated: they are small, and their gradients are sums over the outputs.
@@ -38,12 +39,22 @@ class LowRank(Leaf):
     scale: float = dataclasses.field(metadata={"static": True})
 
     def matmul(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
-        """Returns `x @ base + scale * x @ a @ b` in the dtype of `x`."""
+        """Returns `x @ base + scale * x @ a @ b`, computed in the dtype of `x`.
+
+        Args:
+            x: Activations [rows, n_in] of a floating-point dtype. The leaf must hold a single
+                matrix.
+
+        Returns:
+            The result [rows, n_out] in the dtype of `x`, with its outputs sharded over the mesh
+            axis `tensor` if their number is a multiple of the axis. Gradients of `a` and `b` are
+            accumulated in float32.
+        """
         y = tensor_parallel.matmul(x, self.base.astype(x.dtype))
         return y + _low_rank_matmul(self.scale, x, self.a, self.b)
 
     def dequantize(self) -> Float[Array, "... n_in n_out"]:
-        """Returns the merged weight `base + scale * a @ b` in float32."""
+        """Returns the merged weight `base + scale * a @ b` [..., in, out] in float32."""
         return self.base.astype(jnp.float32) + self.scale * self.a @ self.b
 
 
@@ -54,24 +65,31 @@ def _low_rank_matmul(
     a: Float[Array, "n_in rank"],
     b: Float[Array, "rank n_out"],
 ) -> Float[Array, "rows n_out"]:
-    """`scale * x @ a @ b` in the dtype of `x`, with gradients of `a` and `b` that are summed over
-    the rows in float32.
+    """`scale * x @ a @ b` in the dtype of `x`, with gradients of `a` and `b` summed in float32.
 
     JAX's own gradient of a BF16 matmul would round the gradient of the weight to BF16 once per
     micro-batch. The result would depend on how the rows are grouped into micro-batches, and small
     contributions would be lost.
 
     Args:
-        scale: alpha / rank.
-        x: inputs.
-        a: the first LoRA factor.
-        b: the second LoRA factor.
+        scale: alpha / rank, a Python number. It has no gradient.
+        x: Inputs [rows, n_in].
+        a: The first LoRA factor [n_in, rank], float32; cast to the dtype of `x`.
+        b: The second LoRA factor [rank, n_out], float32; multiplied by `scale`, then cast.
+
+    Returns:
+        The low-rank update of the outputs, [rows, n_out], in the dtype of `x`.
     """
     return _low_rank_forward(scale, x, a, b)[0]
 
 
 def _low_rank_forward(scale, x, a, b):
-    """The forward pass of `_low_rank_matmul`: its result, and what the backward pass needs."""
+    """The forward pass of `_low_rank_matmul`, with the same arguments.
+
+    Returns:
+        The result [rows, n_out], and the residuals for the backward pass: x, the inner result `x @
+        a` [rows, rank], a and b.
+    """
     inner = checkpoint_name(x @ a.astype(x.dtype), MATMUL)
     # The scale is applied to the small factor `b`: applied to the result, it would read and write
     # all outputs once more.
@@ -80,8 +98,16 @@ def _low_rank_forward(scale, x, a, b):
 
 
 def _low_rank_backward(scale, residuals, g):
-    """The backward pass of `_low_rank_matmul`: the gradients of `x`, `a` and `b` from that of the
-    result, `g`.
+    """The backward pass of `_low_rank_matmul`.
+
+    Args:
+        scale: alpha / rank.
+        residuals: What `_low_rank_forward` returned for it: (x, x @ a, a, b).
+        g: The gradient of the result [rows, n_out].
+
+    Returns:
+        The gradients of x (in the dtype of `g`), of a and of b (in their own dtypes, summed over
+        the rows in float32).
     """
     x, inner, a, b = residuals
     g_inner = g @ (scale * b).astype(g.dtype).T
@@ -92,7 +118,7 @@ def _low_rank_backward(scale, residuals, g):
 
 
 def _sum_over_rows(left, right):
-    """`left.T @ right`, accumulated in float32."""
+    """`left.T @ right` [m, n] of [rows, m] and [rows, n], accumulated and returned in float32."""
     return jnp.dot(left.T, right, preferred_element_type=jnp.float32)
 
 

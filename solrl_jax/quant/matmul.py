@@ -1,6 +1,4 @@
-"""The matmul of every linear layer. A weight is an array, or a `Leaf` that defines its own
-matmul.
-"""
+"""The matmul of every linear layer. A weight is an array or a `Leaf`, which defines its own."""
 
 from typing import Any, TypeAlias
 
@@ -32,16 +30,20 @@ Weight: TypeAlias = Float[Array, "... n_in n_out"] | Leaf
 def matmul(x: Float[Array, "... n_in"], w: Weight) -> Float[Array, "... n_out"]:
     """Multiplies activations by a weight matrix.
 
+    The result is named "matmul" for gradient checkpointing.
+
     Args:
         x: Activations [..., in] of a floating-point dtype.
-        w: A weight matrix [in, out]: an array, which is cast to the dtype of `x`, or a `Leaf`, for
-            example a quantized matrix.
+        w: A single weight matrix [in, out]: an array, which is cast to the dtype of `x`, or a
+            `Leaf`, for example a quantized matrix.
 
     Returns:
-        `x @ w` [..., out] in the dtype of `x`, complete on every device of the mesh axis `tensor`.
+        `x @ w` [..., out], complete on every device of the mesh axis `tensor`. It has the dtype of
+        `x` (a `HalfPrecisionWeight` gives its own dtype).
 
     Raises:
-        ValueError: If `x` is not of a floating-point dtype.
+        ValueError: If `x` is not of a floating-point dtype, or does not have the `in` columns of an
+            NVFP4 weight. Other wrong shapes are JAX's TypeError.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x has dtype {x.dtype}; matmul takes floating-point activations")
@@ -55,11 +57,17 @@ def matmul(x: Float[Array, "... n_in"], w: Weight) -> Float[Array, "... n_out"]:
 def lazy_matmul(x: LazyActivation, w: Weight) -> LazyActivation:
     """`x @ w` for a lazy activation.
 
-    If `w` is a plain array, both the input and the output are materialized.
-
     Args:
-        x: the lazy activation, [..., n_in].
-        w: an array or a leaf of the parameter tree, [n_in, n_out].
+        x: The lazy activation [b, s, n_in], of a floating-point dtype.
+        w: A single matrix [n_in, n_out]: an array, or a leaf of the parameter tree. If it is not a
+            leaf that quantizes its input, both `x` and the result are materialized.
+
+    Returns:
+        The lazy result [b, s, n_out] in the dtype of `x` (a `HalfPrecisionWeight` gives its own
+        dtype), complete on every device of the mesh axis `tensor`.
+
+    Raises:
+        ValueError: If `w` is an array and `x` is not of a floating-point dtype.
     """
     if isinstance(w, Leaf):
         return w.lazy_matmul(x)
@@ -67,13 +75,18 @@ def lazy_matmul(x: LazyActivation, w: Weight) -> LazyActivation:
 
 
 def matmul_sharded(x: Float[Array, "rows n_in"], w: Weight) -> Float[Array, "rows n_out"]:
-    """`x @ w` in the dtype of `x`.
-
-    The outputs may stay sharded over the mesh axis `tensor`, unlike those of `matmul`.
+    """`x @ w` whose outputs may stay sharded over the mesh axis `tensor`, unlike those of `matmul`.
 
     Args:
-        x: inputs.
-        w: an array or a leaf of the parameter tree, [n_in, n_out].
+        x: Inputs [rows, n_in] of a floating-point dtype, which is not checked.
+        w: A single matrix [n_in, n_out]: an array, which is cast to the dtype of `x`, or a leaf of
+            the parameter tree.
+
+    Returns:
+        The result [rows, n_out] in the dtype of `x` (a `HalfPrecisionWeight` gives its own dtype).
+
+    Raises:
+        ValueError: If `w` is an NVFP4 weight and `x` does not have `n_in` columns.
     """
     if isinstance(w, Leaf):
         return w.matmul(x)
@@ -81,7 +94,12 @@ def matmul_sharded(x: Float[Array, "rows n_in"], w: Weight) -> Float[Array, "row
 
 
 def dequantize(w: Weight) -> Float[Array, "... n_in n_out"]:
-    """The matrix that a weight represents, in float32. Leading axes are kept."""
+    """The matrix that a weight represents, [..., n_in, n_out] in float32. Leading axes are kept.
+
+    Args:
+        w: An array of any floating-point dtype, or a leaf: LoRA adapters are merged, and codes are
+            multiplied by their scales.
+    """
     return w.dequantize() if isinstance(w, Leaf) else w.astype(jnp.float32)
 
 
@@ -89,12 +107,13 @@ def output_partition_specs(w: Weight | np.ndarray | jax.ShapeDtypeStruct, shards
     """The sharding of a weight [..., in, out] over the mesh axis `tensor`.
 
     Args:
-        w: An array, an abstract array or a leaf.
+        w: An array, an abstract array or a leaf. The outputs of an array are its last axis.
         shards: The number of shards along the axis.
 
     Returns:
-        `w` with a `PartitionSpec` in place of each array. The outputs are sharded where their
-        number is a multiple of `shards`, and everything else is replicated.
+        A `PartitionSpec` for an array; for a leaf, the leaf with a `PartitionSpec` in place of each
+        array. The outputs are sharded where their number is a multiple of `shards`, and everything
+        else is replicated.
     """
     if isinstance(w, Leaf):
         return w.partition_specs(shards)

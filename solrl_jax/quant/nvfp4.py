@@ -38,16 +38,18 @@ class NVFP4Tensor(QuantizedWithInput):
     """A weight matrix [in, out] in NVFP4, 4.5 bits per value.
 
     `w[i, o] = e2m1(codes)[o, i] * scales[o, i // 16] * tensor_scale`. The contraction axis is last,
-    as the block-scaled dot takes it. Inputs and outputs are padded with zeros to multiples of 64
-    and 128.
+    as the block-scaled dot takes it. Inputs are padded with zeros to a multiple of 64, and outputs
+    to a multiple of 128. `quantize` makes such leaves from arrays.
 
     Attributes:
-        codes: The values [..., padded out, padded in / 2]. Each byte holds two E2M1 codes, the one
-            of the even index in the low four bits.
+        output_axes: A class attribute, see `Leaf`: the outputs are the second to last axis of
+            `codes` and `scales`.
+        codes: The values [..., padded out, padded in / 2], uint8. Each byte holds two E2M1 codes,
+            the one of the even index in the low four bits.
         scales: The block scales [..., padded out, padded in / 16], float8_e4m3fn.
         tensor_scale: One scale per matrix [...], float32.
-        n_in: The number of inputs without padding.
-        n_out: The number of outputs without padding.
+        n_in: The number of inputs without padding. Static: part of the tree's structure.
+        n_out: The number of outputs without padding. Static, too.
     """
 
     output_axes: ClassVar[Mapping[str, int]] = {"codes": -2, "scales": -2}
@@ -59,7 +61,17 @@ class NVFP4Tensor(QuantizedWithInput):
     n_out: int = dataclasses.field(metadata={"static": True})
 
     def matmul(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
-        """`x @ w`, see `Leaf.matmul`. Raises ValueError unless `x` has `n_in` columns."""
+        """`x @ w` with both operands in NVFP4, see `lazy_matmul`.
+
+        Args:
+            x: Activations [rows, n_in] of a floating-point dtype.
+
+        Returns:
+            The result [rows, n_out] in the dtype of `x`, in memory.
+
+        Raises:
+            ValueError: If `x` does not have `n_in` columns.
+        """
         # a narrower input would be padded to the width of the codes without notice
         if x.shape[-1] != self.n_in:
             raise ValueError(f"x has {x.shape[-1]} columns, but the weight has {self.n_in} rows")
@@ -68,7 +80,16 @@ class NVFP4Tensor(QuantizedWithInput):
     def lazy_matmul(self, x: LazyActivation) -> LazyActivation:
         """`x @ w` with both operands in NVFP4, accumulated in float32.
 
-        The reader of the result applies the float32 scales.
+        The rows of `x` are quantized by `encode`, once for all matmuls that read `x`. The reader of
+        the result applies the float32 scales of the rows and of the matrix.
+
+        Args:
+            x: The input [b, s, n_in]. The leaf must hold a single matrix. A narrower input that
+                pads to the same multiple of 64 is taken without notice.
+
+        Returns:
+            A lazy activation [b, s, n_out] in the dtype of `x`, complete on every device of the
+            mesh axis `tensor`. Rows with a non-finite input value become NaN.
         """
         codes, scales, row_scale = x.encode(encode)
         y = block_scaled_dot(
@@ -82,7 +103,7 @@ class NVFP4Tensor(QuantizedWithInput):
         return scale_lazily(y, row_scale, self.tensor_scale.reshape(1, 1, 1), width=self.n_out)
 
     def dequantize(self) -> Float[Array, "... n_in n_out"]:
-        """The codes times both levels of scales, [..., in, out] without padding, in float32."""
+        """The codes times both levels of scales, [..., n_in, n_out] without padding, in float32."""
         codes = unpack(self.codes).astype(jnp.float32)
         blocks = codes.reshape(*codes.shape[:-1], -1, BLOCK)
         blocks = blocks * self.scales.astype(jnp.float32)[..., None]
@@ -91,7 +112,17 @@ class NVFP4Tensor(QuantizedWithInput):
 
 
 def quantize(w: Matrix) -> NVFP4Tensor:
-    """Quantizes weight matrices [..., in, out] to NVFP4. A finite matrix never yields NaN."""
+    """Quantizes weight matrices to NVFP4.
+
+    Args:
+        w: Matrices [..., in, out] of a floating-point dtype, on the device or in NumPy. No axis is
+            empty.
+
+    Returns:
+        The leaf, with a tensor scale per matrix: the largest magnitude divided by 448 * 6. A finite
+        matrix never yields NaN. A matrix whose tensor scale is at most 2^-117, also one of zeros,
+        becomes zero. A matrix with a non-finite value dequantizes to NaN as a whole.
+    """
     n_in, n_out = w.shape[-2:]
     rows = jnp.swapaxes(w, -1, -2).astype(jnp.float32)
     tensor_scale = jnp.max(jnp.abs(rows), axis=(-1, -2)) / (E4M3_MAX * E2M1_MAX)
@@ -104,14 +135,20 @@ def quantize(w: Matrix) -> NVFP4Tensor:
 def encode(parts: Sequence[Float[Array, "..."]]) -> tuple[list[Array], list[Array], list[Array]]:
     """Quantizes rows to NVFP4 (an encoder for `LazyActivation.encode`).
 
+    The scale of a row is its largest magnitude over all parts, divided by 448 * 6. It takes the
+    place of the tensor scale.
+
     Args:
         parts: Float32 arrays [..., n_i] that lie side by side along the last axis. All widths but
-            the last are multiples of 16. The last part is padded so that whole rows are a multiple
-            of 64.
+            the last are multiples of 16. The last part is padded with zeros so that whole rows are
+            a multiple of 64.
 
     Returns:
-        The packed codes of each part, uint8 [..., n_i / 2]; its block scales, float8_e4m3fn
-        [..., n_i / 16]; and the scales of the rows [[..., 1]], float32.
+        Three lists: the packed codes of each part, uint8 [..., n_i / 2]; the block scales of each
+        part, float8_e4m3fn [..., n_i / 16]; and, as a list of one array, the scales of the rows
+        [..., 1], float32. n_i of the last part includes the padding. A row whose scale is at most
+        2^-117 has zero codes. A row with a NaN or an infinity has a non-finite scale, so that its
+        matmul is NaN.
     """
     scale = row_amax(parts) / (E4M3_MAX * E2M1_MAX)
     padding = -sum(x.shape[-1] for x in parts) % CONTRACTION_MULTIPLE
@@ -128,18 +165,19 @@ def scale_blocks(
 ) -> tuple[Float[Array, "*rows k"], Float[Array, "*rows blocks"]]:
     """Divides each block of 16 values by its scales.
 
-    The order of operations (reciprocals instead of divisions) is that of torchao and Transformer
-    Engine, so that ties round the same way. torchao raises block scales to at least 2^-6. This
-    function uses the subnormal scales of E4M3, and a block whose scale rounds to zero becomes zero.
+    A block scale is `e4m3(largest magnitude / 6 / scale)`, saturated at 448. The order of
+    operations (reciprocals instead of divisions) is that of torchao and Transformer Engine, so that
+    ties round the same way. torchao raises block scales to at least 2^-6. This function uses the
+    subnormal scales of E4M3, and a block whose scale rounds to zero becomes zero.
 
     Args:
-        x: Float32 rows; k is a multiple of 16.
+        x: Float32 rows [..., k]; k is a multiple of 16. Blocks lie along the last axis.
         scale: The float32 scale of a tensor or a row. It broadcasts against `x`, with a last axis
-            of 1.
+            of 1. Where it is at most 2^-117 (or NaN), values and block scales are zero.
 
     Returns:
-        Float32 values with magnitudes up to 6, which a cast to E2M1 turns into codes, and the block
-        scales (float8_e4m3fn).
+        Float32 values [..., k], clipped to magnitudes up to 6, which a cast to E2M1 turns into
+        codes; and the block scales [..., k / 16], float8_e4m3fn.
     """
     blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
     usable = scale > SMALLEST_SCALE
@@ -156,14 +194,14 @@ def scale_blocks(
 
 
 def encode_packed(values: Float[Array, "*rows k"]) -> UInt8[Array, "*rows half"]:
-    """Equals `pack(values.astype(float4_e2m1fn))`, computed by comparisons because Triton has no
-    E2M1.
+    """Equals `pack(values.astype(float4_e2m1fn))`, by comparisons because Triton has no E2M1.
 
     Args:
-        values: Float32 numbers with magnitudes up to 6.
+        values: Float32 numbers [..., k] with magnitudes up to 6; k is even. They round to nearest,
+            ties to the even code. Larger magnitudes saturate, and NaN becomes zero.
 
     Returns:
-        Two E2M1 codes per byte, the one of the even index in the low four bits.
+        Two E2M1 codes per byte, the one of the even index in the low four bits: uint8 [..., k / 2].
     """
     size = jnp.abs(values)
     # A code is the number of thresholds below the magnitude. Ties go to the even code, so that
@@ -199,14 +237,14 @@ def block_scaled_dot(
     apply them to the result.
 
     Args:
-        x: Codes of the activations, float4_e2m1fn.
-        x_scales: The scale of each block of 16 codes of `x`, float8_e4m3fn.
-        w: Codes of the weight, outputs first, float4_e2m1fn.
-        w_scales: The scale of each block of 16 codes of `w`, float8_e4m3fn.
+        x: Codes of the activations [rows, k], float4_e2m1fn.
+        x_scales: The scale of each block of 16 codes of `x`, [rows, k / 16], float8_e4m3fn.
+        w: Codes of the weight [n_out, k], outputs first, float4_e2m1fn.
+        w_scales: The scale of each block of 16 codes of `w`, [n_out, k / 16], float8_e4m3fn.
         dtype: The dtype of the result.
 
     Returns:
-        The product [rows, n_out].
+        The product [rows, n_out] in `dtype`.
     """
     return jax.lax.platform_dependent(
         x,
@@ -221,14 +259,17 @@ def block_scaled_dot(
 def _xla_scaled_dot(
     dtype: DTypeLike, x: Array, x_scales: Array, w: Array, w_scales: Array
 ) -> Array:
-    """The block-scaled matmul as XLA's `scaled_dot`.
+    """The block-scaled matmul as XLA's `scaled_dot`: `(x * x_scales) @ (w * w_scales).T`.
 
     Args:
-        dtype: dtype of the result.
-        x: codes of the activations, [rows, n_in].
-        x_scales: one scale per block of `x`.
-        w: codes of the weight, [n_out, n_in].
-        w_scales: one scale per block of `w`.
+        dtype: The dtype of the result.
+        x: Codes of the activations [rows, k], float4_e2m1fn.
+        x_scales: One scale per block of 16 codes of `x`, [rows, k / 16], float8_e4m3fn.
+        w: Codes of the weight [n_out, k], float4_e2m1fn.
+        w_scales: One scale per block of 16 codes of `w`, [n_out, k / 16], float8_e4m3fn.
+
+    Returns:
+        The product [rows, n_out] in `dtype`.
     """
     return jax.lax.scaled_dot(
         x,
@@ -243,25 +284,36 @@ def _xla_scaled_dot(
 def _cudnn_scaled_dot(
     dtype: DTypeLike, x: Array, x_scales: Array, w: Array, w_scales: Array
 ) -> Array:
-    """The block-scaled matmul by cuDNN. Arguments and result are those of `_xla_scaled_dot`.
+    """The block-scaled matmul by cuDNN: `(x * x_scales) @ (w * w_scales).T`.
 
-    Rows and outputs are padded to multiples of 128 for cuDNN. XLA would pad, too, but copy the
-    whole result.
+    Rows and outputs are padded with zeros to multiples of 128 for cuDNN, and the padding is cut
+    from the result. XLA would pad, too, but copy the whole result.
+
+    Args:
+        dtype: The dtype of the result.
+        x: Codes of the activations [rows, k], float4_e2m1fn. k is a multiple of 64.
+        x_scales: One scale per block of 16 codes of `x`, [rows, k / 16], float8_e4m3fn.
+        w: Codes of the weight [n_out, k], float4_e2m1fn.
+        w_scales: One scale per block of 16 codes of `w`, [n_out, k / 16], float8_e4m3fn.
+
+    Returns:
+        The product [rows, n_out] in `dtype`.
     """
     padded = [jnp.pad(a, ((0, -len(a) % TILE), (0, 0)))[None] for a in (x, w, x_scales, w_scales)]
     return jax.nn.scaled_matmul(*padded, preferred_element_type=dtype)[0, : len(x), : len(w)]
 
 
 def pack(codes: Shaped[Array, "... k"]) -> UInt8[Array, "... half"]:
-    """Packs float4_e2m1fn codes [..., k] into bytes [..., k / 2].
+    """Packs float4_e2m1fn codes [..., k], k even, into bytes uint8 [..., k / 2].
 
-    XLA's own float4 arrays take one byte per element in memory.
+    The code of the even index comes into the low four bits. XLA's own float4 arrays take one byte
+    per element in memory.
     """
     return jax.lax.bitcast_convert_type(codes.reshape(*codes.shape[:-1], -1, 2), jnp.uint8)
 
 
 def unpack(packed: UInt8[Array, "... half"]) -> Shaped[Array, "... k"]:
-    """Unpacks bytes [..., k / 2] into float4_e2m1fn codes [..., k]."""
+    """Unpacks bytes uint8 [..., k / 2] into float4_e2m1fn codes [..., k]: the inverse of `pack`."""
     # Without the barrier, XLA (jaxlib 0.10) folds constant bytes to wrong codes.
     codes = jax.lax.bitcast_convert_type(jax.lax.optimization_barrier(packed), jnp.float4_e2m1fn)
     return codes.reshape(*packed.shape[:-1], -1)

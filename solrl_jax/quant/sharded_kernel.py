@@ -1,5 +1,6 @@
-"""Runs Pallas kernels on several devices. XLA cannot partition a kernel, so each device gets its
-own rows.
+"""Runs Pallas kernels on several devices.
+
+XLA cannot partition a kernel, so each device gets its own rows.
 """
 
 import math
@@ -17,11 +18,11 @@ from solrl_jax.quant import tensor_parallel
 
 
 def power_of_two(count: int, least: int = 1) -> int:
-    """Returns a power of two, because Triton arrays have no other sizes.
+    """Rounds a size up to a power of two, because Triton arrays have no other sizes.
 
     Args:
-        count: The number of values that the array must hold.
-        least: The smallest size to return.
+        count: The number of values that the array must hold, 0 or more.
+        least: The smallest size to return, itself rounded up to a power of two.
 
     Returns:
         The smallest power of two that is at least `count` and at least `least`.
@@ -34,7 +35,7 @@ def silence_triton_deprecation() -> None:
 
     JAX 0.11 and later warn whenever such a kernel is lowered, which happens after it was traced. A
     kernel therefore calls this while it is traced. As a side effect, the filter stays in the
-    process; it matches this one message.
+    process (each call adds it anew); it matches this one DeprecationWarning.
     """
     warnings.filterwarnings(
         "ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning
@@ -44,17 +45,23 @@ def silence_triton_deprecation() -> None:
 def shard_map_kernel(f: Callable[..., Any], *, by_heads: bool = False) -> Callable[..., Any]:
     """Wraps a kernel so that each device of the mesh of `jax.set_mesh` runs it on its own rows.
 
-    The first axis of every array is the batch ("rows"). An array with a single row is given to
-    every device. Under `jax.vmap`, the mapped axis is merged into the rows. Axes whose sizes are
-    not multiples of the number of devices are replicated.
+    The first axis of every array is the batch ("rows"). Rows are sharded over all mesh axes except
+    `tensor`. If their number is not a multiple of the number of these shards, every device computes
+    all rows. An array with a single row is given whole to every device. Without a mesh, or if
+    nothing can be sharded, `f` is called directly.
+
+    Under `jax.vmap`, the mapped axis is merged into the rows; arrays that are not mapped are
+    repeated for it, except single rows without `by_heads`.
 
     Args:
         f: The kernel. It takes arrays, and returns an array or a tree of arrays, with rows first.
+            No operation may mix rows.
         by_heads: Whether the second axis of the results, and of inputs with four axes, holds
-            attention heads. Heads are then sharded over the mesh axis `tensor`.
+            attention heads. Heads are then sharded over the mesh axis `tensor`, which the mesh must
+            have (KeyError otherwise), if the heads of the first array are a multiple of its size.
 
     Returns:
-        A function with the arguments and results of `f`.
+        A function with the arguments and results of `f`. It takes positional arrays only.
     """
 
     @custom_vmap

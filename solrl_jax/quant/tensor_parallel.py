@@ -17,7 +17,12 @@ TENSOR = "tensor"
 
 
 def num_shards() -> int:
-    """The number of devices that share each matmul: the size of the mesh axis `tensor`, or 1."""
+    """The number of devices that share each matmul.
+
+    Returns:
+        The size of the axis `tensor` of the mesh that `jax.set_mesh` has set; 1 without a mesh or
+        without that axis.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else mesh.shape.get(TENSOR, 1)
 
@@ -26,12 +31,12 @@ def shard_axis(x: Array, axis: int) -> Array:
     """Shards one axis of an activation over the mesh axis `tensor`.
 
     Args:
-        x: Any array. The sharding of its other axes stays as it is.
-        axis: The axis to shard. If its size is not a multiple of the number of shards, the axis is
-            replicated instead.
+        x: Any array. The sharding of its other axes is left to the partitioner.
+        axis: The axis to shard, possibly negative. If its size is not a multiple of the number of
+            shards, the axis is replicated instead.
 
     Returns:
-        `x` with a sharding constraint.
+        `x` with a sharding constraint; `x` itself if there is one shard.
     """
     if num_shards() > 1 and x.shape[axis] % num_shards() == 0:
         return _constrain(x, axis, TENSOR)
@@ -42,26 +47,26 @@ def gather_axis(x: Array, axis: int = -1) -> Array:
     """Gathers one axis of an activation: every device receives all of it.
 
     Args:
-        x: Any array. The sharding of its other axes stays as it is.
-        axis: The axis, which may be sharded over the mesh axis `tensor`.
+        x: Any array. The sharding of its other axes is left to the partitioner.
+        axis: The axis, possibly negative, which may be sharded over the mesh axis `tensor`.
 
     Returns:
-        `x` with a sharding constraint.
+        `x` with a sharding constraint; `x` itself if there is one shard.
     """
     return _constrain(x, axis, None) if num_shards() > 1 else x
 
 
 def partition_spec(shape: tuple[int, ...], axis: int | None, shards: int) -> PartitionSpec:
-    """The sharding of a parameter.
+    """The sharding of a parameter over the mesh axis `tensor`. It does not read the current mesh.
 
     Args:
         shape: The shape of the parameter.
-        axis: The axis to shard over the mesh axis `tensor`. None replicates the parameter.
-        shards: The number of shards. If the size of the axis is not a multiple of it, the parameter
-            is replicated.
+        axis: The axis to shard, possibly negative. None replicates the parameter.
+        shards: The number of shards. If it is 1, or if the size of the axis is not a multiple of
+            it, the parameter is replicated.
 
     Returns:
-        A spec that shards `axis` and replicates all other axes.
+        A spec with one entry per axis: "tensor" for `axis`, None for all other axes.
     """
     spec: list[str | None] = [None] * len(shape)
     if axis is not None and shards > 1 and shape[axis] % shards == 0:
@@ -73,11 +78,12 @@ def shard_weight(w: Array, axis: int) -> Array:
     """Shards one axis of a weight over the mesh axis `tensor`, and replicates all other axes.
 
     Args:
-        w: The weight.
-        axis: The axis to shard, see `partition_spec`.
+        w: The weight, of any shape.
+        axis: The axis to shard, possibly negative. If its size is not a multiple of the number of
+            shards, the whole weight is replicated.
 
     Returns:
-        `w` with a sharding constraint.
+        `w` with a sharding constraint; `w` itself if there is one shard.
     """
     if num_shards() == 1:
         return w
@@ -87,11 +93,15 @@ def shard_weight(w: Array, axis: int) -> Array:
 def matmul(
     x: Float[Array, "rows n_in"], w: Float[Array, "n_in n_out"]
 ) -> Float[Array, "rows n_out"]:
-    """`x @ w` with the outputs sharded over the mesh axis `tensor`. No sum is split.
+    """`x @ w` with the outputs sharded over the mesh axis `tensor`. No sum over inputs is split.
 
     Args:
-        x: inputs.
-        w: the weight.
+        x: Inputs [rows, n_in].
+        w: The weight [n_in, n_out], of the dtype of `x`.
+
+    Returns:
+        The result [rows, n_out]. With one shard it is plain `x @ w`; if n_out is not a multiple of
+        the number of shards, every device computes all outputs.
     """
     return x @ w if num_shards() == 1 else _sharded_matmul(x, w)
 
@@ -100,26 +110,35 @@ def matmul(
 def _sharded_matmul(
     x: Float[Array, "rows n_in"], w: Float[Array, "n_in n_out"]
 ) -> Float[Array, "rows n_out"]:
-    """`x @ w`, of which each device computes some columns.
+    """`x @ w`, of which each device of the mesh axis `tensor` computes some columns.
 
-    The gradient of `x` is sharded by its columns, too. For it, each device receives whole rows of
-    `w`.
+    The gradient of `x` is computed in shards of its columns, for which each device receives whole
+    rows of `w`; the shards are then gathered.
 
     Args:
-        x: inputs.
-        w: the weight.
+        x: Inputs [rows, n_in].
+        w: The weight [n_in, n_out], of the dtype of `x`.
+
+    Returns:
+        The result [rows, n_out], sharded by its columns.
     """
     return x @ shard_weight(w, -1)
 
 
 def _sharded_matmul_forward(x, w):
-    """The forward pass of `_sharded_matmul`: its result, and the operands for the backward pass."""
+    """The forward pass of `_sharded_matmul`: its result and the residuals (x, w)."""
     return _sharded_matmul(x, w), (x, w)
 
 
 def _sharded_matmul_backward(residuals, g):
-    """The backward pass of `_sharded_matmul`: the gradients of `x` and `w` from that of the
-    result.
+    """The backward pass of `_sharded_matmul`.
+
+    Args:
+        residuals: The operands x [rows, n_in] and w [n_in, n_out].
+        g: The gradient of the result [rows, n_out].
+
+    Returns:
+        The gradients of x, complete on every device of the mesh axis `tensor`, and of w.
     """
     x, w = residuals
     return gather_axis(g @ shard_weight(w, 0).T), x.T @ g
@@ -132,9 +151,12 @@ def _constrain(x: Array, axis: int, name: str | None) -> Array:
     """Constrains the sharding of one axis, and leaves the other axes to the partitioner.
 
     Args:
-        x: the array.
-        axis: the axis that is constrained.
-        name: the mesh axis over which it is sharded. None: it is replicated.
+        x: Any array.
+        axis: The axis that is constrained, possibly negative.
+        name: The mesh axis over which it is sharded. None: it is replicated.
+
+    Returns:
+        `x` with the sharding constraint.
     """
     spec: list = [PartitionSpec.UNCONSTRAINED] * x.ndim
     spec[axis] = name
