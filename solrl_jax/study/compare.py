@@ -33,11 +33,17 @@ class Course:
 
     Attributes:
         seed: The seed of the run.
-        iterations: The iteration of each evaluation.
-        cost: The counted seconds up to each evaluation.
-        scores: The held-out scores at each evaluation by name. "reward" is among them.
-        network_evaluations: The number of network evaluations of exploration and regeneration.
-        fidelity: Rank fidelity of each iteration by name; empty for a run that does not regenerate.
+        iterations: The iteration of each evaluation, ascending: 0, every `eval.every` iterations,
+            and the last one.
+        cost: The counted seconds of all iterations up to each evaluation; 0 at the first. NaN where
+            the format of an iteration has no price.
+        scores: The held-out scores at each evaluation by name, "reward" first. NaN where a score
+            was not finite.
+        network_evaluations: The number of network evaluations of exploration and regeneration in
+            all iterations.
+        fidelity: Rank fidelity of each iteration by name: "spearman", and "best" and "worst", the
+            mean true ranks of the proxy's best and worst half of the kept (see `true_ranks`). Empty
+            for a run that does not regenerate.
     """
 
     seed: int
@@ -49,19 +55,24 @@ class Course:
 
     @property
     def reward(self) -> Evaluated:
-        """The held-out reward at each evaluation."""
+        """The held-out reward at each evaluation, `scores["reward"]`."""
         return self.scores["reward"]
 
 
 def read_course(run: Run, prices: Prices) -> Course:
-    """Reads the course of a finished run from its record and ledger.
+    """Reads the course of a finished run from its record (`metrics.jsonl`) and its ledger.
+
+    An iteration is priced by the exploration format and the number of exploring steps in the first
+    row of its ledger. Rows of the record with the same iteration are merged; later ones win.
 
     Args:
-        run: The run.
+        run: The run, trained and evaluated to the end.
         prices: The seconds of each kind of work.
 
     Raises:
-        InputError: If the record or the ledger is incomplete or cannot be read.
+        InputError: If the record has no finite held-out reward at an evaluation, or if the ledger
+            of an iteration is missing, cannot be read or has another number of rows than
+            `train.num_prompts` times `rollout.candidates`.
     """
     last = run.config.train.iterations
     every = run.config.eval.every or last
@@ -115,11 +126,13 @@ def read_course(run: Run, prices: Prices) -> Course:
 def _score_names(row: Mapping[str, Any], run: Run) -> list[str]:
     """Returns the names of the scores of an evaluation, "reward" first.
 
-    If only one reward is trained on, its own score equals "reward" and is left out.
+    The others are those that the row also has a standard error of ("eval/NAME/standard_error"), in
+    the order of the row. If only one reward is trained on, its own score equals "reward" and is
+    left out.
 
     Args:
-        row: The row of the evaluation in the record.
-        run: The run.
+        row: The row of the evaluation in the record, values by name.
+        run: The run, whose `reward.weights` are read.
     """
     suffix = "/standard_error"
     names = [
@@ -133,15 +146,22 @@ def _score_names(row: Mapping[str, Any], run: Run) -> list[str]:
 
 
 def true_ranks(table: Any, candidates: int, kept: int) -> tuple[float, float]:
-    """Returns the mean true rank, among the kept candidates, of the proxy's best and worst K/2.
+    """Returns the mean true ranks, among the kept candidates, of the proxy's best and worst K/2.
 
-    Rank 1 is the best. A perfect proxy has (K/2 + 1) / 2 and (3 K/2 + 1) / 2; a random one has
-    (K + 1) / 2 twice. Candidates that are not kept have no true reward in the ledger.
+    Rank 1 is the best. A perfect proxy has (K/2 + 1) / 2 and (3 K/2 + 1) / 2; a random one has (K +
+    1) / 2 twice. Candidates that are not kept have no true reward in the ledger, and neither they
+    nor candidates with a non-finite reward are counted.
 
     Args:
-        table: The ledger of an iteration.
+        table: The ledger of an iteration, whose rows are grouped by prompt. Its columns
+            "regenerated_reward" and "proxy_reward" are read.
         candidates: The number of candidates per prompt.
-        kept: The number K of kept candidates per prompt.
+        kept: The number K of kept candidates per prompt. Of an odd number, the half is rounded
+            down.
+
+    Returns:
+        The mean ranks of the best and of the worst, each averaged over prompts; NaN if no candidate
+        was regenerated.
     """
 
     def column(name: str) -> np.ndarray:
@@ -158,12 +178,18 @@ def compare(
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
     """Computes the estimates of a study.
 
+    An estimate is a pair of a mean over seeds and its standard error, see `estimate`.
+
     Args:
-        courses: The finished runs of each arm. Arms without any are left out of the result.
-        compared: Pairs of an arm and the arm that it is compared with.
+        courses: The finished runs of each arm by its name. Arms without any are left out of the
+            result.
+        compared: Pairs of an arm and the arm that it is compared with. A pair is left out if one of
+            its arms has no finished run.
 
     Returns:
-        The estimates of each arm by name, and those of each pair.
+        The estimates of each arm by name, in the order of `courses`, see `_arm_estimates`; and one
+        dict per pair, in the order of `compared`, with "arm", "against" and the entries of
+        `_pair_estimates`.
     """
     finished = {arm: list(runs) for arm, runs in courses.items() if runs}
     costs = [course.cost[-1] for runs in finished.values() for course in runs]
@@ -181,8 +207,16 @@ def _arm_estimates(courses: Sequence[Course], common_cost: float) -> dict[str, A
     """Returns the estimates of one arm.
 
     Args:
-        courses: Its finished runs.
-        common_cost: The cost that all arms reach.
+        courses: Its finished runs, at least one, with the same evaluations and scores.
+        common_cost: The cost in counted seconds that all arms reach.
+
+    Returns:
+        "seeds"; "iterations", the last one; "scores", the estimate of each held-out score at the
+        end by name; "gain", that of the last reward minus the first; "cost", the mean counted
+        seconds; "network_evaluations" of the first run; "at_equal_cost" with "cost" and "reward",
+        the estimate at `common_cost`; and "fidelity", by name, the estimates over the "first" and
+        the "last" quarter of the iterations (empty for an arm that does not regenerate; NaN for the
+        last quarter of fewer than 4 iterations).
     """
 
     def quarter(values: np.ndarray, end: str) -> float:
@@ -213,9 +247,19 @@ def _arm_estimates(courses: Sequence[Course], common_cost: float) -> dict[str, A
 def _pair_estimates(courses: Sequence[Course], others: Sequence[Course]) -> dict[str, Any]:
     """Returns the differences between an arm and another one, over the seeds that both have.
 
+    Differences are taken seed by seed. Without a common seed all values are NaN.
+
     Args:
         courses: The finished runs of the arm.
-        others: Those of the other one.
+        others: The finished runs of the other arm.
+
+    Returns:
+        "seeds" that both have; "final", the estimate of the difference of the last held-out
+        rewards; "final_share", the same divided by the other arm's mean reward; "cost_share", the
+        mean ratio of the whole costs, the arm's by the other's; "at_equal_cost" with "cost", the
+        smallest whole cost of these runs, and "reward", the estimate of the difference there; and
+        "speed_up", by "25", "50", "75" and "100" per cent of the other arm's gain, the estimates of
+        `speed_up`.
     """
     by_seed = {other.seed: other for other in others}
     pairs = [(course, by_seed[course.seed]) for course in courses if course.seed in by_seed]
@@ -234,14 +278,22 @@ def _pair_estimates(courses: Sequence[Course], others: Sequence[Course]) -> dict
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Returns the mean of one value per seed, and its standard error (NaN for a single value)."""
+    """Returns the mean of one value per seed, and its standard error.
+
+    Args:
+        values: The values. NaN values are left out of the mean, but make the standard error NaN.
+
+    Returns:
+        The mean, NaN if there is no value; and the standard deviation (with n - 1) divided by the
+        square root of n, NaN for fewer than two values.
+    """
     x = np.asarray(values, float)
     error = float(x.std(ddof=1) / len(x) ** 0.5) if len(x) > 1 else float("nan")
     return _mean(x), error
 
 
 def at_cost(course: Course, cost: float) -> float:
-    """Returns the held-out reward at a cost, interpolated between evaluations.
+    """Returns the held-out reward of a run at a cost, interpolated linearly between evaluations.
 
     Args:
         course: The run.
@@ -257,12 +309,15 @@ def speed_up(pairs: Sequence[tuple[Course, Course]], part: float) -> Estimate:
     seeds. The standard error is the jackknife's, which leaves out one seed after another.
 
     Args:
-        pairs: Runs of the two arms with the same seed.
+        pairs: Runs of the two arms with the same seed. All runs of an arm have the same
+            evaluations.
         part: The part of the second arm's gain, in [0, 1].
 
     Returns:
-        The cost of the second arm divided by that of the first, and its standard error; NaN if an
-        arm does not reach the reward.
+        The cost of the second arm divided by that of the first (above 1 where the first is faster),
+        and its standard error. Both are NaN without pairs; the standard error is NaN for one pair.
+        The ratio is NaN if an arm does not reach the reward, or if the second arm gains nothing; if
+        that happens with a seed left out, the standard error alone is NaN.
     """
 
     def mean_curve(courses: Sequence[Course]) -> tuple[Evaluated, Evaluated]:
@@ -289,12 +344,17 @@ def speed_up(pairs: Sequence[tuple[Course, Course]], part: float) -> Estimate:
 
 
 def reached(cost: Evaluated, reward: Evaluated, level: float) -> float:
-    """Returns the cost at which a curve first reaches a reward; NaN if it does not.
+    """Returns the cost at which a curve first reaches a reward.
 
     Args:
-        cost: The costs of the curve's points, which straight lines connect.
+        cost: The costs of the curve's points in counted seconds, ascending. Straight lines connect
+            the points.
         reward: Their rewards.
-        level: The reward to reach.
+        level: The reward to reach. A reward that equals it counts as reaching it.
+
+    Returns:
+        The interpolated cost in seconds: that of the first point if it is there already, and NaN if
+        no point reaches the level.
     """
     above = np.flatnonzero(reward >= level)
     if not len(above):
@@ -307,7 +367,11 @@ def reached(cost: Evaluated, reward: Evaluated, level: float) -> float:
 
 
 def _mean(values: Any) -> float:
-    """Returns the mean of the values that are not NaN; NaN if there are none."""
+    """Returns the mean of the values that are not NaN; NaN if there are none.
+
+    Args:
+        values: An array or a sequence of numbers. Infinite values are not left out.
+    """
     x = np.asarray(values, float)
     known = x[~np.isnan(x)]
     return float(known.mean()) if known.size else float("nan")

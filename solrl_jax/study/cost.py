@@ -23,7 +23,17 @@ CARRIED = Path(__file__).parents[1] / "assets" / "prices.json"
 
 @dataclasses.dataclass(frozen=True)
 class Prices:
-    """Seconds on one device."""
+    """Roofline seconds of each kind of work of one model on one device.
+
+    Attributes:
+        name: MODEL-DEVICE, e.g. "flux1-b200".
+        network: The seconds of one evaluation of the network for one image, by the name of the
+            number format, e.g. "bf16" and "nvfp4".
+        scored: The seconds to decode and score one image.
+        trained: The seconds of one term of the update for one image: three predictions and a
+            gradient.
+        synced: The seconds to merge and quantize the policy, once per iteration.
+    """
 
     name: str  # MODEL-DEVICE
     network: Mapping[str, float]  # a network evaluation, by format
@@ -32,16 +42,19 @@ class Prices:
     synced: float  # merging and quantising the policy, once an iteration
 
     def of_iteration(self, config: Config, precision: str, steps: int) -> float:
-        """Returns the seconds of an iteration; NaN if the exploration format has no price.
+        """Returns the seconds of an iteration; NaN if a format that it computes in has no price.
 
-        Not counted are text encoders, the cost of a correction, the gain of attention in FP8, and a
-        second network evaluation for classifier-free guidance. The update is that of adapters, and
-        images have the size of the plan's preset.
+        Exploration, regeneration, the decoding and scoring of both, the update, and the sync if
+        `precision` differs from the training precision are counted. The
+        `rollout.explore.exact_steps` of the exploring steps have the price of the training
+        precision, `rollout.precision`. Not counted are text encoders, the cost of a correction, the
+        gain of attention in FP8, and a second network evaluation for classifier-free guidance. The
+        update is that of adapters, and images have the size of the plan's preset.
 
         Args:
             config: The configuration.
-            precision: The format that the iteration explores in.
-            steps: The number of its exploring steps.
+            precision: The format that the iteration explores in, a key of `network`.
+            steps: The number of its exploring steps per candidate.
         """
         rollout = config.rollout
         prompts = config.train.num_prompts
@@ -64,11 +77,14 @@ class Prices:
 
 
 def evaluations(config: Config, steps: int) -> int:
-    """Returns the network evaluations of an iteration's exploration and regeneration.
+    """Returns the number of network evaluations of an iteration's exploration and regeneration.
+
+    A second evaluation for classifier-free guidance and those of the update are not counted.
 
     Args:
-        config: The configuration.
-        steps: The number of exploring steps.
+        config: The configuration. The numbers of prompts, of candidates and of kept candidates, and
+            the number of steps of regeneration are read.
+        steps: The number of exploring steps per candidate.
     """
     rollout = config.rollout
     return config.train.num_prompts * (
@@ -77,11 +93,22 @@ def evaluations(config: Config, steps: int) -> int:
 
 
 def prices_of(plan: Mapping[str, Any]) -> Prices:
-    """Returns the prices of a plan for one device. Whole batches are divided by their number of
-    samples.
+    """Returns the prices of a plan for one device.
+
+    The seconds of a stage are divided by the number of samples, of samples and steps, or of samples
+    and terms that an iteration of the preset has, though whole batches were planned. Overrides of
+    the plan are not in its JSON, so they must not change these numbers. A plan without a stage
+    "sync" has 0 seconds for it.
 
     Args:
-        plan: The plan, as `solrl plan` prints it in JSON.
+        plan: The plan, as `solrl plan` prints it in JSON. "preset", "device", "exploration" and
+            "stages" are read.
+
+    Raises:
+        ConfigError: If there is no such preset.
+        KeyError: If an entry or a stage is missing, e.g. "regenerate".
+        TypeError: If an entry is of another type. Other malformed plans raise ValueError,
+            AttributeError or IndexError.
     """
     config = resolve(plan["preset"])
     rollout = config.rollout
@@ -103,7 +130,10 @@ def prices_of(plan: Mapping[str, Any]) -> Prices:
 
 
 def carried() -> dict[str, Prices]:
-    """Returns the prices that the package contains, by their names."""
+    """Returns the prices that the package contains, by their names, e.g. "flux1-b200".
+
+    Reads `assets/prices.json` each time.
+    """
     return {row["name"]: Prices(**row) for row in json.loads(CARRIED.read_text())}
 
 
@@ -111,10 +141,12 @@ def find_prices(name: str) -> Prices:
     """Returns prices by name.
 
     Args:
-        name: A name of prices in the package, or a file with the JSON of `solrl plan`.
+        name: A name of prices in the package, which comes first, or a file with the JSON of `solrl
+            plan`.
 
     Raises:
-        InputError: If there are no such prices, or if the file is no plan.
+        InputError: If there are no such prices, if the file cannot be read or is no plan, or if its
+            seconds are not above 0 (of the sync: are below 0).
     """
     if name in (there := carried()):
         return there[name]

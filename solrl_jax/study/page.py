@@ -27,11 +27,12 @@ Sweeps = Mapping[str, Sequence[tuple[Any, str]]]  # by a setting: its value in a
 def write(
     folder: Path, study: Mapping[str, Any], courses: Mapping[str, Sequence[Course]], sweeps: Sweeps
 ) -> None:
-    """Writes `study.json`, `study.md` and `study.png`.
+    """Writes `study.json`, `study.md` and `study.png`. Existing files are replaced.
 
     Args:
-        folder: The directory of the study.
-        study: The summary, see `summary.summarise`.
+        folder: The directory of the study. It is created if necessary.
+        study: The summary, see `summary.summarise`. Numbers that are not finite become null in
+            `study.json`.
         courses: The finished runs of each arm.
         sweeps: The swept settings, see `summary.sweeps`.
 
@@ -44,12 +45,18 @@ def write(
 
 
 def refuse_foreign(folder: Path, logs: Iterable[Path] = ()) -> None:
-    """Raises InputError if a file that a study would replace exists and no study wrote it.
+    """Checks that no file that a study would replace was written by something else.
+
+    A directory whose `study.json` is that of a study passes, whatever else is in it.
 
     Args:
-        folder: The directory of the study.
-        logs: Further files that are replaced. In a directory that a study has locked, they are its
-            own.
+        folder: The directory of the study. Its `study.json`, `study.md` and `study.png` are
+            checked.
+        logs: Further files that are replaced. They are not checked if the directory has a file
+            `.lock`, which a study makes that trains there: they are its own then.
+
+    Raises:
+        InputError: If one of these files exists and `study.json` is no study's or cannot be read.
     """
     replaced = (
         *(folder / name for name in (DATA, PAGE, FIGURE)),
@@ -63,7 +70,14 @@ def refuse_foreign(folder: Path, logs: Iterable[Path] = ()) -> None:
 
 
 def markdown(study: Mapping[str, Any]) -> str:
-    """Returns the page of a study, given its summary, as Markdown."""
+    """Returns the page of a study as Markdown, with a line feed at the end.
+
+    It has the plan's sentence, the setting, the tables of arms and of compared pairs, the missing
+    runs with their reasons, and a link to `study.png`.
+
+    Args:
+        study: The summary, see `summary.summarise`.
+    """
     lines = [f"# Study `{study['plan']['name']}`", "", study["plan"]["what"], ""]
     lines += [f"* {name}: {text}" for name, text in study["setting"].items()]
     lines += ["", *_arms(study["arms"]), "", *_pairs(study["compared"])]
@@ -78,7 +92,12 @@ def markdown(study: Mapping[str, Any]) -> str:
 
 
 def _arms(arms: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yields the lines of the table of arms, given their estimates by name."""
+    """Yields the lines of the table of arms, and a legend.
+
+    Args:
+        arms: The estimates of each arm by its name, see `compare._arm_estimates`. Without arms the
+            table has a head alone.
+    """
     names = [
         name
         for name in dict.fromkeys(name for arm in arms.values() for name in arm["scores"])
@@ -120,7 +139,11 @@ def _arms(arms: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _pairs(pairs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yields the lines of the table of compared pairs, given their estimates."""
+    """Yields the lines of the table of compared pairs, and a legend; nothing without pairs.
+
+    Args:
+        pairs: The estimates of each pair, see `compare.compare`.
+    """
     if not pairs:
         return
     parts = [f"speed-up at {part} %" for part in PROGRESS]
@@ -148,7 +171,7 @@ def _pairs(pairs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _head(first: str, names: Sequence[str]) -> Iterator[str]:
-    """Yields the two lines of a table's head.
+    """Yields the two lines of a table's head in Markdown: the names, and dashes.
 
     Args:
         first: The name of the first column.
@@ -159,17 +182,26 @@ def _head(first: str, names: Sequence[str]) -> Iterator[str]:
 
 
 def _row(first: str, cells: Sequence[str]) -> str:
-    """Returns a line of a table from its first cell and the other ones."""
+    """Returns a line of a table in Markdown, "| first | cell | cell |".
+
+    Args:
+        first: The text of the first cell.
+        cells: The texts of the others. Nothing is escaped.
+    """
     return f"| {' | '.join([first, *cells])} |"
 
 
 def brief_repr(value: Estimate | None, sign: str = "", digits: int = 3) -> str:
-    """Formats an estimate as mean ± standard error.
+    """Formats an estimate as "mean ± standard error".
 
     Args:
-        value: The estimate, or None if it is unknown.
-        sign: "+" to print the sign of a positive mean.
-        digits: The number of decimal places.
+        value: The mean and the standard error, or None if they are unknown.
+        sign: "+" to print the sign of a positive mean; "" prints only that of a negative one.
+        digits: The number of decimal places of both.
+
+    Returns:
+        The text; the mean alone if the standard error is NaN, and "–" if the mean is NaN or `value`
+        is None.
     """
     if value is None or math.isnan(value[0]):
         return UNKNOWN
@@ -178,20 +210,30 @@ def brief_repr(value: Estimate | None, sign: str = "", digits: int = 3) -> str:
 
 
 def number(value: float) -> str:
-    """Formats a number with three digits."""
+    """Formats a number with three significant digits, e.g. "0.123" or "1.23e+04".
+
+    Args:
+        value: The number. NaN gives "–".
+    """
     return UNKNOWN if math.isnan(value) else f"{value:.3g}"
 
 
 def draw(path: Path, courses: Mapping[str, Sequence[Course]], sweeps: Sweeps, setting: str) -> None:
-    """Draws the curves of a study: reward over cost and iterations, fidelity, and swept settings.
+    """Draws the curves of a study: reward over cost and over iterations, fidelity, and swept
+    settings.
 
-    Bands are standard errors over seeds.
+    Curves are means over seeds, and bands are one standard error; a single seed has no band.
+    Fidelity has a panel if an arm regenerates, and each swept setting with a finished arm has one.
+    Arms differ in colour, and beyond the number of colours in the style of the line.
 
     Args:
-        path: The PNG file to write.
-        courses: The finished runs of each arm.
+        path: The PNG file to write. It is replaced if it exists.
+        courses: The finished runs of each arm by its name. Arms without any are not drawn.
         sweeps: The swept settings, see `summary.sweeps`.
         setting: How rewards were measured, for the title.
+
+    Raises:
+        RunError: If the disk refuses.
     """
     there = {arm: of for arm, of in courses.items() if of}
     faithful = {arm: of for arm, of in there.items() if of[0].fidelity}
@@ -247,13 +289,15 @@ def draw(path: Path, courses: Mapping[str, Sequence[Course]], sweeps: Sweeps, se
 
 
 def _band(panel: Any, x: np.ndarray, y: np.ndarray, look: tuple[str, str], label: str) -> None:
-    """Draws the mean of curves, with a band of its standard error.
+    """Draws the mean of curves, with a band of its standard error on both sides.
+
+    Points are marked if there are at most 10. The band has no width for a single curve.
 
     Args:
-        panel: The matplotlib axes.
+        panel: The matplotlib axes, which are drawn on.
         x: The common x values.
         y: The curves, [seeds, x].
-        look: A colour and a line style.
+        look: A colour and a line style of matplotlib.
         label: The name in the legend.
     """
     color, style = look

@@ -29,7 +29,13 @@ Seeds = Annotated[tuple[Seed, ...], Field(min_length=1)]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quick(Section):
-    """The changes of a quick study."""
+    """The changes of a quick study.
+
+    Attributes:
+        seeds: The seeds of every arm, at least one, which replace those of the plan.
+        overrides: Overrides `key=value` that follow those of the plan and its arms, and win over
+            them.
+    """
 
     # The seeds of every arm.
     seeds: Seeds
@@ -39,7 +45,21 @@ class Quick(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(Section):
-    """The arms of a study and their comparisons."""
+    """The arms of a study and their comparisons. All fields are required.
+
+    Attributes:
+        what: One sentence about the study, for its page.
+        preset: The preset of all arms.
+        overrides: Overrides `key=value` of every arm.
+        arms: The further overrides of each arm, which win over `overrides`, by its name. A name
+            begins with an ASCII letter or digit; letters, digits, "_", "." and "-" may follow, up
+            to 60 characters.
+        seeds: The seeds of every arm, from 0 to 2**31 - 1, at least one and no two the same.
+        compared: Pairs of an arm and the arm that it is compared with.
+        sweeps: By the dotted name of a setting, arms that differ in it. Each is a panel of the
+            figure.
+        quick: The changes of a quick study.
+    """
 
     # One sentence about the study, for its page.
     what: Text
@@ -57,7 +77,13 @@ class Plan(Section):
     quick: Quick
 
     def __post_init__(self) -> None:
-        """Raises ConfigError if arms are missing, seeds repeat, or there are too many runs."""
+        """Checks the fields together.
+
+        Raises:
+            ConfigError: If `compared` or `sweeps` name an arm that is not in `arms`, an arm is
+                compared with itself, seeds repeat, or there are more than `MAX_RUNS` (1000) runs.
+                The seeds of the quick study count too.
+        """
         named = {name for pair in self.compared for name in pair}
         named |= {name for arms in self.sweeps.values() for name in arms}
         missing = sorted(named - self.arms.keys())
@@ -84,8 +110,9 @@ class Run:
 
     Attributes:
         arm: The name of the arm.
-        config: The resolved configuration.
-        arguments: The preset and the overrides, as `solrl train` takes them.
+        config: The resolved configuration, with the seed and the run directory.
+        arguments: The preset and the overrides, as `solrl train` takes them. The last two set the
+            seed and the run directory.
     """
 
     arm: str
@@ -94,17 +121,19 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The name of the run, ARM-SEED."""
+        """The name of the run, ARM-SEED, e.g. "sol_rl-0"."""
         return f"{self.arm}-{self.config.seed}"
 
     @property
     def folder(self) -> Path:
-        """The run directory."""
+        """The run directory, `run.dir` of the configuration. It need not exist."""
         return Path(self.config.run.dir)
 
 
 def plan_names() -> list[str]:
-    """Returns the names of the plans that the package contains, sorted."""
+    """Returns the names of the plans that the package contains, sorted. They are the names of the
+    files in `configs/study/` without ".yaml".
+    """
     return sorted(path.stem for path in _CARRIED.glob("*.yaml"))
 
 
@@ -112,11 +141,11 @@ def read_plan(name: str) -> Plan:
     """Reads a plan.
 
     Args:
-        name: The name of a plan of the package, or the path of a YAML file.
+        name: The name of a plan of the package, which comes first, or the path of a YAML file.
 
     Raises:
-        InputError: If there is no such plan, or if the file cannot be read.
-        ConfigError: If the file is not a plan.
+        InputError: If there is no such plan, or if the file cannot be read as YAML.
+        ConfigError: If the file is not a plan. The message names all its problems.
     """
     path = _CARRIED / f"{name}.yaml" if name in plan_names() else Path(name)
     try:
@@ -145,11 +174,14 @@ def runs_of(plan: Plan, out: Path, quick: bool, overrides: tuple[str, ...]) -> l
     Args:
         plan: The plan.
         out: The directory of the study. The directory of a run is `out/ARM-SEED`.
-        quick: Whether the seeds and overrides of the quick study are used.
-        overrides: Overrides `key=value` that follow those of the plan.
+        quick: Whether the seeds of the quick study replace those of the plan, and its overrides
+            follow those of the arms.
+        overrides: Overrides `key=value` that come last, so that they win over all those of the
+            plan.
 
     Raises:
-        ConfigError: If an override is invalid, or sets the seed or the run directory.
+        ConfigError: If the preset or an override is invalid, an override sets the seed or the run
+            directory, or `sweeps` names no setting. The message names all problems.
     """
     final_overrides = overrides
     if quick:

@@ -17,12 +17,27 @@ from solrl_jax.study.plan import Run
 
 
 def log_of(run: Run) -> Path:
-    """Returns the file with the output of a run, `ARM-SEED.log` beside its directory."""
+    """Returns the file with the output of a run, `ARM-SEED.log` beside its directory. The file need
+    not exist.
+
+    Args:
+        run: The run.
+    """
     return run.folder.with_name(f"{run.name}.log")
 
 
 def finished(run: Run) -> bool:
-    """Whether the directory of a run holds this very run, trained and evaluated to the end."""
+    """Returns whether the directory of a run holds this very run, trained and evaluated to the end.
+
+    Args:
+        run: The run. False if its directory is no run directory, has another configuration, or if
+            its record has no held-out reward of the last iteration. A reward that was not finite
+            counts as one.
+
+    Raises:
+        InputError: If the `config.yaml` in the directory cannot be read.
+        ConfigError: If that file is no valid configuration.
+    """
     if not is_run(run.folder) or read_run(run.folder) != run.config:
         return False
     return any(
@@ -34,20 +49,29 @@ def finished(run: Run) -> bool:
 def train(
     runs: Sequence[Run], out: Path, processes: int, say: Callable[[str], None]
 ) -> dict[str, str]:
-    """Trains the runs that are not finished. The output of a run goes to `out/ARM-SEED.log`.
+    """Trains the runs that are not finished, each in a process of `solrl train`.
+
+    An interrupted run continues from its last checkpoint. The output of a run replaces the file
+    `ARM-SEED.log` beside its directory. The processes share the compiled programs in `out/programs`
+    and the CPU cores.
 
     Args:
         runs: All runs of the study.
         out: The directory of the study.
-        processes: The number of runs that train at once.
-        say: Called with one line for each run that ends.
+        processes: The number of runs that train at once, at least 1.
+        say: Called with one line for each run that ends, after a line with the number of finished
+            runs if there are any. It is called in the thread of the caller.
 
     Returns:
-        Why runs failed, by their names. The failure of a run does not stop the others.
+        Why runs failed, in one line each, by the names ARM-SEED of those that failed. The failure
+        of a run does not stop the others.
 
     Raises:
-        KeyboardInterrupt: If it is interrupted. The current runs have then saved their last
-            complete iteration.
+        InputError: If the configuration of an existing run directory cannot be read.
+        ConfigError: If that configuration is invalid.
+        RunError: If the disk refuses the output of a run. The other runs are stopped.
+        KeyboardInterrupt: If it is interrupted. The current runs are terminated; they save their
+            last complete iteration.
     """
     waiting = [run for run in runs if not finished(run)]
     if len(waiting) < len(runs):
@@ -76,14 +100,22 @@ def _train(
 ) -> str | None:
     """Trains one run in a process of its own, and waits for it.
 
+    Its output replaces the file `ARM-SEED.log`. The process has a session of its own, so that
+    Ctrl-C does not reach it directly. Variables of this process's environment win over those that
+    are set here: the directory of compiled programs, and the numbers of threads.
+
     Args:
         run: The run.
-        out: The directory of the study, in which all runs share compiled programs.
+        out: The directory of the study, in which all runs share compiled programs (`out/programs`).
         processes: The number of runs that train at once and share the CPU cores.
         started: The process is appended to this list.
 
     Returns:
-        Why the run failed, or None.
+        Why the run failed: the signal that ended it, or the last line of its output without "solrl:
+        ". None if it succeeded.
+
+    Raises:
+        RunError: If the disk refuses the output.
     """
     log = log_of(run)
     threads = str(max(1, (os.cpu_count() or 1) // processes))
@@ -112,7 +144,12 @@ def _train(
 
 
 def _gain(run: Run) -> str:
-    """Describes the held-out reward of a finished run, before and after training."""
+    """Describes the held-out reward of a finished run before and after training, e.g. "held-out
+    reward 0.312 -> 0.587". A reward that was not finite is called so.
+
+    Args:
+        run: The run, whose record has an evaluation.
+    """
     rewards = [row["eval/reward"] for row in read(run.folder) if "eval/reward" in row]
     texts = ["not finite" if x is None else f"{x:.3f}" for x in (rewards[0], rewards[-1])]
     return f"held-out reward {texts[0]} -> {texts[1]}"

@@ -20,12 +20,22 @@ def summarise(
     Args:
         name: The name of the plan.
         plan: The plan.
-        runs: All runs.
+        runs: All runs. Their directories are read.
         prices: The seconds of each kind of work.
-        failed: Why runs failed, by their names.
+        failed: Why runs failed, by their names ARM-SEED. Only used for runs that are not finished.
 
     Returns:
-        The content of `study.json`, and the courses of the finished runs by arm.
+        The content of `study.json`, and the courses of the finished runs by arm (an empty list for
+        an arm without any). The content has "plan" (name, what, preset, the overrides of each arm,
+        the seeds), "setting" (texts by name, see `_setting`), "prices", "arms" and "compared" (see
+        `compare.compare`), "missing" (the reason for each run that is not finished, by its name),
+        and "runs" (for each finished run by its name, lists of the values of "iterations", "cost"
+        and each score at its evaluations, and of each measure of fidelity in its iterations).
+        Unknown numbers are NaN.
+
+    Raises:
+        InputError: If the files of a run are incomplete or cannot be read.
+        ConfigError: If the configuration of an existing run directory is invalid.
     """
     done = [run for run in runs if finished(run)]
     courses = {
@@ -71,6 +81,14 @@ def _setting(done: Sequence[Run], prices: Prices) -> dict[str, str]:
     Args:
         done: The finished runs. Different descriptions are joined by semicolons.
         prices: The seconds of each kind of work.
+
+    Returns:
+        Texts by name: "evaluation" and "trained on" (devices, versions of JAX and Python), which
+        are "no run is finished" without runs and contain "unknown" or "None" for facts that a run
+        did not record; and "cost", which names the prices.
+
+    Raises:
+        InputError: If the `run.json` of a run is damaged.
     """
     facts = [
         dict.fromkeys(("evaluation", "devices", "python"), "unknown") | read_facts(run.folder)
@@ -101,11 +119,12 @@ def sweeps(plan: Plan, runs: Sequence[Run]) -> dict[str, list[tuple[Any, str]]]:
     """Returns the values of the settings that a plan sweeps.
 
     Args:
-        plan: The plan.
-        runs: All runs.
+        plan: The plan, whose `sweeps` name fields of the configuration.
+        runs: All runs, at least one of each arm.
 
     Returns:
-        For each setting in `plan.sweeps`, pairs of its value in an arm and the arm.
+        For each setting in `plan.sweeps` by its dotted name, pairs of its value in an arm and the
+        name of the arm, in the order of the plan. The list is not sorted by value.
     """
     configs = {run.arm: run.config for run in runs}
 
