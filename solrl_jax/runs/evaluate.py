@@ -21,19 +21,27 @@ Progress = Callable[[int], None]
 
 
 def _no_progress(_samples: int) -> None:
-    """Reports nothing."""
+    """Reports nothing. The default of arguments that report progress.
+
+    Args:
+        _samples: The number of images that are done since the last call. Not read.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """The scores of a policy.
+    """The scores of a policy on p prompts with m images each.
+
+    All dicts but `failed` have the same keys: "reward", the weighted sum that is trained on, and
+    the name of every single score, also of those that are only watched.
 
     Attributes:
-        means: The mean of each score over all images with a finite value, by name.
-        errors: The standard errors of the means.
-        scores: The score of each image, NaN where it failed.
-        failed: The number of images without a score, by the name of the reward. Only rewards
-            outside of JAX can fail.
+        means: The mean of each score over all images with a finite value; NaN if there are none.
+        errors: The standard error of each mean: the standard deviation of the finite values divided
+            by the root of their number. NaN if there are none, 0 for a single one.
+        scores: The score of each image, float [p, m], not finite where it failed.
+        failed: For each reward outside of JAX, by its name, the number of images that it could not
+            score. Other rewards cannot fail.
     """
 
     means: dict[str, float]
@@ -45,13 +53,26 @@ class Evaluation:
 def evaluate(
     experiment: Experiment, adapters: Trainable, progress: Progress = _no_progress
 ) -> Evaluation:
-    """Scores images of the first test prompts.
+    """Generates images of the first test prompts with a policy, and scores them.
+
+    The images have the evaluation's size and number of steps. They are generated in the training
+    precision, without noise in the solver, and are not kept.
 
     Args:
         experiment: The experiment. `eval.num_prompts` prompts with `eval.num_images_per_prompt`
-            images each are generated from seeds that depend on `eval.seed` alone.
+            images each are generated. The seed of an image depends on `eval.seed`, its prompt and
+            its index alone, so that all policies start from the same noise.
         adapters: The trainable parameters of the policy.
-        progress: Called with the number of images that are done since the last call.
+        progress: Called after each batch with the number of images that are done since the last
+            call.
+
+    Returns:
+        The scores of `experiment.evaluation_reward`, one row per prompt in the order of the test
+        prompts.
+
+    Raises:
+        RewardError: If a reward outside of JAX fails and the configuration says that the run stops
+            then.
     """
     config = experiment.config.eval
     prompts, seeds = _held_out(experiment, config.num_prompts, config.num_images_per_prompt)
@@ -71,7 +92,13 @@ def evaluate(
 def setting(experiment: Experiment) -> str:
     """Describes in one line all settings that a result of `evaluate` depends on besides the policy.
 
-    The line contains a hash of the prompts, joined by line breaks.
+    Args:
+        experiment: The experiment. Its sections `eval` and `rollout` and the test prompts are read.
+
+    Returns:
+        The line, e.g. "64 prompts (sha256 0123456789ab) x 1 images of 512 x 512; euler, 40 steps,
+        guidance 3.5, bf16, seed 0". The size is width x height in pixels. The hash is the beginning
+        of the SHA-256 of the evaluated prompts, each followed by a line feed.
     """
     config = experiment.config.eval
     rollout = experiment.config.rollout
@@ -92,16 +119,18 @@ def setting(experiment: Experiment) -> str:
 def paired_difference(first: Evaluation, second: Evaluation) -> dict[str, tuple[float, float]]:
     """Compares two policies that were evaluated on the same prompts and noise, image by image.
 
-    The confidence interval is Student's over prompts, because prompts differ in how much can be
-    gained on them. An image counts if both of its scores are finite.
+    The differences of a prompt's images are averaged first. The confidence interval is Student's
+    over prompts, because prompts differ in how much can be gained on them. An image counts if both
+    of its scores are finite, and a prompt if any of its images counts.
 
     Args:
         first: The evaluation of one policy.
-        second: The evaluation of the other.
+        second: The evaluation of the other. It has all scores of `first`, in the same shapes.
 
     Returns:
-        For each score, by how much the first policy scores higher, and half of the 95 % confidence
-        interval. The latter is NaN for fewer than two prompts.
+        For each score of `first`, by name: the mean over prompts by which the first policy scores
+        higher, and half of the width of the 95 % confidence interval. The mean is NaN if no prompt
+        counts, and the interval is NaN for fewer than two.
     """
     from scipy import stats  # takes half a second to import
 
@@ -121,13 +150,14 @@ def paired_difference(first: Evaluation, second: Evaluation) -> dict[str, tuple[
 
 @dataclasses.dataclass(frozen=True)
 class ImageGrid:
-    """Images of fixed prompts and seeds, which show how a policy changes.
+    """Images of fixed prompts and seeds, which show how a policy changes: m images for each of p
+    prompts.
 
     Attributes:
-        prompts: One prompt per row.
-        images: The images, in [0, 1].
-        right: Whether each image is right, by the first reward that has a score "strict". None if
-            no reward has one.
+        prompts: The p prompts, one per row of the grid.
+        images: The images, float32 [p, m, height, width, 3], with values in [0, 1].
+        right: Whether each image is right, bool [p, m]: whether the first score whose name ends in
+            "/strict" is above 0.5. None if there is no such score.
     """
 
     prompts: Sequence[str]
@@ -136,11 +166,12 @@ class ImageGrid:
 
     @classmethod
     def from_samples(cls, prompts: Sequence[str], samples: Samples) -> "ImageGrid":
-        """Makes a grid of generated samples.
+        """Builds a grid from generated samples.
 
         Args:
-            prompts: The prompts.
-            samples: As many samples of each prompt, prompt by prompt, kept with their images.
+            prompts: The p prompts.
+            samples: m samples of each prompt, prompt by prompt, kept with their images. Their
+                scores decide `right`.
         """
         assert samples.images is not None
         verdicts = [scores for name, scores in samples.scores.items() if name.endswith("/strict")]
@@ -150,18 +181,28 @@ class ImageGrid:
 
     @property
     def marks(self) -> list[bool | None]:
-        """Whether each image is right, row by row; None where there is no verdict."""
+        """Whether each image is right, as a flat list of p * m values, row by row.
+
+        All values are None if there are no verdicts.
+        """
         if self.right is None:
             return [None] * (self.images.shape[0] * self.images.shape[1])
         return self.right.reshape(-1).tolist()
 
 
 def sample_grid(experiment: Experiment, adapters: Trainable) -> ImageGrid:
-    """Generates images of the first test prompts, four per prompt.
+    """Generates images of the first test prompts with a policy, four per prompt.
+
+    They are generated as in `evaluate`: with its size, steps and seeds.
 
     Args:
-        experiment: The experiment. There are `eval.num_grid_images` images in all.
+        experiment: The experiment. `eval.num_grid_images`, which must not be 0, is the largest
+            number of images: it is rounded down to whole prompts. Below 4 there is one prompt with
+            so many images. There are no more prompts than test prompts.
         adapters: The trainable parameters of the policy.
+
+    Returns:
+        The grid, with the verdicts of `experiment.evaluation_reward`.
     """
     num_images = experiment.config.eval.num_grid_images
     per_prompt = min(4, num_images)
@@ -175,9 +216,12 @@ class LargestDifferences:
     """The images of an evaluation on which two policies differ most: m images of p prompts.
 
     Attributes:
-        prompts: The positions of the prompts among the test prompts, the largest difference first.
-        images: The positions of the images within their prompt.
-        gains: By how much the reward of the first policy is higher.
+        prompts: The positions of the prompts among the test prompts, int [p], the prompt with the
+            largest difference first.
+        images: The positions of the images within their prompt, int [p, m], the largest difference
+            first.
+        gains: By how much the reward ("reward") of the first policy is higher for each image, float
+            [p, m]. Not finite where a reward is not.
     """
 
     prompts: Int[np.ndarray, " p"]
@@ -188,13 +232,17 @@ class LargestDifferences:
     def find(
         cls, first: Evaluation, second: Evaluation, num_prompts: int, num_images: int
     ) -> "LargestDifferences":
-        """Finds the images whose rewards differ most. Images without two finite rewards come last.
+        """Finds the images whose rewards differ most, in either direction.
+
+        Images without two finite rewards come last. Among equal differences the earlier one comes
+        first.
 
         Args:
             first: The evaluation of one policy.
             second: The evaluation of another one on the same prompts and seeds.
-            num_prompts: The largest number of prompts.
-            num_images: The largest number of images per prompt.
+            num_prompts: The largest number of prompts. If there are fewer, all are returned.
+            num_images: The largest number of images per prompt. If there are fewer, all are
+                returned.
         """
         gains = first.scores["reward"] - second.scores["reward"]
         size = np.where(np.isfinite(gains), np.abs(gains), -1.0)
@@ -203,11 +251,17 @@ class LargestDifferences:
         return cls(prompts, images[prompts], np.take_along_axis(gains, images, axis=1)[prompts])
 
     def draw(self, experiment: Experiment, adapters: Trainable) -> ImageGrid:
-        """Generates these images by a policy. They equal the images that were scored.
+        """Generates these images again by a policy, from the seeds of the evaluation.
+
+        They equal the images that were scored, if the policy and the experiment are those of the
+        evaluation.
 
         Args:
             experiment: The experiment of the evaluation.
             adapters: The trainable parameters of the policy.
+
+        Returns:
+            The grid, with rows and columns in the order of `prompts` and `images`.
         """
         config = experiment.config.eval
         prompts, seeds = _held_out(experiment, config.num_prompts, config.num_images_per_prompt)
@@ -217,13 +271,15 @@ class LargestDifferences:
 
 @dataclasses.dataclass(frozen=True)
 class PoolImages:
-    """The best and the worst kept candidates of some prompts of an iteration.
+    """The best and the worst kept candidates of some prompts of an iteration: m of each of p
+    prompts.
 
     Attributes:
-        prompts: The prompts.
-        candidates: The indices of the candidates within their prompt, best proxy reward first.
-        stages: Their images as "explored" and, unless explored samples were trained on,
-            "regenerated".
+        prompts: The p prompts.
+        candidates: The indices of the candidates within their prompt, int [p, m], best proxy reward
+            first.
+        stages: Their images by stage, "explored" first: as the iteration explored them and, unless
+            it trained on explored samples, as it "regenerated" them.
     """
 
     prompts: Sequence[str]
@@ -238,16 +294,23 @@ def pool_images(
     ledger: Mapping[str, Any],
     iteration: int,
 ) -> PoolImages:
-    """Generates some candidates of an iteration again, four per prompt.
+    """Generates some kept candidates of an iteration again: the best and the worst of its first
+    prompts.
 
-    A candidate is its seed, so the images equal those of the iteration.
+    A candidate is its seed, so the images equal those of the iteration. They are scored again too.
 
     Args:
-        experiment: The experiment. There are `eval.num_grid_images` candidates in all.
+        experiment: The experiment. `eval.num_grid_images`, which must not be 0, is the largest
+            number of candidates in all. There are four per prompt, or fewer if that number or
+            `rollout.kept` is smaller; of these, half (rounded down) are the worst.
         old: The trainable parameters that the iteration explored and regenerated with.
-        exploration: How it explored.
-        ledger: Its candidates, `IterationResult.ledger`.
+        exploration: The precision and number of steps that it explored with.
+        ledger: The columns of its candidates, `IterationResult.ledger`. "rank" and "kept" are read.
         iteration: Its number, from 1.
+
+    Returns:
+        The candidates and their images. Prompts of which nothing was kept are shown by their best
+        candidates by rank.
     """
     experiment = experiment.for_iteration(iteration)
     config = experiment.config
@@ -288,13 +351,19 @@ def pool_images(
 def _best_and_worst_kept(
     ledger: Mapping[str, Any], num_prompts: int, kept: int, count: int
 ) -> Int[np.ndarray, "p m"]:
-    """Returns the indices of kept candidates with the best and the worst proxy rewards.
+    """Finds the kept candidates with the best and the worst proxy rewards.
 
     Args:
-        ledger: The columns of an iteration's ledger.
-        num_prompts: The number of prompts of the iteration.
+        ledger: The columns of an iteration's ledger. "rank" (0 is the best) and "kept" are read;
+            they have one entry per candidate, prompt by prompt.
+        num_prompts: The number p of prompts of the iteration.
         kept: The number of kept candidates per prompt.
-        count: The number of candidates to return per prompt, the best first.
+        count: The number m of candidates to return per prompt, at most `kept`.
+
+    Returns:
+        Indices of candidates within their prompt, int [p, m]: the m - m // 2 best and then the m //
+        2 worst, by ascending rank. If nothing of a prompt was kept, its `kept` best candidates
+        count as kept.
     """
     rank = np.asarray(ledger["rank"]).reshape(num_prompts, -1)
     is_kept = np.asarray(ledger["kept"]).reshape(num_prompts, -1)
@@ -309,12 +378,16 @@ def _held_out(
 ) -> tuple[Sequence[Prompt], UInt32[np.ndarray, "p m 2"]]:
     """Returns the first test prompts and the seeds of their images.
 
-    The seeds depend on `eval.seed` alone, so that they are the same for every policy.
+    A seed depends on `eval.seed`, the prompt and the index of the image alone, so that it is the
+    same for every policy.
 
     Args:
         experiment: The experiment.
-        num_prompts: The number of prompts.
-        num_images: The number of images per prompt.
+        num_prompts: The number p of prompts. If there are fewer test prompts, all are returned.
+        num_images: The number m of images per prompt.
+
+    Returns:
+        The prompts, and their seeds, uint32 [p, m, 2].
     """
     prompts = experiment.test_prompts[:num_prompts]
     seed = experiment.config.eval.seed
@@ -327,7 +400,17 @@ def _generate_grid(
     prompts: Sequence[Prompt],
     seeds: UInt32[np.ndarray, "p m 2"],
 ) -> ImageGrid:
-    """Generates a grid of evaluation images; the arguments are those of `_generate`."""
+    """Generates and scores a grid of evaluation images.
+
+    Args:
+        experiment: The experiment. Its evaluation size, steps and rewards are used.
+        adapters: The trainable parameters of the policy.
+        prompts: The p prompts, one per row.
+        seeds: The seeds of the m images of each prompt, uint32 [p, m, 2].
+
+    Returns:
+        The images with the verdicts of the reward.
+    """
     samples = _generate(experiment, adapters, prompts, seeds, keep_images=True)
     return ImageGrid.from_samples(prompts, samples)
 
@@ -343,12 +426,21 @@ def _generate(
     """Generates and scores evaluation images, without noise in the solver.
 
     Args:
-        experiment: The experiment. Its evaluation size, steps and rewards are used.
+        experiment: The experiment. Its evaluation size, `eval.num_steps` and `evaluation_reward`
+            are used.
         adapters: The trainable parameters of the policy.
-        prompts: The prompts.
-        seeds: The seeds of each prompt's images.
-        progress: Called with the number of images that are done since the last call.
-        keep_images: Whether the images are returned.
+        prompts: The p prompts.
+        seeds: The seeds of the m images of each prompt, uint32 [p, m, 2].
+        progress: Called after each batch with the number of images that are done since the last
+            call.
+        keep_images: Whether the images are returned. Otherwise `Samples.images` is None.
+
+    Returns:
+        The p * m samples, prompt by prompt.
+
+    Raises:
+        RewardError: If a reward outside of JAX fails and the configuration says that the run stops
+            then.
     """
     config = experiment.config
     reward = experiment.evaluation_reward

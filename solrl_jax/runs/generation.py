@@ -67,24 +67,30 @@ _Scale = Annotated[NonNegative, Field(le=MAX_NUMBER)]
 class Request:
     """The arguments of `api.generate`, checked one by one. `Request.check` builds one.
 
-    None means the run's own value, or the default of the model or of this module.
-
     Attributes:
-        model: The run directory, the model directory, or "embedded:NAME".
-        prompts: One prompt per image.
-        num_steps: Number of solver steps.
-        guidance_scale: Scale of the model's guidance.
-        true_cfg_scale: Scale of classifier-free guidance, for models that embed `guidance_scale`.
-        negative_prompt: The prompt that classifier-free guidance leads away from.
-        seed: The seed of the initial noise.
-        size: Height and width in pixels.
-        latents: The initial noise, float32 [N, C, h, w].
-        lora: A LoRA file, or a directory of PEFT; only for a model directory.
-        precision: The number format of all steps.
-        max_sequence_length: The number of tokens that prompts are padded or cut to.
-        instruction: The text before every prompt, for SANA.
-        vae_tile_size: The side in pixels of the tiles that the autoencoder decodes.
-        batch_size: The largest number of images that a device generates at once.
+        model: The run directory, a model directory, "embedded:NAME", or OWNER/NAME of a repository
+            of the hub. Not empty.
+        prompts: One prompt per image, at least one. Each has at most 20,000 characters.
+        num_steps: The number of solver steps, 1 to 1000. None: that of the run's evaluation, or
+            `DEFAULT_NUM_STEPS` (10) for a model.
+        guidance_scale: The scale of the model's guidance, at least 0. None: the run's, or 1.
+        true_cfg_scale: The scale of classifier-free guidance for models that embed
+            `guidance_scale`, at least 0; others accept only 1. None: the run's, or 1.
+        negative_prompt: The negative prompt of classifier-free guidance.
+        seed: The seed of the initial noise, 0 to 2**31 - 1.
+        size: Height and width in pixels, each 1 to 16,384. None: that of `latents`, or of the run's
+            evaluation, or the model's default.
+        latents: The initial noise, float32 [N, C, h, w]. It takes precedence over `seed`. None:
+            drawn from the seed.
+        lora: A LoRA file, or a directory of PEFT; only for a model. None: no LoRA.
+        precision: The number format of all steps: "bf16", "fp32", "fp8", "nvfp4" or "auto", the
+            fastest that the device runs natively.
+        max_sequence_length: The number of tokens that prompts are padded or cut to, 1 to 2048.
+            None: the run's, or the model's default.
+        instruction: The text before every prompt, for SANA. None: the run's, or none.
+        vae_tile_size: The side in pixels of the tiles that the autoencoder decodes. None: the
+            run's, or whole images.
+        batch_size: The largest number of images that a device generates at once, at least 1.
         checkpoint: The checkpoint of a run: "latest", "best" or the number of an iteration.
     """
 
@@ -109,13 +115,20 @@ class Request:
 
     @classmethod
     def check(cls, arguments: Mapping[str, Any]) -> "Request":
-        """Checks the arguments of `api.generate`, but not whether the model supports them.
+        """Checks the arguments of `api.generate`, but not whether the model supports them. Reads no
+        file.
 
         Args:
-            arguments: The arguments by name. NumPy's scalars are accepted for numbers.
+            arguments: The arguments by name. "model" and "prompts" are required. NumPy's scalars
+                are accepted for numbers. `latents` is not looked at.
+
+        Returns:
+            The request.
 
         Raises:
-            InputError: If a name is unknown or a value is not accepted.
+            InputError: If a name is unknown or missing, a value is not accepted, or a text is
+                longer than 20,000 characters or has control characters. The message lists all
+                problems.
         """
         values = {
             name: value.item() if isinstance(value, np.generic) else value
@@ -139,7 +152,11 @@ _REQUEST = pydantic.TypeAdapter(Request)
 
 
 def _unknown_argument(name: str) -> str:
-    """The message for an argument of another name than `Request` has."""
+    """Returns the message for an argument of another name than the fields of `Request`.
+
+    Args:
+        name: The name. The message suggests the most similar fields.
+    """
     accepted = [field.name for field in dataclasses.fields(Request)]
     return f"unknown argument {name!r}: {suggest(name, accepted)}"
 
@@ -149,11 +166,14 @@ class Generation:
     """Generated images, with what is needed to generate them again.
 
     Attributes:
-        images: The images, with values in [0, 1].
-        latents: The initial noise of each image, in the layout of PyTorch, which the `latents` of
-            diffusers' pipelines have too.
+        images: The images, float32 [N, height, width, 3], with values in [0, 1].
+        latents: The initial noise of each image, float32 [N, C, h, w] with the channels first.
+            `api.generate` takes it as `latents`, and so do the pipelines of diffusers, except that
+            of FLUX.1: its `latents` are packed to [N, h/2 * w/2, 4 C] by
+            `FluxPipeline._pack_latents`.
         num_steps: The number of solver steps.
-        precision: The number format and how the device computes it, as a phrase for people.
+        precision: The number format and how the device computes it, as a phrase for people, e.g.
+            "bf16 (no linear layer is quantized; native)".
     """
 
     images: Float[np.ndarray, "n h w 3"]
@@ -168,15 +188,24 @@ def generate_images(
     """Generates one image per prompt.
 
     A prompt's seed depends on `request.seed`, on its text and on how often it came before, not on
-    the other prompts. Loads the model, which is released when the function returns.
+    the other prompts. Loads the model on all devices, each of which generates a share of the
+    images; the model is released when the function returns.
 
     Args:
         request: What to generate.
-        progress: Called with the number of further images that are done.
+        progress: Called after each batch with the number of further images that are done.
+
+    Returns:
+        The images in the order of the prompts, with the noise that they started from.
 
     Raises:
-        InputError: If the model does not support the request, before any weight is loaded.
-        RunError: If an image is not finite, or the checkpoint is damaged.
+        InputError: If the model, the run, its checkpoint or the LoRA cannot be used, if the model
+            does not support the request, or if the images would not fit into the memory of this
+            host. Raised before any weight of the model is loaded, unless a weight file itself
+            cannot be read.
+        ConfigError: If the configuration of the run is invalid.
+        RunError: If an image is not finite, the checkpoint is damaged, or the prompt cache of the
+            run cannot be written.
     """
     model = request.model
     prompts = [Prompt(text) for text in request.prompts]
@@ -264,16 +293,16 @@ def generate_images(
 
 
 def _channels_last(latents: Any, count: int) -> Float[np.ndarray, "n h w c"]:
-    """Returns the initial noise [N, C, h, w] as [N, h, w, C].
+    """Returns the initial noise [N, C, h, w] as a view [N, h, w, C].
 
     No value is read, so the array may be a memory-mapped file.
 
     Args:
-        latents: The noise, as an array of NumPy, JAX or PyTorch.
+        latents: The noise, as an array of NumPy, JAX or PyTorch, with the channels first.
         count: The number of prompts, which N must be.
 
     Raises:
-        InputError: If it is no float32 array of this shape.
+        InputError: If it is no float32 array with four axes, or N is not `count`.
     """
     array = np.asarray(latents)
     if array.ndim != 4 or array.dtype != np.float32 or len(array) != count:
@@ -290,12 +319,22 @@ def _image_size(
     pipeline: Pipeline,
     latents: Float[np.ndarray, "n h w c"] | None,
 ) -> tuple[int, int]:
-    """Returns the height and width of the images in pixels.
+    """Determines the height and width of the images in pixels.
 
-    They are those of `latents`, of the request, of the run's evaluation, or the model's default.
+    They are those of `latents` if there are any, then those of the request, then those of the run's
+    evaluation or the model's default.
+
+    Args:
+        request: `size` is read.
+        config: The configuration of the run. None: `pipeline` is a model directory.
+        pipeline: The model.
+        latents: The initial noise that the user gave, or None. A latent pixel stands for
+            `pipeline.compression` pixels in each direction.
 
     Raises:
-        InputError: If the model does not support the size, or if it is not that of `latents`.
+        InputError: If the model does not support the size, if a side is above `MAX_SIDE` (16,384)
+            pixels, if the request has another size than `latents`, or if `latents` have another
+            number of channels than the model's.
     """
     default = evaluation_size(config) if config else pipeline.default_size
     size = request.size or default
@@ -318,11 +357,14 @@ def _image_size(
 
 
 def _check_memory(count: int, size: tuple[int, int]) -> None:
-    """Raises InputError if this host cannot hold the images, which are all returned at once.
+    """Checks that this host can hold the images, which are all returned at once in float32.
 
     Args:
         count: The number of images.
-        size: Their height and width in pixels.
+        size: Height and width of an image in pixels.
+
+    Raises:
+        InputError: If the images alone take more bytes than the host has memory.
     """
     needed = 3 * 4 * math.prod(size) * count  # three channels in float32
     available = hosts.memory()
@@ -338,15 +380,22 @@ def build_schedule(
 ) -> Schedule:
     """Builds the schedule of the run, or that of the model directory's own scheduler.
 
+    The schedule of a run adds no noise, whatever its solver is.
+
     Args:
-        request: Its number of steps, guidance and negative prompt are read.
+        request: Its number of steps, guidance scales and negative prompt are read. Values that are
+            None are those of the run's evaluation; for a model directory 10 steps and scales of 1.
         config: The configuration of the run. None: `pipeline` is a model directory.
         pipeline: The model.
-        size: Height and width of the images in pixels.
+        size: Height and width of the images in pixels, on which some schedules depend.
+
+    Returns:
+        The sigmas, the solver and the guidance.
 
     Raises:
-        InputError: If the model does not support the scheduler, the number of steps or the
-            guidance.
+        InputError: If the scheduler or the number of steps is not supported, if `true_cfg_scale` is
+            not 1 for a model without embedded guidance, or if there is a negative prompt that has
+            no effect because classifier-free guidance is off.
     """
     num_steps = request.num_steps
     guidance_scale = request.guidance_scale
@@ -392,7 +441,17 @@ def build_schedule(
 
 
 def _released_rules(pipeline: Pipeline) -> Quantization:
-    """Returns which linear layers the preset of the same kind of pipeline quantizes."""
+    """Returns which linear layers are quantized, by the preset for the same kind of pipeline.
+
+    Args:
+        pipeline: The model. `kind` is read, the class name in `model_index.json`.
+
+    Returns:
+        The section `model.quantization` of the first such preset of a released model.
+
+    Raises:
+        AssertionError: If there is no such preset, which is a fault of the package.
+    """
     for name in released_models():
         preset = resolve(f"{name}_sol_rl_pickscore")
         index = parse_json(read_text(CARRIED / preset.model.path / "model_index.json"))
@@ -404,13 +463,13 @@ def _released_rules(pipeline: Pipeline) -> Quantization:
 def _load_backbone(
     request: Request, config: Config | None, pipeline: Pipeline, precision: str
 ) -> Backbone:
-    """Loads the networks of the model.
+    """Loads the networks of the model, with a copy of the weights on every device.
 
     An instruction and a tile size of the request take precedence over those of the run. The prompt
-    cache and the dtype of the decoder are always the run's.
+    cache and the dtype of the decoder are always the run's. A model directory has no prompt cache.
 
     Args:
-        request: The request.
+        request: `instruction` and `vae_tile_size` are read.
         config: The configuration of the run, or None for a model directory.
         pipeline: The model.
         precision: The dtype of the transformer: "bf16" or "fp32".
@@ -440,12 +499,13 @@ def _load_backbone(
 
 
 def _seeds(prompts: Sequence[str], seed: int) -> np.ndarray:
-    """Returns the seed of each prompt, [prompts, 2]. A repeated prompt gets the seed of its next
-    candidate.
+    """Returns the seed of each prompt, uint32 [prompts, 2].
+
+    A repeated prompt gets the seed of its next candidate, so that its images differ.
 
     Args:
         prompts: The prompts, of which some may be equal.
-        seed: The root seed.
+        seed: The root seed, 0 to 2**31 - 1.
     """
     candidates = {
         prompt: iter(prompt_seeds(seed, "candidate", [prompt], count)[0])

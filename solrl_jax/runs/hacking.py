@@ -9,15 +9,20 @@ Row = Mapping[str, float | int | None]
 
 
 def hacking_alarms(rows: Sequence[Row], now: Row, watched: Sequence[str]) -> list[str]:
-    """Returns a warning for each watched score that has fallen while the trained reward has risen.
+    """Warns of each watched score that has fallen while the trained reward "eval/reward" has risen.
 
-    Both changes are counted from the first evaluation that has both scores. Each must be larger
-    than its standard error, which combines those of the two evaluations.
+    Both changes are counted from the first row that has both scores. Each must be larger than its
+    standard error, which combines those of the two evaluations.
 
     Args:
-        rows: The record of the run, from `metrics.read`.
-        now: The newest evaluation.
+        rows: The earlier rows of the run's record, in order, from `metrics.read`. Rows without an
+            evaluation may be among them.
+        now: The newest evaluation: the values by name, as in a row.
         watched: The names of the watched scores, without "eval/".
+
+    Returns:
+        One warning for each such score, in the order of `watched`. A score whose value or standard
+        error is unknown or not finite gives none.
     """
     alarms = []
     for name in watched:
@@ -39,12 +44,15 @@ def _standard_errors(first: Row, now: Row, key: str) -> float:
     """Returns the change of a score between two evaluations, in standard errors of the change.
 
     Args:
-        first: The earlier evaluation.
-        now: The later one.
-        key: The name of the score in the rows.
+        first: The earlier evaluation, with the score as `key` and its standard error as
+            "KEY/standard_error".
+        now: The later one, in the same form.
+        key: The name of the score in the rows, e.g. "eval/reward".
 
     Returns:
-        0 if a value is unknown or there is no change, and infinity if the standard errors are 0.
+        The change, positive if the score has risen, divided by the root of the sum of both squared
+        errors. 0 if a value is missing or not finite or there is no change. If both errors are 0,
+        plus or minus infinity.
     """
     values = [row.get(name) for row in (first, now) for name in (key, f"{key}/standard_error")]
     if any(value is None or not math.isfinite(value) for value in values):

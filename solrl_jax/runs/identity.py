@@ -57,8 +57,10 @@ def refuse_another_run(folder: Path, config: Config) -> None:
         config: The resolved configuration of the run that is about to start.
 
     Raises:
-        InputError: If the directory holds another run, files of unknown origin with the names of a
-            run's records, or this run without the checkpoints that it had.
+        InputError: If the directory has no `config.yaml` but one of `RECORDS`; if it holds a run
+            with another `fingerprint`, also one whose format "auto" stood for another one than on
+            these devices; if it holds this very run without the checkpoints that it had; or if its
+            `config.yaml` cannot be read. The message lists the settings that differ.
         ConfigError: If the directory's `config.yaml` is not a configuration.
     """
     name = f"run.dir={str(folder)!r}"
@@ -92,7 +94,8 @@ def refuse_another_run(folder: Path, config: Config) -> None:
 def _is_occupied(path: Path) -> bool:
     """Whether `path` is a file, a link that leads nowhere, or a directory that is not empty.
 
-    A link to a directory counts as that directory.
+    Args:
+        path: The path. A link to a directory or file counts as its target.
     """
     if path.is_dir():
         return any(path.iterdir())
@@ -100,14 +103,20 @@ def _is_occupied(path: Path) -> bool:
 
 
 def _refuse_lost_checkpoints(folder: Path, name: str) -> None:
-    """Raises InputError if a run had checkpoints and has none now.
+    """Checks that a run that had checkpoints still has one, intact or not.
 
-    Such a run would start over and erase its records. A run that stopped before its first save may
-    start over: it has an empty directory `checkpoints` (see `claim`).
+    Otherwise it would start over and erase its records. A run that stopped before its first save
+    may start over: it has a directory `checkpoints`, which `claim` created, and its `run.json` does
+    not say that it finished.
 
     Args:
         folder: The run directory.
         name: The directory as the message names it.
+
+    Raises:
+        InputError: If the ledger or the metrics have iterations from 1 on but there is no
+            checkpoint, and the directory `checkpoints` is missing too or the run has finished.
+        RunError: If the directory of checkpoints cannot be read.
     """
     root = folder / "checkpoints"
     finished = "finished_after_iteration" in _read_facts(folder)
@@ -126,7 +135,8 @@ def _refuse_lost_checkpoints(folder: Path, name: str) -> None:
 def claim(folder: Path, config: Config) -> None:
     """Makes an existing directory the run directory of `config`.
 
-    Creates an empty directory `checkpoints` in it, then writes `config.yaml`.
+    Creates an empty directory `checkpoints` in it if there is none, then writes `config.yaml`,
+    which replaces an older one.
 
     Args:
         folder: The directory, for which `refuse_another_run` has raised nothing.
@@ -141,9 +151,14 @@ def claim(folder: Path, config: Config) -> None:
 
 
 def _recorded_format(folder: Path) -> str | None:
-    """Returns the name of the format that a run explores in, from its `run.json`.
+    """Reads from a run's `run.json` which format the run explores in.
 
-    None if the file is absent or damaged. The fingerprint in the checkpoints decides then.
+    Args:
+        folder: The run directory.
+
+    Returns:
+        The name of the format, e.g. "nvfp4"; None if the file is absent, damaged or lacks it. The
+        fingerprint in the checkpoints decides then.
     """
     with contextlib.suppress(LookupError, TypeError):
         return str(_read_facts(folder)["exploration"]["format"])
@@ -151,7 +166,11 @@ def _recorded_format(folder: Path) -> str | None:
 
 
 def _read_facts(folder: Path) -> dict[str, Any]:
-    """Returns the content of `run.json`, or an empty dict if it cannot be read."""
+    """Returns the content of a run's `run.json`, or an empty dict if it cannot be read.
+
+    Args:
+        folder: The run directory.
+    """
     with contextlib.suppress(OSError, ValueError):
         facts = parse_json(read_text(folder / "run.json"))
         if isinstance(facts, dict):
@@ -162,13 +181,14 @@ def _read_facts(folder: Path) -> dict[str, Any]:
 def fingerprint(config: Config, explore_format: str) -> str:
     """Hashes all settings that the trained parameters depend on.
 
-    A run may resume another with the same fingerprint. Settings that have their default value are
-    left out, so that a new field with a default does not change the fingerprint of older runs.
+    A run may resume another with the same fingerprint. Left out are the settings in `FREE`, the
+    paths and options of rewards that are only watched, and settings that have their default value,
+    so that a new field with a default does not change the fingerprint of older runs.
 
     Args:
-        config: The resolved configuration, without the settings in `FREE`.
+        config: The resolved configuration.
         explore_format: The name of the format that `rollout.explore.precision` resolves to on the
-            devices of the run, e.g. "nvfp4".
+            devices of the run, e.g. "nvfp4". It is hashed in place of that setting.
 
     Returns:
         The first 16 hexadecimal digits of a SHA-256.
@@ -180,11 +200,16 @@ def fingerprint(config: Config, explore_format: str) -> str:
 
 
 def _bound_settings(config: Config) -> dict[str, Any]:
-    """Returns the settings of a configuration, as nested dicts, that may not differ between the
-    starts of a run.
+    """Returns the settings of a configuration that may not differ between the starts of a run.
 
     These are all settings without `FREE`, and without the paths and options of rewards that are
     only watched.
+
+    Args:
+        config: The resolved configuration.
+
+    Returns:
+        New nested dicts of plain values, by section and field.
     """
     settings = yaml.safe_load(to_yaml(config))
     for name in FREE:
@@ -202,12 +227,17 @@ def _bound_settings(config: Config) -> dict[str, Any]:
 
 
 def _differences(saved: dict[str, Any], current: dict[str, Any], prefix: str = "") -> list[str]:
-    """Describes the settings in which two configurations differ, sorted by name.
+    """Describes the settings in which two configurations differ.
 
     Args:
         saved: The settings of the run in the directory, as nested dicts.
         current: The settings of the run that is about to start.
-        prefix: The name of the section that both belong to, with a dot at the end.
+        prefix: The name of the section that both belong to, with a dot at the end; "" for the whole
+            configuration.
+
+    Returns:
+        For each differing setting, "NAME: OLD there, NEW here" with its dotted name, sorted. A
+        setting that one of the two lacks counts as None. An empty list if they are equal.
     """
     differences = []
     for key in saved.keys() | current.keys():

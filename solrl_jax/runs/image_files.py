@@ -53,8 +53,8 @@ def save_png(path: str | Path, image: Float[Numbers, "h w 3"]) -> None:
     """Writes an image as PNG, one pixel of the file per pixel of the image.
 
     Args:
-        path: The file.
-        image: The image.
+        path: The file. It is replaced if it exists; missing parent directories are created.
+        image: The image, with values in [0, 1]. Other values are clipped, and NaN becomes black.
 
     Raises:
         RunError: If the disk refuses.
@@ -74,12 +74,13 @@ def save_grid(
     """Writes images in rows with captions as PNG, one pixel of the file per pixel of an image.
 
     Args:
-        path: The file.
-        images: The images.
-        columns: The number of images in a row.
+        path: The file. It is replaced if it exists; missing parent directories are created.
+        images: The n images, at least one, with values in [0, 1].
+        columns: The largest number of images in a row.
         captions: One caption per image, shown below it in at most two lines.
-        facts: JSON values about each image, which `read_grid` returns with it. They may be left
-            out.
+        facts: JSON values by name about each image, which `read_grid` returns with it. They are
+            stored as metadata in the file. If there are fewer than n, `read_grid` returns so many
+            images. The name "box" is reserved.
 
     Raises:
         ValueError: If there is not one caption per image.
@@ -119,10 +120,12 @@ def read_grid(path: Path) -> list[tuple["Image", dict[str, Any]]]:
         path: The file.
 
     Returns:
-        Pairs of image and facts; an empty list if the file has no facts.
+        Pairs of an RGB image of Pillow and its facts, values by name, in the order of the grid; an
+        empty list if the file has no facts.
 
     Raises:
-        InputError: If the file is damaged.
+        InputError: If the file is missing, is no PNG, is damaged, or has facts that are not those
+            of `save_grid`.
     """
     from PIL import Image
 
@@ -155,11 +158,15 @@ def read_grid(path: Path) -> list[tuple["Image", dict[str, Any]]]:
 
 
 def _check_boxes(sheet: "Image", boxes: Sequence[tuple[int, int, int, int]]) -> None:
-    """Raises ValueError unless the images of a grid lie within it.
+    """Checks that the images of a grid lie within it.
 
     Args:
         sheet: The whole grid.
         boxes: Left, top, right and bottom of every image in pixels.
+
+    Raises:
+        ValueError: If a box is empty or not within the grid, if the boxes together are larger than
+            the grid, if there are more than `_MAX_CELLS` (2048), or if the grid is not RGB.
     """
     inside = all(
         0 <= left < right <= sheet.width and 0 <= top < bottom <= sheet.height
@@ -182,17 +189,18 @@ def save_before_after(
 ) -> None:
     """Writes images of two policies side by side as PNG, one row per prompt.
 
-    Both sides show images of the same prompts and seeds. If there are verdicts, every image is
-    framed and marked with a tick or a cross, and the titles say how many are right.
+    Both sides show images of the same prompts and seeds. Images narrower than 96 pixels are
+    enlarged by a whole number, and those wider than 384 are shrunk to 384. If a side has verdicts,
+    its images are framed and marked with a tick or a cross, and its title says how many are right.
 
     Args:
-        path: The file.
-        before: The images on the left, m for each of p prompts.
-        after: The images on the right.
-        prompts: One prompt per row, shown above it.
+        path: The file. It is replaced if it exists; missing parent directories are created.
+        before: The images on the left with values in [0, 1], m for each of p prompts.
+        after: The images on the right, of the same shape.
+        prompts: One prompt per row, shown above it in one line.
         right_before: Whether the verifier accepts each image on the left. None: no verdicts.
         right_after: The same for the right side.
-        sides: The titles of the two sides.
+        sides: The titles of the two sides. They also become the title in the file's metadata.
 
     Raises:
         ValueError: If there is not one prompt per row.
@@ -242,12 +250,16 @@ def save_before_after(
 def _framed(
     image: UInt8[np.ndarray, "h w 3"], size: tuple[int, int], right: bool | None
 ) -> "Image":
-    """Returns an image in a frame, with a mark in its corner.
+    """Returns an image with a frame of `_FRAME` (4) pixels, and a mark in its lower right corner.
 
     Args:
         image: The image.
-        size: Width and height in pixels to which it is resized.
-        right: True draws a tick, False a cross. None: the frame is invisible and there is no mark.
+        size: Width and height in pixels to which the image is resized, without the frame.
+        right: True draws a tick, False a cross. None: the frame has the colour of the paper and
+            there is no mark.
+
+    Returns:
+        An RGB image of Pillow, 8 pixels wider and higher than `size`.
     """
     from PIL import Image, ImageDraw
 
@@ -271,7 +283,7 @@ def _framed(
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """Returns an empty matplotlib figure that is drawn in memory.
+    """Returns an empty matplotlib figure that is drawn in memory, at 144 dots per inch.
 
     Args:
         width: The width in inches.
@@ -286,10 +298,10 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def save_figure(path: str | Path, figure: "Figure") -> None:
-    """Writes a figure as PNG. Also styles its axes, in place.
+    """Writes a figure as PNG. Also styles its axes, in place: colours, spines, ticks and a grid.
 
     Args:
-        path: The file.
+        path: The file. It is replaced if it exists; missing parent directories are created.
         figure: A figure of `new_figure`.
 
     Raises:
@@ -306,12 +318,12 @@ def save_figure(path: str | Path, figure: "Figure") -> None:
 
 
 def _save_image(path: str | Path, image: "Image", **texts: str) -> None:
-    """Writes a PNG file.
+    """Writes a PNG file, whole or not at all.
 
     Args:
-        path: The file.
-        image: The image.
-        texts: Its metadata. "Title" is for readers who cannot see the image.
+        path: The file. It is replaced if it exists; missing parent directories are created.
+        image: The image of Pillow.
+        texts: Its metadata by name. "Title" is for readers who cannot see the image.
 
     Raises:
         RunError: If the disk refuses.
@@ -326,7 +338,7 @@ def _save_image(path: str | Path, image: "Image", **texts: str) -> None:
 
 
 def _font(size: int, *, bold: bool = False) -> "FreeTypeFont":
-    """Returns the font that comes with matplotlib, which has letters of many scripts.
+    """Returns DejaVu Sans, the font that comes with matplotlib, which has letters of many scripts.
 
     Args:
         size: The size in pixels.
@@ -340,7 +352,8 @@ def _font(size: int, *, bold: bool = False) -> "FreeTypeFont":
 
 
 def _text_height(font: "FreeTypeFont", lines: int) -> int:
-    """Returns the height of a text in pixels, with the space around it.
+    """Returns the height of a text in pixels, with 2 pixels of space after each line and at the
+    end.
 
     Args:
         font: The font.
@@ -351,13 +364,18 @@ def _text_height(font: "FreeTypeFont", lines: int) -> int:
 
 
 def _wrap(text: str, font: "FreeTypeFont", width: int, *, lines: int) -> list[str]:
-    """Breaks a text at spaces into lines. A line that is still too long ends in an ellipsis.
+    """Breaks a text at white space into lines. A line that is still too long is cut and ends in
+    "…".
 
     Args:
         text: The text.
         font: The font that it is drawn in.
         width: The largest width of a line in pixels.
-        lines: The largest number of lines.
+        lines: The largest number of lines. The last one takes all words that are left and may
+            therefore be cut.
+
+    Returns:
+        The lines, at least one. An empty text gives one empty line.
     """
     out = [""]
     for word in text.split():

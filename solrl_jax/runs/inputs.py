@@ -30,16 +30,24 @@ def hash_inputs(
 ) -> dict[str, str]:
     """Hashes the inputs that the trained parameters depend on.
 
+    Reads all source files and a sample of the weight files.
+
     Args:
-        config: The configuration, which names plug-ins.
+        config: The configuration, which names rewards and objectives outside of the package.
         pipeline: The model, whose weight files are sampled.
         prompts: The training prompts.
         instruction: The text before each prompt, or None.
 
     Returns:
-        Hashes by name: "prompts" (the training prompts with their metadata, in order),
-        "instruction", "weights/COMPONENT" for every component of the model whose files are there,
-        and "code/MODULE:FUNCTION" for every reward and objective outside of the package.
+        Hashes of 16 hexadecimal digits by name: "prompts" (the training prompts with their
+        metadata, in order), "instruction" (also if it is None), "weights/COMPONENT" for every
+        component of the model whose directory is there, and "code/MODULE:FUNCTION" for every reward
+        that is trained on and every objective outside of the package whose source file exists.
+
+    Raises:
+        FileNotFoundError: If the directory of a component holds no weights.
+        ValueError: If the index of a component's weight files is damaged.
+        OSError: If a file cannot be read.
     """
     texts = [(str(prompt), dict(prompt.metadata)) for prompt in prompts]
     hashes = {
@@ -59,16 +67,19 @@ def hash_inputs(
 def refuse_changed_inputs(
     config: Config, saved: Mapping[str, Any], current: Mapping[str, str]
 ) -> None:
-    """Raises InputError if an input of a run differs from the one of its last checkpoint.
+    """Checks that the inputs of a run are those of its last checkpoint.
 
     An input that only one of the two has is not compared: older checkpoints lack some, and the text
     encoders may be gone once all prompts are in the cache.
 
     Args:
         config: The configuration of the run, for the message.
-        saved: The metadata of the checkpoint, which includes the result of `hash_inputs` and the
-            iteration.
+        saved: The metadata of the checkpoint: the hashes of `hash_inputs` by name, and "iteration".
         current: The result of `hash_inputs` now.
+
+    Raises:
+        InputError: If a hash differs. The message names the first such input in the order of
+            `current`.
     """
     for name, value in current.items():
         if saved.get(name, value) != value:
@@ -79,11 +90,12 @@ def refuse_changed_inputs(
 
 
 def _describe(config: Config, name: str) -> str:
-    """Returns the beginning of the sentence that says that an input has changed.
+    """Returns the beginning of the sentence that says that an input has changed, up to "has" or
+    "have".
 
     Args:
-        config: The configuration of the run.
-        name: A name in the result of `hash_inputs`.
+        config: The configuration of the run. The setting that names the input is quoted from it.
+        name: A name in the result of `hash_inputs`, e.g. "weights/transformer".
     """
     kind, _, detail = name.partition("/")
     if kind == "prompts":
@@ -97,15 +109,34 @@ def _describe(config: Config, name: str) -> str:
 
 
 def _weight_folders(pipeline: Pipeline) -> dict[str, Path]:
-    """Returns the directory of every component's weights, by the name of the component."""
+    """Returns the directory of every component's weights, whether it exists or not.
+
+    Args:
+        pipeline: The model.
+
+    Returns:
+        The directories by name: "transformer", the names of the text encoders, and "vae".
+    """
     components = {"transformer": pipeline.transformer, **pipeline.text_encoders}
     components["vae"] = pipeline.vae
     return {name: component.source for name, component in components.items()}
 
 
 def _hash_weights(folder: Path) -> str:
-    """Hashes the weight files of a component by their sizes, headers and a sample of their
-    bytes.
+    """Hashes the weight files of a component by a sample of their bytes.
+
+    A file counts by its name, its size, its first `HEADER_BYTES` (1 MiB), and 64 blocks of 16 KiB
+    at equal distances, of which the last ends with the file. A change elsewhere is not noticed.
+
+    Args:
+        folder: The directory of the component.
+
+    Returns:
+        The first 16 hexadecimal digits of a SHA-256.
+
+    Raises:
+        FileNotFoundError: If the directory holds no weights, or a shard is missing.
+        ValueError: If the index of the weight files is damaged.
     """
     digest = hashlib.sha256()
     for path in weight_files(folder):
@@ -120,16 +151,30 @@ def _hash_weights(folder: Path) -> str:
 
 
 def _plugins(config: Config) -> list[str]:
-    """Returns the functions outside of the package that are trained on, as `module:function`."""
+    """Returns the functions outside of the package that are trained on.
+
+    Args:
+        config: The configuration. `reward.weights` and `algorithm.objective` are read, and names of
+            rewards that installed packages provide are looked up.
+
+    Returns:
+        The functions as "module:function", sorted, each once.
+    """
     installed = entry_points()
     rewards = [installed.get(name, name) for name in reward_names(config.reward.weights)]
     return sorted({name for name in (*rewards, config.algorithm.objective) if is_plugin(name)})
 
 
 def _source_file(plugin: str) -> Path | None:
-    """Returns the file that defines the module of `module:function`, or None if there is none.
+    """Returns the file that defines the module of a plug-in.
 
     The module has been imported before, or its directory is on `sys.path`.
+
+    Args:
+        plugin: The function, as "module:function".
+
+    Returns:
+        The file; None if the module is not found or has no file, such as a built-in one.
     """
     spec = importlib.util.find_spec(plugin.partition(":")[0])
     if spec is None or spec.origin is None:
@@ -139,5 +184,9 @@ def _source_file(plugin: str) -> Path | None:
 
 
 def _digest(data: bytes) -> str:
-    """Returns the first 16 hexadecimal digits of the SHA-256 of `data`."""
+    """Returns the first 16 hexadecimal digits of the SHA-256 of `data`.
+
+    Args:
+        data: The bytes to hash.
+    """
     return hashlib.sha256(data).hexdigest()[:16]

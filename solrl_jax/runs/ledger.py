@@ -57,11 +57,11 @@ _NAME = re.compile(r"iteration-(\d{6}|[1-9]\d{6,})\.parquet")
 
 
 def path_of(root: Path, iteration: int) -> Path:
-    """Returns the file of an iteration.
+    """Returns the path of an iteration's file, whether it exists or not.
 
     Args:
         root: The directory of the ledger.
-        iteration: The number of the iteration.
+        iteration: The number of the iteration. It is written with at least six digits.
     """
     return root / f"iteration-{iteration:06d}.parquet"
 
@@ -69,12 +69,15 @@ def path_of(root: Path, iteration: int) -> Path:
 def write(root: Path, iteration: int, columns: Mapping[str, Any]) -> Path:
     """Writes the candidates of one iteration, one row each, in the order given.
 
+    An existing file of the iteration is replaced.
+
     Args:
         root: The directory of the ledger. It is created if necessary.
-        iteration: The number of the iteration.
-        columns: For every other name of `SCHEMA` an array [rows], or one value for all rows. A
-            nullable column is null where a masked array (numpy.ma) masks it, or everywhere if it is
-            None. NaN stays NaN.
+        iteration: The number of the iteration, from 1, which becomes the column "iteration".
+        columns: For every other name of `SCHEMA` an array [rows], or one value for all rows; "kept"
+            must be an array. Other names are ignored. A column is null where a masked array
+            (numpy.ma) masks it, or everywhere if it is None; only "regenerated_reward" and
+            "advantage" may be null. NaN stays NaN.
 
     Returns:
         The path of the file.
@@ -104,8 +107,18 @@ def read(root: Path, iteration: int) -> pa.Table:
         root: The directory of the ledger.
         iteration: The number of the iteration.
 
+    Returns:
+        A table with one row per candidate, prompt by prompt, and the columns of `SCHEMA`:
+        "iteration" (from 1), "prompt" (its text), "prompt_uid", "candidate" (the index within its
+        prompt, from 0), "seed", "precision" and "steps" of exploration, "proxy_reward" (NaN if not
+        finite), "rank" (by proxy reward within its prompt, 0 is the best), "kept",
+        "regenerated_reward" (null if not regenerated), "advantage" (null if not kept) and
+        "policy_revision".
+
     Raises:
-        InputError: If the file cannot be read, is no ledger, or is larger than a ledger can be.
+        InputError: If the file does not exist, cannot be read or is no Parquet file, if its columns
+            or their types are not those of `SCHEMA`, or if it has more than `MAX_ROWS` (2**18) rows
+            or `MOST_TEXT` (64 MiB) bytes in memory.
     """
     path = path_of(root, iteration)
     try:
@@ -130,11 +143,14 @@ def read(root: Path, iteration: int) -> pa.Table:
 
 
 def discard_after(root: Path, iteration: int) -> None:
-    """Removes the files of all later iterations, which a resumed run writes again.
+    """Removes the files of all iterations after a given one, which a resumed run writes again.
 
     Args:
-        root: The directory of the ledger.
-        iteration: The number of the last iteration that is kept.
+        root: The directory of the ledger. It need not exist.
+        iteration: The number of the last iteration that is kept. 0 removes all.
+
+    Raises:
+        RunError: If a file cannot be removed.
     """
     for later in iterations_in(root):
         if later > iteration:
@@ -144,7 +160,11 @@ def discard_after(root: Path, iteration: int) -> None:
 
 
 def iterations_in(root: Path) -> list[int]:
-    """Returns the numbers of the iterations that the ledger in `root` has, in order."""
+    """Returns the numbers of the iterations that have a file in the ledger, ascending.
+
+    Args:
+        root: The directory of the ledger. If it does not exist, the list is empty.
+    """
     matches = (_NAME.fullmatch(path.name) for path in root.glob("iteration-*.parquet"))
     return sorted(int(match[1]) for match in matches if match)
 
@@ -154,8 +174,16 @@ def _column(field: pa.Field, values: Any, num_rows: int) -> pa.Array:
 
     Args:
         field: The field of the schema, which gives the type.
-        values: An array [rows], masked or not, one value for all rows, or None for nulls.
-        num_rows: The number of rows.
+        values: An array [rows], masked or not, one value for all rows, or None for nulls. Masked
+            entries become null.
+        num_rows: The number of rows. It is read only if `values` is None or a single value.
+
+    Returns:
+        The column, with the type of `field`.
+
+    Raises:
+        ValueError: If a value does not fit the type.
+        TypeError: If the values are of another kind, such as text for a number.
     """
     if values is None:
         return pa.nulls(num_rows, field.type)

@@ -36,16 +36,18 @@ _WANDB_ID = "wandb-id.txt"
 
 
 def read(run_dir: Path) -> list[dict[str, Any]]:
-    """Reads the rows of a run's record, in order.
+    """Reads the rows of a run's record `metrics.jsonl`, in order.
 
     Damaged lines are left out, and so is an incomplete last line, which the run may be writing.
+    Nothing is raised for a file that cannot be read.
 
     Args:
         run_dir: The run directory.
 
     Returns:
-        One dict per row, with "iteration" and the recorded values; an empty list if there is no
-        record.
+        One dict per row: "iteration" (an int) and the recorded numbers by name, None where a value
+        was not finite. An iteration may have several rows. An empty list if there is no record, or
+        if it is larger than `MAX_BYTES` (64 MiB) or has more than `MAX_ROWS` (2**16) lines.
     """
     rows, _ = _read(Path(run_dir) / _JSONL)
     return rows
@@ -54,12 +56,16 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
 def _read(path: Path) -> tuple[list[dict[str, Any]], bool]:
     """Reads the rows of a record.
 
+    A line is readable if it is a JSON object of at most `MAX_LINE_BYTES` (64 KiB) with an integer
+    "iteration" and otherwise numbers within float32 and nulls.
+
     Args:
         path: The file `metrics.jsonl`.
 
     Returns:
-        The readable rows, and whether the file is damaged: whether it holds anything else, apart
-        from an incomplete last line.
+        The readable rows in order, and whether the file is damaged: whether it cannot be read, is
+        too large, or holds anything else, apart from a bad last line. A missing file gives no rows
+        and is not damaged.
     """
     try:
         data = read_bytes(path, MAX_BYTES)
@@ -90,7 +96,11 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], bool]:
 
 
 def import_wandb() -> Any:
-    """Returns the module `wandb`. Raises InputError if Weights & Biases is not installed."""
+    """Imports and returns the module `wandb` of Weights & Biases.
+
+    Raises:
+        InputError: If it is not installed.
+    """
     try:
         import wandb
     except ImportError as error:
@@ -101,23 +111,26 @@ def import_wandb() -> Any:
 
 
 class Metrics:
-    """The record of one run. It is a context manager; files are read and written only within it.
+    """The record of one run: `metrics.jsonl` and, if configured, TensorBoard and Weights & Biases.
+
+    It is a context manager; files are read and written only within it.
 
     Attributes:
-        rows: The rows of the record.
-        set_aside: Where a damaged record was moved to, or None.
+        rows: The rows of the record, as `read` returns them. Empty until it is opened.
+        set_aside: Where a damaged record was moved to when it was opened, or None.
     """
 
     def __init__(
         self, run_dir: Path, *, tensorboard: bool = False, wandb: bool = False, resume_after: int
     ) -> None:
-        """Makes the record without opening it.
+        """Creates the record without opening it.
 
         Args:
             run_dir: The run directory.
             tensorboard: Whether the values are also written for TensorBoard.
             wandb: Whether they are also sent to Weights & Biases.
-            resume_after: The last iteration whose row is kept when the record is opened. -1: none.
+            resume_after: The last iteration whose rows are kept when the record is opened. -1:
+                none.
         """
         self._run_dir = Path(run_dir)
         self._path = Path(run_dir) / _JSONL
@@ -130,11 +143,14 @@ class Metrics:
         self.set_aside: Path | None = None
 
     def __enter__(self) -> "Metrics":
-        """Opens the record. A damaged one is moved aside, and its readable rows are kept.
+        """Opens the record and all other outputs.
+
+        The file is written anew without the rows after the iteration `resume_after`. A damaged file
+        is moved aside first, and its readable rows are kept.
 
         Raises:
             InputError: If Weights & Biases is configured and cannot start.
-            RunError: If the disk refuses.
+            RunError: If the disk refuses. Outputs that were opened are closed again.
         """
         rows, damaged = _read(self._path)
         if damaged:
@@ -161,14 +177,18 @@ class Metrics:
         self._closing.close()
 
     def log(self, iteration: int, values: Mapping[str, SupportsFloat]) -> None:
-        """Appends one row to every output.
+        """Appends one row to every output, and to `rows`.
+
+        When it returns, the row is on the disk.
 
         Args:
             iteration: The number of the iteration; 0 before training.
-            values: Its values by name. A value that is not finite is recorded as null.
+            values: Its values by name. A value that is not finite is recorded as null in
+                `metrics.jsonl`.
 
         Raises:
-            RunError: If the disk refuses. The record then ends with the previous row.
+            RunError: If the disk refuses. If it refused `metrics.jsonl`, the record ends with the
+                previous row.
         """
         numbers = {name: float(value) for name, value in values.items()}
         for log in self._logs:
@@ -178,7 +198,7 @@ class Metrics:
 
 @contextlib.contextmanager
 def _record(path: Path, rows: Sequence[Mapping[str, Any]]) -> Iterator[Log]:
-    """Opens `metrics.jsonl` for appending. A line that cannot be written leaves the file as it was.
+    """Opens `metrics.jsonl` for appending, as a context manager.
 
     Args:
         path: The file. It is replaced.
@@ -186,7 +206,8 @@ def _record(path: Path, rows: Sequence[Mapping[str, Any]]) -> Iterator[Log]:
 
     Yields:
         A function (iteration, values by name) that appends a row and waits until it is on the disk.
-        Values that are not finite are written as null.
+        Values that are not finite are written as null. It raises RunError if the disk refuses, and
+        then leaves the file as it was.
 
     Raises:
         RunError: If the disk refuses.
@@ -215,17 +236,18 @@ def _record(path: Path, rows: Sequence[Mapping[str, Any]]) -> Iterator[Log]:
 
 @contextlib.contextmanager
 def _tensorboard(folder: Path, purge_step: int) -> Iterator[Log]:
-    """Opens a new event file of TensorBoard.
+    """Opens a new event file of TensorBoard, as a context manager.
 
     The event writer of tensorboardX is used directly. Its SummaryWriter writes in a thread, which a
     full disk kills, and the run would then wait forever at the next event.
 
     Args:
-        folder: The directory of the event files.
+        folder: The directory of the event files. It is created if necessary.
         purge_step: TensorBoard hides events of older files from this step on.
 
     Yields:
-        The function that writes a row.
+        A function (iteration, values by name) that writes a row and flushes it. It raises RunError
+        if the disk refuses.
 
     Raises:
         RunError: If the disk refuses.
@@ -265,14 +287,18 @@ def _tensorboard(folder: Path, purge_step: int) -> Iterator[Log]:
 def _weights_and_biases(run_dir: Path) -> Iterator[Log]:
     """Starts Weights & Biases, or continues the run that this run directory started before.
 
+    It is a context manager that ends the run of Weights & Biases. The project is "solrl_jax", and
+    the run has the name of the directory.
+
     Args:
-        run_dir: The run directory, which stores the identity of the run.
+        run_dir: The run directory, which stores the identity of the run in `wandb-id.txt`.
 
     Yields:
-        The function that sends a row.
+        A function (iteration, values by name) that sends a row.
 
     Raises:
-        InputError: If it cannot start.
+        InputError: If Weights & Biases is not installed or cannot start.
+        RunError: If the identity cannot be written.
     """
     wandb = import_wandb()
     identity = run_dir / _WANDB_ID

@@ -20,13 +20,16 @@ from solrl_jax.storage import files
 
 
 def refuse(profile: Collection[int], folder: Path, iterations: int) -> None:
-    """Raises InputError if an iteration cannot be traced: it is beyond the end of the run, or done
-    already.
+    """Checks that iterations can be traced: that they are within the run and not done yet.
 
     Args:
-        profile: The numbers of the iterations to trace, from 1.
+        profile: The numbers of the iterations to trace, from 1. If it is empty, nothing is checked.
         folder: The run directory. Its newest intact checkpoint tells which iterations are done.
         iterations: The number of iterations of the run.
+
+    Raises:
+        InputError: If a number is not in 1..`iterations`, or not after the newest checkpoint.
+        RunError: If the directory of checkpoints cannot be read.
     """
 
     def shown(found):
@@ -47,12 +50,14 @@ def refuse(profile: Collection[int], folder: Path, iterations: int) -> None:
 def traced(folder: Path, iteration: int, profile: Collection[int]) -> Iterator[None]:
     """Writes a trace of the body of a `with` statement, if the body does not raise.
 
-    Only the first process writes one.
+    Only the first process writes one, of itself. Without a trace the body runs as it is.
 
     Args:
-        folder: The run directory. The trace is written to its folder "profile".
+        folder: The run directory. The trace is written to `profile/iteration-NNNNNN` in it; an
+            older trace of the iteration is replaced.
         iteration: The number of the iteration that the body runs.
-        profile: The numbers of the iterations to trace.
+        profile: The numbers of the iterations to trace. If `iteration` is not among them, nothing
+            is written.
 
     Raises:
         RunError: If the disk refuses.

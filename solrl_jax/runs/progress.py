@@ -19,12 +19,17 @@ from solrl_jax.parallel import hosts
 class TerminalProgress:
     """Shows progress on standard error, as a bar or as lines. Standard output is for results alone.
 
-    As a context manager it also handles Ctrl-C and SIGTERM: the first signal is noted, and `stage`
-    or `iteration` raises KeyboardInterrupt for it; the second one ends the process.
+    As a context manager it also handles Ctrl-C and SIGTERM, if it is entered in the main thread:
+    the first signal is noted, and `stage` or `iteration` raises KeyboardInterrupt for it; the
+    second one ends the process. At the end the earlier handlers are restored and the bar is
+    removed.
+
+    Attributes:
+        speaks: Whether this process prints: whether it is the first one of the run.
     """
 
     def __init__(self, *, bars: bool = True) -> None:
-        """Makes the output. Only the first process of a run prints.
+        """Creates the output without showing anything. Only the first process of a run prints.
 
         Args:
             bars: Whether a bar is shown if standard error is a terminal. Otherwise one line is
@@ -55,14 +60,15 @@ class TerminalProgress:
         self.stop()
 
     def _interrupt(self, number: int, frame: Any) -> None:
-        """Notes a signal. The state may be half updated now, and could not be saved.
+        """Handles a signal: notes the first one and prints a line. The state may be half updated
+        now, and could not be saved.
 
         Args:
-            number: The number of the signal.
-            frame: The interrupted stack frame.
+            number: The number of the signal. Not read.
+            frame: The interrupted stack frame. Not read.
 
         Raises:
-            SystemExit: For the second signal.
+            SystemExit: For the second signal, with code 130.
         """
         if self._stopping:
             raise SystemExit(130)
@@ -71,7 +77,7 @@ class TerminalProgress:
             self.line("stopping after the current batch (again to stop at once, without saving)")
 
     def start(self, iterations: int, done: int) -> None:
-        """Starts the bar over the iterations.
+        """Starts the bar over the iterations, and the clock for the remaining time.
 
         Args:
             iterations: The number of iterations of the run.
@@ -102,12 +108,12 @@ class TerminalProgress:
         """Shows how far a stage of an iteration has come.
 
         Args:
-            name: The name of the stage.
+            name: The name of the stage, e.g. "explore".
             total: The number of samples (or prompts) of the stage.
             done: The number of samples that are done since the last call. 0: the stage begins.
 
         Raises:
-            KeyboardInterrupt: After a signal. Several hosts stop together, and therefore only
+            KeyboardInterrupt: After a signal. Several processes stop together, and therefore only
                 where a stage begins.
         """
         if self._is_interrupted(between_stages=not done):
@@ -119,14 +125,15 @@ class TerminalProgress:
         self._show()
 
     def iteration(self, done: int, metrics: Mapping[str, float]) -> None:
-        """Shows that an iteration is complete.
+        """Shows that an iteration is complete, by the bar or, without a bar, by a line.
 
         Args:
             done: The number of the iteration.
-            metrics: Its metrics by name.
+            metrics: Its metrics by name. "kept/reward" is shown; the line also has "pool/reward",
+                "fidelity/spearman" and "seconds". Those that are missing are shown as nan.
 
         Raises:
-            KeyboardInterrupt: After a signal.
+            KeyboardInterrupt: After a signal in any process of the run.
         """
         reward = metrics.get("kept/reward", float("nan"))
         self._reward = f" reward {reward:.3f}"
@@ -149,16 +156,19 @@ class TerminalProgress:
         """Whether a signal has arrived, in any process of the run.
 
         Args:
-            between_stages: Whether all processes are at the same point now and can agree. With
-                several processes the result is False elsewhere.
+            between_stages: Whether all processes are at the same point now and can agree, which
+                waits for all of them. With several processes the result is False elsewhere. With a
+                single one it is not read.
         """
         if jax.process_count() == 1:
             return self._stopping
         return between_stages and hosts.anywhere([self._stopping])[0]
 
     def line(self, text: str) -> None:
-        """Prints one line above the bar, in the first process. Line breaks in `text` are
-        replaced.
+        """Prints one line above the bar, in the first process. Elsewhere it does nothing.
+
+        Args:
+            text: The line. Line feeds in it become spaces, and control characters are escaped.
         """
         if not self.speaks:
             return
@@ -166,6 +176,6 @@ class TerminalProgress:
         sys.stderr.flush()
 
     def _show(self) -> None:
-        """Shows stage and reward behind the bar."""
+        """Shows the stage, its progress and the last reward behind the bar, if there is a bar."""
         if self._bar is not None:
             self._bar.set_postfix_str(f"{self._stage} {self._done}/{self._total}{self._reward}")

@@ -32,14 +32,19 @@ def describe(
 ) -> dict[str, Any]:
     """Writes `run.json` and prints the model, the devices, the precision and the batch of a run.
 
+    Every process calls this; the first one writes and prints.
+
     Args:
         experiment: The loaded experiment.
         folder: The run directory.
         done: The number of iterations that are complete at this start.
-        progress: Prints the lines.
+        progress: Prints three lines.
 
     Returns:
-        The content of `run.json`.
+        The content of `run.json`, JSON values by name, see `_facts`.
+
+    Raises:
+        RunError: If the disk refuses.
     """
     config = experiment.config
     facts = _facts(experiment, done)
@@ -60,17 +65,28 @@ def write(folder: Path, facts: Mapping[str, Any]) -> None:
 
     Args:
         folder: The run directory.
-        facts: The whole content of the file, as JSON values.
+        facts: The whole content of the file, as JSON values by name.
+
+    Raises:
+        RunError: In all processes, if the disk refuses.
     """
     hosts.write(lambda: atomic_write(folder / "run.json", json.dumps(facts, indent=2) + "\n"))
 
 
 def _facts(experiment: Experiment, done: int) -> dict[str, Any]:
-    """Returns the content of `run.json`, as values of JSON by name.
+    """Collects the content of `run.json`.
 
     Args:
         experiment: The experiment of the run.
         done: The number of iterations that were done before this start.
+
+    Returns:
+        JSON values by name: "solrl_jax", "python" and "packages" (versions), "devices", "hosts" and
+        "mesh", "exploration" (the configured precision, the format and whether it is native, the
+        names of the active options, and a phrase "means"), "evaluation" (see `evaluate.setting`),
+        "remat", "parameters" (their number by component), "adapted", "trained_in_full" and
+        "quantized" (paths of parameters), "linears" (totals over the linear layers), and
+        "started_after_iteration".
     """
     config = experiment.config
     backbone = experiment.backbone
@@ -120,8 +136,9 @@ def draw_pools(
     """Writes `pictures/pool-NNNNNN.png`: the best and the worst kept candidates of an iteration.
 
     The image grid has one row per prompt and stage ("explored" and, if the kept candidates are
-    regenerated, "regenerated"). Each image has its reward as caption. The candidates are generated
-    again from their seeds by `evaluate.pool_images`.
+    regenerated, "regenerated"). Each image has its stage and reward as caption. The candidates are
+    generated again from their seeds by `evaluate.pool_images`. Every process calls this; the first
+    one writes.
 
     Args:
         experiment: The experiment of the run.
@@ -130,6 +147,9 @@ def draw_pools(
         setting_index: The index in `experiment.explorer.settings` that the iteration explored with.
         ledger: The record of the iteration's candidates, see `IterationResult.ledger`.
         iteration: The number of the iteration, from 1.
+
+    Raises:
+        RunError: If the disk refuses.
     """
     exploration = experiment.explorer.settings[setting_index]
     pools = pool_images(experiment, old_policy, exploration, ledger, iteration)
