@@ -33,22 +33,26 @@ def advantages(
 ) -> Float[Array, "p k"]:
     """Computes advantages: `A = clip((r - mean of its prompt) / (std + 1e-4), -clip, clip)`.
 
-    A reward that is not finite takes no part in the statistics and gets advantage 0. So does a
-    reward that is tied with the mean of its prompt up to rounding (`TIE`).
+    A reward that is NaN, infinite or larger than 1e18 in magnitude takes no part in the statistics
+    and gets advantage 0. So does a reward that is tied with the mean of its prompt up to rounding:
+    they differ by at most 4e-6 times the largest magnitude among the rewards of the prompt.
 
     Args:
-        rewards: The rewards of the K kept samples of each prompt.
+        rewards: The rewards of the K kept samples of each prompt, one row per prompt, K at least 1.
         clip: The largest absolute advantage, in standard deviations. Above 0.
-        global_std: Whether the standard deviation (population) is that over all kept samples.
-            Otherwise it is that over the samples of the prompt.
+        global_std: Whether the standard deviation (population) is that of all finite rewards about
+            the mean of all of them. Otherwise it is that of the rewards of the prompt.
         mode: "all" returns A. "positive_only" and "negative_only" replace the other sign by 0.
-            "one_only" returns 1 where A is positive, else 0. "binary" returns the sign of A.
+            "one_only" returns 1 where A is positive, else 0. "binary" returns the sign of A (-1, 0
+            or 1).
 
     Returns:
-        The advantages, float32.
+        One advantage per reward, float32, in the shape of `rewards`. All are finite, and those of a
+        prompt without a finite reward are 0.
 
     Raises:
-        ValueError: If the shape, the clip or the mode is not one of these.
+        ValueError: If `mode` is none of these, `rewards` does not have two axes, or `clip` is not
+            above 0.
     """
     if mode not in MODES:
         raise ValueError(f"advantage mode {mode!r}: must be one of {', '.join(MODES)}")
@@ -81,7 +85,11 @@ def optimality(advantages: Float[Array | np.ndarray, "..."], clip: float) -> Flo
     BF16 is rounded.
 
     Args:
-        advantages: Advantages of any shape.
-        clip: The largest absolute advantage.
+        advantages: Advantages of any shape. 0 becomes 1/2, and NaN stays NaN.
+        clip: The largest absolute advantage, above 0 (not checked): A = clip becomes 1, and
+            A = -clip becomes 0.
+
+    Returns:
+        The probabilities in [0, 1], float32, in the shape of `advantages`.
     """
     return jnp.round(jnp.clip(advantages / clip / 2 + 0.5, 0.0, 1.0) * LEVELS) / LEVELS

@@ -50,12 +50,12 @@ class Experiment:
         backbone: The networks with their parameters, on the mesh.
         reward: The reward that is trained on.
         evaluation_reward: The same reward, with the scores that are only watched beside it.
-        targets: The paths of the parameters that are trained.
-        quantized: The paths of the linear layers that exploration may quantize.
+        targets: The paths of the parameters that are trained: with adapters, or in full.
+        quantized: The paths of the linear layers that exploration may quantize, sorted.
         device: The kind of the devices of the mesh, which are all of one kind.
-        train_prompts: The prompts that are trained on.
-        test_prompts: The prompts that are evaluated on.
-        size: Height and width of the images in pixels.
+        train_prompts: The prompts that are trained on, distinct and in the order of their file.
+        test_prompts: The prompts that are evaluated on, distinct and in the order of their file.
+        size: Height and width in pixels of the images that this object samples.
     """
 
     config: Config
@@ -71,22 +71,26 @@ class Experiment:
 
     @property
     def scale(self) -> float:
-        """The factor of the product of LoRA factors: alpha / rank."""
+        """The factor of the product of LoRA factors: `lora.alpha / lora.rank`."""
         return self.config.lora.alpha / self.config.lora.rank
 
     @cached_property
     def _by_size(self) -> dict[Size, "Experiment"]:
-        """The experiments of other sizes that were asked for so far."""
+        """The experiments that `with_size` has made of this one, by (height, width) in pixels."""
         return {}
 
     def with_size(self, size: Size) -> "Experiment":
         """The same experiment with images of another size.
 
-        There is one object per size. What its explorer has measured is kept in it, and is therefore
-        measured once.
+        Also stores the result in this object: a later call with the same size returns the same
+        object. What its explorer has measured is kept in it, and is therefore measured once.
 
         Args:
-            size: Height and width in pixels.
+            size: Height and width in pixels. Whether the model supports them is not checked here.
+
+        Returns:
+            This object if it has that size already, else one that shares everything but the size
+            and the explorer.
         """
         if size == self.size:
             return self
@@ -95,13 +99,17 @@ class Experiment:
         return self._by_size[size]
 
     def for_iteration(self, iteration: int) -> "Experiment":
-        """The same experiment with images of the size of an iteration.
+        """The same experiment with images of the size of an iteration, by `with_size`.
 
-        Every cycle of iterations goes through all sizes in a new random order, which depends on the
-        run's seed alone. A resumed run needs no further state for that.
+        Every cycle of iterations, one for each configured training size, goes through all sizes in
+        a new random order, which depends on the run's seed alone. A resumed run needs no further
+        state for that.
 
         Args:
             iteration: The number of the iteration, from 1.
+
+        Returns:
+            The experiment of that size.
 
         Raises:
             InputError: If the number is below 1 or does not fit an int32.
@@ -115,17 +123,34 @@ class Experiment:
         return self.with_size(sizes[int(order[position])])
 
     def policy(self, trained: Trainable) -> Params:
-        """The parameters of a policy in the training precision: the base with `trained`
-        attached.
+        """The parameters of a policy in the training precision.
+
+        Args:
+            trained: The trainable parameters by path: LoRA adapters, or whole arrays. An empty
+                mapping gives the base.
+
+        Returns:
+            The tree of the base's parameters, not copied, with an unmerged `LowRank` leaf in place
+            of each adapted weight, and a whole array, cast to the dtype of the base, in place of
+            the base's.
+
+        Raises:
+            KeyError: If a path is not one of the base.
         """
         return attach(self.backbone.transformer, trained, self.scale)
 
     def schedule(self, steps: int, noise_start: int | None = 0) -> Schedule:
-        """The configured schedule and solver with any number of steps.
+        """The configured schedule and solver with any number of steps, for images of `self.size`.
 
         Args:
-            steps: The number of solver steps.
-            noise_start: The first step of the full schedule that adds noise. None: no step does.
+            steps: The number of solver steps, at least 1.
+            noise_start: The first step of the full schedule (`rollout.num_steps` steps) that adds
+                noise; `rollout.sde_window_size` steps do, or all from there if that is None. None:
+                no step does. It has no effect where `rollout.noise_level` is 0.
+
+        Returns:
+            The schedule, as arrays on the host. With fewer steps than the full schedule it adds the
+            same noise between the same sigmas.
         """
         pipeline = self.backbone.pipeline
         tokens = pipeline.image_tokens(*self.size)
@@ -140,9 +165,18 @@ class Experiment:
 
         Args:
             name: The name of the phase, for progress.
-            trained: The trainable parameters of the policy.
+            trained: The trainable parameters of the policy by path. An empty mapping gives the
+                base.
             steps: The number of solver steps.
-            noise_start: As in `schedule`.
+            noise_start: The first step of the full schedule that adds noise. None: no step does.
+
+        Returns:
+            A sampler of one segment that records no steps. Its chunk is
+            `rollout.per_device_batch_size`, or the share of one group of devices in all candidates
+            of an iteration if that is smaller.
+
+        Raises:
+            ValueError: If the model does not support the size of the images.
         """
         backbone = self.backbone
         rollout = self.config.rollout
@@ -158,7 +192,11 @@ class Experiment:
 
     @cached_property
     def explorer(self) -> Explorer:
-        """How candidates are explored. It measures on the base what its options need, once."""
+        """How candidates are explored. Made at the first access and kept.
+
+        The explorer measures what its options need on the base, with one sample of each of the
+        first 16 training prompts. It does so when a measurement is first needed, and once.
+        """
         config = self.config
         prompts = self.train_prompts[:CALIBRATION_PROMPTS]
         calibration = Calibration(
@@ -184,9 +222,16 @@ class Experiment:
     ) -> PromptBatch:
         """Encodes prompts, and prepares them for a reward.
 
+        Also loads the text encoders if the cache of prompts lacks a prompt, and writes to that
+        cache. The negative prompt of classifier-free guidance is the empty one. Prompts are padded
+        or cut to `model.max_sequence_length` tokens.
+
         Args:
-            prompts: The prompts.
+            prompts: The prompts, at least one.
             reward: The reward that will score their samples. None: they will not be scored.
+
+        Returns:
+            The embeddings on the devices, and what the reward prepared, None without a reward.
         """
         return prepare(self.backbone, reward, prompts, self.config.model.max_sequence_length)
 
@@ -199,7 +244,11 @@ class Experiment:
         seed: int | None = None,
         iteration: int = 0,
     ) -> UInt32[np.ndarray, "p n 2"]:
-        """The seeds of the candidates of each prompt.
+        """The seeds of the candidates of each prompt, on the host.
+
+        A seed depends on the root seed, the stream, the iteration, the text of the prompt and the
+        index of the candidate, and on nothing else: the same prompt has the same seeds anywhere in
+        a list.
 
         Args:
             stream: The use of the seeds, a name of `diffusion.seeds.STREAMS`.
@@ -207,6 +256,13 @@ class Experiment:
             candidates: The number of candidates of each prompt.
             seed: The root seed. None: that of the run.
             iteration: The number of the iteration; 0 outside the iterations.
+
+        Returns:
+            For each prompt and candidate, the two words of a key.
+
+        Raises:
+            KeyError: If there is no such stream.
+            OverflowError: If the seed or the iteration does not fit an int32.
         """
         return prompt_seeds(
             self.config.seed if seed is None else seed, stream, prompts, candidates, iteration
@@ -218,12 +274,22 @@ def prompt_seeds(
 ) -> UInt32[np.ndarray, "p n 2"]:
     """The seeds of the candidates of each prompt, on the host.
 
+    A seed depends on the root seed, the stream, the iteration, the text of the prompt and the index
+    of the candidate, and on nothing else.
+
     Args:
         root: The root seed.
         stream: The use of the seeds, a name of `diffusion.seeds.STREAMS`.
-        prompts: The prompts.
+        prompts: The prompts. Equal ones get equal seeds.
         candidates: The number of candidates of each prompt.
         iteration: The number of the iteration; 0 outside the iterations.
+
+    Returns:
+        For each prompt and candidate, the two words of a key.
+
+    Raises:
+        KeyError: If there is no such stream.
+        OverflowError: If the seed or the iteration does not fit an int32.
     """
     uids = np.array([prompt_uid(p) for p in prompts], np.uint32)
     return np.asarray(
@@ -234,15 +300,26 @@ def prompt_seeds(
 def build(config: Config, *, force: bool = False) -> Experiment:
     """Builds the experiment of a configuration.
 
-    Everything that can be checked cheaply is checked first, and the weights are loaded last. Also
-    imports the functions that the configuration names outside the package.
+    First come the checks that need no network, then the rewards are loaded, then the model is
+    opened and checked against the configuration, and its weights are loaded last. Also imports the
+    functions that the configuration names outside the package, may download models, starts the
+    workers of rewards outside JAX, connects the hosts of a run, and lets the rewards score or trace
+    one prompt of each set.
 
     Args:
         config: The configuration.
         force: Whether sizes that cannot fit into memory by `memory_check` are loaded all the same.
 
+    Returns:
+        The experiment. Its size is the first of the configured training sizes.
+
     Raises:
-        InputError: If the configuration cannot be run here.
+        InputError: If the configuration cannot be run here: a file, model, reward or function that
+            is missing or does not fit, too few prompts or devices, image sizes that the model does
+            not support, patterns that match no parameter, or arrays that cannot fit into memory.
+        ConfigError: If settings do not fit what an objective `module:function` trains on.
+        RewardError: If a reward outside JAX fails on the trial image and `reward.on_failure` is
+            "stop".
     """
     model = config.model
     rollout = config.rollout
@@ -297,12 +374,12 @@ def _check_count(field: str, count: int, prompts: Sequence[Prompt]) -> None:
     """Checks that a field does not ask for more prompts than there are.
 
     Args:
-        field: The name of the field, for the message.
-        count: Its value.
-        prompts: The prompts.
+        field: The dotted name of the field, for the message.
+        count: Its value, a number of prompts.
+        prompts: The distinct prompts of its file.
 
     Raises:
-        InputError: If there are fewer prompts.
+        InputError: If there are fewer prompts than `count`.
     """
     if count > len(prompts):
         raise InputError(
@@ -313,15 +390,20 @@ def _check_count(field: str, count: int, prompts: Sequence[Prompt]) -> None:
 def _check_scoring(
     reward: Reward, prompts: Sequence[Prompt], pipeline: Pipeline, size: Size
 ) -> None:
-    """Raises InputError if a reward cannot score images of a size.
+    """Checks that a reward can score images of a size.
 
-    The part of the reward inside JAX is only traced. Rewards outside JAX score a grey image.
+    The part of the reward inside JAX is only traced, for two images and twice the given prompts.
+    Rewards outside JAX score one grey image per prompt, for which worker processes are started.
 
     Args:
         reward: The reward.
-        prompts: One prompt of the run.
-        pipeline: Its latent shape is read.
+        prompts: One prompt of the run, in a list.
+        pipeline: The shape of its latents is read.
         size: Height and width of the images in pixels.
+
+    Raises:
+        InputError: If the tracing fails; the message names the size.
+        RewardError: If a call outside JAX fails and `reward.on_failure` is "stop".
     """
     if reward.score is not None:
         prepared = reward.prepare([*prompts, *prompts])
@@ -343,10 +425,11 @@ def _check_transitions(config: Config, pipeline: Pipeline) -> None:
 
     Args:
         config: The configuration of the run.
-        pipeline: It says which field scales its classifier-free guidance.
+        pipeline: If it embeds its guidance scale, classifier-free guidance is
+            `rollout.true_cfg_scale`, otherwise `rollout.guidance_scale`.
 
     Raises:
-        InputError: If such an objective is combined with guidance.
+        InputError: If such an objective is combined with a classifier-free scale above 1.
     """
     field = "true_cfg_scale" if pipeline.embedded_guidance else "guidance_scale"
     scale = getattr(config.rollout, field)
@@ -364,15 +447,19 @@ def select_parameters(
     """Finds the parameters of a transformer that are trained, and those that are quantized.
 
     Args:
-        config: The configuration.
+        config: The configuration. `train.parameters`, `lora.target_modules`, `model.quantization`,
+            `rollout.precision`, `rollout.explore.precision` and `rollout.true_cfg_scale` are read.
         pipeline: The pipeline; nothing of it needs to be loaded.
         device: The kind of device, which decides what the exploration format "auto" means.
 
     Returns:
-        The trained parameters, and the paths of the quantized linear layers.
+        The trained parameters, and the sorted paths of the linear layers that the rules leave to be
+        quantized. These are returned for formats that quantize nothing, too.
 
     Raises:
-        InputError: If the configuration asks for something that this kind of pipeline has not.
+        InputError: If `rollout.true_cfg_scale` is not 1 for a pipeline without embedded guidance;
+            if a pattern or rule matches no parameter, or one that it must not match; or if a format
+            that quantizes is left without any linear layer.
     """
     model = config.model
     rollout = config.rollout
@@ -389,20 +476,41 @@ def select_parameters(
 
 
 def local_device() -> DeviceInfo:
-    """The kind of the first device that JAX runs on here."""
+    """The platform, kind and CUDA capability of the first device that JAX lists (of any host). Also
+    starts JAX's backend if nothing has done so before.
+    """
     return DeviceInfo.from_jax(jax.devices()[0])
 
 
 def load_prompt_sets(config: Config) -> tuple[list[Prompt], list[Prompt]]:
-    """Reads the prompts to train on and the prompts to test on. Raises InputError."""
+    """Reads the prompts to train on and the prompts to test on.
+
+    Args:
+        config: `prompts.train` and `prompts.test` are read.
+
+    Returns:
+        The distinct prompts of both files (train, test), each in the order of its file.
+
+    Raises:
+        InputError: If a file is missing, cannot be read, holds no prompt or too many, or repeats a
+            prompt with other metadata.
+    """
     return load_prompts(config.prompts.train, "prompts.train"), load_prompts(
         config.prompts.test, "prompts.test"
     )
 
 
 def read_instruction(config: Config) -> str | None:
-    """Reads the text that goes before every prompt. None if the configuration names no file with
-    one.
+    """Reads the text that precedes every prompt, from the file `model.instruction`.
+
+    Args:
+        config: `model.instruction` is read.
+
+    Returns:
+        The text without the end of its last line; None if the configuration names no file.
+
+    Raises:
+        InputError: If the file is missing, blank, not text, or longer than a prompt may be.
     """
     path = config.model.instruction
     return None if path is None else load_instruction(path, "model.instruction")
@@ -413,10 +521,14 @@ def open_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
 
     Args:
         config: Its mesh section is read.
-        devices: The devices of the mesh. None: all that JAX has.
+        devices: The devices to choose from, the first ones first. None: all that JAX has.
+
+    Returns:
+        A mesh with the axes `data`, `fsdp` and `tensor`, in the configured sizes. `mesh.data` of -1
+        takes all devices that the other two axes leave.
 
     Raises:
-        InputError: If the number of devices does not fit the mesh.
+        InputError: If there are too few devices, or `mesh.data` is -1 and some would be left over.
     """
     with in_one_line():
         return sharding.make_mesh(**dataclasses.asdict(config.mesh), devices=devices)
@@ -426,8 +538,14 @@ def fresh_state(experiment: Experiment) -> TrainState:
     """The state before the first iteration: the base, with the adapters of `lora.path` if it is
     set.
 
+    Args:
+        experiment: The run. The initial adapters are drawn from its seed.
+
+    Returns:
+        The state on the devices, with step 0.
+
     Raises:
-        InputError: If that file does not fit the run.
+        InputError: If the file of `lora.path` cannot be read or does not fit the run.
     """
     config = experiment.config
     backbone = experiment.backbone
@@ -446,7 +564,14 @@ def fresh_state(experiment: Experiment) -> TrainState:
 
 
 def state_shapes(experiment: Experiment) -> TrainState:
-    """The shapes, dtypes and shardings of the state. Nothing is allocated."""
+    """The shapes, dtypes and shardings of the training state of a run. Nothing is allocated.
+
+    Args:
+        experiment: The run.
+
+    Returns:
+        A state with a `jax.ShapeDtypeStruct`, which has a sharding, in place of each array.
+    """
     config = experiment.config
     backbone = experiment.backbone
     return abstract_state(

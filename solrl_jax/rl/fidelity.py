@@ -15,13 +15,14 @@ Rewards = Float[np.ndarray, "p n"]
 
 @dataclasses.dataclass(frozen=True)
 class RankCorrelations:
-    """Rank correlations of two rewards within prompts.
+    """Rank correlations of two rewards within prompts. 1 means the same order, -1 the reverse one.
 
     Attributes:
-        spearman: The mean of Spearman's rho over prompts. NaN if it is undefined for all.
-        kendall: The mean of Kendall's tau-b over prompts. NaN if it is undefined for all.
-        per_prompt: (rho, tau-b) of each prompt. NaN where a reward does not have two distinct
-            values.
+        spearman: The mean of Spearman's rho over the prompts for which it is defined. NaN if it is
+            undefined for all.
+        kendall: The mean of Kendall's tau-b over the same prompts. NaN if it is undefined for all.
+        per_prompt: (rho, tau-b) of each prompt. Both are NaN where one of the two rewards does not
+            have two distinct values.
     """
 
     spearman: float
@@ -34,7 +35,13 @@ def rank_correlations(proxy: Rewards, true: Rewards) -> RankCorrelations:
 
     Args:
         proxy: The proxy rewards. Candidates with a non-finite reward on either side are left out.
-        true: The true rewards of the same candidates.
+        true: The true rewards of the same candidates, in the same shape.
+
+    Returns:
+        The correlations of each prompt and their means. Without prompts, the means are NaN.
+
+    Raises:
+        ValueError: If the two differ in their numbers of prompts or of candidates.
     """
     from scipy import stats  # takes half a second, which most commands need not wait for
 
@@ -62,11 +69,12 @@ def overlap(
     """The share of the truly best (or worst) candidates that the proxy finds, per prompt.
 
     The Top-4 match of the paper is `top=4, within=K/2`: it tells whether the extremes are among the
-    candidates that are kept. A non-finite reward is neither best nor worst.
+    candidates that are kept. A non-finite reward is neither best nor worst. Of equal rewards, the
+    candidate with the lower index counts as the better one.
 
     Args:
-        proxy: The proxy rewards.
-        true: The true rewards.
+        proxy: The proxy rewards, one row per prompt.
+        true: The true rewards of the same candidates, in the same shape.
         top: How many of the truly best (or worst) candidates are looked for.
         within: Among how many of the best (or worst) candidates by proxy.
         best: Whether the best end is meant; otherwise the worst end.
@@ -74,6 +82,9 @@ def overlap(
     Returns:
         One share in [0, 1] per prompt. Where fewer than `top` true rewards are finite, it is the
         share of those; NaN if none is.
+
+    Raises:
+        ValueError: If the numbers of prompts differ.
     """
     return _mean(_extremes(proxy, within, best), _extremes(true, top, best))
 
@@ -83,17 +94,22 @@ def mean_true_rank(
 ) -> Float[np.ndarray, " p"]:
     """The mean true rank of the candidates that the proxy ranks best (or worst), per prompt.
 
-    Rank 1 is the truly best. Equal rewards are ranked by index, as selection does. Of N candidates,
-    a perfect proxy scores (within + 1) / 2 at the best end and N - (within - 1) / 2 at the worst.
+    Rank 1 is the truly best. Equal rewards are ranked by index, the lower one as the better, as
+    selection does. Of N candidates, a perfect proxy scores (within + 1) / 2 at the best end and
+    N - (within - 1) / 2 at the worst.
 
     Args:
-        proxy: The proxy rewards.
+        proxy: The proxy rewards. A candidate whose proxy reward is not finite is never among the
+            best or worst ones.
         true: The true rewards. A candidate whose true reward is not finite is left out.
         within: How many of the best (or worst) candidates by proxy are averaged.
         best: Whether the best end is meant; otherwise the worst end.
 
     Returns:
-        One mean rank per prompt; NaN where no candidate is left.
+        One mean rank per prompt, float64; NaN where no candidate is left.
+
+    Raises:
+        ValueError: If the numbers of prompts differ.
     """
     return _mean(
         np.where(np.isfinite(true), rank(true) + 1, np.nan), _extremes(proxy, within, best)
@@ -104,19 +120,24 @@ def regret(proxy: Rewards, true: Rewards, top: int, within: int) -> Float[np.nda
     """How much reward is lost if the proxy chooses the best candidates, per prompt.
 
     The regret is the mean true reward of the `top` best of all candidates, minus that of the `top`
-    best among the proxy's `within` best, divided by the range of the true rewards of the prompt.
-    `overlap` counts every missed candidate alike, whereas the regret is small where others are
-    nearly as good, for example because a reward saturates.
+    best among the proxy's `within` best, divided by the range (largest minus smallest) of the
+    finite true rewards of the prompt. `overlap` counts every missed candidate alike, whereas the
+    regret is small where others are nearly as good, for example because a reward saturates.
 
     Args:
-        proxy: The proxy rewards.
+        proxy: The proxy rewards, one row per prompt.
         true: The true rewards. A candidate whose proxy or true reward is not finite cannot be
-            chosen; the worst candidate takes the place of each one that is missing.
-        top: How many candidates are chosen.
+            chosen; the truly worst candidate takes the place of each one that is missing.
+        top: How many candidates are chosen, at least 1. With fewer finite true rewards, all of
+            them.
         within: Among how many of the best candidates by proxy.
 
     Returns:
-        One number in [0, 1] per prompt; NaN for a prompt without a finite true reward.
+        One number in [0, 1] per prompt: 0 if all its true rewards are equal, and NaN for a prompt
+        without a finite true reward.
+
+    Raises:
+        ValueError: If the numbers of prompts differ.
     """
 
     def of_prompt(chosen: Bool[np.ndarray, " n"], rewards: Float[np.ndarray, " n"]) -> float:
@@ -135,12 +156,16 @@ def regret(proxy: Rewards, true: Rewards, top: int, within: int) -> Float[np.nda
 
 
 def _extremes(rewards: Rewards, count: int, best: bool) -> Bool[np.ndarray, "p n"]:
-    """Marks the best (or worst) candidates of each prompt. Non-finite rewards never are.
+    """Marks the best (or worst) candidates of each prompt. Non-finite rewards are never marked.
 
     Args:
-        rewards: The rewards.
-        count: How many candidates are marked.
+        rewards: One row per prompt. Of equal rewards, the lower index is the better one.
+        count: How many candidates of each prompt are marked. All finite ones are, if there are
+            fewer.
         best: Whether the best ones are; otherwise the worst.
+
+    Returns:
+        True for each marked candidate, in the shape of `rewards`.
     """
     ranks = rank(rewards)
     finite = np.isfinite(rewards)
@@ -153,11 +178,14 @@ def _mean(
     """Computes the mean of selected values for each prompt.
 
     Args:
-        values: One value per candidate. NaN values are left out.
-        where: Which values are selected.
+        values: One number or bool per candidate, one row per prompt. NaN values are left out.
+        where: Which values are selected, in the same shape.
 
     Returns:
-        One mean per prompt; NaN where no value is left.
+        One mean per prompt, float64; NaN where no value is left.
+
+    Raises:
+        ValueError: If the numbers of rows differ.
     """
     chosen = [v[w & ~np.isnan(v)] for v, w in zip(values, where, strict=True)]
     return np.array([row.mean() if len(row) else np.nan for row in chosen])

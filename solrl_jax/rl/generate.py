@@ -36,8 +36,10 @@ class Conditions:
     """The prompt embeddings that a batch of samples is generated with.
 
     Attributes:
-        positive: The embeddings of the prompts, one row per prompt.
-        negative: The embedding of the negative prompt of classifier-free guidance, one row.
+        positive: The embeddings of the prompts: arrays by name, each with one row per prompt, on
+            every device of the mesh.
+        negative: The embedding of the negative prompt of classifier-free guidance: the same arrays
+            with one row.
     """
 
     positive: Conditioning
@@ -50,9 +52,9 @@ class PromptBatch:
 
     Attributes:
         prompts: The prompts themselves.
-        conditions: Their embeddings.
-        prepared: What `Reward.prepare` returned for them, one row per prompt. None without a
-            reward.
+        conditions: The embeddings of the prompts and of the negative prompt.
+        prepared: What `Reward.prepare` returned for the prompts: a tree of arrays with one row per
+            prompt. None without a reward.
     """
 
     prompts: tuple[Prompt, ...]
@@ -65,9 +67,11 @@ class PromptBatch:
 class SeedBatch:
     """The samples to generate: one prompt and one seed per row.
 
+    Its length is the number of samples.
+
     Attributes:
         prompt: For each sample, the index of its prompt in the `PromptBatch`.
-        seeds: The seed of each sample, see `diffusion.seeds`.
+        seeds: The seed of each sample: the two words of a key, see `diffusion.seeds`.
         noise: The latents that sampling starts from, float32. None: they are drawn from the seeds.
     """
 
@@ -77,10 +81,13 @@ class SeedBatch:
 
     @classmethod
     def from_seeds(cls, seeds: UInt32[np.ndarray, "p n 2"]) -> "SeedBatch":
-        """One row per seed, prompt by prompt.
+        """Makes a batch of one row per seed, prompt by prompt, whose noise is drawn from the seeds.
 
         Args:
             seeds: The seeds of the n candidates of each of the p prompts.
+
+        Returns:
+            A batch of p * n samples: first all candidates of the first prompt.
         """
         prompts, candidates, _ = seeds.shape
         return cls(np.repeat(np.arange(prompts), candidates), seeds.reshape(-1, 2))
@@ -95,11 +102,14 @@ class Samples:
 
     Attributes:
         latents: The clean latents, float32.
-        scores: The scores by name. The weighted sum that is trained on has the name "reward".
+        scores: The scores by name, one number per sample. The weighted sum that is trained on has
+            the name "reward". Samples that could not be scored have NaN. Empty if nothing was
+            scored.
         images: The images in [0, 1], float32. None unless they were asked for.
-        states: The latents before and after each recorded step, float32. None if no step was
-            recorded.
-        failed: For each reward outside JAX, the number of samples that it could not score.
+        states: The latents before the first recorded step and after each of them, float32. None if
+            no step was recorded.
+        failed: For each reward outside JAX by its name, the number of samples that it could not
+            score. Empty without such rewards.
     """
 
     latents: Float[np.ndarray, "b h w c"]
@@ -110,14 +120,23 @@ class Samples:
 
     @property
     def reward(self) -> Float[np.ndarray, " b"]:
-        """The weighted sum of the scores, which is trained on."""
+        """The weighted sum of the scores, which is trained on. Raises KeyError if nothing was
+        scored.
+        """
         return self.scores["reward"]
 
     def take(self, indices: Int[np.ndarray, "..."]) -> "Samples":
         """A selection of the samples, without their images and failure counts.
 
         Args:
-            indices: Indices of samples. An array of any shape; it is flattened.
+            indices: Indices of samples in an array of any shape, which is flattened. An index may
+                be repeated.
+
+        Returns:
+            Copies of the latents, scores and recorded states, in the order of the indices.
+
+        Raises:
+            IndexError: If there is no sample of an index.
         """
         indices = indices.reshape(-1)
         states = None if self.states is None else self.states[indices]
@@ -137,12 +156,20 @@ def prepare(
 ) -> PromptBatch:
     """Encodes prompts once, for any number of samples of each.
 
+    Also loads the text encoders if the backbone's cache of prompts lacks a prompt, and writes to
+    that cache.
+
     Args:
         backbone: Its text encoders are used.
         reward: The reward that the prompts are prepared for. None: they will not be scored.
-        prompts: The prompts.
+        prompts: The prompts, at least one. They are encoded with the backbone's instruction, if it
+            has one.
         max_tokens: The number of tokens that prompts are padded or truncated to.
-        negative: The negative prompt of classifier-free guidance.
+        negative: The negative prompt of classifier-free guidance, encoded without instruction. The
+            default is the empty prompt.
+
+    Returns:
+        The prompts, their embeddings on every device, and what the reward prepared.
     """
     prepared = None if reward is None else reward.prepare(prompts)
     positive = backbone.encode(prompts, max_tokens)
@@ -162,22 +189,28 @@ def generate(
 ) -> Samples:
     """Generates one sample per row of `seed_batch` and scores it against its prompt.
 
+    The samples are generated in chunks of a fixed size; a shorter last one is padded. A chunk is
+    scored, and copied to the host, while the devices compute the next one.
+
     Args:
         backbone: The networks, and the mesh that they are on.
-        sampler: The policy, the schedule, the decoder and the chunk size.
+        sampler: The policy, the schedule, the decoder, the chunk size and the number of recorded
+            steps.
         prompt_batch: The prompts. They must have been prepared for `reward`.
-        seed_batch: The samples to generate, as arrays on the host.
-        reward: Scores the images or the latents. None: nothing is scored, and images are decoded
-            only with `keep_images`.
+        seed_batch: The samples to generate, at least one, as arrays on the host.
+        reward: Scores the images or the latents, inside JAX, in worker processes or both. None:
+            nothing is scored, and images are decoded only with `keep_images`.
         keep_images: Whether the images are returned too.
-        progress: Called after each chunk with its number of samples.
+        progress: Called with the number of samples of a chunk when the chunk has been queued on the
+            devices. The numbers add up to the number of samples. The default does nothing.
 
     Returns:
         The samples, in the order of `seed_batch`.
 
     Raises:
-        RewardError: If a reward outside JAX fails and the configuration says that the run stops
-            then.
+        RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop". With "skip",
+            the scores of these samples are NaN.
+        IndexError: If `seed_batch` is empty.
     """
     scoring_mesh = sharding.rows_only(backbone.mesh)
     # A chunk is sampled on the mesh and scored on `scoring_mesh`, where the devices of the axis
@@ -245,10 +278,10 @@ def _place_schedules(segments: tuple[Segment, ...], mesh: jax.sharding.Mesh) -> 
 
     Args:
         segments: The segments whose schedules are copied.
-        mesh: The devices.
+        mesh: The mesh of the devices.
 
     Returns:
-        The segments with these schedules.
+        The segments with these schedules. Their policies are the same objects.
     """
     return tuple(
         dataclasses.replace(
@@ -262,9 +295,14 @@ def _place_samples(x: Array | np.ndarray, count: int, mesh: jax.sharding.Mesh) -
     """Pads an array to a number of samples and shards the samples over a mesh.
 
     Args:
-        x: An array with one row per sample, on the host.
-        count: The number of samples of the result.
-        mesh: The devices.
+        x: An array with one row per sample, 1 to `count` rows.
+        count: The number of samples of the result, a multiple of the devices along `data` and
+            `fsdp`.
+        mesh: The mesh of the devices.
+
+    Returns:
+        An array of `count` rows on the mesh, divided over its axes `data` and `fsdp`. Missing rows
+        are copies of the first one.
     """
     return hosts.put(sharding.pad_rows(np.asarray(x), count), sharding.rows(mesh))
 
@@ -280,18 +318,22 @@ def _sample_parts(
 ) -> list[tuple[Float[Array, "b h w c"], Float[Array, "b states h w c"] | None]]:
     """Generates the samples `start` to `stop` of `seed_batch`, as the parts of one scored chunk.
 
+    A part is what all devices sample at once: the sampler's chunk times the number of groups of
+    devices that share samples. A shorter last part is padded with copies of its first sample.
+
     Args:
         backbone: The networks and the mesh.
         sampler: The shape of a latent, the chunk size and the number of recorded steps are read.
         segments: The segments of `sampler`, with their schedules placed on the mesh.
         conditions: The prompt embeddings.
-        seed_batch: The samples to generate.
+        seed_batch: The samples to generate. Its noise is used where it is given.
         start: The index of the first sample.
-        stop: The index after the last sample.
+        stop: The index after the last sample, at most one scored chunk later.
 
     Returns:
-        The latents and recorded states of each part. Parts that would lie beyond `stop` are
-        replaced by the first part.
+        The latents and the recorded states (None if nothing is recorded) of each part, float32 on
+        the mesh. There are as many parts as the mesh axis `tensor` has devices. Parts that would
+        lie beyond `stop` are replaced by the first part.
     """
     mesh = backbone.mesh
     samples_per_part = sampler.chunk * sharding.row_groups(mesh)
@@ -315,8 +357,12 @@ def _join_parts(parts: list[Any], scoring_mesh: jax.sharding.Mesh) -> Any:
     """Concatenates the parts of a chunk, and shards its samples over all devices of a mesh.
 
     Args:
-        parts: The arrays of each part, as trees of equal structure.
-        scoring_mesh: The mesh that the chunk is scored on.
+        parts: The arrays of each part with one row per sample, as trees of equal structure. At
+            least one part.
+        scoring_mesh: The mesh that the chunk is scored on, whose axis `tensor` has size 1.
+
+    Returns:
+        One such tree, with the rows of all parts in order.
     """
     if len(parts) == 1:
         joined = parts[0]
@@ -330,10 +376,19 @@ def _fetch_chunk(
 ) -> dict[str, Any]:
     """Copies the arrays of a chunk to the host. Also passes its images to rewards outside JAX.
 
+    Waits until the devices have computed the chunk.
+
     Args:
-        chunk: The arrays by name. "images" is removed from it unless images are kept.
-        scoring: The rewards outside JAX, if there are any.
+        chunk: The arrays by name. "images" is removed from it, in place, unless images are kept.
+        scoring: The rewards outside JAX; the chunk must then have "images". None: there are none.
         keep_images: Whether the images are copied too.
+
+    Returns:
+        The arrays by the same names as full NumPy arrays, rows of padding included.
+
+    Raises:
+        RewardError: If an earlier call of a reward outside JAX has failed and `reward.on_failure`
+            is "stop".
     """
     if scoring is not None:
         scoring.add(chunk["images"])
@@ -344,11 +399,14 @@ def _fetch_chunk(
 
 @partial(sharding.jit, static_argnums=1)
 def draw_noise(seeds: UInt32[Array, "b 2"], shape: tuple[int, ...]) -> Float[Array, "b ..."]:
-    """Draws the initial noise of each seed, sharded over the devices.
+    """Draws the initial noise of each seed, sharded over the devices of the ambient mesh.
 
     Args:
-        seeds: The seeds.
-        shape: The shape of one latent.
+        seeds: The seeds: the two words of a key each.
+        shape: The shape of one latent; static.
+
+    Returns:
+        Standard normal numbers [b, *shape], float32. Those of a seed depend on the seed alone.
     """
     return sharding.split_rows(normal(seeds, "initial", shape))
 
@@ -361,17 +419,22 @@ def sample_chunk(
     seed_batch: SeedBatch,
     recorded_steps: int = 0,
 ) -> tuple[Float[Array, "b h w c"], Float[Array, "b states h w c"] | None]:
-    """Samples one chunk of latents from noise.
+    """Samples one chunk of latents from noise, on the ambient mesh.
+
+    With a guided schedule, every step evaluates the network for the negative prompt and for the
+    prompt: `v = v_neg + guidance_scale (v_pos - v_neg)`.
 
     Args:
         backbone: The networks; static.
         segments: The policies and the steps that each is followed for.
         conditions: The prompt embeddings.
-        seed_batch: The prompt, the seed and the initial noise of each sample of the chunk.
+        seed_batch: The prompt, the seed and the initial noise of each sample of the chunk. The
+            noise must not be None.
         recorded_steps: The number of stochastic steps to record, see `sampler.trajectory`; static.
 
     Returns:
-        The clean latents, and the recorded states or None.
+        The clean latents, and the `recorded_steps` + 1 states before and after the recorded steps,
+        or None if `recorded_steps` is 0. Both are float32.
     """
     cond = jax.tree.map(lambda c: c[seed_batch.prompt], conditions.positive)
     uncond = jax.tree.map(
@@ -408,7 +471,10 @@ def decode_chunk(decoder: Decoder, latents: Float[Array, "b h w c"]) -> Float[Ar
 
     Args:
         decoder: The decoder of the pipeline with its parameters.
-        latents: Clean latents.
+        latents: Clean latents. The devices of the ambient mesh must divide their number.
+
+    Returns:
+        The images, float32. One non-finite number in a latent makes all of its image NaN.
     """
     finite = jnp.isfinite(latents).all((1, 2, 3), keepdims=True)
     return jnp.where(finite, decoder(latents), jnp.nan)

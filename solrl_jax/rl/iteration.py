@@ -36,7 +36,13 @@ Progress = Callable[[str, int, int], None]
 
 
 def no_progress(phase: str, total: int, done: int) -> None:
-    """A `Progress` that reports nothing. See `Progress` for the arguments."""
+    """A `Progress` that reports nothing.
+
+    Args:
+        phase: The name of the running phase. Not read.
+        total: The number of samples of the phase. Not read.
+        done: The number of further samples that are done. Not read.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +50,10 @@ class IterationResult:
     """What an iteration returns beside the new state.
 
     Attributes:
-        metrics: Figures of the iteration by name, e.g. "loss" or "kept/reward".
-        ledger: The record of all candidates, by column, with one entry per candidate.
+        metrics: Figures of the iteration by name, e.g. "loss" or "kept/reward". Those that are not
+            defined are NaN.
+        ledger: The record of all candidates, by column. A column has one entry per candidate, or is
+            a single value that holds for all (see `ledger_columns`).
     """
 
     metrics: dict[str, float]
@@ -58,11 +66,11 @@ class Selection:
 
     Attributes:
         prompts: The prompts.
-        seeds: The seed of each candidate.
-        proxy: The reward of each explored candidate.
+        seeds: The seed of each candidate, the two words of a key.
+        proxy: The reward of each explored candidate; NaN where it has none.
         chosen: The indices of the kept candidates of each prompt, ascending.
-        usable: Whether a prompt had at least K candidates with a finite reward. The others are not
-            trained on.
+        usable: Whether a prompt had at least K candidates with a finite reward, one bool per
+            prompt. The others are not trained on, and their entries of `chosen` are padding.
     """
 
     prompts: Sequence[Prompt]
@@ -73,7 +81,7 @@ class Selection:
 
     @property
     def kept_seeds(self) -> UInt32[np.ndarray, "p k 2"]:
-        """The seeds of the kept candidates."""
+        """The seeds of the kept candidates, in the order of `chosen`."""
         return np.take_along_axis(self.seeds, self.chosen[..., None], axis=1)
 
 
@@ -86,17 +94,28 @@ def iterate(
 ) -> tuple[TrainState, IterationResult]:
     """Runs one iteration: algorithm 1 of Sol-RL, in its order.
 
-    `state` is donated: its arrays are deleted, so use the returned state from here on. The new
-    state depends on the arguments alone, up to rounding, not on the devices or the chunk size.
+    `state` is donated to the update: its arrays are deleted, so use the returned state from here
+    on. If an error comes before the update, `state` stays usable. The new state depends on the
+    arguments alone, up to rounding, not on the devices or the chunk size.
 
     Args:
         experiment: The parts of the run that do not change.
-        state: The state before the iteration.
+        state: The state before the iteration. Its old policy generates the samples.
         iteration: The number of the iteration, from 1. It decides the prompts, the seeds and the
             size of the images.
         setting: The index in `experiment.explorer.settings` of how candidates are explored. 0 is as
             configured; larger ones are more faithful.
-        progress: Called as the phases go on.
+        progress: Called with a phase ("explore", "regenerate" or "update"), its number of samples
+            and the number of further samples that are done; with 0 when the phase starts. What it
+            raises ends the iteration. The default reports nothing.
+
+    Returns:
+        The new state, on the devices, and the metrics and the ledger of the iteration.
+
+    Raises:
+        InputError: If the number of the iteration is below 1 or does not fit an int32.
+        IndexError: If there is no such setting.
+        RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop".
     """
     experiment = experiment.for_iteration(iteration)
     config = experiment.config
@@ -202,15 +221,20 @@ def policy_batch(
 
     A sample whose reward is not finite has weight 0. For an objective that trains on pairs, each
     best sample is followed by its worst one, which takes the seed of the best one so that both are
-    noised in the same way. A pair whose rewards are equal up to rounding (`TIE`) has weight 0.
+    noised in the same way. A pair has weight 0 if its rewards differ by at most 4e-6 (`TIE`) times
+    the larger magnitude, or if it is one sample twice. All other samples have weight 1.
 
     Args:
         experiment: The algorithm section of its configuration and its mesh are read.
         prompt_batch: The encoded prompts.
         selection: The candidates and which of them are kept.
         samples: The kept samples, prompt by prompt.
-        rewards: Their rewards, NaN for prompts that are not usable.
-        advantage: Their advantages.
+        rewards: The rewards of the kept samples, NaN for prompts that are not usable.
+        advantage: The advantages of the kept samples.
+
+    Returns:
+        The batch of `update`, on every device. Without pairs it has the samples in their own order.
+        With pairs it has twice as many samples as pairs, prompt by prompt.
     """
     algorithm = experiment.config.algorithm
     flat_rewards = rewards.reshape(-1)
@@ -257,9 +281,22 @@ def reward_metrics(
         explored: All candidates.
 
     Returns:
-        Mean scores of all candidates ("pool/...") and of the kept samples ("kept/..."), the rank
-        correlations of both rewards of the kept samples ("fidelity/..."), and counts of rewards
-        that are not finite. Means leave out values that are not finite, and are NaN without any.
+        Floats by name:
+
+        * "pool/SCORE", "kept/SCORE": The mean of each score over all candidates, and over the kept
+          samples.
+        * "kept/spread": The largest minus the smallest of `rewards` of a prompt, mean over prompts.
+        * "size/height", "size/width": The size of the images in pixels.
+        * "nonfinite_rewards": The number of non-finite rewards among the candidates plus that among
+          the kept samples.
+        * "reward_failures/NAME": For each reward outside JAX, the number of samples that it could
+        not
+          score in exploration and regeneration together.
+        * "fidelity/spearman", "fidelity/kendall": The mean rank correlations within prompts of
+        proxy
+          reward and `rewards` over the kept samples.
+
+        Means leave out values that are not finite, and are NaN without any.
     """
     proxy = selection.proxy
     correlations = rank_correlations(np.take_along_axis(proxy, selection.chosen, axis=1), rewards)
@@ -296,7 +333,7 @@ def ledger_columns(
     """The record of every candidate of an iteration.
 
     Args:
-        experiment: Whether it regenerates is read.
+        experiment: Whether its configuration regenerates is read.
         selection: The candidates and which of them are kept.
         setting: The precision and the number of steps of the exploration.
         rewards: The rewards of the kept samples.
@@ -304,8 +341,14 @@ def ledger_columns(
         iteration: The number of the iteration.
 
     Returns:
-        Columns by name. A column has one entry per candidate, prompt by prompt, or is a single
-        value that holds for all. Entries of candidates that were not kept are masked.
+        Columns by name. Those with one entry per candidate, prompt by prompt: "prompt" (list of
+        text), "prompt_uid" (uint32), "candidate" (the index within the prompt), "seed" (uint64),
+        "proxy_reward", "rank" (by proxy reward within the prompt; 0 is the best), "kept" (bool,
+        False for all candidates of a prompt that is not usable), and "regenerated_reward" and
+        "advantage", masked float32 arrays whose entries of candidates that were not kept are
+        masked. Single values that hold for all: "precision" and "steps" of the exploration,
+        "policy_revision" (the iteration), and None for "regenerated_reward" if nothing is
+        regenerated.
     """
     proxy = selection.proxy
     chosen = selection.chosen

@@ -32,15 +32,16 @@ WHOLE_COPIES = 1
 
 @dataclasses.dataclass(frozen=True)
 class _Request:
-    """The memory that a field of the configuration asks for, at least.
+    """The least memory that a field of the configuration asks for: value times unit.
 
     Attributes:
-        field: The name of the field.
-        value: Its value.
+        field: The dotted name of the field.
+        value: The value of the field, a count.
         unit: The bytes per unit of the value.
-        size: Height and width of the images that are stored, in pixels. None: no images.
+        size: Height and width of the images that are stored, in pixels, for the message. None: it
+            has no images.
         memory: The bytes of memory that there are.
-        owner: Whose memory it is, for the message.
+        owner: Whose memory it is, for the message: "this host" or "a device".
     """
 
     field: str
@@ -54,14 +55,20 @@ class _Request:
 def refuse_what_cannot_fit(config: Config, pipeline: Pipeline, targets: Targets) -> None:
     """Checks that no single array of a run is larger than the memory for it.
 
+    The host's memory must hold the float32 latents of all candidates of an iteration, those of an
+    evaluation, and the images of its grid. A device must hold six float32 copies of all adapters,
+    one batch of images, and the copies of parameters that are trained in full (seven, six of which
+    are divided over the axes `fsdp` and `tensor`). An array of exactly the memory passes. All
+    processes of a run must call it.
+
     Args:
         config: The configuration of the run.
         pipeline: Its shapes are read; it need not be loaded.
         targets: The parameters that are trained.
 
     Raises:
-        InputError: For the first array that is too large. The message names the field, the bytes,
-            the memory and the largest value that fits.
+        InputError: For the first array that is too large. The message names the field, the bytes
+            and the memory, and the largest value that fits if the field is a count.
     """
     shapes = flatten(pipeline.transformer.abstract_params("float32"))
     device = device_memory()
@@ -99,8 +106,13 @@ def _requests(
         config: The configuration of the run.
         pipeline: The shape of its latents is read.
         targets: The adapted parameters are read.
-        shapes: The shapes of the parameters by path.
+        shapes: By path, arrays or `jax.ShapeDtypeStruct`s of the parameters.
         device: The bytes of memory of one device.
+
+    Returns:
+        In this order: `rollout.candidates`, `eval.num_images_per_prompt` and `eval.num_grid_images`
+        (memory of this host), `lora.rank` and `rollout.per_device_batch_size` (memory of a device;
+        the latter counts at most the candidates of an iteration).
     """
     rollout = config.rollout
     evaluation = config.eval
@@ -164,9 +176,11 @@ def _requests(
 
 
 def device_memory() -> int:
-    """The bytes of memory of one device, as its allocator counts them; on a CPU, of the machine.
+    """The bytes of memory of one device, as its allocator counts them; on a CPU, those of the
+    machine.
 
-    With several hosts it is the smallest of all.
+    With several hosts it is the smallest of all, and every process must call it. The first local
+    device of each process stands for its others.
     """
     stats = jax.local_devices()[0].memory_stats() or {}
     return min(hosts.everyones(stats.get("bytes_limit") or hosts.memory()))

@@ -31,12 +31,12 @@ PerSample: TypeAlias = Float[Array, " b"]
 
 
 class Velocities(NamedTuple):
-    """The velocities that three policies predict at the same latents.
+    """The velocities `noise - x0` that three policies predict at the same latents, float32.
 
     Attributes:
         trained: Of the policy that is trained. The only one whose gradient is used.
         old: Of the old policy, which generated the samples.
-        reference: Of the base model without adapters.
+        reference: Of the base model, without adapters or trained arrays.
     """
 
     trained: Latents
@@ -47,12 +47,15 @@ class Velocities(NamedTuple):
 class Step(NamedTuple):
     """A recorded step of an SDE, drawn from a Gaussian with the mean `a x + b x0_hat`.
 
+    `x` are the latents that the step started from, `TrainingTarget.x`, and `x0_hat = x - sigma v`
+    the clean latents that a velocity v predicts there.
+
     Attributes:
         after: The latents that the step ended at.
-        a: The coefficient of the latents that it started from.
-        b: The coefficient of the predicted clean latents.
-        std: The standard deviation of the Gaussian.
-        length: By how much sigma fell.
+        a: The coefficient of `x`.
+        b: The coefficient of `x0_hat`.
+        std: The standard deviation of the Gaussian, above 0.
+        length: By how much sigma fell, above 0.
     """
 
     after: Latents
@@ -66,13 +69,13 @@ class TrainingTarget(NamedTuple):
     """The samples that one micro-batch is trained on.
 
     For an objective that trains on pairs, row 2 i is the better sample of a pair and row 2 i + 1
-    the worse one, at the same noise.
+    the worse one, at the same noise and sigma. Samples of weight 0 have zeros as clean latents.
 
     Attributes:
         x: The latents at which the velocities are predicted: the noised sample
             `(1 - sigma) x0 + sigma noise`, or a recorded state of the trajectory.
         x0: The clean latents.
-        sigma: The noise level of `x`.
+        sigma: The noise level of `x`, in (0, 1].
         optimality: The probability q in [0, 1] that the sample is one to imitate. `2 q - 1` is the
             advantage divided by its clip.
         step: The recorded step from `x`. None unless the objective trains on transitions.
@@ -87,7 +90,11 @@ class TrainingTarget(NamedTuple):
 
 @runtime_checkable
 class Objective(Protocol):
-    """A pure function that jit traces, from velocities and samples to losses."""
+    """A pure function that jit traces, from velocities and samples to losses.
+
+    Its attribute `trains_on`, if it has one, is "samples" (the default), "pairs" or "transitions".
+    `isinstance` accepts any callable: it does not check the arguments.
+    """
 
     def __call__(
         self, velocities: Velocities, target: TrainingTarget, algorithm: AlgorithmConfig
@@ -95,13 +102,14 @@ class Objective(Protocol):
         """Computes the loss.
 
         Args:
-            velocities: What the trained, the old and the reference policy predict at `target.x`.
+            velocities: What the trained, the old and the reference policy predict at `target.x`,
+                float32.
             target: The samples that are trained on.
             algorithm: The algorithm section of the configuration.
 
         Returns:
-            One loss per sample, and metrics by name with one value per sample. Their means are
-            written to the run's metrics.
+            One loss per sample, and metrics by name with one value per sample. The means over the
+            samples of weight 1 are trained on and written to the run's metrics.
         """
         ...
 
@@ -110,13 +118,18 @@ def load_objective(name: str) -> Objective:
     """Loads an objective by its name in the configuration.
 
     For `module:function`, this imports the module, from the working directory too. As a side
-    effect, the working directory is appended to `sys.path`.
+    effect, the working directory is appended to `sys.path`, unless it or "" is in it.
 
     Args:
         name: The value of `algorithm.objective`: a name in `rl/objectives/`, or `module:function`.
 
+    Returns:
+        The function. Its arguments are not checked. A repeated call returns the same object.
+
     Raises:
-        InputError: If the module cannot be imported, or has no such function.
+        InputError: If the module of `module:function` cannot be imported, has no such attribute, or
+            the attribute is not callable.
+        ImportError: If a name without a colon is not a file in `rl/objectives/`.
     """
     if not is_plugin(name):
         return getattr(importlib.import_module(f"solrl_jax.rl.objectives.{name}"), name)
@@ -135,21 +148,39 @@ def load_objective(name: str) -> Objective:
 
 
 def mean_per_sample(x: Latents) -> PerSample:
-    """The mean over all axes but the first."""
+    """The mean over all axes but the first.
+
+    Args:
+        x: An array with one row per sample and at least one further axis.
+
+    Returns:
+        One mean per row, in the dtype of `x`.
+    """
     return x.mean(tuple(range(1, x.ndim)))
 
 
 def along(values: PerSample, x: Latents) -> Float[Array, " b *ones"]:
-    """Reshapes one value per sample so that it broadcasts against the latents `x`."""
+    """Reshapes one value per sample so that it broadcasts against latents.
+
+    Args:
+        values: One value per sample.
+        x: Latents with one row per sample, of which only the number of axes is read.
+
+    Returns:
+        The values [b, 1, ..., 1], with as many axes as `x`.
+    """
     return values.reshape(-1, *(1,) * (x.ndim - 1))
 
 
 def matching_error(velocity: Latents, target: TrainingTarget) -> PerSample:
-    """The flow-matching loss: the mean squared error of a velocity.
+    """The flow-matching loss: the mean over dimensions of the squared error of a velocity.
 
     Args:
         velocity: The predicted velocity at `target.x`.
-        target: The true velocity is the one from `x0` to `x`, divided by sigma.
+        target: The true velocity is `(x - x0) / sigma` of it, which is `noise - x0`.
+
+    Returns:
+        One loss per sample.
     """
     return mean_per_sample(jnp.square(velocity - _true_velocity(target)))
 
@@ -162,15 +193,22 @@ def matching_gap(velocity: Latents, other: Latents, target: TrainingTarget) -> P
 
     Args:
         velocity: The first velocity at `target.x`.
-        other: The second velocity.
-        target: As in `matching_error`.
+        other: The second velocity, whose loss is subtracted.
+        target: The true velocity is `(x - x0) / sigma` of it.
+
+    Returns:
+        One difference per sample, negative where the first velocity fits better.
     """
     true_velocity = _true_velocity(target)
     return mean_per_sample((velocity - other) * (velocity + other - 2 * true_velocity))
 
 
 def _true_velocity(target: TrainingTarget) -> Latents:
-    """The true velocity at `target.x`: the one from `x0` to `x`, divided by sigma."""
+    """The true velocity at `target.x`: the one from `x0` to `x`, `(x - x0) / sigma`.
+
+    Args:
+        target: The samples. Its sigmas are above 0; a sigma of 0 would give NaN.
+    """
     return (target.x - target.x0) / along(target.sigma, target.x)
 
 
@@ -184,7 +222,13 @@ def log_ratio(velocity: Latents, old: Latents, target: TrainingTarget) -> PerSam
     Args:
         velocity: The velocity that the policy predicts at `target.x`.
         old: The velocity that the old policy predicts there.
-        target: Its recorded step must not be None.
+        target: The samples, with recorded steps.
+
+    Returns:
+        One log-ratio per sample, above 0 where the policy makes the step more probable.
+
+    Raises:
+        AssertionError: If `target.step` is None.
     """
     assert target.step is not None
     a = along(target.step.a, target.x)
@@ -201,12 +245,14 @@ def clipped_policy(
 
     Args:
         log_r: The log of the probability ratio R of the trained to the old policy.
-        target: Its optimality gives the advantage `A = scale (2 q - 1)`.
+        target: Its optimality q gives the advantage `A = scale (2 q - 1)`.
         algorithm: `clip_range` is read, which is c.
         scale: The largest advantage.
 
     Returns:
-        The loss, and as metrics the loss, the ratio, and whether the ratio was clipped.
+        One loss per sample, and as metrics per sample the loss ("loss/policy"), the ratio R
+        ("ratio", without gradient), and 1 or 0 for whether R differs from 1 by more than c
+        ("ratio/clipped").
     """
     advantage = scale * (2 * target.optimality - 1)
     ratio = jnp.exp(log_r)

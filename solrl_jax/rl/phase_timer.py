@@ -12,10 +12,12 @@ from solrl_jax.rl.generate import Samples
 class PhaseTimer:
     """Measures the wall time of phases that follow each other.
 
-    A profiler trace that is being written shows the phases by name.
+    A profiler trace that is being written shows the phases by name. The first timer of a process
+    also registers a listener with JAX, which counts the seconds of all later compilations.
 
     Attributes:
-        seconds: The wall time of each phase that has ended, by name.
+        seconds: The wall time in seconds of each phase that has ended, by name, in the order of
+            their ends. A name that is used twice keeps the later time.
     """
 
     def __init__(self) -> None:
@@ -27,14 +29,20 @@ class PhaseTimer:
         self._annotation = contextlib.ExitStack()
 
     def start(self, phase: str) -> None:
-        """Starts a phase. Also ends the phase before it."""
+        """Starts a phase. Also ends the phase before it, if one is running.
+
+        Args:
+            phase: The name of the phase, which is not empty.
+        """
         self.stop()
         self._annotation.enter_context(jax.profiler.TraceAnnotation(phase))
         self._phase = phase
         self._began = time.perf_counter()
 
     def stop(self) -> None:
-        """Ends the running phase, if there is one."""
+        """Ends the running phase and stores its time in `seconds`. Does nothing if no phase is
+        running.
+        """
         if self._phase:
             self.seconds[self._phase] = time.perf_counter() - self._began
             self._phase = ""
@@ -44,12 +52,20 @@ class PhaseTimer:
         """The metrics of an iteration that are times.
 
         Args:
-            pool: All explored candidates.
-            kept: The regenerated samples; None if nothing was regenerated.
+            pool: All explored candidates. Only their number is read.
+            kept: The regenerated samples, of which only the number is read; None if nothing was
+                regenerated.
 
         Returns:
-            Seconds by phase ("seconds/..."), in all ("seconds") and of compilation
-            ("seconds/compile"), and images per second of exploration and regeneration.
+            The wall time of each ended phase in seconds ("seconds/PHASE"), their sum ("seconds"),
+            the seconds of all compilations in this process since the timer was made
+            ("seconds/compile", which are part of the times of the phases), and the images per
+            second of exploration ("images_per_second/explore") and, unless `kept` is None, of
+            regeneration ("images_per_second/regenerate").
+
+        Raises:
+            KeyError: If no phase "explore" has ended, or `kept` is given and no phase "regenerate"
+                has.
         """
         rates = {"images_per_second/explore": len(pool.reward) / self.seconds["explore"]}
         if kept is not None:
@@ -63,10 +79,10 @@ class PhaseTimer:
 
 @functools.cache
 def _compilations() -> list[float]:
-    """The seconds of every compilation since the first call, in order.
+    """The seconds of every compilation in this process since the first call, in order.
 
-    The list is shared and grows: a listener of JAX appends to it. Reading a program from JAX's
-    compilation cache counts as a compilation.
+    The list is shared by all callers and grows: the first call registers a listener of JAX that
+    appends to it. Reading a program from JAX's compilation cache counts as a compilation.
     """
     seconds: list[float] = []
 

@@ -17,10 +17,14 @@ from solrl_jax.models.loading.weights import Params
 class Segment:
     """A policy and the solver steps that it is followed for.
 
+    A segment is a pytree: the arrays of the policy and the schedule are its leaves.
+
     Attributes:
-        policy: The parameters of the transformer: those of the base, with any leaves replaced.
-        schedule: The solver steps.
+        policy: The parameters of the transformer: those of the base, with any leaves replaced by
+            fully trained arrays, `LowRank` leaves or `Quantized` leaves.
+        schedule: The solver steps: sigmas, timesteps, solver coefficients and guidance.
         fp8_attention: Whether the network attends in FP8. Networks without FP8 attention ignore it.
+            It is static: programs are compiled for either value.
     """
 
     policy: Params
@@ -35,11 +39,14 @@ class Sampler:
     Attributes:
         name: The name of the phase as progress reports it, e.g. "explore", "regenerate" or
             "evaluate".
-        segments: The segments of the trajectory, one after another. Nearly always there is one.
+        segments: The segments of the trajectory, from noise to clean latents, one after another.
+            Nearly always there is one.
         decoder: Decodes latents to images for rewards.
         shape: Height, width and channels of one latent.
-        chunk: The largest number of samples that one device generates at once.
-        recorded: For how many stochastic steps the states before and after are kept. 0 keeps none.
+        chunk: The largest number of samples that one device generates at once. Devices along the
+            mesh axis `tensor` work on the same samples and count as one.
+        recorded: How many stochastic steps are recorded, from the first one on. The latents before
+            and after each of them are kept. 0 records nothing.
     """
 
     name: str

@@ -14,7 +14,12 @@ def rank(rewards: Rewards) -> Int[np.ndarray, "p n"]:
     """The rank of each candidate within its prompt; 0 is the best.
 
     Args:
-        rewards: One row per prompt. Non-finite rewards rank last.
+        rewards: One row per prompt, a larger reward being better. Equal rewards are ranked by the
+            index of the candidate, the lower index first. Rewards that are NaN or infinite (also
+            +inf) rank last, by index too.
+
+    Returns:
+        An integer for each reward, in the same shape. Every row holds 0 to n - 1 once each.
     """
     order = np.argsort(np.where(np.isfinite(rewards), -rewards, np.inf), axis=1, kind="stable")
     places = np.empty_like(order)
@@ -27,12 +32,13 @@ def best_and_worst(rewards: Rewards) -> tuple[Int[np.ndarray, " pairs"], Int[np.
     worst, and so on. Only samples with a finite reward are paired.
 
     Args:
-        rewards: One row per prompt.
+        rewards: One row of n rewards per prompt. Equal rewards are ordered by their index.
 
     Returns:
-        Indices into the flattened rewards: the better sample of each pair, and the worse one. Every
-        prompt has half as many pairs as samples. If some of its rewards are not finite, its last
-        pairs consist of one sample twice.
+        Two arrays of indices into the flattened rewards: the better sample of each pair, and the
+        worse one. Each prompt has n / 2 pairs, rounded down, prompt by prompt and the most extreme
+        pair first. With f finite rewards, the first f / 2 pairs (rounded down) are as described.
+        Each of the other pairs of the prompt is padding: one sample twice.
     """
     count = rewards.shape[1]
     order = np.argsort(rank(rewards), axis=1)  # non-finite rewards come last
@@ -51,21 +57,27 @@ def best_and_worst(rewards: Rewards) -> tuple[Int[np.ndarray, " pairs"], Int[np.
 def select(
     rewards: Rewards, kept: int, mode: str, seed: tuple[int, ...] = (0,)
 ) -> tuple[Int[np.ndarray, "p k"], Bool[np.ndarray, " p"]]:
-    """Selects the candidates of each prompt that are kept. Non-finite rewards are never selected.
+    """Selects the candidates of each prompt that are kept. Rewards that are NaN or infinite are
+    never selected.
 
     Args:
-        rewards: One row per prompt.
-        kept: How many candidates are kept per prompt.
+        rewards: One row per prompt. Equal rewards are ranked by the index of the candidate, the
+            lower index as the better one.
+        kept: How many candidates are kept per prompt, from 1 to their number. It must be even for
+            "best_worst" and "best_random".
         mode: "best_worst" keeps the kept/2 best and the kept/2 worst, "best" the best, "random" a
             random choice, and "best_random" the kept/2 best and a random choice of the others.
-        seed: The seed of random choices.
+        seed: Non-negative integers that seed NumPy's generator for the random choices. The other
+            modes do not read it.
 
     Returns:
         The indices of the kept candidates of each prompt, ascending, and whether the prompt is
-        usable. A prompt with fewer than `kept` finite rewards is not; its indices are padding.
+        usable. A prompt with fewer than `kept` finite rewards is not usable; its indices are the
+        padding 0 to kept - 1.
 
     Raises:
-        ValueError: If there is no such mode, or `kept` does not fit the rewards.
+        ValueError: If `mode` is none of these, `rewards` does not have two axes, or `kept` is out
+            of range or odd where it must be even.
     """
     n = rewards.shape[-1]
     if (

@@ -26,15 +26,16 @@ from solrl_jax.rl.trainable.trainable import Adapter, Targets, Trainable, flatte
 class TrainState:
     """The state of training: three sets of trainable parameters and that of the optimizer.
 
-    The sets have one structure (`rl.trainable.trainable.Trainable`) and are float32, except that
-    the whole arrays in `old` have the dtype of the base, in which they are used.
+    The sets have one structure (`rl.trainable.trainable.Trainable`: by path, a LoRA adapter or a
+    whole array) and are float32, except that the whole arrays in `old` have the dtype of the base,
+    in which they are used.
 
     Attributes:
-        step: The number of optimizer steps taken.
-        adapters: The trained parameters ("default" in the paper).
+        step: The number of optimizer steps taken, an int32.
+        adapters: The trained parameters ("default" in the paper), also those trained in full.
         old: The parameters of the old policy, which generates the samples.
         ema: The exponential moving average of the trained parameters, which is evaluated.
-        opt_state: The state of the optimizer.
+        opt_state: The state of the optimizer that `make_optimizer` returns.
     """
 
     step: Int[Array | np.ndarray, ""]
@@ -48,7 +49,12 @@ def make_optimizer(config: Optimizer) -> optax.GradientTransformation:
     """AdamW (arXiv 1711.05101) on gradients whose global norm is clipped.
 
     Args:
-        config: The optimizer section of the configuration.
+        config: The optimizer section of the configuration. The learning rate falls linearly from
+            `learning_rate` to 0 over `decay_steps` optimizer steps and then stays 0, or is constant
+            if these are 0. Weight decay applies to all trainable parameters.
+
+    Returns:
+        The transformation of optax.
     """
     rate = (
         optax.linear_schedule(config.learning_rate, 0.0, config.decay_steps)
@@ -67,12 +73,14 @@ def read_start(lora: Lora, adapted: Collection[str], table: Table) -> dict[str, 
     """Reads the adapters that a run starts from.
 
     Args:
-        lora: The LoRA section of the configuration; `path` names the file.
+        lora: The LoRA section of the configuration; `path` names the file or directory, None for
+            none.
         adapted: The paths that have an adapter in the run.
         table: The table of all parameters of the network, `Backbone.parameter_table`.
 
     Returns:
-        The adapters, on some of the paths in `adapted`. Empty if no file is configured.
+        The adapters by path, float32, on some of the paths in `adapted`. Empty if no file is
+        configured.
 
     Raises:
         InputError: If the file cannot be imported, has adapters on other paths, or its rank or
@@ -112,16 +120,22 @@ def init_state(
     *,
     start: Mapping[str, Adapter] | None = None,
 ) -> TrainState:
-    """Makes the state before the first step: three policies that equal the base.
+    """Makes the state before the first step: three policies that equal the base, or the base with
+    the adapters `start`.
 
     Args:
         key: The key of the initial adapters.
         base: The parameters of the base.
         targets: The parameters that are trained.
-        lora: The LoRA section of the configuration.
+        lora: The LoRA section of the configuration, of which the rank is read.
         optimizer: The optimizer section of the configuration.
         mesh: The mesh that the state is placed on, as `abstract_state` says.
-        start: Adapters that all three policies start with instead, see `read_start`.
+        start: Adapters by path that all three policies start with in place of the initial ones, see
+            `read_start`. Their unused ranks are filled with those of the initial adapters, which
+            does not change the policy. None: there are none.
+
+    Returns:
+        The state on the mesh with step 0. The three policies have separate buffers.
     """
     return jax.jit(
         lambda key, base, start: _fresh(key, base, targets, lora, optimizer, start),
@@ -139,9 +153,14 @@ def abstract_state(
     Args:
         base: The parameters of the base, or their shapes.
         targets: The parameters that are trained.
-        lora: The LoRA section of the configuration.
+        lora: The LoRA section of the configuration, of which the rank is read.
         optimizer: The optimizer section of the configuration.
         mesh: The mesh of the run.
+
+    Returns:
+        A `TrainState` with a `jax.ShapeDtypeStruct` in place of each array. Its sharding is that of
+        `sharding.parameter_sharding`: small arrays are replicated, others divided over `fsdp` and,
+        for the outputs of linear layers, `tensor`.
     """
     shapes = jax.eval_shape(
         lambda key, base: _fresh(key, base, targets, lora, optimizer, {}), jax.random.key(0), base
@@ -169,7 +188,11 @@ def _fresh(
         targets: The parameters that are trained.
         lora: Its rank is read.
         optimizer: The optimizer section of the configuration.
-        start: Adapters that replace the initial ones.
+        start: Adapters by path that replace the initial ones, except for their unused ranks. Empty:
+            all adapters are initial ones, which change nothing.
+
+    Returns:
+        The state with step 0, whose three sets of parameters are equal but in dtype.
     """
     flat = flatten(base)
     adapters = init_adapters(key, base, targets.adapted, lora.rank)
@@ -199,8 +222,11 @@ def _filled(adapter: Adapter, fresh: Adapter) -> Adapter:
     move it. Layers that a file lacks have only such ranks.
 
     Args:
-        adapter: The imported adapter.
-        fresh: A freshly initialised adapter of the same shape.
+        adapter: The imported adapter, with A [..., in, rank] and B [..., rank, out].
+        fresh: A freshly initialised adapter of the same shape, whose B is zero.
+
+    Returns:
+        The adapter, with A and B of `fresh` for unused ranks. The product A B is unchanged.
     """
     used = adapter["a"].any(-2) | adapter["b"].any(-1)
     return {

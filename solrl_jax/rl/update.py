@@ -46,15 +46,17 @@ Metrics: TypeAlias = dict[str, Float[Array, ""]]
 class PolicyBatch:
     """The b kept samples of an iteration, and the p prompts that they were generated for.
 
+    All arrays are on every device.
+
     Attributes:
         latents: The clean latents, float32.
         optimality: The probability q in [0, 1] that a sample is one to imitate.
         weight: 1, or 0 for a sample that must not be trained on.
         prompt: The row of each sample's prompt in `conditioning`.
-        seeds: The seeds that training noise and sigmas are drawn from.
+        seeds: The seeds that training noise and sigmas are drawn from: the two words of a key each.
         conditioning: The prompt embeddings. Every leaf has a leading axis of p prompts.
-        states: The states before and after each recorded step, float32. None if the objective
-            trains on noised latents.
+        states: The states before the first recorded step and after each of them, float32. None if
+            the objective trains on noised latents.
     """
 
     latents: Float[Array, "b h w c"]
@@ -78,7 +80,8 @@ class _Problem:
         batch: The kept samples.
         schedule: The schedule that they were generated on.
         objective: The loss.
-        chosen: The steps of the schedule at which each sample is trained.
+        chosen: The indices of the steps of the schedule at which each sample is trained, one row
+            per sample and one column per slot.
     """
 
     backbone: Backbone
@@ -104,22 +107,28 @@ def update(
     """Takes the optimizer steps of one iteration. The EMA and the old policy follow.
 
     A term of the loss is a pair of a sample and a sigma. Each sample is trained at
-    `config.num_train_sigmas` sigmas of its schedule, drawn without replacement, with fresh noise;
-    or at as many of its recorded steps. Gradients are averaged over all terms of an optimizer step.
-    A micro-batch whose loss or gradient is not finite contributes nothing and is counted.
+    `config.num_train_sigmas` sigmas of its schedule, drawn without replacement from its seed, with
+    fresh noise; or at as many of its recorded steps. Gradients are averaged over all terms of an
+    optimizer step whose samples have weight 1. A micro-batch whose loss or gradient is not finite
+    contributes nothing and is counted.
 
     Args:
         backbone: The networks and the mesh, which must also be the ambient mesh; static.
-        config: The configuration of the run; static.
+        config: The configuration of the run; static. The terms must divide among
+            `optimizer.steps_per_iteration`.
         state: The state before the update. It is donated: its arrays are deleted.
         base: The parameters of the base transformer.
         batch: The kept samples, on every device.
         schedule: The schedule of the regeneration.
-        objective: Overrides the configured objective; static. Pass the same function object every
-            time, otherwise the update recompiles.
+        objective: Overrides the configured objective; static. None: the one that
+            `algorithm.objective` names. Pass the same function object every time, otherwise the
+            update recompiles.
 
     Returns:
-        The new state, and the metrics of the iteration as scalars.
+        The new state, placed as the old one, and the metrics of the iteration as scalars: "loss",
+        those of the objective and "grad_norm" (before clipping) as means over the optimizer steps;
+        "skipped_micro_batches", their number; and "old_decay", the weight with which the old policy
+        was kept.
     """
     num_samples = len(batch.weight)
     slots = config.num_train_sigmas
@@ -149,8 +158,15 @@ def old_decay(step: Int[Array, ""], decay_type: int) -> Float[Array, ""]:
     """The weight of the old policy when it is blended with the trained one after an iteration.
 
     Args:
-        step: The number of optimizer steps taken so far.
-        decay_type: A key of `OLD_DECAY`.
+        step: The number of optimizer steps taken so far, t.
+        decay_type: `algorithm.decay_type`. 0 gives 0; 1 gives min(0.001 t, 0.5); 2 gives 0 up to
+            t = 75 and then min(0.0075 (t - 75), 0.999); 3 gives min(0.001 t, 0.3).
+
+    Returns:
+        The weight in [0, 1), float32. With 0 the old policy becomes the trained one.
+
+    Raises:
+        KeyError: If there is no such decay type.
     """
     start, rate, cap = OLD_DECAY[decay_type]
     return jnp.clip((step - start).astype(jnp.float32) * rate, 0.0, cap)
@@ -160,9 +176,12 @@ def blend(kept: Trainable, new: Trainable, decay: Float[Array, ""]) -> Trainable
     """Computes `decay * kept + (1 - decay) * new` for each leaf, in float32.
 
     Args:
-        kept: The slowly moving parameters. The result has their dtypes.
-        new: The trained parameters.
+        kept: The slowly moving parameters, float32 or BF16. The result has their dtypes.
+        new: The trained parameters, a tree of the same structure and shapes, float32.
         decay: The weight of `kept`, in [0, 1].
+
+    Returns:
+        The blended parameters, a new tree of that structure.
     """
     return jax.tree.map(lambda k, n: (decay * k + (1 - decay) * n).astype(k.dtype), kept, new)
 
@@ -172,13 +191,18 @@ def _optimizer_step(
 ) -> tuple[TrainState, Metrics]:
     """Takes one optimizer step on the mean loss over `terms`, and one step of the EMA.
 
+    Parameters that are trained in full are clipped to the bounds of their parameter, if it has any.
+    After step t, the decay of the EMA is min((1 + t) / (10 + t), `algorithm.ema_decay`).
+
     Args:
         problem: The inputs of the loss beside the trained parameters.
         state: The state before the step.
         terms: The numbers of the terms of the loss, as in `_micro_batch_loss`.
 
     Returns:
-        The state after the step, whose old policy is unchanged, and the metrics of the step.
+        The state after the step, whose old policy is unchanged, and the metrics of the step:
+        "loss", those of the objective, "grad_norm" before clipping, and "skipped_micro_batches". If
+        no term has a sample of weight 1, the gradient is 0, and the step is taken all the same.
     """
     config = problem.config
     batch = problem.batch
@@ -217,14 +241,17 @@ def _accumulate(
     micro-batch, and the gradient is divided as the weights are.
 
     Args:
-        loss: (trainable, terms, valid) -> (loss, metrics) of one micro-batch.
+        loss: (trainable, terms, valid) -> (loss, metrics) of one micro-batch. `valid` is 0 for
+            terms that pad the last micro-batches, else 1.
         adapters: The trained parameters, by which the loss is differentiated.
         terms: The numbers of all terms.
         micro: The number of terms of one micro-batch.
-        mesh: The mesh of the run.
+        mesh: The mesh of the run, which must be the ambient one.
 
     Returns:
-        The gradient, and the metrics summed over all micro-batches.
+        The gradient, in the structure and the shapes of `adapters`, and the metrics, "loss" and
+        "skipped_micro_batches" summed over all micro-batches. A micro-batch whose loss or gradient
+        is not finite adds zeros to all of them and 1 to the last.
     """
     whole = {path: value for path, value in adapters.items() if not isinstance(value, dict)}
     groups = sharding.row_groups(mesh)
@@ -272,7 +299,16 @@ def _accumulate(
 
 
 def _divide_over_groups(x: Float[Array, " groups *shape"]) -> Float[Array, " groups padded_size"]:
-    """Redistributes `x` from one row per group to columns divided over all groups."""
+    """Redistributes `x` from one row per group to columns divided over all groups.
+
+    Args:
+        x: One row per group of devices that share samples (the axes `data` and `fsdp` of the
+            ambient mesh).
+
+    Returns:
+        The rows flattened and padded with zeros to a multiple of the number of groups. The first
+        axis is complete on every device, the second one divided over the groups.
+    """
     flat = x.reshape(len(x), -1)
     # The constraint on the first axis keeps the partitioner from splitting other axes of `x`.
     flat = sharding.split_rows(jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % len(x)))))
@@ -288,16 +324,21 @@ def _micro_batch_loss(
 ) -> tuple[Float[Array, ""], Metrics]:
     """The share of one micro-batch in the mean loss over all terms of an optimizer step.
 
+    The three policies are evaluated at the same latents. Terms of samples of weight 0 and padding
+    contribute 0, also to the gradient.
+
     Args:
         problem: The samples, the policies and the objective.
         adapters: The trained parameters.
         terms: The number of each term: its slot in `problem.chosen` times the number of samples,
             plus its sample.
         valid: 0 for terms that pad the micro-batch, else 1.
-        total: The total weight of the terms of the optimizer step.
+        total: The total weight of the terms of the optimizer step, by which sums are divided; at
+            least 1.
 
     Returns:
-        The loss, and metrics that are such shares too.
+        The loss, and the metrics of the objective, each as the sum over the terms of the
+        micro-batch divided by `total`.
     """
     batch = problem.batch
     config = problem.config
@@ -340,14 +381,17 @@ def _target(
 ) -> tuple[Float[Array, " m"], TrainingTarget]:
     """The samples of a micro-batch, noised anew or at a recorded step.
 
+    The noise of a term depends on the seed of its sample and on its slot alone.
+
     Args:
-        problem: The samples and their schedule.
-        row: The sample of each term.
+        problem: The samples and their schedule. If the batch has recorded states, they are read,
+            otherwise the clean latents are noised.
+        row: The index of the sample of each term.
         slot: The slot in `problem.chosen` of each term.
         clean: Replaces the latents of samples of weight 0 by zeros.
 
     Returns:
-        The timestep that the network is given for each term, and the training target.
+        The timestep in (0, 1000] that the network is given for each term, and the training target.
     """
     batch = problem.batch
     schedule = problem.schedule
