@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from solrl_jax.config.batch import effective_batch
 from solrl_jax.config.schema import Config
 from solrl_jax.config.sizes import largest_training_size
+from solrl_jax.errors import in_one_line
 from solrl_jax.models.backbone import DTYPES
 from solrl_jax.models.checks import check_attention, check_sizes
 from solrl_jax.models.pipeline import Pipeline
@@ -31,19 +32,24 @@ def open_for_training(
 ) -> Pipeline:
     """Opens the pipeline whose transformer recomputes in its gradient what the configuration says.
 
-    "auto" is "matmuls" where `saved_residual_bytes` fit into `SHARE` of the memory of a device, and
+    "auto" is "matmuls" where `saved_residual_bytes` are at most 75 % of the memory of a device, and
     "blocks" elsewhere. It depends on shapes and on `memory` alone. It is never "none", because on a
     GPU it takes longer to write and read what lies between matmuls than to compute it again.
 
     Args:
         config: The configuration of the run.
-        mesh: The mesh of the run.
-        memory: The bytes of memory of one device of the mesh.
-        open_pipeline: Opens the pipeline with a key of `models.layers.stack.REMAT`. It is called
-            twice if "auto" turns out to be "blocks".
+        mesh: The mesh of the run. Only "auto" reads it.
+        memory: The bytes of memory of one device of the mesh. Only "auto" reads them.
+        open_pipeline: Opens the pipeline with a key of `models.layers.stack.REMAT`: "none",
+            "matmuls" or "blocks". It is called twice if "auto" turns out to be "blocks".
+
+    Returns:
+        The pipeline, without its weights.
 
     Raises:
-        InputError: If the pipeline does not take the configured image sizes or attention.
+        InputError: If the pipeline does not take the configured image sizes or attention; and, with
+            "auto", if a pattern of the trained parameters matches none. Errors of `open_pipeline`
+            pass through.
     """
     automatic = config.model.gradient_checkpointing == "auto"
     pipeline = open_pipeline("matmuls" if automatic else config.model.gradient_checkpointing)
@@ -57,19 +63,29 @@ def saved_residual_bytes(config: Config, pipeline: Pipeline, mesh: Mesh) -> floa
     """Estimates the bytes on one device for the base and the residuals saved for the gradient.
 
     For parameters that are trained in full it adds four float32 copies, divided over devices as the
-    base is, and a gradient, which is not divided. The forward pass is traced, which takes seconds.
-    Nothing is computed or allocated.
+    base is, and a gradient, which is not divided. The copies of adapters are not counted. The
+    forward pass is traced, which takes seconds. Nothing is computed or allocated.
 
     Args:
-        config: The configuration of the run.
+        config: The configuration of the run. The images are of its largest training size, and the
+            batch is as large as that of one device in the update.
         pipeline: The pipeline, with the gradient checkpointing to be estimated.
-        mesh: The mesh of the run.
+        mesh: The mesh of the run. The base is divided over its axes `fsdp` and `tensor`; residuals
+            are not divided.
+
+    Returns:
+        The bytes, as a float.
+
+    Raises:
+        InputError: If a pattern of the trained parameters matches none, or a LoRA target is not the
+            kernel of a linear layer.
     """
     most = effective_batch(config, sharding.row_groups(mesh))["terms_per_step_per_device"]
     batch_size = min(config.optimizer.per_device_batch_size, most)
     dtype = DTYPES[config.rollout.precision]
     base = pipeline.transformer.abstract_params(dtype)
-    targets = find_targets(pipeline.transformer, config)
+    with in_one_line():
+        targets = find_targets(pipeline.transformer, config)
     adapters = abstract_state(base, targets, config.lora, config.optimizer, mesh).adapters
     latents = jax.ShapeDtypeStruct(
         (batch_size, *pipeline.latent_shape(*largest_training_size(config))), dtype
@@ -108,7 +124,17 @@ def saved_residual_bytes(config: Config, pipeline: Pipeline, mesh: Mesh) -> floa
 
 
 def _conditioning(pipeline: Pipeline, batch_size: int, config: Config) -> Any:
-    """The shapes of the embeddings of `batch_size` prompts. An instruction does not change them."""
+    """The shapes of the embeddings of some prompts. An instruction does not change them.
+
+    Args:
+        pipeline: The tokenizers and text encoders whose shapes are read. No weight is loaded.
+        batch_size: The number of prompts.
+        config: `model.max_sequence_length` and `rollout.precision` are read.
+
+    Returns:
+        A `jax.ShapeDtypeStruct` with a leading axis of `batch_size` for each array that the text
+        encoders return, by name.
+    """
     one_prompt = pipeline.tokenize([""], config.model.max_sequence_length)
     tokens = {
         name: jax.ShapeDtypeStruct((batch_size, *x.shape[1:]), x.dtype)

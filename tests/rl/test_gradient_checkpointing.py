@@ -11,6 +11,7 @@ import pytest
 
 from solrl_jax.config.batch import effective_batch
 from solrl_jax.config.presets import resolve
+from solrl_jax.errors import InputError
 from solrl_jax.models.layers.stack import REMAT
 from solrl_jax.models.locate import open_model
 from solrl_jax.parallel.sharding import make_mesh
@@ -120,6 +121,19 @@ def test_auto_keeps_products_where_they_fit():
         "matmuls",
         "blocks",
     ]
+
+
+def test_auto_refuses_targets_that_match_nothing_as_other_settings_do():
+    config = resolve(
+        "tiny",
+        (
+            "model=tiny-flux",
+            "model.gradient_checkpointing=auto",
+            "lora.target_modules=[blocks/nothing]",
+        ),
+    )
+    with pytest.raises(InputError, match=r"lora\.target_modules: 'blocks/nothing' matches no"):
+        open_for_training(config, MESH, 1e9, open_flux)
 
 
 def test_what_is_kept_grows_with_the_micro_batch_and_the_base_is_divided_over_fsdp():
