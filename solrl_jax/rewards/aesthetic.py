@@ -1,5 +1,6 @@
-"""The LAION aesthetic predictor (arXiv 2210.08402, section 3): how much people like an image,
-whatever its prompt.
+"""The LAION aesthetic predictor: how much people like an image, whatever its prompt.
+
+See arXiv 2210.08402, section 3.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,14 @@ TEXT_TENSORS = ("text_model.", "text_projection.", "logit_scale")
 
 
 class ImageEncoder(nnx.Module):
-    """The image half of `models.vision.clip.CLIPModel`. Its parameters have the same names."""
+    """The image half of `models.vision.clip.CLIPModel`: the vision tower and its projection.
+
+    Its parameters have the same names.
+
+    Args:
+        c: The configuration of the CLIP. `vision_config` and `projection_dim` are read.
+        rngs: Random number generators for the initial parameters.
+    """
 
     def __init__(self, c: CLIPConfig, *, rngs: nnx.Rngs):
         self.vision_model = VisionModel(c.vision_config, rngs=rngs)
@@ -35,15 +43,39 @@ class ImageEncoder(nnx.Module):
         )
 
     def __call__(self, pixels: Float[Array, "b h w 3"]) -> Float[Array, "b e"]:
+        """Returns the embeddings of images, not normalized, in the dtype of `pixels`.
+
+        Args:
+            pixels: Images of the tower's own size, normalized by the mean and the standard
+                deviation of CLIP's training images.
+
+        Returns:
+            The embeddings [b, `projection_dim`].
+
+        Raises:
+            ValueError: If the images have another size or number of channels.
+        """
         return self.visual_projection(self.vision_model(pixels))
 
 
 def aesthetic(paths: Mapping[str, str]) -> NetworkReward:
-    """Opens the predictor: a rating of about 1 to 10, from the direction of the embedding of the
-    image in OpenAI's ViT-L/14.
+    """Opens the predictor: a rating of about 1 to 10, whatever the prompt.
+
+    It is an affine function of the direction of the image's embedding in OpenAI's ViT-L/14. Images
+    of any size are resized and cropped to the square that the CLIP reads. Missing files of the CLIP
+    are downloaded from the hub.
 
     Args:
-        paths: The setting `reward.paths`, see `sources.find`.
+        paths: The setting `reward.paths`. "aesthetic" is the safetensors file of the head or its
+            directory, and "aesthetic/clip" a directory or repository of the CLIP; see
+            `sources.find`.
+
+    Returns:
+        The reward with the networks "encoder" and "head". It has no score beside "reward".
+
+    Raises:
+        InputError: If a file is missing.
+        ValueError: If the configuration of the CLIP is not supported, or tensors do not fit.
     """
     head_file = find("aesthetic", paths)
     folder = find("aesthetic/clip", paths)
@@ -76,10 +108,14 @@ def aesthetic_scores(
 
     Args:
         encoder: The image encoder.
-        head: The head that rates an embedding of length 1.
-        preprocess: Converts images to pixels.
-        params: The parameters of "encoder" and "head".
-        rows: The images in [0, 1], and a placeholder per image, because prompts have no influence.
+        head: The network that rates an embedding of length 1.
+        preprocess: Converts images to normalized pixels of the size that the encoder reads.
+        params: The parameters of the networks, under "encoder" and "head".
+        rows: The images in [0, 1], and one placeholder per image, which is not read because prompts
+            have no influence.
+
+    Returns:
+        "reward": the ratings in float32, one per image.
     """
     images, _ = rows
     embedding = unit(encoder(encoder.gather(params["encoder"]))(preprocess(images)))
@@ -87,5 +123,9 @@ def aesthetic_scores(
 
 
 def placeholder_rows(prompts: Sequence[str]) -> Float[np.ndarray, " n"]:
-    """Returns one zero per prompt, for a reward that does not read them."""
+    """Returns one float32 zero per prompt, for a reward that does not read prompts.
+
+    Args:
+        prompts: Only their number is read.
+    """
     return np.zeros(len(prompts), np.float32)

@@ -1,5 +1,6 @@
-"""Rewards that are the cosine between an image and its prompt in a CLIP (arXiv 2103.00020), each on
-its published scale.
+"""Rewards that are the cosine between an image and its prompt in a CLIP (arXiv 2103.00020).
+
+Each is on its published scale.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +23,7 @@ from solrl_jax.rewards.sources import find
 from solrl_jax.rewards.texts import open_tokenizer, tokenize_as_open_clip
 
 # HPS v2.1 is OpenCLIP's ViT-H-14. Its file does not hold the sizes. `eos_token_id` 2 means that a
-# text ends at its highest token id (`models.vision.clip.TextModel.at_end`).
+# text ends at its highest token id (`models.vision.clip.TextModel.at_end_of_text`).
 HPS = CLIPConfig.from_dict(
     {
         "projection_dim": 1024,
@@ -51,10 +52,20 @@ Preprocess = Callable[[Float[Array, "b H W 3"]], Float[Array, "b h w 3"]]
 def clipscore(paths: Mapping[str, str]) -> NetworkReward:
     """Opens CLIPScore (arXiv 2104.08718) with OpenAI's ViT-L/14.
 
-    The score is `exp(logit_scale) / 100` times the cosine, which is about the cosine.
+    The score is `exp(logit_scale) / 100` times the cosine, which is about the cosine. Images of any
+    size are resized bilinearly, as PyTorch does it, and cropped to a square. Prompts are cut after
+    77 tokens. Missing files are downloaded from the hub.
 
     Args:
-        paths: The setting `reward.paths`, see `sources.find`.
+        paths: The setting `reward.paths`. "clipscore" is a directory or repository of the CLIP and
+            its tokenizer; see `sources.find`.
+
+    Returns:
+        The reward with the network "clip". It has no score beside "reward".
+
+    Raises:
+        InputError: If a file is missing, or the tokenizer cannot be loaded.
+        ValueError: If the configuration of the CLIP is not supported, or tensors do not fit.
     """
     folder = find("clipscore", paths)
     config = CLIPConfig.read(folder)
@@ -67,10 +78,20 @@ def clipscore(paths: Mapping[str, str]) -> NetworkReward:
 def pickscore(paths: Mapping[str, str]) -> NetworkReward:
     """Opens PickScore v1 (arXiv 2305.01569) with a fine-tuned ViT-H/14.
 
-    The score is `exp(logit_scale) / 26` times the cosine, about 0.8.
+    The score is `exp(logit_scale) / 26` times the cosine, about 0.8. Images of any size are resized
+    with Pillow's bicubic kernel and cropped to a square. Prompts are cut after 77 tokens. Missing
+    files are downloaded from the hub.
 
     Args:
-        paths: The setting `reward.paths`, see `sources.find`.
+        paths: The setting `reward.paths`. "pickscore" and "pickscore/tokenizer" are directories or
+            repositories of the network and the tokenizer; see `sources.find`.
+
+    Returns:
+        The reward with the network "clip". It has no score beside "reward".
+
+    Raises:
+        InputError: If a file is missing, or the tokenizer cannot be loaded.
+        ValueError: If the configuration of the CLIP is not supported, or tensors do not fit.
     """
     folder = find("pickscore", paths)
     config = CLIPConfig.read(folder)
@@ -86,11 +107,22 @@ def hpsv2(paths: Mapping[str, str], config: CLIPConfig = HPS) -> NetworkReward:
     The score is the cosine, about 0.3. It differs from that of the hpsv2 package by up to 1.1e-3,
     where scores of different images spread over 0.26. The package lets Pillow resize 8-bit images,
     which rounds and clips after its bicubic kernel. Here images are resized in float32 without
-    rounding, as torchvision resizes tensors.
+    rounding, as torchvision resizes tensors. They are padded to a square with black. Prompts are
+    cut after 77 tokens. Missing files of the tokenizer are downloaded from the hub.
 
     Args:
-        paths: The setting `reward.paths`, see `sources.find`.
-        config: The sizes of the network, which its file does not hold.
+        paths: The setting `reward.paths`. "hpsv2" is the converted safetensors file or its
+            directory, and "hpsv2/tokenizer" a directory or repository of the tokenizer; see
+            `sources.find`.
+        config: The sizes of the network, which its file does not hold. The default is the released
+            network.
+
+    Returns:
+        The reward with the network "clip". It has no score beside "reward".
+
+    Raises:
+        InputError: If a file is missing, or the tokenizer cannot be loaded.
+        ValueError: If tensors do not fit.
     """
     file = find("hpsv2", paths)
     tokenizer = find("hpsv2/tokenizer", paths)
@@ -108,12 +140,16 @@ def hpsv2(paths: Mapping[str, str], config: CLIPConfig = HPS) -> NetworkReward:
 
 
 def tiny_clip(paths: Mapping[str, str]) -> NetworkReward:
-    """Opens the embedded CLIP, with the cosine as the score, about -0.2 to 0.6.
+    """Opens the CLIP that the package contains, with the cosine as the score, about -0.2 to 0.6.
 
-    Images must have the size that the CLIP itself has.
+    Images must have the size that the CLIP itself has, 32 x 32 pixels; others raise ValueError when
+    they are scored. Prompts are cut after 24 tokens.
 
     Args:
         paths: Not read, because the package contains the CLIP.
+
+    Returns:
+        The reward with the network "clip". It has no score beside "reward".
     """
     folder = EMBEDDED_FOLDER / "tiny-clip"
     config = CLIPConfig.read(folder)
@@ -129,14 +165,24 @@ def tiny_clip(paths: Mapping[str, str]) -> NetworkReward:
 def _clip_reward(
     folder: Path, tokenizer: Path, config: CLIPConfig, preprocess: Preprocess, divisor: float
 ) -> NetworkReward:
-    """Opens a CLIP in the layout of transformers.
+    """Opens a CLIP in the layout of transformers as a reward.
+
+    Prompts are padded or cut to `max_position_embeddings` tokens of the text tower.
 
     Args:
-        folder: The folder of the network.
+        folder: The folder of the network, with its safetensors files.
         tokenizer: The folder of its tokenizer.
         config: The sizes of the network.
-        preprocess: Converts images to pixels.
+        preprocess: Converts images in [0, 1] to normalized pixels of the size that the CLIP reads.
         divisor: The score is `exp(logit_scale) / divisor` times the cosine.
+
+    Returns:
+        The reward with the network "clip", whose parameters are not read yet.
+
+    Raises:
+        InputError: If the tokenizer cannot be loaded.
+        FileNotFoundError: If there is no safetensors file.
+        ValueError: If tensors do not fit the network.
     """
     network = open_network(partial(CLIPModel, config), folder)
     open_tokenizer(tokenizer)
@@ -159,10 +205,19 @@ def cosine_scores(
 
     Args:
         network: The CLIP.
-        preprocess: Converts images in [0, 1] to pixels of the size that the CLIP reads.
-        divisor: The cosine is multiplied by `exp(logit_scale) / divisor`. None: it is not.
+        preprocess: Converts images in [0, 1] to normalized pixels of the size that the CLIP reads.
+        divisor: The cosine is multiplied by `exp(logit_scale) / divisor`, where `logit_scale` is a
+            parameter of the network. None: the cosine itself.
         params: The parameters of the network, under "clip".
-        rows: The images, and the prompt of each, as "ids" and "mask" [b, length].
+        rows: The images [b, H, W, 3] in [0, 1], and the prompt of each, as "ids" and "mask" [b,
+            length].
+
+    Returns:
+        "reward": the scores [b] in float32.
+
+    Raises:
+        ValueError: If the pixels do not have the size that the CLIP reads, or if there are more
+            tokens than it has positions.
     """
     images, tokens = rows
     model = network(network.gather(params["clip"]))
@@ -175,10 +230,23 @@ def cosine_scores(
 
 
 def normalize(images: Float[Array, "b H W 3"]) -> Float[Array, "b H W 3"]:
-    """Normalizes images in [0, 1] by the statistics of CLIP's training images, without resizing."""
+    """Normalizes images by the mean and standard deviation of CLIP's training images.
+
+    There is no resizing.
+
+    Args:
+        images: RGB in [0, 1].
+
+    Returns:
+        The images less the mean of each channel, divided by its standard deviation.
+    """
     return (images - MEAN) / STD
 
 
 def unit(x: Float[Array, "b d"]) -> Float[Array, "b d"]:
-    """Divides vectors by their lengths."""
+    """Divides vectors by their Euclidean lengths.
+
+    Args:
+        x: One vector per row. A row of zeros becomes NaN.
+    """
     return x / jnp.linalg.norm(x, axis=-1, keepdims=True)

@@ -1,5 +1,6 @@
-"""Object detectors for the `geneval` reward: the verifier of the embedded world, or a function of a
-user.
+"""Object detectors for the `geneval` reward.
+
+They are the verifier of the embedded world, or a function of a user.
 """
 
 import dataclasses
@@ -21,8 +22,8 @@ class Detection:
     """One object in an image.
 
     Attributes:
-        name: The class of the object.
-        box: x0, y0, x1, y1 in pixels, where y grows downwards.
+        name: The class of the object, e.g. "dog".
+        box: x0, y0, x1, y1 in pixels, where x grows to the right and y downwards.
         color: Its color. None: unclear.
         confidence: The confidence of the detector, in [0, 1].
     """
@@ -42,8 +43,8 @@ class Vocabulary:
     """The names that a detector can find. They are used to refuse prompts that ask for others.
 
     Attributes:
-        classes: All classes of objects. None: unknown.
-        colors: All colors. None: unknown.
+        classes: All classes of objects. None: unknown, so no prompt is refused for its classes.
+        colors: All colors. None: unknown, so no prompt is refused for its colors.
     """
 
     classes: tuple[str, ...] | None = None
@@ -51,10 +52,14 @@ class Vocabulary:
 
 
 def vocabulary(name: str) -> Vocabulary:
-    """Returns what a detector can find, without opening it.
+    """Returns what a detector can find, without importing it.
 
     Args:
         name: "shapes", or any other name, whose vocabulary is unknown.
+
+    Returns:
+        For "shapes" the shapes ("circle"), the shapes with a size ("small circle") and the colors
+        of the embedded world. Otherwise a vocabulary in which both fields are None.
     """
     if name != "shapes":
         return Vocabulary()
@@ -64,13 +69,18 @@ def vocabulary(name: str) -> Vocabulary:
 
 @functools.cache
 def open_detector(name: str) -> Detect:
-    """Opens a detector.
+    """Opens a detector. The result is cached for each name, for the life of the process.
 
     Args:
-        name: "shapes", or a function "module.path:function".
+        name: "shapes", or a function "module.path:function", whose module is imported.
+
+    Returns:
+        A function from images [n, H, W, 3] in [0, 1] to one sequence of `Detection`s per image. A
+        user's function is returned as it is, without a call.
 
     Raises:
-        ValueError: If there is no such function, in one line.
+        ValueError: If `name` is another text without a colon, the import raises, or the object is
+            missing or cannot be called. The message is one line.
     """
     if name == "shapes":
         return detect_shapes
@@ -92,14 +102,19 @@ def open_detector(name: str) -> Detect:
 def detect_shapes(images: Float[np.ndarray, "n H W 3"]) -> list[list[Detection]]:
     """Detects the objects of the embedded world, as the strict verdict does.
 
-    Each object is found twice, e.g. as "circle" and as "small circle". The confidence is 1. A
-    component without a clear shape is no object.
+    Each object is returned twice, e.g. as "circle" and as "small circle". The confidence is 1. A
+    component of the image without a clear shape is no object.
 
     Args:
-        images: Square images.
+        images: Square images of any size; n may be 0.
+
+    Returns:
+        For each image the detections of at most eight objects, the largest first; an empty list if
+        there are none. Boxes are squares in pixels of the image, and may reach beyond it. The color
+        is None where it is not clear.
 
     Raises:
-        ValueError: If the images are not square.
+        ValueError: If the images are not square, or have not four axes.
     """
     num_images, height, width, _ = images.shape
     if height != width:

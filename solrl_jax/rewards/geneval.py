@@ -1,5 +1,4 @@
-"""GenEval (arXiv 2310.11513): whether an image shows the right number of objects, in the right
-colors and positions.
+"""GenEval (arXiv 2310.11513): does an image show the right objects, numbers, colors and positions?
 
 It is scored as in DiffusionNFT and Flow-GRPO. The metadata of a prompt is a line of GenEval's own
 files:
@@ -41,9 +40,10 @@ class Clause:
 
     Attributes:
         name: The class.
-        count: The number of objects.
+        count: The number of objects, at least 1.
         color: Their color, or None for any.
-        position: A relation of `RELATIONS` and the index of the earlier clause that it refers to.
+        position: A relation ("left of", "right of", "above" or "below") and the index of the
+            earlier clause whose objects it refers to. None: any position.
     """
 
     name: str
@@ -54,12 +54,13 @@ class Clause:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What an image should show, from the metadata of its prompt.
+    """The objects that an image should show, from the metadata of its prompt.
 
     Attributes:
-        tag: GenEval's name of the task, e.g. "counting".
-        include: The objects that must be there.
-        exclude: The objects that must not be there, in that number or more.
+        tag: GenEval's name of the task. For "counting", `geneval` takes another threshold.
+        include: The objects that must be there, at least one clause.
+        exclude: The objects of which the image must show fewer than the count of the clause,
+            without color and position. It may be empty.
     """
 
     tag: str
@@ -78,21 +79,27 @@ def geneval(
 ) -> dict[str, Float[np.ndarray, " n"]]:
     """Scores images against the metadata of their prompts.
 
+    The detector is called once, with the images whose values are all finite, and not at all if
+    there are none.
+
     Args:
-        images: Images in [0, 1]. One with a non-finite value scores NaN.
+        images: Images [n, H, W, 3] in [0, 1]. One with a non-finite value scores NaN.
         prompts: The prompt of each image, for messages.
         metadata: GenEval's metadata of each prompt.
-        detector: "shapes", which finds the objects of the embedded world, or
+        detector: "shapes", which finds the objects of the embedded world in square images, or
             "module.path:function" with a `detectors.Detect`.
         threshold: An object counts if its confidence is greater.
         counting_threshold: The same, for prompts with the tag "counting".
 
     Returns:
-        "reward", the partial score, at most 1, and "strict", 1 if everything is exactly as
-        requested and else 0.
+        "reward", the partial score (`judge`), at most 1 and possibly negative, and "strict", 1 if
+        everything is exactly as requested and else 0. Both are float32 arrays [n].
 
     Raises:
-        ValueError: If metadata is not GenEval's. The message names the prompt.
+        ValueError: If the numbers of images, prompts and metadata differ or images are not RGB; if
+            there is no such detector, or it does not return one list per image; or if metadata is
+            not GenEval's or asks for a class or color that the detector does not know, in which
+            case the message names the prompt.
     """
     check_arguments("geneval", images, prompts, metadata)
     detect = open_detector(detector)
@@ -120,13 +127,15 @@ def check(prompt: str, metadata: Metadata, detector: str = "shapes", **options: 
     """Checks the metadata of a prompt. The detector is not imported for that.
 
     Args:
-        prompt: The prompt.
+        prompt: The prompt, for messages.
         metadata: Its metadata.
-        detector: As in `geneval`.
-        options: Not read.
+        detector: As in `geneval`. The classes and colors of "shapes" are known; with another
+            detector any are accepted.
+        options: The other options of `geneval`, which are not read.
 
     Raises:
-        ValueError: If the metadata is not GenEval's.
+        ValueError: If the metadata is not GenEval's, or asks for a class or color that the detector
+            does not know.
     """
     parse_request(prompt, metadata, vocabulary(detector))
 
@@ -142,7 +151,9 @@ def group_by_class(detections: Sequence[Detection], threshold: float) -> Objects
         threshold: Only objects with a greater confidence count.
 
     Returns:
-        The `MAX_OBJECTS` most confident objects of each class, in this order.
+        For each class its 16 (`MAX_OBJECTS`) most confident objects, the most confident first.
+        Objects of equal confidence keep their order. Classes without such an object are not in the
+        mapping.
     """
     groups: dict[str, list[Detection]] = {}
     for detection in sorted(detections, key=lambda d: -d.confidence):
@@ -156,25 +167,27 @@ def group_by_class(detections: Sequence[Detection], threshold: float) -> Objects
 def judge(objects: Objects, request: Request) -> tuple[float, bool]:
     """Scores one image.
 
-    The partial score is the mean of these terms of all clauses:
+    The partial score is the mean of these terms of all clauses of `request.include`:
 
-      1. How close the number of objects is to the count of the clause. This is below 0 for more
-         than twice the count.
+      1. 1 less the relative error of the number of objects of the class, see `_closeness`. This is
+         below 0 for more than twice the count.
       2. A 0 if this number is wrong and the clause has a color or a position. There are no further
          terms of the clause then.
-      3. If the clause has a color: how close the number of objects of this color is.
-      4. If the clause has a position, and the colors are right: 1 if the relation holds for every
-         pair of objects; a 0 and a 1 if it does not, as in Flow-GRPO's code; 0 if the earlier
-         clause was not met.
+      3. If the clause has a color: 1 less the relative error of the number of objects of this
+         color.
+      4. If the clause has a position, and the numbers are right: 1 if the relation holds for every
+         pair of an object of the clause and one of the earlier clause; a 0 and a 1 if it does not,
+         as in Flow-GRPO's code; 0 if the earlier clause was not met.
 
     `request.exclude` only affects the strict verdict.
 
     Args:
         objects: The objects of the image by class.
-        request: What the image should show.
+        request: The objects that the image should show.
 
     Returns:
-        The partial score, and whether everything is exactly as requested.
+        The partial score, at most 1; and whether every clause is met and no excluded class has as
+        many objects as its clause says.
     """
     terms: list[float] = []
     # The objects of each clause so far. None: the clause was not met.
@@ -211,14 +224,17 @@ def judge(objects: Objects, request: Request) -> tuple[float, bool]:
 def relations(a: Detection, b: Detection) -> set[str]:
     """Returns the relations that `a` has to `b`.
 
-    These are two if `a` is diagonal to `b`, and none if their centers are nearly the same.
+    The offset between the centers is shortened along each axis by 0.1 times the sum of both
+    objects' sizes along it (`MIN_OFFSET`). A relation holds if what remains along its axis is more
+    than half (`MIN_AXIS_FRACTION`) of the distance between the centers.
 
     Args:
         a: The object that is left of, right of, above or below the other.
         b: The other object.
 
     Returns:
-        Some of "left of", "right of", "above" and "below".
+        Some of "left of", "right of", "above" and "below". These are two if `a` is diagonal to `b`.
+        The set is empty if nothing (less than 0.001 pixels) remains along both axes.
     """
     ax0, ay0, ax1, ay1 = a.box
     bx0, by0, bx1, by1 = b.box
@@ -238,16 +254,18 @@ def relations(a: Detection, b: Detection) -> set[str]:
 
 
 def parse_request(prompt: str, metadata: Metadata, known: Vocabulary) -> Request:
-    """Reads what an image should show from the metadata of its prompt.
+    """Reads the objects that an image should show from the metadata of its prompt.
 
     Args:
         prompt: The prompt, for messages.
-        metadata: Its metadata.
+        metadata: Its metadata, with "tag", "include" and possibly "exclude". Other keys are
+            ignored.
         known: The classes and colors that the detector can find.
 
     Raises:
-        ValueError: If the metadata is not GenEval's. The message names the prompt, the field and
-            what is accepted.
+        ValueError: If "tag" is no text, "include" is missing or empty, "include" or "exclude" is no
+            list of mappings, or one of these is no valid clause (`_parse_clause`). The message
+            names the prompt, the field and what is accepted.
     """
     tag = metadata.get("tag")
     include = _parse_clauses(prompt, metadata, "include", known)
@@ -263,13 +281,19 @@ def parse_request(prompt: str, metadata: Metadata, known: Vocabulary) -> Request
 def _parse_clauses(
     prompt: str, metadata: Metadata, kind: str, known: Vocabulary
 ) -> tuple[Clause, ...]:
-    """Reads the clauses of a request. Raises ValueError.
+    """Reads the clauses of a request.
 
     Args:
         prompt: The prompt, for messages.
         metadata: Its metadata.
-        kind: "include" or "exclude".
+        kind: The key of the clauses in it, "include" or "exclude".
         known: The classes and colors that the detector can find.
+
+    Returns:
+        The clauses in order; () if there is no such key.
+
+    Raises:
+        ValueError: If the value is no list of mappings, or a mapping is no valid clause.
     """
     values = metadata.get(kind, [])
     is_list = isinstance(values, list | tuple)
@@ -281,14 +305,24 @@ def _parse_clauses(
 def _parse_clause(
     prompt: str, value: Mapping[str, Any], kind: str, index: int, known: Vocabulary
 ) -> Clause:
-    """Reads one clause of a request. Raises ValueError.
+    """Reads one clause of a request.
 
     Args:
         prompt: The prompt, for messages.
-        value: The clause.
+        value: The clause: "class", a text; "count", an integer of at least 1; and, for "include",
+            possibly "color", a text, and "position", a pair of a relation and the index of an
+            earlier clause.
         kind: "include" or "exclude".
-        index: The index of the clause.
+        index: The index of the clause, from 0.
         known: The classes and colors that the detector can find.
+
+    Returns:
+        The clause. Its color and position are None where they are missing or null.
+
+    Raises:
+        ValueError: If a key is unknown, "class" or "count" is missing, or a value is not as above
+            or is a class or color that is not in `known`. The message names the prompt and the
+            field.
     """
     field = f"{kind}[{index}]"
     allowed: tuple[str, ...] = ("class", "count")
@@ -327,13 +361,16 @@ def _parse_clause(
 
 
 def _refusal(prompt: str, field: str, value: Any, accepted: str) -> ValueError:
-    """Returns the error for a value in the metadata of a prompt.
+    """Returns, and does not raise, the error for a value in the metadata of a prompt.
 
     Args:
-        prompt: The prompt.
-        field: The name of the value in the metadata.
+        prompt: The prompt. The message shows at most 80 characters of it.
+        field: The name of the value in the metadata, e.g. "include[0].count".
         value: The value.
         accepted: A description of the accepted values.
+
+    Returns:
+        A ValueError with a message of one line.
     """
     return ValueError(
         f"reward 'geneval': prompt {brief_repr(prompt)}: {field}={brief_repr(value)}: "
@@ -341,12 +378,13 @@ def _refusal(prompt: str, field: str, value: Any, accepted: str) -> ValueError:
     )
 
 
-def _closeness(count: int, found: int) -> float:
-    """Returns 1 less the relative error of a number of objects. It is negative for more than twice
-    the right number.
+def _closeness(count: int, num_objects: int) -> float:
+    """Returns 1 less the relative error of a number of objects.
+
+    It is 1 for the right number, 0 for none or twice as many, and negative for more.
 
     Args:
         count: The right number, at least 1.
-        found: The number of objects in the image.
+        num_objects: The number of objects in the image.
     """
-    return 1 - abs(count - found) / count
+    return 1 - abs(count - num_objects) / count

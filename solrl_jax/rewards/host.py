@@ -49,25 +49,36 @@ Wait = Callable[[], Answer]
 
 
 class RewardError(RunError):
-    """A reward outside JAX failed, and the run stops."""
+    """A reward outside JAX failed, and the run stops.
+
+    The message is one line with the name of the reward, the reason and a prompt of the failed call.
+    """
 
 
 class Failure(Exception):
-    """A call returned no scores. The message says why in one line."""
+    """A call of a reward's function returned no scores. The message says why in one line."""
 
 
 class Workers:
     """A pool of worker processes that use no accelerator.
 
-    They start with the first call, and end with `close` or with the program.
+    They start with the first call, and end with `close` or with the program. A process that is
+    killed, or that ends, is replaced for the next call.
+
+    Attributes:
+        count: The number of processes.
+        timeout: Seconds that one call may take.
+        failures_in_a_row: For each reward by name, the number of failed calls since the last call
+            that returned scores.
     """
 
     def __init__(self, count: int, timeout: float) -> None:
         """Starts no process yet.
 
         Args:
-            count: The number of processes.
-            timeout: Seconds that one call may take. A process that takes longer is killed.
+            count: The number of processes, at least 1.
+            timeout: Seconds that one call may take, counted from when a process begins it. A
+                process that takes longer is killed.
         """
         self.count = count
         self.timeout = timeout
@@ -76,15 +87,20 @@ class Workers:
         self._pool: ProcessPool | None = None
 
     def start(self, reward: HostReward, images: Images, prompts: Sequence[Prompt]) -> Wait:
-        """Starts one call of a reward's function.
+        """Starts one call of a reward's function, and does not wait for it.
+
+        Also starts the processes if none run. The call waits in a queue until a process is free.
 
         Args:
             reward: The reward.
-            images: The images.
-            prompts: The prompt of each image.
+            images: The images, float32 [n, H, W, 3] in [0, 1].
+            prompts: The prompt of each image, with its metadata.
 
         Returns:
-            A function that waits for the scores and returns them.
+            A function that waits for the scores and returns them: float32 arrays [n] by name,
+            "reward" among them. It raises Failure if the function raised, returned no scores, took
+            longer than the timeout, needed too much memory or ended its process. If the pool of
+            processes broke, it repeats the call once before it raises Failure.
         """
         texts = [str(prompt) for prompt in prompts]
         metadata = [prompt.metadata for prompt in prompts]
@@ -105,7 +121,10 @@ class Workers:
         return wait
 
     def close(self) -> None:
-        """Ends the processes and drops their calls. The next call starts new processes."""
+        """Ends the processes and drops their calls. Does nothing if none have started.
+
+        The next call starts new processes.
+        """
         if self._pool is not None:
             pool = self._pool
             self._pool = None
@@ -116,7 +135,17 @@ class Workers:
     def _schedule(
         self, arguments: tuple[Any, ...]
     ) -> tuple[ProcessPool, concurrent.futures.Future[Answer | str]]:
-        """Schedules `_call` with these arguments, in a new pool if there is none that works."""
+        """Schedules `_call` in the pool, or in a new one if there is none that works.
+
+        Each process of a new pool may take the host's memory divided by the number of processes
+        plus 1. The pool is closed when the program ends.
+
+        Args:
+            arguments: The arguments of `_call` after the timeout, in order.
+
+        Returns:
+            The pool, and the future of the result of `_call`.
+        """
         if self._pool is None or not self._pool.active:
             self.close()
             memory = hosts.memory() // (self.count + 1)  # some is left to the run itself
@@ -132,15 +161,19 @@ class Workers:
     def _wait(
         self, pool: ProcessPool, future: concurrent.futures.Future[Answer | str]
     ) -> Answer | str | None:
-        """Waits for a call. Also closes the workers if its process ended without notice.
+        """Waits for a call.
+
+        Also closes the workers if the call has no answer `GRACE` (10) seconds after its timeout:
+        then its process ended without notice.
 
         Args:
             pool: The process pool that runs the call.
             future: The call.
 
         Returns:
-            The scores, or a message that says why there are none. None if the pool broke, which
-            does not always end its futures.
+            The scores; or a message of one line that says why there are none, such as the timeout,
+            the signal or exit code of the process, or the error of arguments that cannot be
+            pickled. None if the pool broke, which does not always end its futures.
         """
         end = math.inf
         while not future.done():
@@ -174,7 +207,8 @@ class Workers:
 def workers(count: int, timeout: float) -> Workers:
     """Returns the workers of this program for these settings, see `Workers`.
 
-    They are shared between calls with the same settings, because processes take seconds to start.
+    They are created at the first call with these settings and shared from then on, because
+    processes take seconds to start. No process starts here.
 
     Args:
         count: The number of worker processes.
@@ -186,17 +220,19 @@ def workers(count: int, timeout: float) -> Workers:
 class Scoring:
     """Scores a series of images outside JAX.
 
-    `add` passes images on in order, one chunk at a time, and `finish` returns all scores.
+    `add` passes images on in order, one chunk at a time, and `finish`, called once, returns all
+    scores. Each reward scores every image.
 
     Attributes:
-        failed: The number of images without a score, by reward.
+        failed: The number of images without a score so far, by the name of the reward. It is 0
+            unless failed calls are skipped.
     """
 
     def __init__(self, host: HostRewards, prompts: Sequence[Prompt]) -> None:
-        """Starts no call yet.
+        """Starts no call yet. The known scores of all images are NaN at first.
 
         Args:
-            host: The rewards, and how they run.
+            host: The rewards, and how their worker processes run.
             prompts: The prompt of each image, in order.
         """
         self.failed: dict[str, int] = {reward.name: 0 for reward in host.rewards}
@@ -216,13 +252,16 @@ class Scoring:
         """Passes on the next images.
 
         At most two chunks are scored at once, which bounds the memory. If there are two already,
-        this waits for the older one.
+        this first waits for the older one and stores its scores. For each reward, the images are
+        split into calls of equal size (the last may be smaller): one per worker process, or more if
+        the reward takes fewer images at once.
 
         Args:
-            images: The images. Those beyond the last prompt are padding.
+            images: The images [b, H, W, 3]; they are cast to float32. Those beyond the last prompt
+                are padding and are not scored.
 
         Raises:
-            RewardError: If a call failed and the run stops then.
+            RewardError: If a call of the older chunk failed and the run stops then.
         """
         images = np.asarray(images[: len(self._prompts) - self._num_added], np.float32)
         if len(self._running_chunks) > 1:
@@ -240,10 +279,14 @@ class Scoring:
         self._num_added += len(images)
 
     def finish(self) -> Answer:
-        """Waits for all calls. Also prints a line for each reward with failed calls.
+        """Waits for all calls.
+
+        Also prints a line to standard error for each reward with failed calls: the number of images
+        without a score, and the first error.
 
         Returns:
-            The scores by name, one per image, NaN for images without one.
+            The scores by name, float32 arrays with one value per prompt: "NAME" for a reward and
+            "NAME/OTHER" for its other scores. NaN for images without one.
 
         Raises:
             RewardError: If a call failed and the run stops then.
@@ -258,7 +301,19 @@ class Scoring:
         return self._scores
 
     def _gather(self, calls: list[tuple[HostReward, slice, Wait]]) -> None:
-        """Waits for calls, and stores their scores."""
+        """Waits for calls, and stores their scores.
+
+        A call also fails if it returns none of a score in `HostReward.others`. A score that is not
+        in `others` is stored too; images of calls without it have NaN.
+
+        Args:
+            calls: The reward of each call, the range of its images among all, and the function that
+                waits for its scores and may raise Failure.
+
+        Raises:
+            RewardError: If a call failed and the run stops then. The calls after it are not waited
+                for.
+        """
         for reward, rows, wait in calls:
             try:
                 answer = wait()
@@ -275,12 +330,18 @@ class Scoring:
                 self._column(full_name)[rows] = values
 
     def _note_failure(self, reward: HostReward, rows: slice, problem: str) -> None:
-        """Counts a failed call. Raises RewardError if the run stops then.
+        """Counts the images of a failed call.
+
+        Also keeps the message for `finish`, if it is the first one of the reward.
 
         Args:
             reward: The reward.
-            rows: The images of the call.
-            problem: Why it failed.
+            rows: The range of the images of the call among all, not empty.
+            problem: Why the call failed, in one line.
+
+        Raises:
+            RewardError: If failed calls are not skipped (`HostRewards.skip`), or if this is the
+                32nd failed call of the reward in a row (`MOST_FAILURES`). Nothing is counted then.
         """
         count = rows.stop - rows.start
         prompts = brief_repr(self._prompts[rows][0])
@@ -296,17 +357,32 @@ class Scoring:
         self._first_failures.setdefault(reward.name, message)
 
     def _column(self, name: str) -> Float[np.ndarray, " n"]:
-        """Returns the array of a score for all images. A new one is full of NaN."""
+        """Returns the array of a score for all images.
+
+        Also stores a new one, full of NaN, if there is none yet.
+
+        Args:
+            name: The name of the score, e.g. "geneval/strict".
+
+        Returns:
+            The stored array itself, float32 with one value per prompt.
+        """
         return self._scores.setdefault(name, np.full(len(self._prompts), np.nan, np.float32))
 
 
 @contextlib.contextmanager
 def scoring(host: HostRewards, prompts: Sequence[Prompt]) -> Iterator[Scoring]:
-    """Yields a `Scoring`. If the body raises, calls are dropped and their processes end.
+    """A context manager with a `Scoring`.
+
+    If the body raises, the worker processes for these settings end and all their calls are dropped.
+    Otherwise they stay for the next series of images.
 
     Args:
-        host: The rewards, and how they run.
+        host: The rewards, and how their worker processes run.
         prompts: The prompt of each image, in order.
+
+    Yields:
+        The scoring, to which the body passes the images.
     """
     try:
         yield Scoring(host, prompts)
@@ -318,13 +394,16 @@ def scoring(host: HostRewards, prompts: Sequence[Prompt]) -> Iterator[Scoring]:
 def trial(host: HostRewards, prompts: Sequence[Prompt], size: tuple[int, int]) -> None:
     """Scores a gray image for each prompt, so that a reward that always fails is noticed early.
 
+    The scores are dropped. Also starts the worker processes, and prints a line for each failed
+    reward if failures are skipped.
+
     Args:
-        host: The rewards, and how they run.
+        host: The rewards, and how their worker processes run.
         prompts: The prompts.
         size: Height and width of the images in pixels.
 
     Raises:
-        RewardError: If a call failed and the run stops then.
+        RewardError: If a call failed and failures are not skipped.
     """
     with scoring(host, prompts) as attempt:
         attempt.add(np.full((len(prompts), *size, 3), 0.5, np.float32))
@@ -333,7 +412,19 @@ def trial(host: HostRewards, prompts: Sequence[Prompt], size: tuple[int, int]) -
 
 @functools.cache
 def import_object(target: str) -> Any:
-    """Imports what "module:name" names. The name may have dots."""
+    """Imports an object. Cached for each text, so that a module is imported once.
+
+    Args:
+        target: "module:name". The name may have dots, for attributes of attributes.
+
+    Returns:
+        The object, whatever its type.
+
+    Raises:
+        ImportError: If there is no such module. An error that the module itself raises is raised as
+            it is.
+        AttributeError: If the module has no such object, or `target` has no name.
+    """
     module, _, path = target.partition(":")
     return functools.reduce(getattr, path.split("."), importlib.import_module(module))
 
@@ -342,13 +433,15 @@ def import_object(target: str) -> Any:
 
 
 def _set_up(memory: int) -> None:
-    """Prepares a worker, before anything else is imported in it.
+    """Prepares a worker process, before anything else is imported in it.
 
-    It leaves the accelerator and the terminal to the run, and ends with the run.
+    JAX uses the CPU only, standard output goes to standard error, Ctrl-C does not reach the
+    process, and it ends with the run. `os._exit` is replaced: exit code 0 becomes `ENDED` (99).
 
     Args:
-        memory: The most bytes that the worker may take. Beyond them it gets a MemoryError, and the
-            other processes of the host are not affected.
+        memory: The most bytes of data that the worker may take; less if the system's own limit is
+            lower. Beyond them it gets a MemoryError, and the other processes of the host are not
+            affected.
     """
     limit = resource.getrlimit(resource.RLIMIT_DATA)[1]
     allowed = memory if limit == resource.RLIM_INFINITY else min(memory, limit)
@@ -369,6 +462,9 @@ def _set_up(memory: int) -> None:
 
 def _end_with(parent: Any) -> None:
     """Ends this process when its parent has ended, also while C code holds the interpreter lock.
+
+    Starts a thread that waits for the parent and exits with code 1. On Linux the system also sends
+    SIGKILL when the parent's end of the pipe between both processes is closed.
 
     Args:
         parent: The parent, as `multiprocessing.parent_process` returns it.
@@ -395,20 +491,22 @@ def _call(
     prompts: list[str],
     metadata: list[Any],
 ) -> Answer | str:
-    """Calls the function of a reward.
+    """Calls the function of a reward, in a worker process. The first call imports it.
 
     Args:
-        timeout: Seconds after which the system ends this process. Its clock cannot be set, and also
-            runs while the function does not return to Python.
+        timeout: Seconds after which the system ends this process with SIGALRM, also while the
+            function does not return to Python. Changes of the system's clock have no influence.
         target: The function, as "module:function".
         options: Its keyword arguments.
-        images: The images.
+        images: The images, float32 [n, H, W, 3] in [0, 1].
         prompts: The text of the prompt of each image.
         metadata: The metadata of the prompt of each image.
 
     Returns:
-        The scores, or a message of one line that says why there are none. It is no exception,
-        because not every exception can be pickled.
+        The scores by name, float32 arrays [n], with NaN for images that have a non-finite value. Or
+        a message of one line that says why there are none: the import or the function raised, there
+        was not enough memory, or the returned value is not one that `check_answer` accepts. It is
+        no exception, because not every exception can be pickled.
     """
     signal.setitimer(signal.ITIMER_REAL, timeout)
     try:
@@ -431,15 +529,20 @@ def _call(
 def check_answer(returned: Any, count: int) -> Answer:
     """Converts the value that a function returned to scores.
 
+    Integers and Booleans are numbers too. Values are not checked: NaN and infinities pass, and a
+    number too large for float32 becomes an infinity.
+
     Args:
-        returned: `count` numbers, or a mapping of names to `count` numbers.
+        returned: `count` numbers, or a mapping of names to `count` numbers that has the name
+            "reward". The numbers may be any array or sequence.
         count: The number of images.
 
     Returns:
-        The scores by name in float32.
+        New float32 arrays [count] by the name of the score, the names as text.
 
     Raises:
-        Failure: If it is something else.
+        Failure: If a mapping has no "reward"; if values are text, dates, complex numbers, None or
+            other objects, masked, or ragged; or if their shape is not [count].
     """
     scores = returned if isinstance(returned, Mapping) else {"reward": returned}
     if "reward" not in scores:

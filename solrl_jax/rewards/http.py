@@ -39,20 +39,30 @@ def http(
     url: str,
     timeout: float,
 ) -> Float[np.ndarray, " n"]:
-    """Asks a service for scores.
+    """Asks a service for scores, in one POST request. Runs in a worker process.
+
+    A service that does not answer, or answers with the status 429, 502, 503 or 504, is asked again.
+    Redirects are not followed.
 
     Args:
-        images: The images, in [0, 1].
+        images: The images [n, H, W, 3] in [0, 1]. They are sent as PNG files of 8 bits: other
+            values are clipped, and NaN becomes 0.
         prompts: The prompt of each image.
-        metadata: The metadata of each prompt.
+        metadata: The metadata of each prompt, as values of JSON.
         url: The address of the service.
-        timeout: Seconds for all attempts together.
+        timeout: Seconds for the connection and for each wait for data of one attempt. The pauses
+            between the attempts are half as long together, or longer if the service asks for it.
+            The worker process ends the whole call after `reward.timeout`, which is the same number.
 
     Returns:
-        The scores, with NaN for null.
+        The scores, one per number of the answer, with NaN for null. Their number is not compared
+        with that of the images here.
 
     Raises:
-        Failure: If there is no answer, or no scores in it.
+        ValueError: If the images are not RGB, or the arguments differ in length.
+        Failure: If there is no answer, a redirect, a status of 400 or more after the last attempt,
+            an answer of more than `MOST` (2**20) bytes, or no {"scores": [...]} with numbers and
+            nulls in it.
     """
     check_arguments(url, images, prompts, metadata)
     body: Any = {
@@ -90,7 +100,11 @@ def http(
 
 
 def encode_png(image: Float[np.ndarray, "H W 3"]) -> str:
-    """Returns an image as a PNG file in base64."""
+    """Returns an image as a PNG file of 8 bits in base64. No file is written.
+
+    Args:
+        image: RGB in [0, 1]. Other values are clipped, and NaN becomes 0.
+    """
     buffer = io.BytesIO()
     Image.fromarray(to_uint8(image)).save(buffer, format="PNG", compress_level=1)
     return base64.b64encode(buffer.getvalue()).decode()
@@ -98,12 +112,15 @@ def encode_png(image: Float[np.ndarray, "H W 3"]) -> str:
 
 @functools.cache
 def session(timeout: float) -> requests.Session:
-    """Returns connections to services, which stay open.
+    """Returns the connections of this process to services, which stay open for later requests.
 
-    A request is repeated after 0, 1, 2, 4, ... seconds.
+    They are created once for each timeout. A request is repeated after 0, 1, 2, 4, ... seconds if
+    it gets no answer or one with a status of `RETRIED` (429, 502, 503, 504). If the answer has a
+    Retry-After header, its time is the pause. After the last attempt that answer is returned.
 
     Args:
-        timeout: Seconds. Requests are repeated for half of them.
+        timeout: Seconds. The pauses between attempts are at most half of them together, without
+            those that the service asks for. It is no limit of a request.
     """
     attempts = 1 + int(math.log2(1 + timeout / 2))
     retry = urllib3.Retry(
@@ -120,7 +137,16 @@ def session(timeout: float) -> requests.Session:
 
 
 def _read_body(answer: requests.Response) -> bytes:
-    """Returns the unpacked body of an answer. Raises Failure if it is longer than `MOST`."""
+    """Returns the body of an answer, unpacked if it is compressed.
+
+    Args:
+        answer: An answer whose body has not been read (`stream=True`).
+
+    Raises:
+        Failure: If the body is longer than `MOST` (2**20) bytes. No more than 2**16 bytes beyond
+            them are kept.
+        requests.RequestException: If the connection ends, or the body cannot be unpacked.
+    """
     text = b""
     for part in answer.iter_content(2**16):
         text += part

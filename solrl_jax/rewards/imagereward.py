@@ -1,5 +1,6 @@
-"""ImageReward v1.0 (arXiv 2304.05977): human preference, from a fine-tuned BLIP that reads prompt
-and image together.
+"""ImageReward v1.0 (arXiv 2304.05977): human preference, from a fine-tuned BLIP.
+
+The network reads prompt and image together.
 """
 
 from collections.abc import Mapping
@@ -24,11 +25,23 @@ def imagereward(
 ) -> NetworkReward:
     """Opens ImageReward. The score is standardized, about -2 to 2.
 
-    Images are resized and cropped as Pillow and torchvision do it.
+    Images of any size are resized with Pillow's bicubic kernel and cropped to a square. Prompts are
+    padded or cut to `config.tokens` tokens (35). Missing files of the tokenizer are downloaded from
+    the hub. Also adds BLIP's two tokens to the tokenizer of this folder, for the whole process.
 
     Args:
-        paths: The setting `reward.paths`, see `sources.find`.
-        config: The sizes of the network, which its file does not hold.
+        paths: The setting `reward.paths`. "imagereward" is the converted safetensors file or its
+            directory, and "imagereward/tokenizer" a directory or repository of the tokenizer; see
+            `sources.find`.
+        config: The sizes of the network, which its file does not hold. The default is the released
+            network.
+
+    Returns:
+        The reward with the network "blip". It has no score beside "reward".
+
+    Raises:
+        InputError: If a file is missing, or the tokenizer cannot be loaded.
+        ValueError: If tensors do not fit.
     """
     file = find("imagereward", paths)
     network = open_network(
@@ -54,9 +67,13 @@ def image_reward_scores(
 
     Args:
         network: The BLIP with its head.
-        preprocess: Converts images to pixels.
+        preprocess: Converts images to normalized pixels of the size that the network reads.
         params: The parameters of the network, under "blip".
-        rows: The images in [0, 1], and the prompt of each, as "ids" and "mask" [b, length].
+        rows: The images [b, H, W, 3] in [0, 1], and the prompt of each, as "ids" and "mask" [b,
+            length].
+
+    Returns:
+        "reward": the standardized scores [b] in float32.
     """
     images, tokens = rows
     model = network(network.gather(params["blip"]))

@@ -1,5 +1,6 @@
-"""The size of an image as a JPEG file, whatever its prompt: the two toy rewards of DDPO (arXiv
-2305.13301, section 5.1).
+"""The size of an image as a JPEG file, whatever its prompt: the two toy rewards of DDPO.
+
+See arXiv 2305.13301, section 5.1.
 """
 
 import io
@@ -19,12 +20,21 @@ KILOBYTE = 1000  # bytes
 def jpeg_incompressibility(
     images: Images, prompts: Sequence[str], metadata: Sequence[Metadata]
 ) -> Float[np.ndarray, " n"]:
-    """Returns the size of each image in kB, which grows with detail.
+    """Returns the size of each image in kB (1000 bytes), which grows with detail.
+
+    It is the size of a JPEG file of quality 95. No file is written.
 
     Args:
-        images: Images in [0, 1]. One with a non-finite value scores NaN.
-        prompts: Not read.
-        metadata: Not read.
+        images: Images [n, H, W, 3] in [0, 1]; other values are clipped. One with a non-finite value
+            scores NaN.
+        prompts: Only their number is read, which must be n.
+        metadata: Only their number is read, which must be n.
+
+    Returns:
+        The sizes in float32.
+
+    Raises:
+        ValueError: If the images are not RGB, or the numbers of arguments differ.
     """
     check_arguments("jpeg_incompressibility", images, prompts, metadata)
     return np.array([_jpeg_size(image) for image in images], np.float32)
@@ -35,19 +45,31 @@ def jpeg_compressibility(
 ) -> Float[np.ndarray, " n"]:
     """Returns minus the size of each image in kB. The plainest image scores highest.
 
-    Flow-GRPO also divides the size by 500. Here the weight of the reward can do this.
+    The size is that of `jpeg_incompressibility`. Flow-GRPO also divides it by 500. Here the weight
+    of the reward can do this.
 
     Args:
-        images: Images in [0, 1]. One with a non-finite value scores NaN.
-        prompts: Not read.
-        metadata: Not read.
+        images: Images [n, H, W, 3] in [0, 1]; other values are clipped. One with a non-finite value
+            scores NaN.
+        prompts: Only their number is read, which must be n.
+        metadata: Only their number is read, which must be n.
+
+    Returns:
+        The negative sizes in float32.
+
+    Raises:
+        ValueError: If the images are not RGB, or the numbers of arguments differ.
     """
     check_arguments("jpeg_compressibility", images, prompts, metadata)
     return -jpeg_incompressibility(images, prompts, metadata)
 
 
 def _jpeg_size(image: Float[np.ndarray, "H W 3"]) -> float:
-    """Returns the size of an image as a JPEG in kB, or NaN for non-finite values."""
+    """Returns the size of an image as a JPEG of quality 95 in kB (1000 bytes). No file is written.
+
+    Args:
+        image: RGB in [0, 1]; other values are clipped. With a non-finite value, the result is NaN.
+    """
     if not np.isfinite(image).all():
         return np.nan
     buffer = io.BytesIO()

@@ -16,16 +16,26 @@ from solrl_jax.rewards.protocol import MAX_REWARD, HostRewards, Reward, Scores, 
 def mixture(
     weights: Mapping[str, float], parts: Mapping[str, Reward], host: HostRewards | None
 ) -> Reward:
-    """Makes one reward of several.
+    """Makes one reward of several: its "reward" is the weighted sum of their scores.
 
-    Its reward is the weighted sum of their scores. It also returns every score of theirs: the
-    reward of a part under the name of the part, another score as "part/score". An image or a latent
-    with values that are not finite scores NaN.
+    It also returns every score of the parts: the reward of a part under the name of the part,
+    another score as "part/score". All scores of an image are NaN if the image, or the latent if a
+    part reads latents, has a non-finite value. The scores of `host` are not computed here: the
+    caller gets them from worker processes and completes the sum with `add_total`.
 
     Args:
-        weights: The weights of scores of `parts`. `host` has the weights of its own scores.
-        parts: Rewards inside JAX by name.
+        weights: The weights of scores of `parts`, by name ("part" or "part/score"). `host` has the
+            weights of its own scores. If it is empty, no "reward" is returned.
+        parts: Rewards inside JAX by name. None of them has `host`. Without any, the field `score`
+            of the result is None, so that `host` is required.
         host: Rewards outside JAX, or None.
+
+    Returns:
+        A reward whose `params` and `prepare` have one entry per part, by name. Its `inputs` are
+        those of the parts if these agree, "both" if they differ, and "pictures" without parts. Its
+        `check`, `prepare` and `score` raise InputError with the name of the part if that of a part
+        raises, if a part prepares an array without one row per prompt, or if its scores are not
+        those that `_check_scores` accepts. `check` also calls the checks of `host`.
     """
     kinds = {part.inputs for part in parts.values()}
     inputs = kinds.pop() if len(kinds) == 1 else "both" if kinds else "pictures"
@@ -86,11 +96,17 @@ def add_total(
     the scores computed outside JAX.
 
     Args:
-        weights: The weights of scores. Without any, the scores are returned as they are.
-        scores: Scores by name, [n] each. The total starts from "reward", or from 0 without it.
+        weights: The weights of scores by name. Without any, a copy of the scores is returned as it
+            is.
+        scores: Scores by name, arrays [n]: JAX arrays or NumPy arrays. The total starts from
+            "reward", or from 0 without it.
 
     Returns:
-        The scores with the new total in float32. Totals beyond `MAX_REWARD` are NaN.
+        A new dict with the scores and, as "reward", the new total [n] in float32. A total that is
+        NaN, or whose magnitude is beyond `MAX_REWARD` (1e18), is NaN.
+
+    Raises:
+        KeyError: If there is a weight for a score that is not in `scores`.
     """
     if not weights:
         return dict(scores)
@@ -101,15 +117,21 @@ def add_total(
 
 
 def _check_scores(scores: Any, others: Sequence[str], count: int) -> None:
-    """Checks what the function `score` of a reward returned.
+    """Checks the names and shapes of the scores that the function `score` of a reward returned.
+
+    Values are not checked: NaN and infinities pass, and so do Booleans and integers. Further names
+    beside the expected ones pass too.
 
     Args:
-        scores: The returned value. It must map names to `count` real numbers each.
+        scores: The returned value. It must map each name to `count` real numbers, an array [count].
         others: The names that must be there beside "reward".
         count: The number of images.
 
     Raises:
-        ValueError: If it is something else, in one line.
+        ValueError: If `scores` is no mapping, lacks "reward" or one of `others`, or has a complex
+            array or one of another shape, under any name. The message is one line.
+        TypeError: If a value is nothing that JAX can convert to an array, such as text (ValueError
+            for None).
     """
     expected = ("reward", *others)
     if not isinstance(scores, Mapping) or not {*expected} <= scores.keys():

@@ -30,11 +30,14 @@ IMAGES_PER_DEVICE = 4
 class NetworkReward(Reward):
     """A reward that is computed by one or several networks.
 
-    Before `load` there are no parameters. Then there are those of each network under its name.
-    The function `score` uses `score_in_parts`.
+    Before `load`, `params` is None. Then it has the parameters of each network under its name in
+    `networks`. The function `score` uses `score_in_parts`. All other fields are those of `Reward`;
+    every field is passed by keyword.
 
     Attributes:
-        networks: The networks by name.
+        params: The parameters by the name of the network: a nested dictionary of arrays each, or of
+            abstract arrays in a plan. None before `load`.
+        networks: The networks by name, without parameters.
     """
 
     params: Any = None
@@ -43,14 +46,23 @@ class NetworkReward(Reward):
     def load(self, mesh: Mesh | None, dtype: DTypeLike) -> Reward:
         """Reads the parameters of the networks.
 
-        They are read in float32, in which the original libraries score too. If there are only
-        configurations (for a plan), they are abstract.
+        They are read in float32, in which the original libraries score too. For a network of which
+        the package has only the configuration (for a plan), they are abstract and no file is read.
 
         Args:
             mesh: The mesh that they are divided over, like the base of a policy. None: JAX's
                 default device.
-            dtype: float32, or a dtype of 16 bits for the linear layers inside stacks of transformer
-                layers. Sums and norms of these layers stay in float32.
+            dtype: float32, or float16 or bfloat16 for the weights of linear layers inside stacks of
+                transformer layers. All other parameters, and sums and norms of these layers, stay
+                in float32.
+
+        Returns:
+            A copy of the reward with the field `params` set.
+
+        Raises:
+            FileNotFoundError: If a file is missing.
+            ValueError: If a file cannot be read, or tensors do not fit the network. The message
+                lists all such tensors.
         """
         place = None if mesh is None else sharding.placement(mesh)
 
@@ -71,13 +83,20 @@ def open_network(
     """Opens a network and checks that its files hold its tensors. No tensor is read.
 
     Args:
-        build: Constructs the network, given random number generators as `rngs`.
+        build: Constructs the network, given random number generators as the keyword argument
+            `rngs`. It is only traced for its shapes.
         source: A safetensors file, or a directory with safetensors files. Nothing is checked for a
-            configuration that the package carries.
-        locate: Finds the tensors in `source`.
+            path in the package's directory of configurations (`storage.hub.CARRIED`).
+        locate: Finds the tensors in `source`. By default they have the names of transformers and
+            diffusers, which are those of the network's modules.
+
+    Returns:
+        The network without its parameters.
 
     Raises:
-        ValueError: If tensors do not fit. The message lists all of them.
+        FileNotFoundError: If a file is missing.
+        ValueError: If a file or an index cannot be read, or tensors do not fit. The message lists
+            all such tensors.
     """
     component = Component.from_builder(source, build, locate)
     if not hub.is_carried(source):
@@ -88,24 +107,38 @@ def open_network(
 def score_in_parts(
     score: Callable[[Any, tuple[Array, Any]], Scores], params: Any, images: Array, prepared: Any
 ) -> Scores:
-    """Scores images, `IMAGES_PER_DEVICE` per device at a time.
+    """Scores images, `IMAGES_PER_DEVICE` (4) per device at a time. For use under jit.
+
+    The last part is filled up with copies of the first image of each device, so that every part has
+    the same size and a score does not depend on the part that its image is in.
 
     Args:
-        score: The function (params, (images, prepared)) -> scores.
-        params: The parameters of the networks.
-        images: Images [b, H, W, 3] in [0, 1].
+        score: The function (params, (images, prepared)) -> scores, an array by name with one row
+            per image.
+        params: The parameters of the networks, by name.
+        images: Images [b, H, W, 3] in [0, 1]. The number b is a multiple of the mesh's devices.
         prepared: A pytree of arrays with one row per image.
+
+    Returns:
+        Arrays [b] by the name of the score, in the order of the images.
     """
     return sharding.map_rows(partial(score, params), (images, prepared), IMAGES_PER_DEVICE)
 
 
 def in_half_precision(network: Component, params: Params, dtype: DTypeLike) -> Params:
-    """Casts the linear layers inside stacks of layers to 16 bits, as `HalfPrecisionWeight`.
+    """Casts the weights of linear layers inside stacks of layers to 16 bits.
+
+    Biases, norms, embeddings and layers outside of stacks keep their dtype.
 
     Args:
-        network: The network.
-        params: Its parameters in float32, or their shapes.
+        network: The network, whose table of parameters says which ones are such weights.
+        params: Its parameters in float32, or `jax.ShapeDtypeStruct`s, as a nested dictionary by
+            path. It is not changed. Weights that are not in it are skipped.
         dtype: float16 or bfloat16.
+
+    Returns:
+        A new nested dictionary, in which each such weight [layers, in, out] is a
+        `HalfPrecisionWeight`.
     """
 
     def cast(x: Any) -> Any:

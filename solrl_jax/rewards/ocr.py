@@ -1,5 +1,6 @@
-"""Whether an image shows the words that its prompt quotes: read by RapidOCR, and scored as in
-Flow-GRPO (arXiv 2505.05470).
+"""Whether an image shows the words that its prompt quotes: read by RapidOCR.
+
+It is scored as in Flow-GRPO (arXiv 2505.05470).
 """
 
 import functools
@@ -33,21 +34,27 @@ def ocr(
 ) -> Float[np.ndarray, " n"]:
     """Scores whether the words that a prompt asks for can be read in each image.
 
-    The words are those under "text" in the metadata, or in the first double quotes of the prompt
-    (see the function `target`). Spaces and case do not count. The score is 1 if they are read. Each
-    edit between the text that is read and the words costs its fraction of the length, and the
-    lowest score is 0, see `similarity`.
+    The words are those under "text" in the metadata, or else in the first double quotes of the
+    prompt (see the function `target`). Spaces and case do not count. The score is 1 if the words
+    are a part of the text that is read. Otherwise each edit between both costs its fraction of the
+    length of the words, and the lowest score is 0, see `similarity`.
 
     Args:
-        images: Images in [0, 1]. One with a non-finite value scores NaN.
+        images: Images [n, H, W, 3] in [0, 1]. One with a non-finite value scores NaN and is not
+            read.
         prompts: The prompt of each image.
         metadata: The metadata of each prompt.
-        threads: The number of threads of this process. Several worker processes score at once.
+        threads: The number of threads of the engine in this process, at least 1. Several worker
+            processes score at once.
+
+    Returns:
+        The scores [n] in [0, 1], float32.
 
     Raises:
-        ValueError: If a prompt has no words, if `threads` is no integer of at least 1, or if the
-            arguments differ in length. An engine that fails raises its own exception, where
-            Flow-GRPO scores 0.
+        ValueError: If a prompt has no words, if `threads` is no integer of at least 1, if the
+            images are not RGB, or if the arguments differ in length.
+        ImportError: If the rapidocr package does not contain its models.
+        Exception: Whatever the engine raises for an image, where Flow-GRPO scores 0.
     """
     check_arguments("ocr", images, prompts, metadata)
     if type(threads) is not int or threads < 1:
@@ -60,7 +67,16 @@ def ocr(
 
 
 def check(prompt: str, metadata: Metadata, **options: Any) -> None:
-    """Raises ValueError if there are no words for an image to show. The options are not read."""
+    """Checks that there are words for an image to show.
+
+    Args:
+        prompt: The prompt.
+        metadata: Its metadata.
+        options: The options of `ocr`, which are not read.
+
+    Raises:
+        ValueError: If there are no words. The message names the prompt.
+    """
     target(prompt, metadata)
 
 
@@ -68,14 +84,16 @@ ocr.check = check  # type: ignore[attr-defined]
 
 
 def target(prompt: str, metadata: Metadata) -> str:
-    """Returns the words that an image should show.
+    """Returns the words that an image should show, as they are written.
 
     Args:
-        prompt: The words are in its first pair of double quotes.
-        metadata: "text" has the words instead, if it is there.
+        prompt: The words are between its first two double quotes (").
+        metadata: The value under "text" has the words instead, unless it is missing or null.
 
     Raises:
-        ValueError: If there are no words. The message names the prompt.
+        ValueError: If the value under "text" is no text; if there is none and the prompt has fewer
+            than two double quotes; or if the words are empty or consist of spaces. The message
+            names the prompt.
     """
     text = metadata.get("text")
     quoted = prompt.split('"')
@@ -94,12 +112,15 @@ def similarity(text: str, target: str) -> float:
     """Scores a text that was read. Spaces and case do not matter.
 
     Args:
-        text: The text that was read.
-        target: The words that should be there.
+        text: The text that was read. It may be empty.
+        target: The words that should be there: at least one character that is no space.
 
     Returns:
-        1 - d / len(target), where d is 0 if `text` contains `target`, and else their Levenshtein
-        distance, at most len(target).
+        1 - d / len(target) without spaces, in [0, 1]. Here d is 0 if `text` contains `target`, and
+        else the smaller of their Levenshtein distance and len(target).
+
+    Raises:
+        ZeroDivisionError: If `target` has only spaces.
     """
     from rapidfuzz.distance import Levenshtein
 
@@ -113,10 +134,14 @@ def similarity(text: str, target: str) -> float:
 def open_reader(threads: int) -> Reader:
     """Opens the engine that reads all text in an image from top to bottom.
 
-    It is opened once per process, and nothing is downloaded.
+    It is opened once per process and number of threads, and nothing is downloaded.
 
     Args:
-        threads: The number of its threads.
+        threads: The number of its threads, at least 1.
+
+    Returns:
+        A function from an RGB image, uint8 [H, W, 3], to the text that it shows: all lines without
+        anything between them; "" if there is none.
 
     Raises:
         ImportError: If the rapidocr package does not contain its models.
@@ -155,5 +180,9 @@ def open_reader(threads: int) -> Reader:
 
 
 def _without_spaces_and_case(text: str) -> str:
-    """Returns a text in lower case without spaces."""
+    """Returns a text in lower case without spaces. Other white space stays.
+
+    Args:
+        text: Any text, also an empty one.
+    """
     return text.replace(" ", "").lower()

@@ -40,26 +40,33 @@ Check = Callable[[Prompt], object]
 
 
 def accept(prompt: Prompt) -> None:
-    """The check of a reward that can score any prompt."""
+    """The check of a reward that can score any prompt: it returns None and never raises.
+
+    Args:
+        prompt: Not read.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class HostReward:
     """A reward outside JAX: a function that worker processes import and call.
 
-    The call is f(images, prompts, metadata, **options) with n images (float32 [n, H, W, 3] in
-    [0, 1]), n texts and n mappings. It returns n scores, or a mapping of names to n scores in which
-    the reward itself has the name "reward". The score of an image must not depend on the other
-    images, because n depends on the chunk and on the number of workers.
+    The call is f(images, prompts, metadata, **options) with n images (float32 [n, H, W, 3] in [0,
+    1]), n texts and n mappings. It returns n numbers, or a mapping of names to n numbers in which
+    the reward itself has the name "reward". The number n is at most `batch`. It depends on the
+    number of images in a chunk and on the number of workers, so the score of an image must not
+    depend on the other images. Whatever the function returns for an image with a non-finite value
+    is replaced by NaN. The constructor checks nothing.
 
     Attributes:
-        name: The name of the reward in the configuration.
+        name: The name of the reward in the configuration, e.g. "ocr", "module:function" or a URL.
         target: The function, as "module:function".
         options: Its keyword arguments.
-        others: The names of the scores that it must return beside "reward". None: they are not
-            known before the first call.
-        batch: The most images in one call.
-        check: Raises ValueError for a prompt that the function cannot score.
+        others: The names of the scores that it must return beside "reward"; a call without one of
+            them fails. It may return more. None: they are not known before the first call.
+        batch: The most images in one call, at least 1; 16 (`MAX_BATCH`) by default.
+        check: Is called with each prompt of a run (`Prompt`), and raises ValueError for one that
+            the function cannot score. By default every prompt is accepted.
     """
 
     name: str
@@ -74,12 +81,16 @@ class HostReward:
 class HostRewards:
     """The rewards outside JAX that a run uses, and how their worker processes run.
 
+    Two objects are equal only if they are the same object.
+
     Attributes:
         rewards: The rewards.
-        weights: The weights of their scores in the weighted sum, e.g. of "ocr" or "geneval/strict".
-        workers: The number of worker processes.
+        weights: The weights of their scores in the weighted sum, by the name of the score, e.g.
+            "ocr" or "geneval/strict". Scores without a weight are only recorded.
+        workers: The number of worker processes on each host, at least 1.
         timeout: Seconds that one call may take. A process that takes longer is killed.
-        skip: Whether the images of a failed call stay without a score. False: the run stops.
+        skip: Whether the images of a failed call stay without a score (NaN), until 32 calls of one
+            reward in a row have failed. False: the run stops at the first failed call.
     """
 
     rewards: tuple[HostReward, ...]
@@ -93,22 +104,30 @@ class HostRewards:
 class Reward:
     """A reward inside JAX, as pure functions.
 
+    Two objects are equal only if they are the same object. Programs that take a reward as a static
+    argument are therefore compiled anew for a copy.
+
     Attributes:
-        params: The arrays that `score` computes with, any pytree.
-        prepare: Turns a list of prompts into a pytree of arrays with one row per prompt. Runs on
-            the host.
-        score: A function (params, inputs, prepared) -> `Scores`. `inputs` are the images
-            [b, H, W, 3] in [0, 1] or what the attribute `inputs` says, and `prepared` has for each
-            image the row of its prompt. It is traced by jit with rows divided over the mesh, so
-            the score of an image must not depend on the other images. None: nothing is scored
-            inside JAX.
-        others: Names of the scores beside "reward". They can be watched or trained on too.
+        params: The arrays that `score` computes with: any pytree, or None.
+        prepare: Turns a sequence of prompts into a pytree of arrays with one row per prompt. It
+            runs on the host.
+        score: A function (params, inputs, prepared) -> `Scores`, a dict of arrays [b] with the key
+            "reward" and the keys in `others`. The field `inputs` decides the argument `inputs`, and
+            `prepared` has one row per image: the row of its prompt. The function is traced by jit
+            with rows divided over the mesh, so the score of an image must not depend on the other
+            images. None: nothing is scored inside JAX; `host` is required then.
+        others: Names of the scores beside "reward", which can be watched or trained on too.
         host: Rewards outside JAX that are scored in addition. Only weighted sums have them.
-        check: Raises ValueError for a prompt that the reward cannot score. It must be cheap,
-            because it is called for every prompt of a run.
-        inputs: What `score` gets: "pictures"; "latents", the clean latents [b, h, w, c] in float32
-            before decoding; or "both", a pair of images and latents. Nothing is decoded for
-            "latents".
+        check: Is called with a `Prompt`, and raises ValueError if the reward cannot score it. It
+            must be cheap, because it is called for every prompt of a run. By default every prompt
+            is accepted.
+        inputs: The images and latents that `score` gets. "pictures": images [b, H, W, 3] in [0, 1].
+            "latents": the clean latents [b, h, w, c] in float32 before decoding. "both": a pair
+            (images, latents).
+
+    Raises:
+        ValueError: If `inputs` has another value, `others` is not a tuple of strings, `prepare` or
+            `check` cannot be called, or `score` cannot be called and `host` is None.
     """
 
     params: Any
@@ -120,6 +139,13 @@ class Reward:
     inputs: Inputs = "pictures"
 
     def __post_init__(self) -> None:
+        """Checks the fields.
+
+        Raises:
+            ValueError: If `inputs` is none of "pictures", "latents" and "both"; if `others` is not
+                a tuple of strings; if `prepare` or `check` cannot be called; or if `score` cannot
+                be called and `host` is None.
+        """
         if self.inputs not in get_args(Inputs):
             raise ValueError(
                 f"inputs={brief_repr(self.inputs)}: expected one of {', '.join(get_args(Inputs))}"
@@ -135,18 +161,23 @@ class Reward:
 
     @property
     def needs_images(self) -> bool:
-        """Whether latents must be decoded to be scored."""
+        """Whether latents must be decoded to be scored.
+
+        True if there are rewards outside JAX (`host`), or if there is a function `score` whose
+        `inputs` are not "latents".
+        """
         return self.host is not None or (self.score is not None and self.inputs != "latents")
 
     def select_inputs(self, images: Any, latents: Any) -> Any:
-        """Returns the input of `score` that the field `inputs` asks for.
+        """Returns the input of `score` that the field `inputs` asks for, without a copy.
 
         Args:
-            images: The decoded images.
-            latents: Their latents.
+            images: The decoded images [b, H, W, 3] in [0, 1]. Any value, such as None, if `inputs`
+                is "latents".
+            latents: The latents of the images, [b, h, w, c]. Any value if `inputs` is "pictures".
 
         Returns:
-            `images` ("pictures"), `latents` ("latents") or the pair of both ("both").
+            `images` ("pictures"), `latents` ("latents") or the tuple (images, latents) ("both").
         """
         return {"pictures": images, "latents": latents, "both": (images, latents)}[self.inputs]
 
@@ -154,8 +185,16 @@ class Reward:
         """Returns the reward with its parameters on the devices.
 
         Args:
-            mesh: The mesh that the parameters are placed on. None: they stay where they are.
-            dtype: The dtype of the matmuls of networks. Other rewards ignore it.
+            mesh: The mesh that the parameters are placed on: large arrays are split over its axes
+                `fsdp` and `tensor`, small ones are on every device
+                (`parallel.sharding.parameter_sharding`). None: the parameters stay where they are.
+            dtype: The dtype of the matmuls of networks. Only `NetworkReward` reads it.
+
+        Returns:
+            A copy of the reward with placed `params`; the reward itself if `mesh` is None.
+
+        Raises:
+            AttributeError: If there is a mesh and a leaf of `params` is not an array.
         """
         if mesh is None:
             return self
@@ -167,15 +206,25 @@ class Reward:
 def score_images(reward: Reward, params: Any, inputs: Any, prepared: Any, index: Array) -> Scores:
     """Scores images, each against one prompt.
 
+    It is compiled by jit, once per reward object and set of shapes.
+
     Args:
-        reward: A reward with a function `score`; static.
+        reward: A reward whose `score` is not None; static.
         params: `reward.params`.
-        inputs: The images, the latents or both, from `reward.select_inputs`.
-        prepared: What `reward.prepare` returned, one row per prompt.
-        index: For each image, int32 [b], the row of its prompt in `prepared`.
+        inputs: The images [b, H, W, 3] in [0, 1], the latents [b, h, w, c] or the pair of both, as
+            `reward.select_inputs` returns them.
+        prepared: The pytree that `reward.prepare` returned, one row per prompt.
+        index: For each image, int32 [b], the row of its prompt in `prepared`. Indices outside of
+            the rows are not noticed.
+
+    Returns:
+        Arrays [b] by the name of the score, as `reward.score` returns them.
 
     Raises:
-        ValueError: If the images are not RGB.
+        ValueError: If the images are not of the shape [b, H, W, 3]. Latents are not checked.
+        AssertionError: If `reward.score` is None.
+        InputError: If `reward` is a weighted sum (`mixture`) and the function `score` of a part
+            raises or returns no scores.
     """
     assert reward.score is not None
     if reward.inputs != "latents":
@@ -187,17 +236,23 @@ def score_images(reward: Reward, params: Any, inputs: Any, prepared: Any, index:
 
 @contextlib.contextmanager
 def reward_code(name: str, template: str = "{}") -> Iterator[None]:
-    """Runs code of a reward in the body, in this process.
+    """A context manager that runs code of a reward in the body, in this process.
 
-    What the code prints goes to standard error, and the working directory is restored.
+    Standard output of the body goes to standard error, and the working directory is restored at the
+    end.
 
     Args:
         name: The name of the reward, for messages.
         template: The message after the name, with "{}" in place of the error's own message.
 
+    Yields:
+        None.
+
     Raises:
-        InputError: If the body raises anything but KeyboardInterrupt, in one line that names the
-            reward.
+        InputError: If the body raises anything but KeyboardInterrupt, even SystemExit. The message
+            is one line: "reward 'NAME': ", then the filled template. The error's own message is
+            preceded by the name of its type unless it is a ValueError, and is not repeated if it
+            begins with "reward 'NAME': " already.
     """
     with contextlib.chdir("."), contextlib.redirect_stdout(sys.stderr):
         try:
@@ -212,15 +267,17 @@ def reward_code(name: str, template: str = "{}") -> Iterator[None]:
 
 
 def check_prompts(reward: Reward, prompts: Sequence[Prompt], field: str) -> None:
-    """Checks that a reward can score every prompt.
+    """Checks that a reward can score every prompt, by calling `reward.check` with each.
 
     Args:
         reward: The reward.
-        prompts: The prompts.
-        field: The setting that names their file, for messages.
+        prompts: The prompts; none pass.
+        field: The setting that names their file, for messages, e.g. "prompts.train".
 
     Raises:
-        InputError: If it cannot. The message names the first such prompt and their number.
+        InputError: If `reward.check` raises ValueError for a prompt. The message has the first such
+            prompt and its error and, if there are several, their number. Errors of other types are
+            raised as they are.
     """
     refused = []
     for prompt in prompts:
@@ -241,16 +298,17 @@ def check_prompts(reward: Reward, prompts: Sequence[Prompt], field: str) -> None
 def check_arguments(
     reward: str, images: Images, prompts: Sequence[str], metadata: Sequence[Metadata]
 ) -> None:
-    """Checks the arguments of a function outside JAX.
+    """Checks shape and lengths of the arguments of a function outside JAX, not their values.
 
     Args:
         reward: The name of the reward, for messages.
-        images: Must have the shape [n, height, width, 3].
-        prompts: Must be n texts.
-        metadata: Must be n mappings.
+        images: Must have the shape [n, height, width, 3]; n may be 0.
+        prompts: The texts of the prompts. Their number must be n.
+        metadata: The metadata of the prompts. Their number must be n.
 
     Raises:
-        ValueError: If they do not fit, in one line.
+        ValueError: If the shape is another one, or if the three lengths differ. The message is one
+            line that begins with the name of the reward.
     """
     try:
         check_rgb(images.shape)
@@ -264,7 +322,15 @@ def check_arguments(
 
 
 def check_rgb(shape: tuple[int, ...]) -> None:
-    """Raises ValueError unless `shape` is that of RGB images, [n, height, width, 3]."""
+    """Checks that a shape is that of RGB images, [n, height, width, 3], of any number and size.
+
+    Args:
+        shape: The shape of an array of images.
+
+    Raises:
+        ValueError: If there are not four axes, or if the last one has not the length 3. For a
+            length of 4 the message advises to composite RGBA images on a background.
+    """
     if len(shape) == 4 and shape[-1] == 3:
         return
     message = f"images of shape {shape}; expected [n, height, width, 3]"
@@ -277,5 +343,11 @@ def finite_images(images: Float[np.ndarray, "n H W 3"]) -> Bool[np.ndarray, " n"
     """Returns which images have only finite values.
 
     The others score NaN, as inside JAX, and are not trained on.
+
+    Args:
+        images: Any number n of images, also 0.
+
+    Returns:
+        Bool [n], false for an image with a NaN or an infinity anywhere.
     """
     return np.isfinite(images).all((1, 2, 3))

@@ -51,9 +51,10 @@ class InJax:
     """A reward of the package that is scored inside JAX. It has no options.
 
     Attributes:
-        open: Opens the reward, given `reward.paths`. It finds and checks the files, and reads no
+        open: Opens the reward, given the setting `reward.paths` (or `sources.CARRIED` for a plan).
+            It finds and checks the files, downloads those of the hub that are missing, and reads no
             weights.
-        others: The names of its scores beside "reward".
+        others: The names of the scores that the reward returns beside "reward".
     """
 
     open: Callable[[Mapping[str, str]], Reward]
@@ -66,7 +67,7 @@ class OutsideJax:
 
     Attributes:
         target: The function, as "module:function".
-        others: The names of its scores beside "reward".
+        others: The names of the scores that the function must return beside "reward".
     """
 
     target: str
@@ -89,11 +90,12 @@ REWARDS: dict[str, InJax | OutsideJax] = {
 
 
 class Rewards(NamedTuple):
-    """The two rewards of a run. They are one object if `reward.eval_only` is empty.
+    """The two rewards of a run. They are one object if the setting `reward.eval_only` is empty.
 
     Attributes:
-        trained: The weighted sum that is trained on.
-        evaluated: The same sum, with the scores of `reward.eval_only` beside it.
+        trained: The weighted sum of the scores in `reward.weights`, which is trained on.
+        evaluated: The same sum, which also computes the scores in `reward.eval_only`. These have no
+            weight.
     """
 
     trained: Reward
@@ -106,8 +108,9 @@ class OpenedRewards:
 
     Attributes:
         settings: The section "reward" of the configuration.
-        dtype: The dtype of the matmuls of scoring networks.
-        rewards: The rewards by name.
+        dtype: The dtype of the matmuls of scoring networks: float32, float16 or bfloat16.
+        rewards: The rewards that the scores in `reward.weights` and `reward.eval_only` belong to,
+            by name, in sorted order. Networks have no parameters yet.
     """
 
     settings: config.Reward
@@ -117,11 +120,21 @@ class OpenedRewards:
     def load(self, mesh: Mesh | None) -> Rewards:
         """Reads the parameters of the rewards inside JAX, and sums all rewards.
 
+        No worker process starts.
+
         Args:
-            mesh: The mesh for the parameters. None: JAX's default device.
+            mesh: The mesh for the parameters. None: networks are loaded on JAX's default device,
+                and the arrays of other rewards stay where they are.
+
+        Returns:
+            The reward that is trained on and the one that is evaluated. Both share the parameters,
+            which are read once.
 
         Raises:
             InputError: If the parameters of a user's reward cannot be placed on the mesh.
+            OSError: If a file of a released network cannot be read any more.
+            ValueError: If such a file has changed since it was checked and does not fit the
+                network.
         """
         loaded: dict[str, Reward | HostReward] = dict(self.rewards)
         for name, reward in self.rewards.items():
@@ -143,7 +156,13 @@ class OpenedRewards:
 
         Args:
             rewards: The loaded rewards by name. Those without a score in `scores` are left out.
-            scores: The names of scores.
+            scores: The names of scores. They must contain every key of `reward.weights`, because
+                otherwise the sum would refer to scores that nobody computes.
+
+        Returns:
+            The `mixture` of the rewards inside JAX, with the rewards outside JAX as `host` (None if
+            there are none). The scores of a reward outside JAX that `scores` names are added to the
+            `others` that it must return.
         """
         settings = self.settings
         names = reward_names(scores)
@@ -181,15 +200,27 @@ class OpenedRewards:
 
 
 def open_rewards(settings: config.Reward, dtype: DTypeLike = jnp.float32) -> OpenedRewards:
-    """Opens the rewards of a configuration: checks names and options, imports functions and checks
-    files. No weights are read.
+    """Opens the rewards of a configuration.
+
+    Names and options are checked, functions are imported and files are checked. No weights are
+    read. Functions are imported before files are looked for. Missing files that are in the hub are
+    downloaded. The working directory is appended to `sys.path` if a function is imported.
 
     Args:
-        settings: The section "reward" of the configuration.
-        dtype: The dtype of the matmuls of scoring networks: float32, float16 or bfloat16.
+        settings: The section "reward" of the configuration. Its `paths` may be `sources.CARRIED`:
+            then the networks get the released configurations that the package has, without weights.
+        dtype: The dtype of the matmuls of scoring networks: float32, float16 or bfloat16. It takes
+            effect in `OpenedRewards.load`.
+
+    Returns:
+        The opened rewards. A name of `REWARDS` is a reward of the package, one that begins with
+        "http://" or "https://" a service, and any other one a user's function or an entry point.
 
     Raises:
-        InputError: If a reward cannot be used.
+        InputError: If `reward.paths`, `reward.weights`, `reward.eval_only` or `reward.options` has
+            an unknown name; if a reward inside JAX has options, or the options of another one do
+            not fit its function; if a function cannot be imported or called; if the address of a
+            service is no URL; or if files of a network are missing or do not fit.
     """
     names = reward_names((*settings.weights, *settings.eval_only))
     _check_names(settings, names)
@@ -222,19 +253,23 @@ def open_rewards(settings: config.Reward, dtype: DTypeLike = jnp.float32) -> Ope
 def open_function(
     name: str, target: str, options: Options, others: tuple[str, ...] | None
 ) -> HostReward:
-    """Opens a function outside JAX. Also imports it here, to check its options.
+    """Opens a function outside JAX. Also imports it in this process, to check its options.
 
     The function may have an attribute `check`, which is called as check(prompt, metadata,
     **options) and raises ValueError for a prompt that the function cannot score.
 
     Args:
         name: The name of the reward.
-        target: The function, as "module:function".
+        target: The function, as "module:function". It is called with images, prompts and metadata.
         options: Its keyword arguments.
-        others: The names of its scores beside "reward". None: unknown.
+        others: The names of the scores that it must return beside "reward". None: unknown.
+
+    Returns:
+        The reward, with at most `MAX_BATCH` images in a call.
 
     Raises:
-        InputError: If it cannot be imported or called.
+        InputError: If the function cannot be imported, is no function, has no signature, or does
+            not accept the three arguments with these options.
     """
     function, signature = _import_function(name, target)
     _check_options(name, signature, options, ARGUMENTS)
@@ -242,17 +277,23 @@ def open_function(
 
 
 def open_plugin(name: str, options: Options) -> Reward | HostReward:
-    """Opens a function of a user.
+    """Opens a function of a user, which is imported in this process.
 
-    A function with required arguments is scored outside JAX. Any other is called here, and returns
-    a `Reward`.
+    A function with a required argument is scored outside JAX. Any other one is called here, and
+    returns a `Reward`.
 
     Args:
-        name: "module:function", or the name of an entry point of an installed package.
+        name: The name of an entry point of an installed package, or "module:function". An entry
+            point wins if both exist.
         options: The keyword arguments of the function.
 
+    Returns:
+        A `HostReward` whose other scores are unknown, or the `Reward` that the function returned.
+
     Raises:
-        InputError: If the function cannot be used.
+        InputError: If the function cannot be imported, is no function, has no signature or does not
+            accept the options; or if the call raises, returns no `Reward`, or returns one with
+            rewards outside JAX (`host`).
     """
     target = entry_points().get(name, name)
     function, signature = _import_function(name, target)
@@ -280,12 +321,17 @@ def open_service(url: str, options: Options, timeout: float) -> HostReward:
     """Opens a reward service. No request is sent.
 
     Args:
-        url: Its address.
-        options: May have "batch", the most images in one request.
+        url: The address of the service, http://HOST:PORT/PATH or the same with https.
+        options: May have "batch", the most images in one request, an integer of at least 1; 16
+            (`MAX_BATCH`) without it.
         timeout: Seconds that one request may take.
 
+    Returns:
+        The reward, named by the address. It accepts every prompt and has no scores beside "reward".
+
     Raises:
-        InputError: If the address is no URL, or an option is unknown.
+        InputError: If the address has no host, has white space or an impossible port, or if there
+            is another option or another value of "batch". The scheme is not checked.
     """
     with in_one_line(lambda message: f"reward {url!r}: {message}"):
         address = urllib.parse.urlsplit(url)
@@ -304,30 +350,49 @@ def open_service(url: str, options: Options, timeout: float) -> HostReward:
 
 
 def reward_name(score: str) -> str:
-    """Returns the reward that a score belongs to.
+    """Returns the name of the reward that a score belongs to.
 
-    This is "geneval" for "geneval/strict", and the whole address for a service.
+    Args:
+        score: The name of a score: that of a reward, or "REWARD/OTHER" for another score of it.
+
+    Returns:
+        The part before the first slash, e.g. "geneval" for "geneval/strict". The whole text if it
+        begins with "http://" or "https://", because a service has only one score.
     """
     return score if score.startswith(SERVICE) else score.split("/")[0]
 
 
 def reward_names(scores: Iterable[str]) -> list[str]:
-    """Returns the rewards that scores belong to, sorted, each once."""
+    """Returns the names of the rewards that scores belong to, sorted, each once.
+
+    Args:
+        scores: The names of scores, such as "geneval/strict". Without any, the result is empty.
+    """
     return sorted({reward_name(score) for score in scores})
 
 
 def entry_points() -> dict[str, str]:
-    """Returns the rewards that installed packages name: "module:function" by name."""
+    """Returns the rewards that installed packages name in the group "solrl_jax.rewards".
+
+    Returns:
+        The function, as "module:function", by the name of the entry point. Nothing is imported.
+    """
     points = importlib.metadata.entry_points(group=ENTRY_POINTS)
     return {point.name: point.value for point in points}
 
 
 def _check_names(settings: config.Reward, names: Sequence[str]) -> None:
-    """Raises InputError if a setting names a reward or a source of files that is unknown.
+    """Checks that settings name only known rewards and known sources of files, without an import.
 
     Args:
         settings: The section "reward" of the configuration.
-        names: The rewards that it uses.
+        names: The rewards that its scores belong to. One with a colon, such as "module:function" or
+            a URL, passes here.
+
+    Raises:
+        InputError: If `reward.paths` has a key that is not in `SOURCES`; else if a name is neither
+            in `REWARDS` nor an entry point; else if `reward.options` has a key that is not in
+            `names`. The message lists the unknown names and the known ones.
     """
     unknown_paths = [name for name in settings.paths if name not in SOURCES]
     if unknown_paths:
@@ -352,11 +417,16 @@ def _check_names(settings: config.Reward, names: Sequence[str]) -> None:
 
 
 def _check_scores(settings: config.Reward, others: Mapping[str, tuple[str, ...] | None]) -> None:
-    """Raises InputError if a setting names a score that its reward does not have.
+    """Checks that settings name only scores that their reward has.
 
     Args:
         settings: The section "reward" of the configuration.
-        others: The names of the scores of each reward beside "reward". None: unknown.
+        others: The names of the scores beside "reward" of each reward that the settings use, by the
+            name of the reward. None: unknown, so that every score of this reward passes.
+
+    Raises:
+        InputError: If `reward.weights` or `reward.eval_only` has an unknown score. The message
+            lists the unknown scores and the known ones.
     """
     known = []
     for name, other_names in others.items():
@@ -377,11 +447,12 @@ def _field(settings: config.Reward, names: Sequence[str]) -> str:
     """Returns the setting that names some rewards or scores, for messages.
 
     Args:
-        settings: The reward section of the configuration.
+        settings: The section "reward" of the configuration.
         names: Names of rewards or of scores.
 
     Returns:
-        "reward.weights" if one of the names is trained on, otherwise "reward.eval_only".
+        "reward.weights" if at least one of the names is a key of `reward.weights` or a reward of
+        such a key, otherwise "reward.eval_only".
     """
     trained = {*settings.weights, *reward_names(settings.weights)}
     return "reward.eval_only" if trained.isdisjoint(names) else "reward.weights"
@@ -391,8 +462,13 @@ def _bind_check(function: Callable[..., Any], options: Options) -> Check:
     """Returns the check of prompts of a function outside JAX.
 
     Args:
-        function: The function. Without an attribute `check`, any prompt passes.
-        options: Its keyword arguments.
+        function: The function. Its attribute `check`, if it has one, is called as check(text,
+            metadata, **options).
+        options: The keyword arguments of the function.
+
+    Returns:
+        A function of a `Prompt` that calls this attribute and raises what it raises. Without the
+        attribute, or if it is None, one that accepts every prompt.
     """
     check_function = getattr(function, "check", None)
     if check_function is None:
@@ -407,6 +483,9 @@ def _bind_check(function: Callable[..., Any], options: Options) -> Check:
 def _import_function(name: str, target: str) -> tuple[Callable[..., Any], inspect.Signature]:
     """Imports a function, also from the working directory.
 
+    Also appends the working directory to `sys.path` unless it is there, which worker processes
+    inherit. What the module prints goes to standard error.
+
     Args:
         name: The name of the reward, for messages.
         target: The function, as "module:function".
@@ -415,7 +494,8 @@ def _import_function(name: str, target: str) -> tuple[Callable[..., Any], inspec
         The function and its signature.
 
     Raises:
-        InputError: If it cannot be imported, or is no function.
+        InputError: If the import raises anything but KeyboardInterrupt, if there is no object of
+            this name, or if the object cannot be called or has no signature.
     """
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())  # the worker processes inherit it
@@ -435,16 +515,17 @@ def _import_function(name: str, target: str) -> tuple[Callable[..., Any], inspec
 def _check_options(
     name: str, signature: inspect.Signature, options: Options, arguments: tuple[str, ...]
 ) -> None:
-    """Checks that a function can be called.
+    """Checks by its signature that a function can be called. Values are not checked.
 
     Args:
         name: The name of the reward, for messages.
         signature: The signature of the function.
         options: The keyword arguments of the call.
-        arguments: The names of its positional arguments.
+        arguments: The names of its positional arguments; () if it has none.
 
     Raises:
-        InputError: If it cannot.
+        InputError: If an argument is missing, unknown or passed twice. The message has the call and
+            the accepted signature.
     """
     try:
         signature.bind(*arguments, **options)
@@ -458,5 +539,9 @@ def _check_options(
 
 
 def _quoted(names: Sequence[str]) -> str:
-    """Returns names in quotation marks, separated by commas."""
+    """Returns names as Python literals in quotation marks, separated by ", ".
+
+    Args:
+        names: The names, in the order of the result.
+    """
     return ", ".join(map(repr, names))

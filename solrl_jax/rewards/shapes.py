@@ -11,18 +11,28 @@ from solrl_jax.rewards.protocol import Reward, Scores
 
 
 def shapes(paths: Mapping[str, str]) -> Reward:
-    """Opens the verifier: partial credit in [0, 1], and "strict".
+    """Opens the verifier of the embedded world: partial credit in [0, 1], and "strict".
 
-    "strict" is 1 if the image shows exactly what its caption asks for, and else 0.
+    "strict" is 1 if the image shows exactly the objects that its caption asks for, and else 0. The
+    check of the reward accepts the captions that `data.shapes.scenes.parse` accepts.
 
     Args:
         paths: Not read, because the verifier has no files.
+
+    Returns:
+        A reward without parameters, with the score "strict" beside "reward".
     """
     return Reward(None, prepare, score, others=("strict",), check=scenes.parse)
 
 
 def prepare(prompts: Sequence[str]) -> verifier.Targets:
     """Parses captions into the objects that they ask for.
+
+    Args:
+        prompts: The captions; there may be none.
+
+    Returns:
+        One row per caption.
 
     Raises:
         InputError: If a prompt is no caption of the embedded world.
@@ -37,9 +47,9 @@ def score(params: None, images: Float[Array, "b H W 3"], targets: verifier.Targe
     """Scores images against the objects that their captions ask for.
 
     Args:
-        params: None, because the verifier has no parameters.
-        images: The images, in [0, 1].
-        targets: The objects, from `prepare`.
+        params: Not read, because the verifier has no parameters.
+        images: The images [b, H, W, 3], in [0, 1].
+        targets: The objects that the caption of each image asks for, from `prepare`.
 
     Returns:
         "reward": the soft score in [0, 1]. "strict": 1 if the image shows exactly the objects,

@@ -24,7 +24,7 @@ class Hub:
 
     Attributes:
         name: The name of the repository, OWNER/NAME.
-        files: The files that are read.
+        files: The names of the files that are read. All of them are required.
     """
 
     name: str
@@ -38,9 +38,9 @@ class Converted:
     A path may name the file or its directory.
 
     Attributes:
-        file: The name of the safetensors file.
+        file: The name of the safetensors file, without a directory.
         pickle: The name of the released file.
-        origin: The address to download it from.
+        origin: The address to download the released file from.
     """
 
     file: str
@@ -75,15 +75,23 @@ SOURCES: dict[str, Hub | Converted] = {
 def find(name: str, paths: Mapping[str, str]) -> Path:
     """Finds the files of a source. Also downloads the files of a `Hub` source that are missing.
 
+    For a `Hub` source, a directory of the given name is preferred to a repository of this name.
+
     Args:
-        name: A key of `SOURCES`.
-        paths: The setting `reward.paths`, or `CARRIED`.
+        name: A key of `SOURCES`, e.g. "pickscore/tokenizer".
+        paths: The setting `reward.paths`: paths or names of repositories by keys of `SOURCES`.
+            Without an entry, the repository of a `Hub` source is used, or the file of a `Converted`
+            source in the folder "weights" of the working directory. The object `CARRIED` itself
+            stands for the configurations in the package.
 
     Returns:
-        The directory of a `Hub` source, with all its files, or the file of a `Converted` source.
+        The directory of a `Hub` source, which has all its files, or the file of a `Converted`
+        source. With `CARRIED` the path in the package, which is not checked and has no weights.
 
     Raises:
-        InputError: If a file is missing. The message says where to get it and where to put it.
+        KeyError: If `SOURCES` has no such name.
+        InputError: If a file is missing or cannot be downloaded, or if that of a `Converted` source
+            has no ending .safetensors. The message says where to get it and where to put it.
     """
     source = SOURCES[name]
     if isinstance(source, Converted):
@@ -96,15 +104,17 @@ def find(name: str, paths: Mapping[str, str]) -> Path:
 
 
 def _find_converted(name: str, source: Converted, paths: Mapping[str, str]) -> Path:
-    """Returns the safetensors file of a source.
+    """Returns the safetensors file of a source. Its contents are not read.
 
     Args:
         name: The name of the source in `SOURCES`.
         source: The source.
-        paths: The setting `reward.paths`: files or directories by name.
+        paths: The setting `reward.paths`: files, or directories with a file of the name
+            `source.file`, by the name of the source. Without an entry: `source.file` in the folder
+            "weights" of the working directory.
 
     Raises:
-        InputError: If the file is not there, or is no safetensors file.
+        InputError: If the file is not there, or its name does not end in .safetensors.
     """
     path = Path(paths.get(name, Path(FOLDER, source.file)))
     if path.is_dir():
@@ -122,13 +132,21 @@ def _find_converted(name: str, source: Converted, paths: Mapping[str, str]) -> P
 def _find_in_hub(name: str, source: Hub, paths: Mapping[str, str]) -> Path:
     """Returns the directory of a source. Also downloads missing files of a repository in the hub.
 
+    If HF_HUB_OFFLINE is set, the local cache is searched instead.
+
     Args:
         name: The name of the source in `SOURCES`.
         source: The source.
-        paths: The setting `reward.paths`: directories or names of repositories by name.
+        paths: The setting `reward.paths`: directories, or names of repositories (OWNER/NAME), by
+            the name of the source. Without an entry: `source.name`. A directory that exists is
+            preferred to a repository of the same name.
+
+    Returns:
+        The directory, in which every file of `source.files` exists.
 
     Raises:
-        InputError: If files are missing.
+        InputError: If there is no such directory and the text is no name of a repository; if a file
+            cannot be downloaded; or if the directory lacks a file.
     """
     reward = f"reward '{name.split('/')[0]}'"
     path = paths.get(name, source.name)

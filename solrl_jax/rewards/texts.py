@@ -19,10 +19,17 @@ _OPEN_CLIP_SPECIAL = re.compile("<start_of_text>|<end_of_text>")
 
 
 def open_tokenizer(folder: Path) -> Any:
-    """Opens the tokenizer in a folder, as a transformers tokenizer.
+    """Opens the tokenizer in a folder. It is loaded once per process, and shared by all callers.
+
+    Args:
+        folder: The folder, with `tokenizer_config.json` and the files of a transformers tokenizer.
+
+    Returns:
+        A transformers tokenizer, or `NoVocabulary` for a folder that is carried for plans.
 
     Raises:
-        InputError: If it cannot be read.
+        InputError: If the folder or its `tokenizer_config.json` is missing, or transformers cannot
+            load the tokenizer.
     """
     with in_one_line(lambda message: f"{folder}: {message}"):
         return load_tokenizer(folder)
@@ -31,11 +38,16 @@ def open_tokenizer(folder: Path) -> Any:
 def open_image_reward_tokenizer(folder: Path) -> None:
     """Opens BERT's tokenizer in a folder and adds BLIP's two tokens to it, as ImageReward does.
 
-    Afterwards `models.text_encoders.tokenizers.tokenize` of this folder knows them. The first token
-    of a text stays [CLS].
+    The tokens [DEC] and [ENC] become special tokens with the next two ids. The tokenizer of this
+    folder is shared in the process, so `models.text_encoders.tokenizers.tokenize` knows them
+    afterwards. The first token of a text stays [CLS].
+
+    Args:
+        folder: The folder of the tokenizer.
 
     Raises:
-        InputError: If the tokenizer cannot be read.
+        InputError: If the folder or its `tokenizer_config.json` is missing, or transformers cannot
+            load the tokenizer.
     """
     open_tokenizer(folder).add_tokens(["[DEC]", "[ENC]"], special_tokens=True)
 
@@ -45,16 +57,20 @@ def tokenize_as_open_clip(
 ) -> dict[str, np.ndarray]:
     """Tokenizes prompts as OpenCLIP does, with CLIP's vocabulary.
 
-    A prompt is cleaned, truncated so that its end token stays, and padded with zeros. No token is
-    masked, because the text tower is causal and reads the state at the end token.
+    A prompt is cleaned (`clean`) and put between the begin and the end token. Tokens of the prompt
+    beyond `length` - 2 are dropped, so that the end token stays. The rest is padded with zeros. No
+    token is masked, because the text tower is causal and reads the state at the end token.
 
     Args:
         folder: The folder of a CLIP tokenizer.
-        length: The number of tokens per prompt.
+        length: The number of tokens per prompt, at least 2.
         prompts: The prompts.
 
     Returns:
         "ids" [prompts, length], int32, and "mask" [prompts, length], bool, all true.
+
+    Raises:
+        InputError: If the tokenizer cannot be loaded.
     """
     tokenizer = open_tokenizer(folder)
     special_ids = {
@@ -76,10 +92,17 @@ def tokenize_as_open_clip(
 
 
 def split_at_special(text: str) -> list[str]:
-    """Splits a cleaned text at the special tokens of OpenCLIP, which are pieces of their own.
+    """Splits a text at the special tokens of OpenCLIP, <start_of_text> and <end_of_text>.
 
-    One that follows a punctuation mark or symbol is no special token, because OpenCLIP reads its
-    "<" as a part of the punctuation.
+    One that directly follows a punctuation mark or symbol stays ordinary text, because OpenCLIP
+    reads its "<" as a part of the punctuation.
+
+    Args:
+        text: A cleaned text, in lower case.
+
+    Returns:
+        The pieces in order, each special token as a piece of its own. Joined they are `text`. No
+        piece is empty, so an empty text has none.
     """
     pieces = []
     start = 0
@@ -93,8 +116,14 @@ def split_at_special(text: str) -> list[str]:
 
 
 def clean(prompt: str) -> str:
-    """Cleans a text as OpenCLIP does: repairs encodings (with the same library), resolves HTML
-    entities, collapses white space, and converts to lower case.
+    """Cleans a text as OpenCLIP does.
+
+    In this order: encodings are repaired with the same library (ftfy), HTML entities are resolved
+    twice, runs of white space become one space and are removed at both ends, and letters become
+    lower case.
+
+    Args:
+        prompt: The text. A blank one becomes "".
     """
     text = html.unescape(html.unescape(ftfy.fix_text(prompt)))
     return " ".join(text.split()).lower()
