@@ -85,16 +85,18 @@ _FIGURES = {
 def write(
     folders: Sequence[Path], out: Path, *, live: bool = False, plan: Path | None = None
 ) -> None:
-    """Writes the report of one or more runs.
+    """Writes the report of one or more runs as one HTML page, whole or not at all.
 
     Args:
-        folders: The run directories.
-        out: The file to write.
+        folders: The run directories, at least one. A run is called by the name of its directory; if
+            two have the same name, all are called by their paths.
+        out: The file to write. It is replaced if it exists.
         live: Whether the report is written again soon, so that the page offers to reload itself.
-        plan: A file with the JSON of `solrl plan`, which is shown too.
+        plan: A file with the JSON of `solrl plan PRESET --json`, which is shown too. None: no plan.
 
     Raises:
-        InputError: If a run is damaged or has no record, or if the file is no plan.
+        InputError: If a run is damaged or has no record, or if `plan` is no plan.
+        ConfigError: If the configuration of a run is invalid.
         RunError: If the disk refuses.
     """
     names = [folder.resolve().name for folder in folders]
@@ -129,7 +131,15 @@ def write(
 
 
 def is_page(path: Path) -> bool:
-    """Whether `path` is a report of this module, which may be replaced."""
+    """Whether a file is a report of this module, which may be replaced.
+
+    Args:
+        path: The file. Its first 1000 bytes are searched for the title of the page. False if it is
+            absent or no regular file.
+
+    Raises:
+        OSError: If the file cannot be read.
+    """
     if not path.is_file():
         return False
     with path.open("rb") as stream:
@@ -139,11 +149,15 @@ def is_page(path: Path) -> bool:
 class HtmlReport:
     """The report of a run while it trains.
 
-    It is refreshed as often as `MAX_TIME_FRACTION` of the time of the run allows.
+    It is refreshed as often as `MAX_TIME_FRACTION` (1 %) of the time of the run allows, counted
+    from when this object was made.
+
+    Attributes:
+        path: The file, `report.html` in the run directory.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Makes the report without writing it.
+        """Creates the object and starts its clock. Writes nothing.
 
         Args:
             folder: The run directory, in which `report.html` is written.
@@ -156,11 +170,17 @@ class HtmlReport:
     def refresh(self, *, last: bool = False) -> str | None:
         """Writes the report, unless it is too soon.
 
+        It is too soon if all refreshes so far and one as long as the last would take more than
+        `MAX_TIME_FRACTION` (1 %) of the time since this object was made. The first one counts as
+        1.5 seconds.
+
         Args:
-            last: Whether the run ends here. The report is then written in any case.
+            last: Whether the run ends here. The report is then written in any case, and no longer
+                offers to reload itself.
 
         Returns:
-            Why the report could not be written, or None. No run ends because of its report.
+            Why the report could not be written, as a line; None if it was written or it is too
+            soon. InputError and RunError are not raised, because no run ends because of its report.
         """
         began = time.monotonic()
         if not last and self._spent + self._last > MAX_TIME_FRACTION * (began - self._began):
@@ -176,15 +196,25 @@ class HtmlReport:
 
 
 def _describe_run(folder: Path, name: str, max_rows: int) -> dict[str, Any]:
-    """Returns all that the page shows of a run, as JSON values.
+    """Collects all that the page shows of a run.
 
     Args:
         folder: The run directory.
         name: The name of the run on the page.
-        max_rows: The largest number of candidates that are shown.
+        max_rows: The largest number of candidates that are shown. The newest iteration is shown in
+            any case.
+
+    Returns:
+        JSON values by name: "name", "config" (settings by dotted name), "preset" (those of its
+        preset; None if that is unknown), "facts" (see `read_facts`), "trained" and "watched" (names
+        of rewards), "metrics" (one list per metric with a value per recorded iteration, None where
+        unknown; of several rows of an iteration the last counts), "ledger" (see `_read_ledger`),
+        and "grids" and "pools" (see `_read_images`).
 
     Raises:
-        InputError: If the run is damaged, has no record, or has a record that is too large.
+        InputError: If a file of the run is damaged, or if the record has no readable line or more
+            than `MAX_VALUES` (2**23) values.
+        ConfigError: If the configuration is invalid.
     """
     config = read_run(folder)
     rows = metrics.read(folder)
@@ -217,7 +247,11 @@ def _describe_run(folder: Path, name: str, max_rows: int) -> dict[str, Any]:
 
 
 def _by_dotted_name(config: Config) -> dict[str, Any]:
-    """Returns the values of all settings by dotted name."""
+    """Flattens a configuration to a dict from dotted name to value, e.g. "rollout.kept".
+
+    Args:
+        config: The configuration. Settings that are dicts are flattened too, unless they are empty.
+    """
 
     def walk(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         if isinstance(value, dict) and value:
@@ -236,10 +270,12 @@ def read_facts(folder: Path) -> dict[str, Any]:
         folder: The run directory.
 
     Returns:
-        The entries; an empty dict if there is no such file.
+        Those of the entries `_FACTS` that the file has, in that order: versions ("solrl_jax",
+        "python", "packages"), "devices", "mesh", "exploration" and "evaluation". An empty dict if
+        there is no such file.
 
     Raises:
-        InputError: If the file is damaged.
+        InputError: If the file cannot be read, or is no JSON object.
     """
     path = folder / "run.json"
     if not path.exists():
@@ -262,11 +298,14 @@ def _read_plan(path: Path) -> dict[str, Any]:
         path: A file with the JSON of `solrl plan PRESET --json`.
 
     Returns:
-        Some entries of the plan. "stages" has one list per stage: its name, its roofline seconds,
-        the seconds by what limits them (`planning.roofline.KINDS`), and its peak memory in bytes.
+        The entries "preset", "device", "devices", "hosts", "exploration", "rollout",
+        "naive_scaling" and "fits" of the plan as they are (None if absent), "usable" and "seconds"
+        as floats, and "stages". The latter has one list per stage: its name, its roofline seconds,
+        the part of them that matmuls, attention, memory and links between devices limit (four
+        numbers of seconds), and its peak memory in bytes.
 
     Raises:
-        InputError: If the file is no plan.
+        InputError: If the file cannot be read or is no plan.
     """
     try:
         plan = parse_json(read_bytes(path))
@@ -303,7 +342,15 @@ def _read_plan(path: Path) -> dict[str, Any]:
 
 
 def _to_float(value: Any) -> float:
-    """Returns a number as a float. Raises ValueError for other values and beyond float32."""
+    """Returns a number as a float.
+
+    Args:
+        value: An int or a float.
+
+    Raises:
+        ValueError: For values of another type, booleans too, for NaN, and for numbers beyond
+            float32.
+    """
     if type(value) not in (int, float) or not abs(value) <= MAX_NUMBER:
         raise ValueError(f"{brief_repr(value)} is no number")
     return float(value)
@@ -315,11 +362,16 @@ def _read_ledger(root: Path, max_rows: int) -> dict[str, Any]:
     Args:
         root: The directory of the ledger.
         max_rows: The largest number of rows. The newest iteration is read in any case, and no
-            iteration is read in part. `MOST_TEXT` limits the bytes in the same way.
+            iteration is read in part. `MOST_TEXT` (64 MiB) limits the bytes in the same way.
 
     Returns:
-        "iterations" (the numbers of all iterations), "shown" (how many were read), "texts" (the
-        distinct texts), and "columns", in which a text is its index in "texts".
+        "iterations" (the numbers of all iterations, ascending), "shown" (how many of the newest
+        were read), "texts" (the distinct prompts and precisions), and "columns": for each name of
+        `_LEDGER` a list of values for JSON, oldest iteration first. A prompt or precision is its
+        index in "texts". All lists are empty if there is no ledger.
+
+    Raises:
+        InputError: If a file of the ledger cannot be read.
     """
     iterations = ledger.iterations_in(root)
     num_rows = 0
@@ -344,9 +396,13 @@ def _read_ledger(root: Path, max_rows: int) -> dict[str, Any]:
 
 
 def _column_values(column: Any) -> list[Any]:
-    """Returns the values of a ledger's column for JSON.
+    """Returns the values of a ledger's column for JSON; nulls are None.
 
-    Float32 values have their shortest digits. Non-finite values and 64-bit seeds become text.
+    Float32 values have their shortest digits, or are text such as "nan" if they are not finite.
+    Seeds of 64 bits become text, because JavaScript would round them.
+
+    Args:
+        column: The column, a `pyarrow.ChunkedArray`.
     """
     values = column.to_pylist()
     if str(column.type) == "uint64":
@@ -357,21 +413,34 @@ def _column_values(column: Any) -> list[Any]:
 
 
 def _float_for_json(x: float | None) -> float | str | None:
-    """Returns a float32 value with its shortest digits, or as text if it is not finite."""
+    """Returns a float32 value with its shortest digits, e.g. 0.1 in place of 0.10000000149.
+
+    Args:
+        x: The value, or None, which is returned as it is.
+
+    Returns:
+        The number; its text, "nan", "inf" or "-inf", if it is not finite.
+    """
     if x is None:
         return None
     return float(str(np.float32(x))) if math.isfinite(x) else str(x)
 
 
 def _read_images(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """Reads the image grids of a run, at most `MAX_ITERATIONS_WITH_IMAGES` of them.
+    """Reads the image grids of a run, at most `MAX_ITERATIONS_WITH_IMAGES` (12) of them.
+
+    If there are more, evenly spaced ones are read, the first and the last among them.
 
     Args:
-        folder: The directory `pictures` of the run.
+        folder: The directory `pictures` of the run, which need not exist.
         kind: The prefix of the file names: "iteration" or "pool".
 
     Returns:
-        One dict per iteration: its number as "iteration", and the entries of `_read_cells`.
+        One dict per iteration, ascending: its number as "iteration", and the entries "size" and
+        "cells" of `_read_cells`. Grids without facts about their images are left out.
+
+    Raises:
+        InputError: If a file is damaged.
     """
     paths = [
         path
@@ -390,9 +459,16 @@ def _read_images(folder: Path, kind: str) -> list[dict[str, Any]]:
 def _read_cells(path: Path) -> dict[str, Any]:
     """Reads one image grid. Its pixels, up to a gigabyte, are freed at the end.
 
+    Args:
+        path: A file of `image_files.save_grid`.
+
     Returns:
-        "size", the height and width of an image as text, and "cells", the facts about each image
-        with its "src".
+        "size", the height and width of an image in pixels as text, e.g. "512 x 768", and "cells",
+        for each image a dict of the facts about it with the image as a `data:` URL under "src". An
+        empty text and list if the file has no facts.
+
+    Raises:
+        InputError: If the file is damaged.
     """
     grid = read_grid(path)
     size = ""
@@ -403,9 +479,13 @@ def _read_cells(path: Path) -> dict[str, Any]:
 
 
 def _data_url(image: "Image") -> str:
-    """Returns an image as a `data:` URL. Also shrinks it to `MAX_PIXELS`, in place.
+    """Returns an image as a `data:` URL in WebP. Also shrinks it in place, until its longer side is
+    at most `MAX_PIXELS` (160) pixels.
 
-    Small images are stored without loss, others are compressed.
+    Images of at most 64 pixels are stored without loss, others are compressed.
+
+    Args:
+        image: The image of Pillow.
     """
     image.thumbnail((MAX_PIXELS, MAX_PIXELS))
     data = io.BytesIO()
@@ -414,14 +494,15 @@ def _data_url(image: "Image") -> str:
 
 
 def _figures(runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Draws the curves of all runs.
+    """Draws the curves of all runs. Figures for which no run has a value are left out.
 
     Args:
         runs: The results of `_describe_run`.
 
     Yields:
-        One dict per figure: "section", "metric", "title", "svg", "axis" (see
-        `report_figures.curves`) and the data of its "lines".
+        One dict per figure: "section", "metric", "title", "svg" and "axis" (see
+        `report_figures.curves`), and "lines": for each run that has the metric "run" (its number),
+        "x" (iterations), "y" (values) and "error" (standard errors, empty if not recorded).
     """
     for number, (section, metric, title) in enumerate(_titles(runs)):
         lines = [
@@ -445,13 +526,18 @@ def _figures(runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _line(index: int, run: Mapping[str, Any], metric: str, *, named: bool) -> Line | None:
-    """Returns the line of one metric of a run, or None if the run does not have it.
+    """Returns the line of one metric of a run. Iterations without a value are left out.
 
     Args:
-        index: The number of the run.
+        index: The number of the run, from 0.
         run: The result of `_describe_run`.
-        metric: The name of the metric. Its standard error, if recorded, becomes a band.
-        named: Whether the label is the name of the run. Otherwise it is the last value.
+        metric: The name of the metric. Its standard error "METRIC/standard_error", if recorded,
+            becomes a band; where it is unknown it counts as 0.
+        named: Whether the label is the name of the run. Otherwise it is the last value with three
+            significant digits.
+
+    Returns:
+        The line; None if the run has no value of the metric.
     """
     columns = run["metrics"]
     errors = columns.get(f"{metric}/standard_error")
@@ -469,12 +555,17 @@ def _line(index: int, run: Mapping[str, Any], metric: str, *, named: bool) -> Li
 
 
 def _titles(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
-    """Yields (section, metric, title) of every figure.
+    """Lists all figures: first the evaluated scores, then those of `_FIGURES`.
 
-    If only one reward is trained on, its own score equals "reward" and has no figure of its own.
+    The evaluated scores are the metrics of any run that have a standard error. If a run trains on a
+    single reward, its own score equals "reward" and has no figure.
 
     Args:
         runs: The results of `_describe_run`.
+
+    Yields:
+        (section, metric, title) of every figure, e.g. ("rewards", "eval/reward", "Held-out reward,
+        trained on").
     """
     scores = dict.fromkeys(
         key for run in runs for key in run["metrics"] if f"{key}/standard_error" in run["metrics"]

@@ -33,10 +33,11 @@ class Line:
     """One metric of one run.
 
     Attributes:
-        run: The number of the run, which decides the colour.
+        run: The number of the run from 0, which decides the colour. There are six colours, in a
+            cycle.
         label: Text at the end of the line.
-        x: Iterations, at least one.
-        y: The value at each iteration.
+        x: Iterations, at least one, ascending.
+        y: The finite value at each iteration.
         error: Half of the height of the band around each value; empty for no band.
     """
 
@@ -48,15 +49,16 @@ class Line:
 
 
 def curves(lines: Sequence[Line], name: str) -> tuple[str, list[float]]:
-    """Draws a figure.
+    """Draws a figure of 380 x 200 CSS pixels.
 
     Args:
-        lines: The lines of the figure.
+        lines: The lines of the figure, at least one. Lines of at most 30 points have markers.
         name: A name that no other figure of the page has. Identifiers in the SVG begin with it.
 
     Returns:
-        The SVG text, and the horizontal axis: its first and last iteration, and their distances
-        from the left edge.
+        The `<svg>` element as text, and the horizontal axis: its first and last iteration, and
+        their distances from the left edge in CSS pixels. A single iteration is drawn as an interval
+        of one.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -107,7 +109,7 @@ def _label(axes: Any, lines: Sequence[Line]) -> None:
     """Writes each line's label at its end, moved upwards where two would overlap.
 
     Args:
-        axes: The matplotlib axes with the lines.
+        axes: The matplotlib axes with the lines, whose limits are final. It is changed.
         lines: The lines.
     """
     placed = sorted(
@@ -135,7 +137,15 @@ def _label(axes: Any, lines: Sequence[Line]) -> None:
 
 
 def _shorten(label: str) -> str:
-    """Returns a label of at most `_MAX_LETTERS` letters: beginning and end of a longer one."""
+    """Shortens a label to `_MAX_LETTERS` (15) letters.
+
+    Args:
+        label: The label.
+
+    Returns:
+        The label itself if it is short enough; otherwise its first and last seven letters with "…"
+        between them.
+    """
     if len(label) <= _MAX_LETTERS:
         return label
     half = _MAX_LETTERS // 2
@@ -143,11 +153,14 @@ def _shorten(label: str) -> str:
 
 
 def _themed(svg: str, name: str) -> str:
-    """Returns the `<svg>` element in the colours and the font of the page.
+    """Returns the `<svg>` element of a document in the colours and the font of the page.
+
+    Comments, metadata and the fixed size are removed, the placeholder colours become variables of
+    CSS, and the element is hidden from screen readers.
 
     Args:
-        svg: The document that matplotlib has drawn.
-        name: The prefix of all identifiers.
+        svg: The SVG document that matplotlib has drawn.
+        name: The prefix that all identifiers get.
     """
     svg = re.sub(
         r"<metadata>.*?</metadata>|<!--.*?-->|\s(?=\s)",

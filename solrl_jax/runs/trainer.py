@@ -58,7 +58,8 @@ MAX_FAILED_ITERATIONS = 3
 class Diverged(RunError):
     """The rewards, the loss or the trained parameters are no longer finite.
 
-    The state is not saved, so the last checkpoint is from before the divergence.
+    The state is not saved, so the last checkpoint is from before the divergence. The message is one
+    line with the iteration, the problem and that checkpoint.
     """
 
 
@@ -69,12 +70,12 @@ class _Run:
     Attributes:
         experiment: The models, rewards and prompts.
         folder: The run directory.
-        metrics: The record of the run. Only the first process opens it.
+        metrics: The record of the run. Only the first process opens it; elsewhere it has no rows.
         saver: Writes the checkpoints.
         progress: The output in the terminal. It also notes interruptions by signals.
         html_report: The page that is refreshed after every iteration, or None.
-        profile: The numbers of the iterations that are traced.
-        input_hashes: The hashes of the run's input files, see `runs.inputs.hash_inputs`.
+        profile: The numbers of the iterations that are traced, from 1.
+        input_hashes: The hashes of the run's input files by name, see `runs.inputs.hash_inputs`.
         state: The training state after iteration `done`.
         done: The number of complete iterations.
     """
@@ -96,14 +97,25 @@ class _Run:
         return self.experiment.config
 
     def log(self, row: Row) -> None:
-        """Appends a row to the record, as that of iteration `done`. Every process calls this."""
+        """Appends a row to the record, as that of iteration `done`. Every process calls this; the
+        first one writes.
+
+        Args:
+            row: The values by name.
+
+        Raises:
+            RunError: In all processes, if the disk refuses.
+        """
         hosts.write(lambda: self.metrics.log(self.done, row))
 
     def refresh_report(self, *, last: bool = False) -> None:
-        """Rewrites the HTML report, if there is one. A failure is only printed.
+        """Rewrites the HTML report in the first process, if there is one and it is not too soon.
+
+        A failure is only printed.
 
         Args:
-            last: Whether the run ends here, so that the page is no longer marked as live.
+            last: Whether the run ends here. The page is then written in any case, and is no longer
+                marked as live.
         """
         if self.html_report is None or not hosts.first():
             return
@@ -120,29 +132,34 @@ def run(
     *,
     force: bool = False,
 ) -> dict[str, Any]:
-    """Trains the run that `config` describes, or resumes it from its last checkpoint.
+    """Trains the run that `config` describes, or resumes it from its newest checkpoint that can be
+    used.
 
-    Every process of a run calls this with the same arguments. After an interruption (Ctrl-C or
-    SIGTERM) the last complete iteration is saved and the function returns. After any other failure
-    that iteration is saved too, and the error is raised again.
+    Every process of a run calls this with the same arguments. The run directory is created if
+    necessary, locked for this process, and written to once all input has been accepted. After an
+    interruption (Ctrl-C or SIGTERM) the last complete iteration is saved and the function returns.
+    After any other failure but Diverged that iteration is saved too, and the error is raised again.
 
     Args:
         config: The resolved configuration. `run.dir` is the run directory.
         progress: The output in the terminal, entered as a context manager by the caller.
         profile: Numbers of the iterations to trace, from 1. They must not be complete yet.
-        html_report: Whether `report.html` is rewritten after every iteration.
+        html_report: Whether `report.html` is kept up to date, in at most 1 % of the time.
         force: Whether to continue with input files (prompts, instruction, base weights, plug-ins)
             that changed since the last start, to train with sizes that are estimated not to fit
             into memory, and to replace a `report.html` that solrl_jax did not write.
 
     Returns:
-        The summary of the run: "run" (its directory), "iterations" (complete ones), "interrupted",
-        "trained_in_full" (the number of parameters without an adapter that are trained), and the
-        first and the last recorded evaluation as "before" and "after".
+        The summary of the run: "run" (its directory as text), "iterations" (the number of complete
+        ones), "interrupted", "trained_in_full" (the number of parameters without an adapter that
+        are trained), and the first and the last recorded evaluation as "before" and "after", each a
+        dict of metrics whose names begin with "eval/" (empty if nothing was evaluated).
 
     Raises:
-        InputError: If the configuration, the run directory or an input file cannot be used.
-        RunError: If the run fails for another reason, such as a full disk.
+        InputError: If the configuration, the run directory or an input file cannot be used, or if
+            another process uses the directory.
+        ConfigError: If the configuration of the run that is in the directory is invalid.
+        RunError: If the run fails for another reason, such as a full disk or damaged checkpoints.
         Diverged: If rewards, loss or trained parameters stop being finite.
     """
     folder = Path(config.run.dir)
@@ -214,11 +231,14 @@ def run(
 
 
 def _refuse_foreign_report(path: Path, force: bool) -> None:
-    """Raises InputError if `path` holds anything but a report of solrl_jax.
+    """Checks that a report replaces nothing but a report of solrl_jax.
 
     Args:
-        path: The file that the report would replace.
+        path: The file that the report would replace. It need not exist.
         force: Whether another file may be replaced. A directory never is.
+
+    Raises:
+        InputError: If `path` holds anything else.
     """
     if not os.path.lexists(path) or is_page(path):
         return
@@ -238,18 +258,21 @@ def _restore(
 ) -> tuple[TrainState, int]:
     """Restores the newest good checkpoint of a run, or creates the state that training starts from.
 
+    Every process calls this, and all get the state of the same checkpoint.
+
     Args:
         experiment: The loaded experiment.
-        input_hashes: The hashes of its input files.
+        input_hashes: The hashes of its input files by name, see `runs.inputs.hash_inputs`.
         folder: The run directory.
         progress: Prints which checkpoint is used, and which damaged ones are skipped.
         force: Whether to continue if the input files have changed.
 
     Returns:
-        The state, and the number of complete iterations.
+        The state, and the number of complete iterations; 0 if there is no checkpoint.
 
     Raises:
         InputError: If the checkpoint is from another run, or if the input files have changed.
+        RunError: If there are checkpoints and none can be used.
     """
     expected = {"fingerprint": fingerprint(experiment.config, experiment.explorer.format.name)}
     restored = checkpoint.restore_latest(folder / "checkpoints", state_shapes(experiment), expected)
@@ -265,12 +288,12 @@ def _restore(
 
 
 def _report_lost_rows(metrics: Metrics, done: int, progress: TerminalProgress) -> None:
-    """Prints a line if the record lacks rows of complete iterations.
+    """Prints a line if the record was damaged, or if it lacks rows of complete iterations.
 
     Args:
         metrics: The record, opened in the first process.
         done: The number of complete iterations.
-        progress: Prints the line.
+        progress: Prints the line, in the first process.
     """
     if metrics.set_aside is not None:
         progress.line(
@@ -288,10 +311,21 @@ def _report_lost_rows(metrics: Metrics, done: int, progress: TerminalProgress) -
 
 
 def _train(this: _Run) -> None:
-    """Runs the iterations from `this.done + 1` to the last one.
+    """Runs the iterations from `this.done + 1` to the last one: trains, records, evaluates and
+    saves.
 
-    `this.state` and `this.done` are those of the last complete iteration at any time, also after an
-    exception.
+    Before them, all prompts are encoded, exploration is calibrated, and the policy is evaluated if
+    that is due and not recorded yet. `this.state` and `this.done` are those of the last complete
+    iteration at any time, also after an exception; only within an update the arrays of `this.state`
+    are deleted.
+
+    Args:
+        this: The run. Its `state` and `done` are advanced.
+
+    Raises:
+        KeyboardInterrupt: After a signal, between batches or iterations.
+        Diverged: If the parameters are not finite, or nothing could be learned too often.
+        RunError: If the disk refuses, or another part of the run fails.
     """
     config = this.config
     progress = this.progress
@@ -353,12 +387,21 @@ def _train(this: _Run) -> None:
 
 
 def _prepare(this: _Run) -> None:
-    """Encodes all prompts that the rest of the run needs, and calibrates exploration.
+    """Encodes all prompts that the rest of the run needs, and calibrates exploration for every
+    image size.
 
-    The text encoders are not needed on the devices afterwards.
+    With a prompt cache, the prompts that it lacks (the empty one too) are encoded and the text
+    encoders are freed. Without one, prompts are encoded later, when they are needed. Exploration is
+    calibrated only if its options need it and iterations are left. Shows the stages "encode" and
+    "calibrate".
+
+    Args:
+        this: The run.
 
     Raises:
-        RunError: If the measured values of the calibration are not finite.
+        RunError: If the measured values of the calibration are not finite, or the cache cannot be
+            written.
+        KeyboardInterrupt: After a signal.
     """
     experiment = this.experiment
     config = this.config
@@ -392,12 +435,13 @@ def _prepare(this: _Run) -> None:
 def _remaining_prompts(experiment: Experiment, done: int) -> Sequence[Prompt]:
     """Returns the training prompts that the rest of the run may draw.
 
-    These are the drawn prompts if the rest of the run is short, and otherwise all of them: a run
-    that draws twice as many as there are draws nearly all of them.
+    These are the drawn prompts, in order and with repetitions, if the rest of the run is short, and
+    otherwise all training prompts: a run that draws at least twice as many as there are draws
+    nearly all of them.
 
     Args:
         experiment: The experiment of the run.
-        done: The number of iterations that are done.
+        done: The number of iterations that are done. If none is left, the result is empty.
     """
     train = experiment.config.train
     remaining = range(done, train.iterations)
@@ -412,10 +456,17 @@ def _remaining_prompts(experiment: Experiment, done: int) -> Sequence[Prompt]:
 
 
 def _choose_setting(this: _Run) -> int:
-    """Returns the index in `Explorer.settings` that the next iteration explores with.
+    """Chooses the setting that the next iteration explores with, from the recorded rank
+    correlations.
 
-    Prints a line if it differs from that of the last iteration. It is always 0 unless
-    `rollout.explore.min_rank_correlation` sets a floor.
+    Prints a line if it differs from that of the last iteration.
+
+    Args:
+        this: The run. The record is read, so only the first process calls this.
+
+    Returns:
+        The index in `Explorer.settings`; larger ones are more faithful. It is always 0 unless
+        `rollout.explore.min_rank_correlation` sets a floor.
     """
     floor = this.config.rollout.explore.min_rank_correlation
     if floor is None:
@@ -439,13 +490,15 @@ def exploration_history(
     """Reads from the record of a run how its iterations explored.
 
     Args:
-        rows: The rows of `metrics.jsonl`. If an iteration has several, the last one counts. Rows
-            without a valid "fidelity/level" are left out.
+        rows: The rows of `metrics.jsonl` in order. If an iteration has several, the last one with a
+            valid "fidelity/level" counts. Rows before training, and rows in which it is no number
+            of a setting, are left out.
         num_settings: The number of exploration settings.
 
     Returns:
-        For each iteration, in order, the index of its setting and the rank correlation of its proxy
-        and regenerated rewards (NaN if it is not recorded).
+        For each iteration, ascending, the index of its setting and the rank correlation of its
+        proxy and regenerated rewards ("fidelity/spearman"; NaN if it is not recorded or was not
+        finite).
     """
     explored = {}
     for row in rows:
@@ -461,7 +514,15 @@ def exploration_history(
 
 
 def _learned_nothing(row: Row) -> bool:
-    """Whether an iteration had no finite loss, or no prompt with enough finite rewards."""
+    """Whether an iteration had no finite loss, or no prompt with enough finite rewards.
+
+    The first is so if micro-batches were skipped and the gradient norm is 0, the second if the
+    spread of the kept rewards is NaN.
+
+    Args:
+        row: The metrics of the iteration by name. "skipped_micro_batches", "grad_norm" and
+            "kept/spread" are read.
+    """
     no_finite_loss = row["skipped_micro_batches"] > 0 and row["grad_norm"] == 0
     return no_finite_loss or math.isnan(row["kept/spread"])
 
@@ -469,22 +530,27 @@ def _learned_nothing(row: Row) -> bool:
 def _rewards_are_equal(candidates: Mapping[str, Any]) -> bool:
     """Whether the rewards of each prompt are equal up to rounding, among the trained samples.
 
-    All advantages are 0 then.
+    All advantages are 0 then. True also if no sample was trained on.
 
     Args:
-        candidates: The ledger columns of an iteration, see `rl.iteration.ledger_columns`.
+        candidates: The ledger columns of an iteration, see `rl.iteration.ledger_columns`. The
+            masked array "advantage" is read.
     """
     return not np.any(candidates["advantage"].compressed())
 
 
 def _refuse_divergence(this: _Run, row: Row, failures: int) -> None:
-    """Raises Diverged if the trained parameters are not finite, or if too many iterations failed.
+    """Ends a run whose trained parameters are not finite, or that has learned nothing too often.
 
     Args:
         this: The run, after the iteration.
-        row: The metrics of the iteration.
+        row: The metrics of the iteration by name.
         failures: The number of iterations in a row, up to this one, from which nothing could be
-            learned. `MAX_FAILED_ITERATIONS` end the run; in its last iteration, one does.
+            learned. `MAX_FAILED_ITERATIONS` (3) end the run; in its last iteration, one does.
+
+    Raises:
+        Diverged: If the run must end. The message names the iteration, the problem and the last
+            checkpoint.
     """
     allowed = MAX_FAILED_ITERATIONS if this.done < this.config.train.iterations else 1
     in_a_row = f"in {failures} iteration(s) in a row"
@@ -507,15 +573,28 @@ def _refuse_divergence(this: _Run, row: Row, failures: int) -> None:
 
 @jax.jit
 def _is_finite(state: TrainState) -> jax.Array:
-    """Whether all values of the state, and the sums of their squares, are finite."""
+    """Whether all values of a state, and the sum of squares of each of its arrays, are finite.
+
+    Args:
+        state: The training state, which is not donated.
+
+    Returns:
+        A boolean scalar on the devices. False also if a sum of squares overflows.
+    """
     return jnp.all(
         jnp.array([jnp.isfinite(jnp.square(leaf).sum()) for leaf in jax.tree.leaves(state)])
     )
 
 
 def _evaluation_is_due(config: Config, done: int) -> bool:
-    """Whether the policy is evaluated after `done` iterations: before the first one, after the last
-    one, and every `eval.every` iterations.
+    """Whether the policy is evaluated after `done` iterations.
+
+    It is before the first one (0), after the last one, and every `eval.every` iterations unless
+    that is 0.
+
+    Args:
+        config: The configuration of the run.
+        done: The number of complete iterations.
     """
     if done in (0, config.train.iterations):
         return True
@@ -523,8 +602,16 @@ def _evaluation_is_due(config: Config, done: int) -> bool:
 
 
 def _recorded_evaluation(this: _Run) -> Row:
-    """Returns the recorded evaluation after iteration `this.done`, the same in every process; an
-    empty dict if there is none.
+    """Returns the recorded evaluation after iteration `this.done`, the same in every process.
+
+    Every process calls this; the record of the first one is read.
+
+    Args:
+        this: The run.
+
+    Returns:
+        The values whose names begin with "eval/", by name; an empty dict if there is none. If the
+        last two rows both have one, values of the later row count.
     """
 
     def find() -> Row:
@@ -540,11 +627,22 @@ def _recorded_evaluation(this: _Run) -> Row:
 def _evaluate(this: _Run) -> Row:
     """Scores the averaged policy (EMA) on the test prompts and prints the means.
 
-    Also writes a grid of images to `pictures/`, and prints a warning for each score that is only
-    watched and that falls while the trained reward rises.
+    Also writes a grid of images to `pictures/` unless `eval.num_grid_images` is 0, and prints a
+    warning for each score that is only watched and that falls while the trained reward rises. The
+    row is not recorded here.
+
+    Args:
+        this: The run.
 
     Returns:
-        The values for the record, with names that start with "eval/".
+        The values for the record: for each score "eval/NAME" (its mean) and
+        "eval/NAME/standard_error"; for each reward outside of JAX "eval/reward_failures/NAME"; and,
+        if scores are watched, "eval/hacking" (1 if there was a warning, else 0).
+
+    Raises:
+        KeyboardInterrupt: After a signal.
+        RunError: If the disk refuses, or a reward fails and the configuration says that the run
+            stops then.
     """
     config = this.config
     progress = this.progress
@@ -572,7 +670,17 @@ def _evaluate(this: _Run) -> Row:
 
 
 def _save_grid(this: _Run) -> None:
-    """Writes images of fixed test prompts and seeds to `pictures/iteration-NNNNNN.png`."""
+    """Writes images of fixed test prompts and seeds to `pictures/iteration-NNNNNN.png`.
+
+    They are images of the averaged policy (EMA), with one row per prompt and the prompt as caption.
+    Every process calls this; the first one writes.
+
+    Args:
+        this: The run. `eval.num_grid_images` must not be 0.
+
+    Raises:
+        RunError: If the disk refuses.
+    """
     grid = sample_grid(this.experiment, this.state.ema)
     columns = grid.images.shape[1]
     images = grid.images.reshape(-1, *grid.images.shape[2:])
@@ -585,8 +693,14 @@ def _save_grid(this: _Run) -> None:
 
 
 def _checkpoint_is_due(config: Config, done: int) -> bool:
-    """Whether the state is saved after `done` iterations: after the last one, every
-    `run.checkpoint_every` iterations, and, with `run.keep_best`, after every evaluation.
+    """Whether the state is saved after `done` iterations.
+
+    It is after the last one, every `run.checkpoint_every` iterations, and, if `run.keep_best` is
+    above 0, after every evaluation.
+
+    Args:
+        config: The configuration of the run.
+        done: The number of complete iterations.
     """
     if done == config.train.iterations or done % config.run.checkpoint_every == 0:
         return True
@@ -594,10 +708,17 @@ def _checkpoint_is_due(config: Config, done: int) -> bool:
 
 
 def _save(this: _Run) -> None:
-    """Starts to save the state, with the evaluation after this iteration if there is one.
+    """Starts to save the state after iteration `this.done`, with the evaluation of it if there is
+    one.
 
-    The random key and the position in the prompts follow from the seed and the iteration. They are
-    in the metadata for readers only.
+    Waits for the save before; the rest happens in a thread. The random key and the position in the
+    prompts follow from the seed and the iteration. They are in the metadata for readers only.
+
+    Args:
+        this: The run.
+
+    Raises:
+        RunError: If the disk refuses, or refused the save before.
     """
     config = this.config
     meta = {
@@ -613,14 +734,17 @@ def _save(this: _Run) -> None:
 def _save_after_stop(this: _Run, cause: BaseException) -> None:
     """Saves the last complete iteration after an interruption or a failure, and prints a line.
 
+    Nothing is saved if no iteration is complete, if the arrays of the state are deleted (the stop
+    was within an update), or after Diverged, because the last finite state is saved already.
+
     Args:
         this: The run.
-        cause: What stopped `_train`. After Diverged nothing is saved, because the last finite state
-            is saved already.
+        cause: What stopped `_train`: KeyboardInterrupt, or the error.
 
     Raises:
-        RunError: If the state cannot be saved, unless another failure is the cause; that failure is
-            then the one to report.
+        RunError: If the state cannot be saved and `cause` is an interruption or the same error.
+            After any other failure that is only printed, because the failure is the one to report.
+            Also if an earlier save that is still in progress fails.
     """
     interrupted = isinstance(cause, KeyboardInterrupt)
     what = "interrupted" if interrupted else "failed"
@@ -671,6 +795,11 @@ def _summary(this: _Run, interrupted: bool) -> dict[str, Any]:
     Args:
         this: The run.
         interrupted: Whether the run was stopped before its end.
+
+    Returns:
+        JSON values by name: "run", "iterations", "interrupted", "trained_in_full", "before" and
+        "after". The last two are the same evaluation if there is only one, and empty dicts if there
+        is none.
     """
     rows = [row for row in read_metrics(this.folder) if "eval/reward" in row] or [{}]
 
