@@ -28,6 +28,11 @@ class FluxPipeline(Pipeline):
     """FLUX.1-dev or FLUX.1-schnell.
 
     T5 encodes every token of the prompt, CLIP the prompt as a whole.
+
+    Attributes:
+        config: configuration of the transformer.
+        vae_config: configuration of the autoencoder.
+        clip_tokens: number of tokens to which prompts are padded or cut for CLIP.
     """
 
     kind = "FluxPipeline"
@@ -36,7 +41,18 @@ class FluxPipeline(Pipeline):
     embedded_guidance = True
 
     def __init__(self, folder: Path, remat: str = "none"):
-        """Opens a directory in the layout of `black-forest-labs/FLUX.1-dev`; see `Pipeline`."""
+        """Opens a directory in the layout of `black-forest-labs/FLUX.1-dev`. No weight is read.
+
+        Args:
+            folder: the directory.
+            remat: what the gradient of the transformer recomputes, a key of
+                `models.layers.stack.REMAT`: "none", "matmuls" or "blocks". It is not checked here.
+
+        Raises:
+            FileNotFoundError: a configuration or a tokenizer is missing.
+            ValueError: a configuration is unsupported, a tokenizer cannot be loaded or does not fit
+                its text encoder, or the widths of the components do not fit together.
+        """
         super().__init__(folder, remat)
         config = FluxConfig.read(folder / "transformer")
         vae_config = AutoencoderKLConfig.read(folder / "vae")
@@ -76,11 +92,16 @@ class FluxPipeline(Pipeline):
         self.clip_tokens = clip_length(folder / "tokenizer", clip_config.max_position_embeddings)
 
     def _check_sizes(self, clip_config: CLIPTextConfig, t5_config: T5Config) -> None:
-        """Raises ValueError if the widths of text encoders, transformer and autoencoder do not fit.
+        """Checks that the widths of text encoders, transformer and autoencoder fit together.
 
         Args:
             clip_config: configuration of CLIP, which makes the pooled embedding.
             t5_config: configuration of T5, which makes the token embeddings.
+
+        Raises:
+            ValueError: the transformer's input channels are not four times those of the latent, its
+                output channels are not its input channels, or its text widths are not those of T5
+                and CLIP.
         """
         config = self.config
         latent = self.vae_config.latent_channels * PATCH**2
@@ -110,10 +131,22 @@ class FluxPipeline(Pipeline):
         guidance: Array,
         fp8_attention: bool = False,
     ) -> Array:
-        """Predicts the velocity `noise - x0`. Arguments and result are those of
-        `Pipeline.velocity`.
+        """Predicts the velocity `noise - x0`, in the dtype of `latent`. For use under jit.
 
-        The conditioning is "text" and "pooled". Models without embedded guidance ignore `guidance`.
+        Args:
+            params: parameters of the transformer, gathered.
+            latent: noisy latents [b, h, w, c], not packed, of even height and width.
+            conditioning: "text" [b, l, d] and "pooled" [b, e], as returned by `encode_text`.
+            timestep: `1000 sigma` of each latent.
+            guidance: guidance scale, a scalar. FLUX.1-schnell, whose transformer does not embed it,
+                ignores it.
+            fp8_attention: whether the attention runs in FP8.
+
+        Returns:
+            The velocity, of the shape of `latent`.
+
+        Raises:
+            ValueError: while tracing, if height or width is odd.
         """
         scale = jnp.broadcast_to(guidance, timestep.shape) if self.config.guidance_embeds else None
         network = self.transformer(params)
@@ -129,12 +162,20 @@ class FluxPipeline(Pipeline):
     def tokenize(
         self, prompts: Sequence[str], max_tokens: int, instruction: str | None = None
     ) -> Tokens:
-        """Tokenizes prompts for CLIP ("clip") and T5 ("t5"); see `Pipeline.tokenize`.
+        """Tokenizes prompts for CLIP and T5.
 
         Args:
-            prompts: the texts.
-            max_tokens: the number of tokens for T5. CLIP's number is fixed.
-            instruction: not supported; must be None.
+            prompts: one or more texts.
+            max_tokens: number of tokens for T5. The number for CLIP is `clip_tokens`.
+            instruction: not supported, and ignored.
+
+        Returns:
+            "clip" [prompts, clip_tokens] and "t5" [prompts, max_tokens]: tokens, int32, padded or
+            cut.
+
+        Raises:
+            InputError: `max_tokens` is too large or too small for the tokenizer, or a tokenizer
+                fails.
         """
         return {
             "clip": tokenize(self.folder / "tokenizer", prompts, self.clip_tokens)["ids"],
@@ -142,18 +183,31 @@ class FluxPipeline(Pipeline):
         }
 
     def encode_text(self, params: dict[str, Params], tokens: TracedTokens) -> Conditioning:
-        """Returns "text" [b, l, d] from T5 and "pooled" [b, e] from CLIP.
+        """Encodes tokenized prompts by T5 and CLIP. For use under jit.
 
         Padding is not masked, because FLUX was trained with attention to it.
 
         Args:
             params: parameters of "text_encoder" (CLIP) and "text_encoder_2" (T5).
             tokens: result of `tokenize`.
+
+        Returns:
+            "text" [b, l, d], the last hidden states of T5 for all l tokens, and "pooled" [b, e],
+            the state of CLIP's end-of-text token without its projection. Each has the dtype of its
+            encoder.
         """
         clip = self.text_encoders["text_encoder"](params["text_encoder"])
         t5 = self.text_encoders["text_encoder_2"](params["text_encoder_2"])
         return {"text": t5(tokens["t5"]), "pooled": clip(tokens["clip"]).pooled}
 
     def unscale(self, latent: Array) -> Array:
-        """Converts a latent to the scale that the autoencoder decodes."""
+        """Converts latents to the scale that the autoencoder decodes: `latent / scaling_factor +
+        shift_factor`.
+
+        Args:
+            latent: the transformer's latents.
+
+        Returns:
+            An array of the shape and dtype of `latent`.
+        """
         return self.vae_config.unscale(latent)

@@ -33,7 +33,22 @@ THETA = 10000.0  # the base of the rotary frequencies
 
 @dataclasses.dataclass(frozen=True)
 class FluxConfig(TransformerConfig):
-    """The fields of a published `transformer/config.json`. The defaults are those of diffusers."""
+    """The fields of a published `transformer/config.json`. The defaults are those of diffusers.
+
+    Attributes:
+        patch_size: 1, the only supported value: latents are packed two by two before it.
+        in_channels: features of an image token, a multiple of 4: four times the latent channels.
+        out_channels: features of an output token, a multiple of 4; None: as many as `in_channels`.
+        num_layers: number of blocks with two streams.
+        num_single_layers: number of blocks with one stream.
+        attention_head_dim: features of one attention head.
+        num_attention_heads: number of attention heads.
+        joint_attention_dim: features of a text embedding (T5).
+        pooled_projection_dim: features of the pooled text embedding (CLIP).
+        guidance_embeds: whether the network takes the guidance scale as an input (FLUX.1-dev).
+        axes_dims_rope: features of a head that each of the three coordinates of a position rotates,
+            positive even numbers whose sum is `attention_head_dim`.
+    """
 
     network = "FluxTransformer2DModel"
 
@@ -50,7 +65,12 @@ class FluxConfig(TransformerConfig):
     axes_dims_rope: tuple[int, ...] = (16, 56, 56)
 
     def check(self) -> None:
-        """Rejects configurations that this port does not implement."""
+        """Rejects configurations that this port does not implement.
+
+        Raises:
+            ValueError: `patch_size`, the channels or `axes_dims_rope` have a value that the class
+                does not list as supported. The message names the field.
+        """
         self.require(
             self.patch_size == 1, "patch_size", "1 (latents are packed two by two before it)"
         )
@@ -68,12 +88,13 @@ class FluxConfig(TransformerConfig):
 
 
 class FluxTransformer2DModel(nnx.Module):
-    """The velocity network.
+    """The velocity network: blocks with two streams, then blocks with one stream.
 
     Args:
-      config: The sizes of the network.
-      remat: What gradients recompute, a key of `models.layers.stack.REMAT`.
-      rngs: Random number generators for the initial weights.
+        config: configuration of the network.
+        remat: what gradients recompute, a key of `models.layers.stack.REMAT`: "none", "matmuls" or
+            "blocks".
+        rngs: random number generators for the initial weights.
     """
 
     def __init__(self, config: FluxConfig, *, remat: str = "none", rngs: nnx.Rngs):
@@ -107,22 +128,26 @@ class FluxTransformer2DModel(nnx.Module):
         *,
         fp8_attention: bool = False,
     ) -> Float[Array, "b h w out"]:
-        """Predicts the velocity at `latent`.
+        """Predicts the velocity `noise - x0` at `latent`.
 
         Args:
-          latent: The noisy latents, not packed: c is `in_channels / 4`. Height and width are even.
-          text: The last hidden states of T5. Padding is not masked, as in the released pipeline.
-          pooled: CLIP's embedding of the whole prompt.
-          timestep: `1000 * sigma`.
-          guidance: The guidance scale itself, for example 3.5, if and only if the config sets
-            `guidance_embeds`.
-          fp8_attention: Whether the attention runs in FP8.
+            latent: noisy latents, not packed: c is `in_channels / 4`. Height and width are even.
+            text: last hidden states of T5, cast to the dtype of `latent`. Padding is not masked, as
+                in the released pipeline.
+            pooled: CLIP's embedding of the whole prompt. It is embedded in float32, as are timestep
+                and guidance scale.
+            timestep: `1000 * sigma` of each latent.
+            guidance: guidance scale of each latent, for example 3.5, if and only if the config sets
+                `guidance_embeds`; otherwise None.
+            fp8_attention: whether the attention runs in FP8.
 
         Returns:
-          The velocity, in the dtype of `latent`.
+            The velocity, in the dtype of `latent`: out is a quarter of the output features of a
+            token.
 
         Raises:
-          ValueError: For odd sizes, or if `guidance` is missing or unexpected.
+            ValueError: height or width is odd, or `guidance` is missing or unexpected.
+            KeyError: `remat` is not a key of `REMAT`.
         """
         _, height, width, _ = latent.shape
         dtype = latent.dtype
@@ -167,12 +192,13 @@ class FluxTransformer2DModel(nnx.Module):
 class FluxSingleBlock(nnx.Module):
     """A block with one stream, text before image.
 
-    Attention and MLP read the same input, and one linear layer reads the results of both.
+    Attention and MLP (four times the width, tanh GELU) read the same modulated norm of the input,
+    and one linear layer reads the results of both. Its output, times a gate, is added to the input.
 
     Args:
-      d: The number of features of the tokens.
-      head_dim: The number of features of one attention head.
-      rngs: Random number generators for the initial weights.
+        d: number of features of the tokens, a multiple of `head_dim`.
+        head_dim: number of features of one attention head.
+        rngs: random number generators for the initial weights.
     """
 
     def __init__(self, d: int, head_dim: int, *, rngs: nnx.Rngs):
@@ -192,13 +218,14 @@ class FluxSingleBlock(nnx.Module):
         """Applies the block.
 
         Args:
-          x: The text tokens, then the image tokens.
-          condition: The vector that modulates the block, after its SiLU.
-          rotation: The rotary angles of the s positions.
-          fp8_attention: Whether the attention runs in FP8.
+            x: the text tokens, then the image tokens.
+            condition: the vector that modulates the block, after its SiLU.
+            rotation: cosines and sines of the rotary angles of the s positions.
+            fp8_attention: whether the attention runs in FP8.
 
         Returns:
-          The tokens after the block.
+            The tokens after the block, the sum with the input included, of the shape and dtype of
+            `x`.
         """
         shift, scale, gate = self.norm.vectors(condition)
         h = self.norm(x, shift, scale)
@@ -208,19 +235,19 @@ class FluxSingleBlock(nnx.Module):
 
 
 def rotary_table(length: int, rows: int, columns: int, axes_dims: tuple[int, ...]) -> Rotation:
-    """The rotary angles of the text tokens, then of the image tokens, row by row.
+    """Returns the rotary angles of the text tokens, then of the image tokens, row by row.
 
     A position has three coordinates: (0, row, column) for image tokens, and (0, 0, 0) for text
     tokens, which are thus not rotated.
 
     Args:
-      length: The number of text tokens.
-      rows: The number of rows of image tokens.
-      columns: The number of columns of image tokens.
-      axes_dims: The number of features of a head that each coordinate rotates.
+        length: number of text tokens.
+        rows: number of rows of image tokens.
+        columns: number of columns of image tokens.
+        axes_dims: number of features of a head that each coordinate rotates: three even numbers.
 
     Returns:
-      Cosines and sines [1, length + rows * columns, head_dim / 2].
+        Cosines and sines, two float32 arrays [1, length + rows * columns, head_dim / 2].
     """
     positions = np.zeros((3, length + rows * columns))
     positions[1:, length:] = np.indices((rows, columns)).reshape(2, -1)

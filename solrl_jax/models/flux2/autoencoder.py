@@ -20,13 +20,32 @@ PATCH = 2  # side of the square of network latents that one latent of the diffus
 
 @dataclasses.dataclass(frozen=True)
 class AutoencoderKLFlux2Config(KLConfig):
-    """The fields of a released `config.json`. `force_upcast` is in released files, but diffusers no
-    longer reads it.
+    """The fields of a released `config.json`. Tuples of stages are ordered finest first.
 
     Attributes:
-        decoder_block_out_channels: `block_out_channels` of the decoder; None: the same as the
-            encoder's.
+        in_channels: channels of an image at the input of the encoder.
+        out_channels: channels of a decoded image.
+        down_block_types: "DownEncoderBlock2D" for every stage.
+        up_block_types: "UpDecoderBlock2D" for every stage.
+        block_out_channels: width of each stage, a multiple of `norm_num_groups`.
+        decoder_block_out_channels: `block_out_channels` of the decoder, equally many; None: the
+            same as the encoder's.
+        layers_per_block: residual blocks per stage of the encoder. The decoder has one more.
+        act_fn: "silu", the only supported value.
+        latent_channels: channels of a latent of the network, a quarter of those of the diffusion
+            model.
+        norm_num_groups: groups of every group normalisation.
+        sample_size: size of the training images in pixels; other sizes work too.
+        force_upcast: whether the network needs float32. Released files have it, but diffusers no
+            longer reads it.
+        use_quant_conv: whether there is a 1x1 convolution after the encoder, which is not built
+            here.
+        use_post_quant_conv: whether there is a 1x1 convolution before the decoder.
+        mid_block_add_attention: whether the coarsest resolution has attention.
+        batch_norm_eps: added to the variance of each latent channel.
         batch_norm_momentum: used in the training of the autoencoder only.
+        patch_size: (2, 2), the only supported value: rows and columns of network latents that one
+            latent of the diffusion model stands for.
     """
 
     network = "AutoencoderKLFlux2"
@@ -45,8 +64,10 @@ class AutoencoderKLFlux2Config(KLConfig):
 
     @property
     def decoder_config(self) -> "AutoencoderKLFlux2Config":
-        """The configuration with the decoder's own widths, if it has any, instead of the common
-        ones.
+        """The configuration with the decoder's widths as `block_out_channels`.
+
+        It is this configuration itself if `decoder_block_out_channels` is None, otherwise a copy in
+        which that field is None.
         """
         widths = self.decoder_block_out_channels
         if widths is None:
@@ -54,7 +75,12 @@ class AutoencoderKLFlux2Config(KLConfig):
         return dataclasses.replace(self, block_out_channels=widths, decoder_block_out_channels=None)
 
     def check(self) -> None:
-        """Raises ValueError if a field has a value that this port does not support."""
+        """Checks the values of the fields; the accepted ones are listed in the class.
+
+        Raises:
+            ValueError: a value is not supported, or the lists of stages differ in length. The
+                message names the field.
+        """
         super().check()
         self.require(self.patch_size == (PATCH, PATCH), "patch_size", f"[{PATCH}, {PATCH}]")
         widths = self.decoder_block_out_channels
@@ -68,7 +94,7 @@ class AutoencoderKLFlux2Config(KLConfig):
 
     @property
     def channels(self) -> int:
-        """Channels of the diffusion model's latent."""
+        """Channels of the diffusion model's latent, four times `latent_channels`."""
         return self.latent_channels * PATCH**2
 
     @property
@@ -78,21 +104,37 @@ class AutoencoderKLFlux2Config(KLConfig):
 
 
 class AutoencoderKLFlux2(AutoencoderKL):
-    """Decodes the diffusion model's latents, normalised and 2 x 2 in one, to images in [-1, 1]."""
+    """Decodes the diffusion model's latents, normalised and 2 x 2 in one, to images in [-1, 1].
+
+    Args:
+        config: configuration of the autoencoder.
+        rngs: random number generators for the initial weights.
+    """
 
     def __init__(self, config: AutoencoderKLFlux2Config, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
         self.bn = BatchStatistics(config.channels, config.batch_norm_eps)
 
     def decode(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
-        """Decodes latents to images with H = h * `config.compression`, not clipped to [-1, 1]."""
+        """Decodes latents to images, not clipped to [-1, 1], in the dtype of `latent`.
+
+        Args:
+            latent: the diffusion model's latents, as the transformer returns them: c is
+                `config.channels`.
+
+        Returns:
+            The images: H is `h * config.compression` and W is `w * config.compression`.
+        """
         return super().decode(depth_to_space(self.bn.denormalise(latent)))
 
 
 class BatchStatistics(nnx.Module):
-    """Mean and variance per channel. They are stored in the files and not trained.
+    """Mean and variance per channel. They are stored in the files and not trained; at first they
+    are 0 and 1.
 
-    `eps` is added to the variance.
+    Args:
+        channels: number of channels.
+        eps: added to the variance.
     """
 
     def __init__(self, channels: int, eps: float):
@@ -101,6 +143,14 @@ class BatchStatistics(nnx.Module):
         self.eps = eps
 
     def denormalise(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        """Gives normalised channels their original mean and variance back."""
+        """Gives normalised channels their original mean and variance back: `latent * sqrt(variance
+        + eps) + mean`.
+
+        Args:
+            latent: normalised latents.
+
+        Returns:
+            An array of the shape and dtype of `latent`.
+        """
         std = jnp.sqrt(self.variance.get_value() + self.eps).astype(latent.dtype)
         return latent * std + self.mean.get_value().astype(latent.dtype)

@@ -26,11 +26,12 @@ DEFAULT_SIDE = 1024  # of images, in pixels; no released config has it
 
 
 def empirical_mu(steps: int, tokens: int) -> float:
-    """Returns the logarithm of FLUX.2's schedule shift, as `compute_empirical_mu` of diffusers.
+    """Returns the natural logarithm of FLUX.2's schedule shift, as `compute_empirical_mu` of
+    diffusers.
 
-    For 10 and for 200 steps, mu is linear in the number of image tokens. In between, it is linear
-    in the number of steps. Above 4300 tokens, the line for 200 steps (which is that of FLUX.1) is
-    used for any number of steps.
+    For 10 and for 200 steps, mu is linear in the number of image tokens. For other numbers of
+    steps, it is linear in that number, also beyond 10 and 200. Above 4300 tokens, the line for 200
+    steps (which is that of FLUX.1) is used for any number of steps.
 
     Args:
         steps: number of sampling steps.
@@ -45,10 +46,16 @@ def empirical_mu(steps: int, tokens: int) -> float:
 
 
 class Flux2KleinPipeline(Pipeline):
-    """FLUX.2-klein, 4B or 9B, distilled or base. Hidden states of Qwen3 are the text.
+    """FLUX.2-klein, 4B or 9B, distilled or base. Three hidden states of Qwen3 are the text.
 
-    The distilled models have their guidance built in: it needs neither a scale nor a second
-    evaluation.
+    The distilled models (`is_distilled` in `model_index.json`) have their guidance built in: it
+    needs neither a scale nor a second evaluation, and `embedded_guidance` is set. The base models
+    need a second evaluation.
+
+    Attributes:
+        config: configuration of the transformer.
+        vae_config: configuration of the autoencoder.
+        tokenizer: directory of the tokenizer.
     """
 
     kind = "Flux2KleinPipeline"
@@ -56,8 +63,19 @@ class Flux2KleinPipeline(Pipeline):
     linear_sigmas = True
 
     def __init__(self, folder: Path, remat: str = "none"):
-        """Opens a directory in the layout of `black-forest-labs/FLUX.2-klein-4B`; see
-        `Pipeline`.
+        """Opens a directory in the layout of `black-forest-labs/FLUX.2-klein-4B`. No weight is
+        read.
+
+        Args:
+            folder: the directory.
+            remat: what the gradient of the transformer recomputes, a key of
+                `models.layers.stack.REMAT`: "none", "matmuls" or "blocks". It is not checked here.
+
+        Raises:
+            FileNotFoundError: a configuration or the tokenizer is missing.
+            ValueError: a configuration is unsupported, the tokenizer cannot be loaded or does not
+                fit the text encoder, the components do not fit together, or `is_distilled` is
+                neither true nor false.
         """
         super().__init__(folder, remat)
         config = Flux2Config.read(folder / "transformer")
@@ -99,7 +117,9 @@ class Flux2KleinPipeline(Pipeline):
 
     @property
     def mu(self) -> Callable[[int, int], float]:
-        """`empirical_mu`: FLUX.2's shift depends on the number of steps too."""
+        """The formula of the schedule shift, `empirical_mu`, which depends on the number of steps
+        too.
+        """
         return empirical_mu
 
     def velocity(
@@ -111,10 +131,18 @@ class Flux2KleinPipeline(Pipeline):
         guidance: Array,
         fp8_attention: bool = False,
     ) -> Array:
-        """Predicts the velocity `noise - x0`. Arguments and result are those of
-        `Pipeline.velocity`.
+        """Predicts the velocity `noise - x0`, in the dtype of `latent`. For use under jit.
 
-        The conditioning is "text". The network does not read `guidance`.
+        Args:
+            params: parameters of the transformer, gathered.
+            latent: noisy latents [b, h, w, c] of any height and width.
+            conditioning: "text" [b, l, 3 d], as returned by `encode_text`.
+            timestep: `1000 sigma` of each latent.
+            guidance: ignored.
+            fp8_attention: whether the attention runs in FP8.
+
+        Returns:
+            The velocity, of the shape of `latent`.
         """
         network = self.transformer(params)
         return network(latent, conditioning["text"], timestep, fp8_attention=fp8_attention)
@@ -125,26 +153,42 @@ class Flux2KleinPipeline(Pipeline):
         """Tokenizes each prompt as a user's turn of a chat, with Qwen3's reasoning switched off.
 
         Args:
-            prompts: the texts.
-            max_tokens: the number of tokens, those of the chat template included. Longer texts are
-                cut at the end.
-            instruction: not supported; must be None.
+            prompts: one or more texts.
+            max_tokens: number of tokens of each prompt, those of the chat template included. Longer
+                chats are cut at the end.
+            instruction: not supported, and ignored.
+
+        Returns:
+            "ids", int32, and "mask", bool, true on tokens and false on padding: both [prompts,
+            max_tokens].
+
+        Raises:
+            InputError: the tokenizer has no usable chat template, it fails, or `max_tokens` is too
+                large or too small for it.
         """
         texts = chat(self.tokenizer, prompts, enable_thinking=False)
         return tokenize(self.tokenizer, texts, max_tokens)
 
     def encode_text(self, params: dict[str, Params], tokens: TracedTokens) -> Conditioning:
-        """Returns "text" [b, l, 3 d]: three hidden states of Qwen3, concatenated.
+        """Encodes tokenized prompts by Qwen3. For use under jit.
 
         No mask is returned, because FLUX.2 was trained with attention to padding.
 
         Args:
             params: parameters of "text_encoder".
             tokens: result of `tokenize`.
+
+        Returns:
+            "text" [b, l, 3 d]: the hidden states after layers 9, 18 and 27 (`HIDDEN_STATES`),
+            concatenated in this order, not normalised.
         """
         encoder = self.text_encoders["text_encoder"](params["text_encoder"])
         return {"text": encoder(tokens["ids"], tokens["mask"])}
 
     def unscale(self, latent: Array) -> Array:
-        """Returns the latent unchanged, because the autoencoder itself undoes the normalisation."""
+        """Returns the latent unchanged, because the autoencoder itself undoes the normalisation.
+
+        Args:
+            latent: the transformer's latents.
+        """
         return latent  # the autoencoder itself undoes the normalisation

@@ -37,7 +37,29 @@ ACCEPTED = {
 
 @dataclasses.dataclass(frozen=True)
 class Flux2Config(TransformerConfig):
-    """The fields of a published `transformer/config.json`. The defaults are those of diffusers."""
+    """The fields of a published `transformer/config.json`. The defaults are those of diffusers.
+
+    The default of `guidance_embeds` is not supported, so a file has to set it to false.
+
+    Attributes:
+        patch_size: 1, the only supported value.
+        in_channels: channels of a latent, which are the features of an image token.
+        out_channels: features of an output token; None: as many as `in_channels`.
+        num_layers: number of blocks with two streams.
+        num_single_layers: number of blocks with one stream.
+        attention_head_dim: features of one attention head.
+        num_attention_heads: number of attention heads.
+        joint_attention_dim: features of a text embedding.
+        timestep_guidance_channels: 256, the only supported value: features of the sinusoidal
+            timestep.
+        mlp_ratio: features of the MLPs after their gate, divided by the width of the tokens.
+        axes_dims_rope: features of a head that each of the four coordinates of a position rotates,
+            positive even numbers whose sum is `attention_head_dim`.
+        rope_theta: base of the rotary frequencies.
+        eps: 1e-6, the only supported value: epsilon of all norms.
+        guidance_embeds: whether the network takes the guidance scale as an input; only False is
+            supported.
+    """
 
     network = "Flux2Transformer2DModel"
 
@@ -57,7 +79,12 @@ class Flux2Config(TransformerConfig):
     guidance_embeds: bool = True
 
     def check(self) -> None:
-        """Rejects configurations that this port does not implement."""
+        """Rejects configurations that this port does not implement.
+
+        Raises:
+            ValueError: a field has a value that the class does not list as supported, or
+                `mlp_ratio` gives the MLPs no features. The message names the field.
+        """
         for name, accepted in ACCEPTED.items():
             self.require_one_of(name, accepted)
         axes = self.axes_dims_rope
@@ -74,17 +101,21 @@ class Flux2Config(TransformerConfig):
 
     @property
     def hidden(self) -> int:
-        """The number of features of the MLPs after their gate."""
+        """Number of features of the MLPs after their gate: `width * mlp_ratio`, rounded down."""
         return int(self.width * self.mlp_ratio)
 
 
 class Flux2Transformer2DModel(nnx.Module):
-    """The velocity network.
+    """The velocity network: blocks with two streams, then blocks with one stream.
+
+    All blocks with two streams share one modulation per stream, and all blocks with one stream
+    share one.
 
     Args:
-      config: The sizes of the network.
-      remat: What gradients recompute, a key of `models.layers.stack.REMAT`.
-      rngs: Random number generators for the initial weights.
+        config: configuration of the network.
+        remat: what gradients recompute, a key of `models.layers.stack.REMAT`: "none", "matmuls" or
+            "blocks".
+        rngs: random number generators for the initial weights.
     """
 
     def __init__(self, config: Flux2Config, *, remat: str = "none", rngs: nnx.Rngs):
@@ -118,17 +149,21 @@ class Flux2Transformer2DModel(nnx.Module):
         *,
         fp8_attention: bool = False,
     ) -> Float[Array, "b h w out"]:
-        """Predicts the velocity at `latent`.
+        """Predicts the velocity `noise - x0` at `latent`.
 
         Args:
-          latent: The noisy latents. Each pixel becomes one token.
-          text: The hidden states of the text encoder. Padding is not masked, as in the released
-              pipeline.
-          timestep: `1000 * sigma`.
-          fp8_attention: Whether the attention runs in FP8.
+            latent: noisy latents of any height and width; c is `in_channels`. Each pixel becomes
+                one token.
+            text: hidden states of the text encoder, cast to the dtype of `latent`. Padding is not
+                masked, as in the released pipeline.
+            timestep: `1000 * sigma` of each latent. It is embedded in float32.
+            fp8_attention: whether the attention runs in FP8.
 
         Returns:
-          The velocity, in the dtype of `latent`.
+            The velocity, in the dtype of `latent`: out is `config.features_out`.
+
+        Raises:
+            KeyError: `remat` is not a key of `REMAT`.
         """
         batch, height, width, channels = latent.shape
         dtype = latent.dtype
@@ -165,22 +200,27 @@ class Flux2Transformer2DModel(nnx.Module):
 def _vectors(
     linear: Linear, condition: Float[Array, "b d"], count: int
 ) -> list[Float[Array, "b 1 d"]]:
-    """Returns modulation vectors of a condition.
+    """Returns the modulation vectors of a condition, in the order of the linear layer's output.
 
     Args:
-        linear: projection to all vectors, concatenated.
-        condition: embedding of timestep and guidance.
+        linear: projection [d, count * d] to all vectors, concatenated.
+        condition: embedding of the timestep, after its SiLU.
         count: number of vectors.
+
+    Returns:
+        A list of `count` arrays [b, 1, d], in the dtype of `condition`.
     """
     return jnp.split(linear(condition)[:, None], count, axis=-1)
 
 
 class Flux2Block(nnx.Module):
-    """One layer of both streams.
+    """One layer of both streams: joint attention, then a SiLU-gated MLP for each stream.
+
+    The modulation is passed to the call, because all layers share it.
 
     Args:
-      config: The sizes of the network.
-      rngs: Random number generators for the initial weights.
+        config: configuration of the network.
+        rngs: random number generators for the initial weights.
     """
 
     def __init__(self, config: Flux2Config, *, rngs: nnx.Rngs):
@@ -204,16 +244,16 @@ class Flux2Block(nnx.Module):
         """Applies the layer.
 
         Args:
-          text: The text tokens.
-          image: The image tokens.
-          text_vectors: The modulation of the text: shift, scale and gate of the attention, then of
-              the MLP.
-          image_vectors: The modulation of the image, in the same order.
-          rotation: The rotary angles of the l + n positions, text first.
-          fp8_attention: Whether the attention runs in FP8.
+            text: the text tokens.
+            image: the image tokens.
+            text_vectors: six vectors that modulate the text: shift, scale and gate of the
+                attention, then of the MLP.
+            image_vectors: six vectors that modulate the image, in the same order.
+            rotation: cosines and sines of the rotary angles of the l + n positions, text first.
+            fp8_attention: whether the attention runs in FP8.
 
         Returns:
-          The text tokens and the image tokens after the layer.
+            The text tokens and the image tokens after the layer, the sums with the inputs included.
         """
         text_shift, text_scale, text_gate, text_shift_ff, text_scale_ff, text_gate_ff = text_vectors
         shift, scale, gate, shift_ff, scale_ff, gate_ff = image_vectors
@@ -233,11 +273,13 @@ class Flux2Block(nnx.Module):
 
 
 class Flux2SingleBlock(nnx.Module):
-    """A block with one stream, text before image.
+    """A block with one stream, text before image: attention and a SiLU-gated MLP side by side.
+
+    The modulation is passed to the call, because all layers share it.
 
     Args:
-      config: The sizes of the network.
-      rngs: Random number generators for the initial weights.
+        config: configuration of the network.
+        rngs: random number generators for the initial weights.
     """
 
     def __init__(self, config: Flux2Config, *, rngs: nnx.Rngs):
@@ -256,13 +298,14 @@ class Flux2SingleBlock(nnx.Module):
         """Applies the block.
 
         Args:
-          x: The text tokens, then the image tokens.
-          vectors: The modulation: shift, scale and gate.
-          rotation: The rotary angles of the s positions.
-          fp8_attention: Whether the attention runs in FP8.
+            x: the text tokens, then the image tokens.
+            vectors: three vectors that modulate the block: shift, scale and gate.
+            rotation: cosines and sines of the rotary angles of the s positions.
+            fp8_attention: whether the attention runs in FP8.
 
         Returns:
-          The tokens after the block.
+            The tokens after the block, the sum with the input included, of the shape and dtype of
+            `x`.
         """
         shift, scale, gate = vectors
         h = self.norm.modulated(x, shift, scale)
@@ -270,19 +313,19 @@ class Flux2SingleBlock(nnx.Module):
 
 
 def rotary_table(length: int, rows: int, columns: int, config: Flux2Config) -> Rotation:
-    """The rotary angles of the text tokens, then of the image tokens, row by row.
+    """Returns the rotary angles of the text tokens, then of the image tokens, row by row.
 
     A position has four coordinates: (0, row, column, 0) for image tokens, and (0, 0, 0, index) for
     text tokens. The first coordinate distinguishes reference images.
 
     Args:
-      length: The number of text tokens.
-      rows: The number of rows of image tokens.
-      columns: The number of columns of image tokens.
-      config: Read are `axes_dims_rope` and `rope_theta`.
+        length: number of text tokens.
+        rows: number of rows of image tokens.
+        columns: number of columns of image tokens.
+        config: configuration of the network, of which `axes_dims_rope` and `rope_theta` are read.
 
     Returns:
-      Cosines and sines [1, length + rows * columns, head_dim / 2].
+        Cosines and sines, two float32 arrays [1, length + rows * columns, head_dim / 2].
     """
     positions = np.zeros((4, length + rows * columns))
     positions[3, :length] = np.arange(length)
