@@ -27,7 +27,12 @@ Table = dict[str, list[str]]
 def _weights_and_biases(layers: Mapping[str, str]) -> Table:
     """Returns the table of the weights and biases of layers.
 
-    Names in diffusers are separated by spaces.
+    Args:
+        layers: for each native layer, the names of the diffusers layers that its rows consist of,
+            separated by spaces.
+
+    Returns:
+        For each layer, its entries with ".weight" and with ".bias" at the end of all names.
     """
     table = {}
     for native, names in layers.items():
@@ -78,13 +83,13 @@ IGNORED = ("pos_embed", "y_embedder.y_embedding")
 
 @dataclasses.dataclass(frozen=True)
 class TensorPart:
-    """A tensor of diffusers as a part of a native tensor.
+    """A tensor of diffusers as consecutive rows of a native tensor.
 
     Attributes:
         name: name of the tensor in diffusers.
         source: name of the native tensor.
-        start: first row in the native tensor.
-        stop: row after the last one.
+        start: index of the first row in the native tensor.
+        stop: index of the row after the last one.
         shape: shape of the tensor in diffusers. The rows are reshaped to it.
     """
 
@@ -101,9 +106,10 @@ class ConversionPlan:
 
     Attributes:
         config: configuration of the converted transformer.
-        parts: all tensors of the converted transformer.
-        ffn: kind of the native MLP, "conv" or "linear".
-        ignored: native tensors that are not needed.
+        parts: all tensors of the converted transformer, each as rows of a native tensor.
+        ffn: kind of the native MLP: "conv" (1x1 convolutions) or "linear" (linear layers).
+        ignored: names of the native tensors that are not needed: those of `IGNORED` that the
+            checkpoint has.
     """
 
     config: SanaConfig
@@ -120,24 +126,28 @@ class ConversionPlan:
 def is_native(names: Iterable[str]) -> bool:
     """Whether these are the tensor names of a native SANA checkpoint.
 
-    No other network has this MLP in such blocks.
+    One tensor of an MLP, such as "blocks.0.mlp.depth_conv.conv.weight", is enough: no other network
+    has this MLP in blocks of this name.
+
+    Args:
+        names: names of all tensors of a checkpoint.
     """
     return any(re.match(r"blocks\.\d+\.mlp\.(inverted|depth|point)_conv\.", name) for name in names)
 
 
 def plan_conversion(shapes: Mapping[str, Shape], base: SanaConfig) -> ConversionPlan:
-    """Plans the conversion of a native checkpoint.
+    """Plans the conversion of a native checkpoint. No tensor is read.
 
-    Depth, hidden width of the MLP and the normalisation of queries and keys are taken from the
-    checkpoint.
+    The number of blocks, the hidden width of the MLP (that of block 0), its kind, and whether
+    queries and keys are normalised are taken from the checkpoint.
 
     Args:
-        shapes: shapes of the native tensors, by name.
+        shapes: shapes of all native tensors, by name.
         base: configuration of a released transformer of the same width, for everything else.
 
     Raises:
         ValueError: the checkpoint has another width, or tensors are missing, unexpected or of
-            another shape. The message lists all of them.
+            another shape. The message lists all such tensors.
     """
     modulation = shapes.get("t_block.1.bias", (6 * base.width,))
     if modulation[0] // 6 != base.width:
@@ -180,9 +190,12 @@ def mlp_ratio(hidden: int, width: int) -> float:
     """Returns a ratio with `int(ratio * width) == hidden`, the formula of all readers of a
     configuration.
 
+    It is `hidden / width`, or the next larger number for which the formula holds if the product is
+    rounded down.
+
     Args:
         hidden: hidden width of the MLP.
-        width: width of the tokens.
+        width: width of the tokens, a positive number.
     """
     ratio = hidden / width
     # rounding may have made the product a little less than `hidden`
@@ -192,7 +205,8 @@ def mlp_ratio(hidden: int, width: int) -> float:
 
 
 def _full_table(depth: int, ffn: str, qk_norm: bool) -> Table:
-    """Returns the table of native names, and the diffusers names that each becomes.
+    """Returns the table of all tensors of a network: for each native name, the diffusers names of
+    the tensors that its rows consist of, in order.
 
     Args:
         depth: number of blocks.
@@ -209,11 +223,17 @@ def _full_table(depth: int, ffn: str, qk_norm: bool) -> Table:
 
 
 def _check(expected: Mapping[str, Shape], shapes: Mapping[str, Shape]) -> None:
-    """Raises ValueError unless native tensors have the expected names and shapes.
+    """Checks that native tensors have the expected names and shapes.
+
+    Tensors of `IGNORED` may be there without being expected.
 
     Args:
         expected: shape of each expected tensor by native name.
         shapes: shape of each tensor of the checkpoint by native name.
+
+    Raises:
+        ValueError: tensors are missing, unexpected or of another shape. The message lists all of
+            them.
     """
     problems = []
     for name, shape in expected.items():

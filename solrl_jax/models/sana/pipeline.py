@@ -36,6 +36,7 @@ class MhlaOverride:
     Attributes:
         mhla: number of blocks and variant.
         size: image height and width in pixels, from which the arrangement of the blocks follows.
+            Images of other sizes have the same arrangement.
     """
 
     mhla: Mhla
@@ -43,19 +44,34 @@ class MhlaOverride:
 
 
 class SanaPipeline(Pipeline):
-    """SANA. Gemma 2 encodes the prompt, DC-AE decodes the latents."""
+    """SANA. Gemma 2 encodes the prompt, DC-AE decodes the latents.
+
+    Attributes:
+        config: configuration of the transformer.
+        vae_config: configuration of the autoencoder.
+        tokenizer: directory of the tokenizer.
+        blocks: numbers of blocks, from top to bottom and from left to right, into which MHLA
+            divides the image tokens; (1, 1) without MHLA.
+    """
 
     kind = "SanaPipeline"
     accepts_instruction = True
 
     def __init__(self, folder: Path, remat: str = "none", mhla: MhlaOverride | None = None):
         """Opens a directory in the layout of
-        `Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers`.
+        `Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers`. No weight is read.
 
         Args:
-            folder: see `Pipeline`.
-            remat: see `Pipeline`.
+            folder: the directory.
+            remat: what the gradient of the transformer recomputes, a key of
+                `models.layers.stack.REMAT`: "none", "matmuls" or "blocks". It is not checked here.
             mhla: replaces the linear attention among image tokens; None keeps it.
+
+        Raises:
+            FileNotFoundError: a configuration or the tokenizer is missing.
+            ValueError: a configuration is unsupported, the tokenizer cannot be loaded or does not
+                fit the text encoder, the components do not fit together, or the image tokens of
+                `mhla.size` do not divide into `mhla.mhla.blocks` equal blocks.
         """
         super().__init__(folder, remat)
         config = SanaConfig.read(folder / "transformer")
@@ -112,8 +128,10 @@ class SanaPipeline(Pipeline):
         self.default_max_tokens = min(MAX_TOKENS, limit)
 
     def size_multiples(self) -> tuple[int, int]:
-        """Returns the multiples of pixels for heights and widths: whole tokens, and with MHLA whole
-        blocks.
+        """Returns the numbers of pixels that image heights and image widths must be multiples of.
+
+        They are those of a token, `compression * patch`, times the number of blocks of MHLA from
+        top to bottom and from left to right (1 without MHLA).
         """
         rows, columns = super().size_multiples()
         return rows * self.blocks[0], columns * self.blocks[1]
@@ -127,11 +145,22 @@ class SanaPipeline(Pipeline):
         guidance: Array,
         fp8_attention: bool = False,
     ) -> Array:
-        """Predicts the velocity `noise - x0`. Arguments and result are those of
-        `Pipeline.velocity`.
+        """Predicts the velocity `noise - x0`, in the dtype of `latent`. For use under jit.
 
-        The conditioning is "text" and its "mask". `guidance` is ignored, and `fp8_attention` raises
-        ValueError, because the attention is masked.
+        Args:
+            params: parameters of the transformer, gathered.
+            latent: noisy latents [b, h, w, c].
+            conditioning: "text" [b, l, d] and "mask" [b, l], as returned by `encode_text`.
+            timestep: `1000 sigma` of each latent. It is multiplied by the configuration's
+                `timestep_scale` here.
+            guidance: ignored.
+            fp8_attention: must be False, because the attention is masked or linear.
+
+        Returns:
+            The velocity, of the shape of `latent`.
+
+        Raises:
+            ValueError: `fp8_attention` is set.
         """
         timestep = timestep * self.config.timestep_scale
         if fp8_attention:
@@ -144,7 +173,8 @@ class SanaPipeline(Pipeline):
     def tokenize(
         self, prompts: Sequence[str], max_tokens: int, instruction: str | None = None
     ) -> Tokens:
-        """Tokenizes prompts in lower case, stripped of surrounding spaces and padded on the right.
+        """Tokenizes prompts in lower case, stripped of surrounding white space and padded on the
+        right.
 
         With an instruction, Gemma reads it before each prompt, but the transformer sees only the
         first token and the last `max_tokens - 1` ones. The released instruction is the default of
@@ -152,13 +182,19 @@ class SanaPipeline(Pipeline):
         configurations); its lines are joined by line breaks.
 
         Args:
-            prompts: the texts.
-            max_tokens: the number of tokens of each prompt that the transformer sees.
-            instruction: text before each prompt, or None.
+            prompts: one or more texts.
+            max_tokens: number of tokens of each prompt that the transformer sees.
+            instruction: text before each prompt, taken as it is; None: no instruction.
 
         Returns:
-            "ids" and "mask" of all tokens, and "kept" [prompts, max_tokens]: positions of the
-            tokens that the transformer sees.
+            "ids", int32, and "mask", bool, of all tokens: [prompts, `max_tokens` plus the tokens of
+            the instruction but two]. Also "kept" [prompts, max_tokens], int32: the positions of the
+            tokens that the transformer sees, ascending. Without an instruction, these are all
+            tokens.
+
+        Raises:
+            InputError: instruction and prompt together have too many tokens, `max_tokens` is too
+                small for the tokenizer, or the tokenizer fails.
         """
         texts = [prompt.lower().strip() for prompt in prompts]
         length = max_tokens
@@ -173,14 +209,15 @@ class SanaPipeline(Pipeline):
         return tokens | {"kept": np.tile(kept, (len(texts), 1))}
 
     def encode_text(self, params: dict[str, Params], tokens: TracedTokens) -> Conditioning:
-        """Encodes tokenized prompts by Gemma.
+        """Encodes tokenized prompts by Gemma. For use under jit.
 
         Args:
             params: parameters of "text_encoder".
             tokens: result of `tokenize`.
 
         Returns:
-            "text" [b, l, d] and "mask" [b, l] at the positions `tokens["kept"]`.
+            "text" [b, l, d], Gemma's last hidden states, and "mask" [b, l], bool, both at the l
+            positions `tokens["kept"]`.
         """
         encoder = self.text_encoders["text_encoder"](params["text_encoder"])
         text = encoder(tokens["ids"], tokens["mask"])
@@ -190,7 +227,13 @@ class SanaPipeline(Pipeline):
         }
 
     def unscale(self, latent: Array) -> Array:
-        """Divides a latent by the scaling factor, which gives the scale that the autoencoder
+        """Divides latents by the scaling factor, which gives the scale that the autoencoder
         decodes.
+
+        Args:
+            latent: the transformer's latents.
+
+        Returns:
+            An array of the shape and dtype of `latent`.
         """
         return latent / self.vae_config.scaling_factor

@@ -35,7 +35,36 @@ from solrl_jax.models.loading.config_file import TransformerConfig
 
 @dataclasses.dataclass(frozen=True)
 class SanaConfig(TransformerConfig):
-    """The fields of a published `transformer/config.json`. The defaults are those of diffusers."""
+    """The fields of a published `transformer/config.json`. The defaults are those of diffusers.
+
+    Attributes:
+        in_channels: channels of the latents.
+        out_channels: channels of the output; None: as many as `in_channels`.
+        num_attention_heads: number of heads of the attention among image tokens.
+        attention_head_dim: features of one such head.
+        num_layers: number of blocks.
+        num_cross_attention_heads: number of heads of the attention to the text.
+        cross_attention_head_dim: features of one such head.
+        cross_attention_dim: features of the projected text.
+        caption_channels: features of a text embedding.
+        mlp_ratio: hidden features of the MLP after its gate, divided by the width of the tokens
+            (the product is rounded down).
+        dropout: 0.0, the only supported value.
+        attention_bias: whether the projections to queries, keys and values of the attention among
+            image tokens have biases.
+        sample_size: side of the latents, in latent pixels, that the model was made for.
+        patch_size: side of a patch in latent pixels.
+        norm_elementwise_affine: whether the norm before the MLP has learned weights.
+        norm_eps: epsilon of the norms of the blocks.
+        interpolation_scale: divides the positions that are added to the image tokens; None: no
+            positions.
+        guidance_embeds: whether the network takes the guidance scale as an input; only False is
+            supported.
+        guidance_embeds_scale: ignored, because guidance is not embedded.
+        qk_norm: "rms_norm_across_heads" normalises queries and keys of both attentions, all heads
+            together; None: no norm. Other values are not supported.
+        timestep_scale: the network takes `1000 * sigma * timestep_scale`.
+    """
 
     network = "SanaTransformer2DModel"
 
@@ -62,7 +91,12 @@ class SanaConfig(TransformerConfig):
     timestep_scale: float = 1.0
 
     def check(self) -> None:
-        """Rejects configurations that this port does not implement."""
+        """Rejects configurations that this port does not implement.
+
+        Raises:
+            ValueError: `qk_norm`, `dropout` or `guidance_embeds` has a value that the class does
+                not list as supported. The message names the field.
+        """
         self.require_one_of("qk_norm", (None, "rms_norm_across_heads"))
         self.require(not self.dropout, "dropout", "0.0")
         self.require(not self.guidance_embeds, "guidance_embeds", "False")
@@ -72,11 +106,12 @@ class SanaTransformer2DModel(nnx.Module):
     """The velocity network.
 
     Args:
-      config: The sizes of the network.
-      remat: What gradients recompute, a key of `models.layers.stack.REMAT`.
-      attention: Builds the attention among image tokens, with the arguments and the call of
-        `LinearAttention`. None: `LinearAttention`.
-      rngs: Random number generators for the initial weights.
+        config: configuration of the network.
+        remat: what gradients recompute, a key of `models.layers.stack.REMAT`: "none", "matmuls" or
+            "blocks".
+        attention: builds the attention among image tokens, with the arguments and the call of
+            `LinearAttention`; None: `LinearAttention`.
+        rngs: random number generators for the initial weights.
     """
 
     def __init__(
@@ -111,16 +146,19 @@ class SanaTransformer2DModel(nnx.Module):
         text_mask: Bool[Array, "b l"],
         timestep: Float[Array, " b"],
     ) -> Float[Array, "b h w c"]:
-        """Predicts the velocity at `latent`.
+        """Predicts the velocity `noise - x0` at `latent`.
 
         Args:
-          latent: The noisy latents.
-          text: The text embeddings.
-          text_mask: True for tokens, False for padding.
-          timestep: `1000 * sigma * timestep_scale`.
+            latent: noisy latents. Height and width are multiples of the patch size.
+            text: text embeddings, cast to the dtype of `latent`.
+            text_mask: true on tokens, false on padding.
+            timestep: `1000 * sigma * timestep_scale` of each latent. The scale is not applied here.
 
         Returns:
-          The velocity, in the dtype of `latent`.
+            The velocity, in the dtype of `latent`, with `config.features_out` channels.
+
+        Raises:
+            KeyError: `remat` is not a key of `REMAT`.
         """
         batch, height, width, _ = latent.shape
         patch = self.config.patch_size
@@ -143,12 +181,13 @@ class SanaTransformer2DModel(nnx.Module):
 
 
 class SanaBlock(nnx.Module):
-    """One layer: linear attention, attention to the text, MLP.
+    """One layer: attention among image tokens, attention to the text, MLP with a convolution.
 
     Args:
-      config: The sizes of the network.
-      attention: Builds the attention among image tokens (see `SanaTransformer2DModel`).
-      rngs: Random number generators for the initial weights.
+        config: configuration of the network.
+        attention: builds the attention among image tokens, with the arguments and the call of
+            `LinearAttention`.
+        rngs: random number generators for the initial weights.
     """
 
     def __init__(self, config: SanaConfig, attention: Callable[..., nnx.Module], *, rngs: nnx.Rngs):
@@ -181,15 +220,16 @@ class SanaBlock(nnx.Module):
         """Applies the layer.
 
         Args:
-          x: The image tokens, row by row.
-          text: The text tokens.
-          text_mask: True for tokens, False for padding.
-          modulation: Shift, scale and gate of the attention, then of the MLP, without the block's
-            own table, which is added here.
-          grid: The number of rows and of columns of the image tokens.
+            x: the image tokens, row by row.
+            text: the projected and normalised text tokens.
+            text_mask: true on tokens, false on padding.
+            modulation: shift, scale and gate of the attention among image tokens, then of the MLP,
+                without the block's own table, which is added here.
+            grid: number of rows and of columns of the image tokens.
 
         Returns:
-          The image tokens after the layer.
+            The image tokens after the layer, the sums with the input included, of the shape and
+            dtype of `x`.
         """
         table = self.scale_shift_table.get_value().astype(x.dtype) + modulation
         shift, scale, gate, shift_ff, scale_ff, gate_ff = jnp.split(table, 6, axis=1)
@@ -206,8 +246,8 @@ class PatchEmbed(nnx.Module):
     The released SANA models have no positions.
 
     Args:
-      config: The sizes of the network.
-      rngs: Random number generators for the initial weights.
+        config: configuration of the network.
+        rngs: random number generators for the initial weights.
     """
 
     def __init__(self, config: SanaConfig, *, rngs: nnx.Rngs):
@@ -216,7 +256,17 @@ class PatchEmbed(nnx.Module):
         self.base = config.sample_size // config.patch_size
 
     def __call__(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b n d"]:
-        """The tokens of the latents, row by row."""
+        """Returns the tokens of latents, row by row: n is the number of patches.
+
+        With positions, those of each axis run from 0 up to `sample_size / patch_size /
+        interpolation_scale` (exclusive), whatever the size of the latents.
+
+        Args:
+            latent: latents. Height and width are multiples of the patch size.
+
+        Returns:
+            The tokens, in the dtype of `latent`.
+        """
         x = self.proj(latent)
         batch, rows, columns, d = x.shape
         if self.scale is not None:
@@ -230,8 +280,8 @@ class TimeEmbedding(nnx.Module):
     """Embeds the timestep, and computes the modulation of every block from it.
 
     Args:
-      d: The number of features of the network.
-      rngs: Random number generators for the initial weights.
+        d: number of features of the network.
+        rngs: random number generators for the initial weights.
     """
 
     def __init__(self, d: int, *, rngs: nnx.Rngs):
@@ -244,12 +294,12 @@ class TimeEmbedding(nnx.Module):
         """Embeds the timestep.
 
         Args:
-          timestep: `1000 * sigma * timestep_scale`.
-          dtype: The dtype to compute in.
+            timestep: `1000 * sigma * timestep_scale` of each sample.
+            dtype: dtype to compute in.
 
         Returns:
-          Six modulation vectors for every block, side by side, and the embedding, which modulates
-          the output of the network.
+            Six modulation vectors [b, 6 d], side by side, which all blocks share, and the embedding
+            [b, d], which modulates the output of the network.
         """
         embedded = self.emb.timestep_embedder(timestep, dtype)
         return self.linear(jax.nn.silu(embedded)), embedded

@@ -28,14 +28,30 @@ TOKENIZERS = {
 
 
 class StableDiffusion3Pipeline(Pipeline):
-    """Stable Diffusion 3 or 3.5. Two CLIPs and T5 encode the prompt; a release may leave out T5."""
+    """Stable Diffusion 3 or 3.5. Two CLIPs and T5 encode the prompt; a release may leave out T5.
+
+    Attributes:
+        config: configuration of the transformer.
+        vae_config: configuration of the autoencoder.
+        clip_tokens: number of tokens to which prompts are padded or cut for both CLIPs.
+    """
 
     kind = "StableDiffusion3Pipeline"
     attends_in_fp8 = True
 
     def __init__(self, folder: Path, remat: str = "none"):
-        """Opens a directory in the layout of `stabilityai/stable-diffusion-3.5-large`; see
-        `Pipeline`.
+        """Opens a directory in the layout of `stabilityai/stable-diffusion-3.5-large`. No weight is
+        read.
+
+        Args:
+            folder: the directory.
+            remat: what the gradient of the transformer recomputes, a key of
+                `models.layers.stack.REMAT`: "none", "matmuls" or "blocks". It is not checked here.
+
+        Raises:
+            FileNotFoundError: a configuration or a tokenizer is missing.
+            ValueError: a configuration is unsupported, a tokenizer cannot be loaded or does not fit
+                its text encoder, or the components do not fit together.
         """
         super().__init__(folder, remat)
         config = SD3Config.read(folder / "transformer")
@@ -68,8 +84,17 @@ class StableDiffusion3Pipeline(Pipeline):
         self.largest_side = config.pos_embed_max_size * config.patch_size * self.compression
 
     def _open_text_encoders(self) -> None:
-        """Sets `text_encoders` and `clip_tokens`, and checks text encoders and tokenizers against
+        """Sets `text_encoders` and `clip_tokens`. Also checks text encoders and tokenizers against
         the transformer.
+
+        T5 is left out if `model_index.json` does not name "text_encoder_3", or names [null, null]
+        for it.
+
+        Raises:
+            FileNotFoundError: a configuration or a tokenizer is missing.
+            ValueError: a configuration is unsupported, a tokenizer cannot be loaded or does not fit
+                its text encoder, the widths of both CLIPs together exceed that of the transformer's
+                text, or the transformer's pooled width or T5's width does not fit.
         """
         folder = self.folder
         text_width = self.config.joint_attention_dim
@@ -113,10 +138,22 @@ class StableDiffusion3Pipeline(Pipeline):
         guidance: Array,
         fp8_attention: bool = False,
     ) -> Array:
-        """Predicts the velocity `noise - x0`. Arguments and result are those of
-        `Pipeline.velocity`.
+        """Predicts the velocity `noise - x0`, in the dtype of `latent`. For use under jit.
 
-        The conditioning is "text" and "pooled". `guidance` is ignored.
+        Args:
+            params: parameters of the transformer, gathered.
+            latent: noisy latents [b, h, w, c]. Height and width are multiples of the patch size.
+            conditioning: "text" [b, l, d] and "pooled" [b, e], as returned by `encode_text`.
+            timestep: `1000 sigma` of each latent.
+            guidance: ignored.
+            fp8_attention: whether the attention runs in FP8.
+
+        Returns:
+            The velocity, of the shape of `latent`.
+
+        Raises:
+            ValueError: while tracing, if height or width is not a whole number of patches, or
+                larger than the stored positions.
         """
         network = self.transformer(params)
         return network(
@@ -133,9 +170,18 @@ class StableDiffusion3Pipeline(Pipeline):
         """Tokenizes prompts for each text encoder, by the name of its folder.
 
         Args:
-            prompts: the texts.
-            max_tokens: the number of tokens for T5. CLIP's number is fixed.
-            instruction: not supported; must be None.
+            prompts: one or more texts.
+            max_tokens: number of tokens for T5. The number for both CLIPs is `clip_tokens`.
+            instruction: not supported, and ignored.
+
+        Returns:
+            "text_encoder" and "text_encoder_2" [prompts, clip_tokens], and "text_encoder_3"
+            [prompts, max_tokens]: tokens, int32, padded or cut. Without T5, the last one is all
+            zeros.
+
+        Raises:
+            InputError: `max_tokens` is too large or too small for the tokenizer, or a tokenizer
+                fails.
         """
         tokens = {T5: np.zeros((len(prompts), max_tokens), "int32")}
         for name in self.text_encoders:
@@ -144,16 +190,18 @@ class StableDiffusion3Pipeline(Pipeline):
         return tokens
 
     def encode_text(self, params: dict[str, Params], tokens: TracedTokens) -> Conditioning:
-        """Encodes tokenized prompts by both CLIPs and T5.
+        """Encodes tokenized prompts by both CLIPs and T5. For use under jit.
 
         Args:
-            params: parameters of the text encoders that the model has, by folder.
+            params: parameters of each text encoder that the model has, by the name of its folder.
             tokens: result of `tokenize`.
 
         Returns:
-            "text" [b, l, d] and "pooled" [b, e]. The text is a sequence of the CLIP tokens (both
-            CLIPs concatenated along the features and padded with zeros to width d), followed by the
-            T5 tokens. Without T5, zeros take the place of its tokens, as in diffusers.
+            "text" [b, l, d] and "pooled" [b, e], in the dtype of the CLIPs. The text is a sequence
+            of the CLIP tokens (states before the last layer of both CLIPs, concatenated along the
+            features and padded with zeros to the width d of the transformer's text), followed by
+            the T5 tokens. Without T5, zeros take the place of its tokens, as in diffusers. "pooled"
+            is the projected end-of-text states of both CLIPs, concatenated.
         """
         clips = [self.text_encoders[name](params[name])(tokens[name]) for name in CLIPS]
         clip_text = jnp.concatenate([clip.penultimate for clip in clips], axis=-1)
@@ -169,5 +217,13 @@ class StableDiffusion3Pipeline(Pipeline):
         }
 
     def unscale(self, latent: Array) -> Array:
-        """Converts a latent to the scale that the autoencoder decodes."""
+        """Converts latents to the scale that the autoencoder decodes: `latent / scaling_factor +
+        shift_factor`.
+
+        Args:
+            latent: the transformer's latents.
+
+        Returns:
+            An array of the shape and dtype of `latent`.
+        """
         return self.vae_config.unscale(latent)

@@ -26,7 +26,28 @@ from solrl_jax.models.loading.config_file import TransformerConfig
 
 @dataclasses.dataclass(frozen=True)
 class SD3Config(TransformerConfig):
-    """The fields of a published `transformer/config.json`. The defaults are those of diffusers."""
+    """The fields of a published `transformer/config.json`. The defaults are those of diffusers.
+
+    Attributes:
+        sample_size: side of the latents, in latent pixels, that the model was made for. It also
+            scales the initial positions.
+        patch_size: side of a patch in latent pixels.
+        in_channels: channels of the latents.
+        num_layers: number of blocks.
+        attention_head_dim: features of one attention head.
+        num_attention_heads: number of attention heads. The width, heads times features, is a
+            multiple of 4.
+        joint_attention_dim: features of a text embedding.
+        caption_projection_dim: features of the projected text, equal to the width.
+        pooled_projection_dim: features of the pooled text embedding.
+        out_channels: channels of the output; None: as many as `in_channels`.
+        pos_embed_max_size: side, in patches, of the square of stored positions, which limits the
+            size of images.
+        dual_attention_layers: indices, from 0, of the blocks whose image tokens also attend to
+            themselves alone (SD3.5 Medium).
+        qk_norm: "rms_norm" normalises each head of queries and keys; None: no norm. Other values
+            are not supported.
+    """
 
     network = "SD3Transformer2DModel"
 
@@ -45,7 +66,13 @@ class SD3Config(TransformerConfig):
     qk_norm: str | None = None
 
     def check(self) -> None:
-        """Rejects configurations that this port does not implement."""
+        """Rejects configurations that this port does not implement.
+
+        Raises:
+            ValueError: `qk_norm`, `caption_projection_dim` or the width has a value that the class
+                does not list as supported. The message names the field, `attention_head_dim` for
+                the width.
+        """
         self.require_one_of("qk_norm", (None, "rms_norm"))
         # both streams have the network's width
         accepted = f"num_attention_heads * attention_head_dim = {self.width}"
@@ -65,9 +92,10 @@ class SD3Transformer2DModel(nnx.Module):
     "0-12", "13-22", "23-23".
 
     Args:
-      config: The sizes of the network.
-      remat: What gradients recompute, a key of `models.layers.stack.REMAT`.
-      rngs: Random number generators for the initial weights.
+        config: configuration of the network.
+        remat: what gradients recompute, a key of `models.layers.stack.REMAT`: "none", "matmuls" or
+            "blocks".
+        rngs: random number generators for the initial weights.
     """
 
     def __init__(self, config: SD3Config, *, remat: str = "none", rngs: nnx.Rngs):
@@ -90,22 +118,23 @@ class SD3Transformer2DModel(nnx.Module):
         *,
         fp8_attention: bool = False,
     ) -> Float[Array, "b h w out"]:
-        """Predicts the velocity at `latent`.
+        """Predicts the velocity `noise - x0` at `latent`.
 
         Args:
-          latent: The noisy latents.
-          text: The text embeddings. Nothing is masked, not even padding, as in the released
-              pipeline.
-          pooled: One embedding of the whole prompt.
-          timestep: `1000 * sigma`.
-          fp8_attention: Whether the attention runs in FP8.
+            latent: noisy latents.
+            text: text embeddings, cast to the dtype of `latent`. Nothing is masked, not even
+                padding, as in the released pipeline.
+            pooled: one embedding of the whole prompt, cast to the dtype of `latent`.
+            timestep: `1000 * sigma` of each latent.
+            fp8_attention: whether the attention runs in FP8.
 
         Returns:
-          The velocity, in the dtype of `latent`.
+            The velocity, in the dtype of `latent`: out is `config.features_out`.
 
         Raises:
-          ValueError: For a size that is not a whole number of patches, or larger than the stored
-              positions.
+            ValueError: height or width is not a whole number of patches, or larger than the stored
+                positions.
+            KeyError: `remat` is not a key of `REMAT`.
         """
         _, height, width, _ = latent.shape
         dtype = latent.dtype
@@ -128,12 +157,16 @@ class SD3Transformer2DModel(nnx.Module):
 def _stacks(config: SD3Config, rngs: nnx.Rngs) -> dict[str, JointBlock]:
     """Makes one stack of blocks for each run of equal layers.
 
+    Two layers are equal if both are or are not among `dual_attention_layers`, and neither is the
+    last layer of the network.
+
     Args:
         config: configuration of the network.
         rngs: random number generators of the initial parameters.
 
     Returns:
-        The stacks by the first and last layer of the run, such as "0-12".
+        The stacks by the first and last layer of the run, such as "0-12", in the order of the
+        layers.
     """
 
     def make_block(rngs: nnx.Rngs, dual: bool, last: bool) -> JointBlock:
@@ -166,8 +199,8 @@ class PatchEmbed(nnx.Module):
     trained.
 
     Args:
-      config: The sizes of the network.
-      rngs: Random number generators for the initial weights.
+        config: configuration of the network.
+        rngs: random number generators for the initial weights.
     """
 
     def __init__(self, config: SD3Config, *, rngs: nnx.Rngs):
@@ -179,7 +212,19 @@ class PatchEmbed(nnx.Module):
         self.pos_embed = param(positions.reshape(1, -1, config.width), "pos_embed")
 
     def __call__(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b n d"]:
-        """The tokens of the latents, row by row. Raises ValueError for sizes that do not fit."""
+        """Returns the tokens of latents with their positions, row by row: n is the number of
+        patches.
+
+        Args:
+            latent: latents. Height and width are multiples of the patch size.
+
+        Returns:
+            The tokens, in the dtype of `latent`.
+
+        Raises:
+            ValueError: height or width is not a whole number of patches, or has more patches than
+                the square of positions.
+        """
         _, height, width, _ = latent.shape
         patch = self.proj.patch
         side = self.side

@@ -29,13 +29,31 @@ DEFAULT_SIDE = 1024  # of images, in pixels; no released config has it
 
 
 class ZImagePipeline(Pipeline):
-    """Z-Image or Z-Image-Turbo. Qwen3 encodes the prompt."""
+    """Z-Image or Z-Image-Turbo. Qwen3 encodes the prompt.
+
+    Attributes:
+        config: configuration of the transformer.
+        vae_config: configuration of the autoencoder.
+        tokenizer: directory of the tokenizer.
+    """
 
     kind = "ZImagePipeline"
     linear_sigmas = True
 
     def __init__(self, folder: Path, remat: str = "none"):
-        """Opens a directory in the layout of `Tongyi-MAI/Z-Image`; see `Pipeline`."""
+        """Opens a directory in the layout of `Tongyi-MAI/Z-Image`. No weight is read.
+
+        Args:
+            folder: the directory.
+            remat: what the gradient of the transformer recomputes, a key of
+                `models.layers.stack.REMAT`: "none", "matmuls" or "blocks". It is not checked here.
+
+        Raises:
+            FileNotFoundError: a configuration or the tokenizer is missing.
+            ValueError: a configuration is unsupported, the tokenizer cannot be loaded, has no chat
+                template (InputError) or does not fit the text encoder, or the components do not fit
+                together.
+        """
         super().__init__(folder, remat)
         config = ZImageConfig.read(folder / "transformer")
         vae_config = AutoencoderKLConfig.read(folder / "vae")
@@ -84,11 +102,22 @@ class ZImagePipeline(Pipeline):
         guidance: Array,
         fp8_attention: bool = False,
     ) -> Array:
-        """Predicts the velocity `noise - x0`. Arguments and result are those of
-        `Pipeline.velocity`.
+        """Predicts the velocity `noise - x0`, in the dtype of `latent`. For use under jit.
 
-        The conditioning is "text" and its "mask". `guidance` is ignored, and `fp8_attention` raises
-        ValueError, because the attention is masked.
+        Args:
+            params: parameters of the transformer, gathered.
+            latent: noisy latents [b, h, w, c], of even height and width.
+            conditioning: "text" [b, l, d] and "mask" [b, l], as returned by `encode_text`.
+            timestep: `1000 sigma` of each latent.
+            guidance: ignored.
+            fp8_attention: must be False, because the attention is masked.
+
+        Returns:
+            The velocity, of the shape of `latent`.
+
+        Raises:
+            ValueError: `fp8_attention` is set; or, while tracing, height or width is odd, or image
+                or text has more tokens than there are positions.
         """
         if fp8_attention:
             raise ValueError(
@@ -100,15 +129,22 @@ class ZImagePipeline(Pipeline):
     def tokenize(
         self, prompts: Sequence[str], max_tokens: int, instruction: str | None = None
     ) -> Tokens:
-        """Tokenizes each prompt as a user's turn of a chat.
+        """Tokenizes each prompt as a user's turn of a chat, with Qwen3's reasoning switched on,
+        padded on the right.
 
         Args:
-            prompts: the texts.
-            max_tokens: the number of tokens, those of the chat template included.
-            instruction: not supported; must be None.
+            prompts: one or more texts.
+            max_tokens: number of tokens of each prompt, those of the chat template included. Longer
+                chats are cut.
+            instruction: not supported, and ignored.
+
+        Returns:
+            "ids", int32, and "mask", bool, true on tokens and false on padding: both [prompts,
+            max_tokens].
 
         Raises:
-            InputError: the transformer has fewer text positions than `max_tokens`.
+            InputError: the transformer has fewer text positions than `max_tokens`, the tokenizer
+                has no usable chat template, it fails, or `max_tokens` is too small for it.
         """
         if max_tokens > self.config.max_text_tokens:
             raise InputError(
@@ -119,15 +155,27 @@ class ZImagePipeline(Pipeline):
         return tokenize(self.tokenizer, texts, max_tokens, padding_side="right")
 
     def encode_text(self, params: dict[str, Params], tokens: TracedTokens) -> Conditioning:
-        """Returns "text" [b, l, d], a hidden state of Qwen3, and "mask" [b, l].
+        """Encodes tokenized prompts by Qwen3. For use under jit.
 
         Args:
             params: parameters of "text_encoder".
             tokens: result of `tokenize`.
+
+        Returns:
+            "text" [b, l, d], the hidden states before Qwen3's last layer, not normalised; and
+            "mask" [b, l], bool, which is `tokens["mask"]`.
         """
         encoder = self.text_encoders["text_encoder"](params["text_encoder"])
         return {"text": encoder(tokens["ids"], tokens["mask"]), "mask": tokens["mask"]}
 
     def unscale(self, latent: Array) -> Array:
-        """Converts a latent to the scale that the autoencoder decodes."""
+        """Converts latents to the scale that the autoencoder decodes: `latent / scaling_factor +
+        shift_factor`.
+
+        Args:
+            latent: the transformer's latents.
+
+        Returns:
+            An array of the shape and dtype of `latent`.
+        """
         return self.vae_config.unscale(latent)

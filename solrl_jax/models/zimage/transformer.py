@@ -35,7 +35,30 @@ FINAL_EPS = 1e-6  # of the last norm
 
 @dataclasses.dataclass(frozen=True)
 class ZImageConfig(ReleasedConfig):
-    """The fields of a published `transformer/config.json`. The defaults are those of diffusers."""
+    """The fields of a published `transformer/config.json`. The defaults are those of diffusers.
+
+    Attributes:
+        all_patch_size: (2,), the only supported value: side of a patch in latent pixels.
+        all_f_patch_size: (1,), the only supported value: frames of a patch.
+        in_channels: channels of the latents.
+        dim: features of a token, a multiple of `n_heads`.
+        n_layers: number of blocks over image and text.
+        n_refiner_layers: number of blocks that refine the image alone, and of those that refine the
+            text alone.
+        n_heads: number of attention heads.
+        n_kv_heads: number of key and value heads, equal to `n_heads`.
+        norm_eps: epsilon of the norms of the blocks and of the text.
+        qk_norm: whether each head of queries and keys is normalized.
+        cap_feat_dim: features of a text embedding.
+        siglip_feat_dim: None, the only supported value: images as part of the prompt are not
+            ported.
+        rope_theta: base of the rotary frequencies.
+        t_scale: the sinusoids embed `t_scale * (1 - sigma)`.
+        axes_dims: features of a head that each of the three coordinates of a position rotates,
+            positive even numbers whose sum is `dim / n_heads`.
+        axes_lens: number of positions along each axis: text, rows and columns, in tokens. The first
+            one is 34 or more.
+    """
 
     network = "ZImageTransformer2DModel"
 
@@ -57,7 +80,12 @@ class ZImageConfig(ReleasedConfig):
     axes_lens: tuple[int, ...] = (1024, 512, 512)
 
     def check(self) -> None:
-        """Rejects configurations that this port does not implement."""
+        """Rejects configurations that this port does not implement.
+
+        Raises:
+            ValueError: a field has a value that the class does not list as supported. The message
+                names the field.
+        """
         self.require(self.all_patch_size == (PATCH,), "all_patch_size", f"[{PATCH}]")
         self.require(self.all_f_patch_size == (1,), "all_f_patch_size", "[1]")
         self.require(self.dim % self.n_heads == 0, "n_heads", f"a divisor of dim={self.dim}")
@@ -82,17 +110,22 @@ class ZImageConfig(ReleasedConfig):
 
     @property
     def head_dim(self) -> int:
-        """The number of features of one attention head."""
+        """Number of features of one attention head, `dim / n_heads`."""
         return self.dim // self.n_heads
 
     @property
     def time_width(self) -> int:
-        """The number of features of the embedded timestep."""
+        """Number of features of the embedded timestep: `dim`, but at most 256."""
         return min(self.dim, MAX_TIME_WIDTH)
 
     @property
     def max_text_tokens(self) -> int:
-        """The longest text. The image has the position after it, which must be a stored one."""
+        """Number of tokens of the longest text, the largest multiple of 32 that is at most
+        `axes_lens[0] - 2`.
+
+        Positions of text count from 1, and the image has the position after the padded text, which
+        must be a stored one.
+        """
         return (self.axes_lens[0] - 2) // MULTIPLE * MULTIPLE
 
 
@@ -100,9 +133,10 @@ class ZImageTransformer2DModel(nnx.Module):
     """The velocity network.
 
     Args:
-      config: The sizes of the network.
-      remat: What gradients recompute, a key of `models.layers.stack.REMAT`.
-      rngs: Random number generators for the initial weights.
+        config: configuration of the network.
+        remat: what gradients recompute, a key of `models.layers.stack.REMAT`: "none", "matmuls" or
+            "blocks".
+        rngs: random number generators for the initial weights.
     """
 
     def __init__(self, config: ZImageConfig, *, remat: str = "none", rngs: nnx.Rngs):
@@ -146,20 +180,25 @@ class ZImageTransformer2DModel(nnx.Module):
     ) -> Float[Array, "b h w c"]:
         """Predicts the velocity `v = noise - x0` at `latent`.
 
-        The released network takes `t_scale * (1 - sigma)` and predicts `x0 - noise`.
+        The released network takes `t_scale * (1 - sigma)` and predicts `x0 - noise`; timestep and
+        sign are converted here. The number of image tokens, and that of the text tokens of each
+        sample, are rounded up to multiples of 32 with learned padding tokens, to which tokens
+        attend. No token attends to text beyond that.
 
         Args:
-          latent: The noisy latents. Height and width are even.
-          text: The hidden states of Qwen3.
-          mask: True for tokens, False for the padding after them.
-          timestep: `1000 * sigma`.
+            latent: noisy latents. Height and width are even.
+            text: hidden states of Qwen3, cast to the dtype of `latent`.
+            mask: true on tokens, false on the padding after them. Each sample has at least one
+                token.
+            timestep: `1000 * sigma` of each latent. It is embedded in float32.
 
         Returns:
-          The velocity, in the dtype of `latent`.
+            The velocity, of the shape and dtype of `latent`.
 
         Raises:
-          ValueError: For odd sizes, and for more tokens than there are stored positions along an
-              axis.
+            ValueError: height or width is odd, or image or text has more tokens than there are
+                stored positions along an axis.
+            KeyError: `remat` is not a key of `REMAT`.
         """
         batch, height, width, _ = latent.shape
         dtype = latent.dtype
@@ -222,9 +261,16 @@ class ZImageTransformer2DModel(nnx.Module):
         return -unpatch(out, rows, columns, PATCH)
 
     def _condition(self, timestep: Float[Array, " b"]) -> Float[Array, "b time"]:
-        """The embedded timestep in float32.
+        """Embeds the timestep as `t_scale * (1 - sigma)`: 256 sinusoids and an MLP with SiLU, in
+        float32.
 
-        It modulates every block, so that its rounding error would not average out.
+        The result modulates every block, so that its rounding error would not average out.
+
+        Args:
+            timestep: `1000 * sigma` of each sample.
+
+        Returns:
+            The embedding [b, `config.time_width`], float32.
         """
         time = (1000 - timestep.astype(jnp.float32)) * (self.config.t_scale / 1000)
         mlp = self.t_embedder.mlp
@@ -239,19 +285,23 @@ def _repeat_token(
     Args:
         token: the token, [1, d].
         like: activations [b, s, d] whose batch size and dtype the result has.
-        count: number of copies for each sample.
+        count: number of copies for each sample, which may be 0.
     """
     batch, _, d = like.shape
     return jnp.broadcast_to(token.get_value().astype(like.dtype), (batch, count, d))
 
 
 class Block(nnx.Module):
-    """Attention, then MLP. Each is normalized before and after, and added to its input.
+    """Attention, then a SiLU-gated MLP. Each is normalized before and after, and added to its
+    input.
+
+    The MLP has 8/3 times the width, rounded down.
 
     Args:
-      config: The sizes of the network.
-      modulated: Whether the timestep modulates scales and gates.
-      rngs: Random number generators for the initial weights.
+        config: configuration of the network.
+        modulated: whether the timestep modulates the norms before attention and MLP (by a scale),
+            and their outputs (by the tanh of a gate).
+        rngs: random number generators for the initial weights.
     """
 
     def __init__(self, config: ZImageConfig, *, modulated: bool, rngs: nnx.Rngs):
@@ -276,13 +326,16 @@ class Block(nnx.Module):
         """Applies the block.
 
         Args:
-          x: The tokens.
-          rotation: The rotary angles of the s positions.
-          key_lengths: How many tokens, from the first, each sample attends to. None: all.
-          condition: The embedded timestep. Only modulated blocks read it.
+            x: the tokens.
+            rotation: cosines and sines of the rotary angles of the s positions.
+            key_lengths: how many tokens, from the first, each sample attends to, at least 1; None:
+                all.
+            condition: the embedded timestep, in the dtype of `x`. Blocks that are not modulated
+                ignore it. None: the block is applied without modulation, even if it has one.
 
         Returns:
-          The tokens after the block.
+            The tokens after the block, the sums with the input included, of the shape and dtype of
+            `x`.
         """
         if self.adaLN_modulation is None or condition is None:
             attended = self.attention(self.attention_norm1.scaled(x), rotation, key_lengths)
@@ -302,10 +355,10 @@ class FinalLayer(nnx.Module):
     patch.
 
     Args:
-      d: The number of features of the tokens.
-      features: The number of features of a patch.
-      time_width: The number of features of the embedded timestep.
-      rngs: Random number generators for the initial weights.
+        d: number of features of the tokens.
+        features: number of features of a patch.
+        time_width: number of features of the embedded timestep.
+        rngs: random number generators for the initial weights.
     """
 
     def __init__(self, d: int, features: int, time_width: int, *, rngs: nnx.Rngs):
@@ -316,6 +369,12 @@ class FinalLayer(nnx.Module):
     def __call__(
         self, x: Float[Array, "b n d"], condition: Float[Array, "b time"]
     ) -> Float[Array, "b n features"]:
+        """Maps tokens to patches, in the dtype of `x`.
+
+        Args:
+            x: the image tokens.
+            condition: the embedded timestep, before its SiLU, in the dtype of `x`.
+        """
         scale = 1 + self.adaLN_modulation["1"](jax.nn.silu(condition))[:, None]
         return self.linear(self.norm_final.scaled(x, scale))
 
@@ -323,21 +382,24 @@ class FinalLayer(nnx.Module):
 def rotary_tables(
     config: ZImageConfig, rows: int, columns: int, length: int, text_lengths: Int[Array, " b"]
 ) -> tuple[Rotation, Rotation]:
-    """The rotary angles of the image tokens and of the text tokens, including their padding.
+    """Returns the rotary angles of the image tokens and of the text tokens, including their
+    padding.
 
     A position has three coordinates: (i, 0, 0) for text token i, counted from 1; (p + 1, row,
     column) for image tokens, row by row, where p is the padded length of the sample's text; and (0,
-    0, 0) for the padding of the image.
+    0, 0) for the padding of the image. Both sequences are padded to multiples of 32.
 
     Args:
-      config: Read are `axes_dims` and `rope_theta`.
-      rows: The number of rows of image tokens.
-      columns: The number of columns of image tokens.
-      length: The number of text tokens, including masked ones.
-      text_lengths: The padded length p of each sample's text.
+        config: configuration of the network, of which `axes_dims` and `rope_theta` are read.
+        rows: number of rows of image tokens.
+        columns: number of columns of image tokens.
+        length: number of text tokens, including masked ones, before it is rounded up.
+        text_lengths: padded length p of each sample's text, a multiple of 32, at most `length`
+            rounded up.
 
     Returns:
-      For the image and for the text, cosines and sines [b, positions, head_dim / 2].
+        For the image and for the text, cosines and sines: two float32 arrays [b, positions,
+        head_dim / 2] each.
     """
 
     def waves(axis: int, coordinates: np.ndarray) -> np.ndarray:
