@@ -142,6 +142,13 @@ def test_tokens_are_lower_case_stripped_and_padded_on_the_right(opened):
     assert (tokens["ids"].dtype, tokens["mask"].dtype) == (np.int32, bool)
 
 
+def test_an_empty_instruction_is_no_instruction(opened):
+    pipeline = opened[0]
+    empty = pipeline.tokenize(["red star"], 5, "")
+    for name, expected in pipeline.tokenize(["red star"], 5).items():
+        np.testing.assert_array_equal(empty[name], expected)
+
+
 @pytest.mark.parametrize("max_tokens", first_is_quick([3, MAX_TOKENS, 16]))
 def test_tokens_and_conditioning_equal_those_of_diffusers(max_tokens, opened):
     pipeline, reference, _ = opened

@@ -184,7 +184,8 @@ class SanaPipeline(Pipeline):
         Args:
             prompts: one or more texts.
             max_tokens: number of tokens of each prompt that the transformer sees.
-            instruction: text before each prompt, taken as it is; None: no instruction.
+            instruction: text before each prompt, taken as it is; None or an empty text: no
+                instruction.
 
         Returns:
             "ids", int32, and "mask", bool, of all tokens: [prompts, `max_tokens` plus the tokens of
@@ -202,7 +203,8 @@ class SanaPipeline(Pipeline):
             texts = [instruction + text for text in texts]
             # The prompt reuses two of the instruction's tokens: the one that begins every text, and
             # the last one, which may become one token with the first letters of the prompt.
-            length += count_tokens(self.tokenizer, instruction) - 2
+            # An empty instruction has only the first of them.
+            length += max(count_tokens(self.tokenizer, instruction) - 2, 0)
         tokens = tokenize(self.tokenizer, texts, length, padding_side="right")
         last = np.arange(length - max_tokens + 1, length)
         kept = np.concatenate([[0], last]).astype("int32")
