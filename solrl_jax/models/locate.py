@@ -69,7 +69,7 @@ def find_model(path: str) -> Path:
     Args:
         path: a directory, `embedded:NAME` for a pipeline of this package, or OWNER/NAME of a
             repository of the hub. The prefix `embedded:` comes first, then an existing directory,
-            even if its name has the form OWNER/NAME. "~" is not expanded.
+            even if its name has the form OWNER/NAME. "~" is not expanded here.
 
     Returns:
         The directory: `path` itself, a folder of this package, or a folder of the hub's cache. The

@@ -107,11 +107,16 @@ class AutoencoderDCConfig(ReleasedConfig):
     scaling_factor: float = 1.0
 
     def check(self) -> None:
-        """Raises ValueError if a field has a value that this port does not support.
+        """Checks the values of the fields; the accepted ones are listed in the class.
 
         The number of entries of `encoder_block_out_channels` is the number of stages, which all
         fields with one entry per stage must have. A string in such a field is replaced, in place,
         by a tuple that repeats it for every stage.
+
+        Raises:
+            ValueError: a value is not supported, a list has another length than the number of
+                stages, a stage has no layers, a kernel size is even, or the widths do not fit the
+                shortcuts between the stages. The message names the field.
         """
         num_stages = len(self.encoder_block_out_channels)
         self.require(num_stages > 0, "encoder_block_out_channels", "a list with one or more stages")
@@ -139,13 +144,16 @@ class AutoencoderDCConfig(ReleasedConfig):
                 self._check_widths(name)
 
     def _check_widths(self, name: str) -> None:
-        """Raises ValueError if the widths of the stages do not fit the shortcuts between them.
+        """Checks that the widths of the stages fit the shortcuts between them.
 
         Each width but the finest must be a multiple of 4 that divides 4 times the next finer width,
         and the coarsest must be a multiple of `latent_channels`.
 
         Args:
             name: field of the widths: "encoder_block_out_channels" or "decoder_block_out_channels".
+
+        Raises:
+            ValueError: the widths do not fit. The message names the field.
         """
         widths = getattr(self, name)
         # Shortcuts average or repeat whole channels, and a pixel shuffle makes a 2 x 2 square from
@@ -168,10 +176,10 @@ class UpBlock(nnx.Module):
     """Doubles height and width, with a shortcut of repeated channels.
 
     Args:
-        n_in: input channels, a divisor of `4 * n_out`.
+        n_in: input channels, a multiple of 4 that divides `4 * n_out`.
         n_out: output channels.
-        shuffle: whether a convolution is followed by `depth_to_space`; otherwise nearest-neighbour
-            upsampling is followed by a convolution.
+        shuffle: whether a convolution to `4 * n_out` channels is followed by `depth_to_space`;
+            otherwise nearest-neighbour upsampling is followed by a convolution.
         rngs: random number generators for the initial weights.
     """
 
@@ -181,7 +189,11 @@ class UpBlock(nnx.Module):
         self.shuffle = shuffle
 
     def __call__(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b 2*h 2*w n_out"]:
-        """Returns the sum of the upsampled convolution and of the shortcut."""
+        """Returns the sum of the upsampled convolution and of the shortcut, in the dtype of `x`.
+
+        The shortcut repeats each channel of `x` `4 * n_out / n_in` times, and moves the channels
+        into pixels.
+        """
         y = depth_to_space(self.conv(x)) if self.shuffle else self.conv.apply_upsampled(x)
         return y + depth_to_space(x.repeat(self.repeats, axis=-1))
 
@@ -203,17 +215,18 @@ class ResBlock(nnx.Module):
         self.activation = ACTIVATIONS[activation]
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        """Applies the block, including the sum with the input."""
+        """Applies the block, including the sum with the input. The result has the dtype of `x`."""
         return x + self.norm(self.conv2(self.activation(self.conv1(x))))
 
 
 class MultiscaleProjection(nnx.Module):
     """Queries, keys and values of neighbourhoods: a depthwise convolution, then a grouped 1x1
-    convolution.
+    convolution, both without biases.
 
     Args:
         channels: channels of queries, keys and values together, a multiple of `size`.
-        size: number of consecutive channels in a group of the 1x1 convolution.
+        size: number of consecutive channels in a group of the 1x1 convolution, the features of a
+            head.
         kernel: side of a neighbourhood in pixels, odd.
         rngs: random number generators for the initial weights.
     """
@@ -225,17 +238,26 @@ class MultiscaleProjection(nnx.Module):
         self.size = size
 
     def __call__(self, qkv: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        """Maps queries, keys and values of pixels to those of the neighbourhoods around them."""
+        """Maps queries, keys and values of pixels to those of the neighbourhoods around them.
+
+        Args:
+            qkv: queries, keys and values of all heads: c is `channels`.
+
+        Returns:
+            An array of the shape, order of channels and dtype of `qkv`. Pixels beyond the border
+            are zero.
+        """
         x = self.proj_in(qkv).reshape(*qkv.shape[:-1], -1, self.size)
         kernel = self.proj_out.kernel.get_value().reshape(self.size, -1, self.size).astype(x.dtype)
         return jnp.einsum("bhwgi,igo->bhwgo", x, kernel).reshape(qkv.shape)
 
 
 def relu_attention(q: Heads, k: Heads, v: Heads) -> Heads:
-    """Attention with the weights relu(q) . relu(k), normalised to the sum 1.
+    """Attention with the weights relu(q) . relu(k), normalised to the sum 1 in float32.
 
     Computed over all pairs of pixels if there are no more pixels than features, otherwise in linear
-    time. The normalisation is in float32. A query whose weights are all zero gets zeros.
+    time, with float32 sums over the keys. 1e-15 (`ATTENTION_EPS`) is added to each sum of weights,
+    so a query whose weights are all zero gets zeros.
 
     Args:
         q: queries, [batch, pixels, groups, features]. A group is an attention head.
@@ -273,13 +295,13 @@ class MultiscaleAttention(nnx.Module):
     neighbourhoods.
 
     The output is projected, normalised (RMSNorm) and added to the input. The weights of the
-    attention are those of `relu_attention`.
+    attention are those of `relu_attention`. The projections have no biases.
 
     Args:
-        channels: input and output channels.
+        channels: input and output channels, `head_dim` or more.
         head_dim: features per head. There are `channels // head_dim` heads for single pixels.
-        scales: sides of the neighbourhoods in pixels. Each adds as many heads as there are for
-            single pixels. (): no neighbourhoods.
+        scales: sides of the neighbourhoods in pixels, odd numbers. Each adds as many heads as there
+            are for single pixels. (): no neighbourhoods.
         rngs: random number generators for the initial weights.
     """
 
@@ -296,7 +318,11 @@ class MultiscaleAttention(nnx.Module):
         self.head_dim = head_dim
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        """Applies the attention, including the sum with the input."""
+        """Applies the attention, including the sum with the input. The result has the dtype of `x`.
+
+        Args:
+            x: images, c is `channels`.
+        """
         b, h, w, _ = x.shape
         qkv = jnp.concatenate([self.to_q(x), self.to_k(x), self.to_v(x)], axis=-1)
         qkv = jnp.concatenate([qkv, *(project(qkv) for project in self.to_qkv_multiscale)], axis=-1)
@@ -308,7 +334,8 @@ class MultiscaleAttention(nnx.Module):
 
 
 class ResidualGLUMBConv(GLUMBConv):
-    """A gated convolution with hidden width `4 * channels`.
+    """A gated MLP with a depthwise 3x3 convolution inside and hidden width `4 * channels`
+    (`GLUMBConv`).
 
     Its result is normalised (RMSNorm) and added to the input.
 
@@ -322,14 +349,21 @@ class ResidualGLUMBConv(GLUMBConv):
         self.norm = RMSNorm(channels, eps=NORM_EPS, bias=True)
 
     def __call__(self, x: Float[Array, "b h w d"]) -> Float[Array, "b h w d"]:
-        """Applies the layer, including the sum with the input."""
+        """Applies the layer, including the sum with the input. The result has the dtype of `x`."""
         return x + self.norm(super().__call__(x))
 
 
 class EfficientViTBlock(nnx.Module):
     """Attention over the whole image, then a gated convolution, each with a sum with its input.
 
-    The arguments are those of `MultiscaleAttention`.
+    Args:
+        channels: input and output channels, `head_dim` or more.
+        head_dim: features per attention head. There are `channels // head_dim` heads for single
+            pixels.
+        scales: sides, in pixels, of the neighbourhoods that the attention compares beside single
+            pixels: odd numbers. Each adds as many heads as there are for single pixels. (): no
+            neighbourhoods.
+        rngs: random number generators for the initial weights.
     """
 
     def __init__(self, channels: int, *, head_dim: int, scales: tuple[int, ...], rngs: nnx.Rngs):
@@ -337,7 +371,7 @@ class EfficientViTBlock(nnx.Module):
         self.conv_out = ResidualGLUMBConv(channels, rngs=rngs)
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        """Applies the attention, then the gated convolution."""
+        """Applies the attention, then the gated convolution. The result has the dtype of `x`."""
         return self.conv_out(self.attn(x))
 
 
@@ -348,12 +382,14 @@ def make_stages(
 
     Args:
         config: configuration of the autoencoder.
-        side: "encoder" or "decoder": the prefix of the fields that are read.
-        activations: activation of the residual blocks of each stage, keys of `ACTIVATIONS`.
+        side: "encoder" or "decoder": the prefix of the configuration fields that are read.
+        activations: activation of the residual blocks of each stage, keys of `ACTIVATIONS`: "silu"
+            or "relu".
         rngs: random number generators of the initial parameters.
 
     Returns:
-        For each stage, a list of its `ResBlock`s or `EfficientViTBlock`s.
+        For each stage, a list of its `ResBlock`s or `EfficientViTBlock`s, as many as the field
+        `layers_per_block` says.
     """
     depths = getattr(config, f"{side}_layers_per_block")
     kinds = getattr(config, f"{side}_block_types")
@@ -373,7 +409,7 @@ def make_stages(
 class Decoder(nnx.Module):
     """The decoder network. Stages run from coarse to fine but are listed finest first.
 
-    Each stage but the coarsest begins with upsampling.
+    Each stage but the coarsest begins with upsampling by 2.
 
     Args:
         config: configuration of the autoencoder.
@@ -397,7 +433,13 @@ class Decoder(nnx.Module):
     def __call__(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
         """Decodes latents to images in [-1, 1], not clipped, in the dtype of `latent`.
 
-        The configured scale is not applied.
+        Args:
+            latent: latents on the scale of the autoencoder: the configured scale is not applied
+                here.
+
+        Returns:
+            The images: H is `h * config.spatial_compression`, and W is `w *
+            config.spatial_compression`.
         """
         x = self.conv_in(latent)
         if self.shortcut:
@@ -420,10 +462,14 @@ class AutoencoderDC(nnx.Module):
         self.config = config
 
     def decode(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
-        """Decodes latents to images with H = h * `config.spatial_compression`, in [-1, 1] but for
-        overshoots, which are not clipped.
+        """Decodes latents to images in [-1, 1] but for overshoots, which are not clipped.
 
-        The images have the dtype of `latent`. The caller has divided the latents of the diffusion
-        model by `config.scaling_factor`.
+        Args:
+            latent: latents on the scale of the autoencoder: the caller has divided those of the
+                diffusion model by `config.scaling_factor`.
+
+        Returns:
+            The images, in the dtype of `latent`: H is `h * config.spatial_compression`, and W is `w
+            * config.spatial_compression`.
         """
         return self.decoder(latent)

@@ -72,10 +72,11 @@ class KLConfig(ReleasedConfig):
         return self
 
     def check(self) -> None:
-        """Raises ValueError if a field has a value that this port does not support.
+        """Checks the values of the fields; the accepted ones are listed in the class.
 
-        The accepted values are listed in the class. The block types must have as many entries as
-        `block_out_channels`, which must not be empty.
+        Raises:
+            ValueError: a value is not supported, `block_out_channels` is empty, or the block types
+                have another number of entries. The message names the field.
         """
         self.require_one_of("act_fn", ("silu",))
         self.require_one_of("down_block_types", ("DownEncoderBlock2D",))
@@ -96,7 +97,9 @@ class KLConfig(ReleasedConfig):
 
     @property
     def required_dtype(self) -> jnp.dtype | None:
-        """The only dtype that the network works in: float32 if `force_upcast` is set; None: any."""
+        """The only dtype that the network works in: float32 if `force_upcast` is set; None: any
+        dtype.
+        """
         return jnp.dtype(jnp.float32) if self.force_upcast else None
 
     @property
@@ -112,8 +115,9 @@ class AutoencoderKLConfig(KLConfig):
     Attributes:
         scaling_factor: the diffusion model works on `(latent - shift_factor) * scaling_factor`.
         shift_factor: see `scaling_factor`; None: zero.
-        latents_mean: None, the only supported value.
-        latents_std: None, the only supported value.
+        latents_mean: None, the only supported value: a mean of each channel is not ported.
+        latents_std: None, the only supported value: a standard deviation of each channel is not
+            ported.
     """
 
     network = "AutoencoderKL"
@@ -124,8 +128,14 @@ class AutoencoderKLConfig(KLConfig):
     latents_std: None = None
 
     def unscale(self, latent: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Converts latents of the diffusion model to the input of `AutoencoderKL.decode`:
-        `latent / scaling_factor + shift_factor`.
+        """Converts latents of the diffusion model to the input of `AutoencoderKL.decode`: `latent /
+        scaling_factor + shift_factor`.
+
+        Args:
+            latent: the latents.
+
+        Returns:
+            An array of the shape and dtype of `latent`.
         """
         return latent / self.scaling_factor + (self.shift_factor or 0.0)
 
@@ -149,11 +159,15 @@ class AutoencoderKL(nnx.Module):
         self.config = config
 
     def decode(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W colours"]:
-        """Decodes latents to images with H = h * `config.spatial_compression`, in [-1, 1] but for
-        overshoots, which are not clipped.
+        """Decodes latents to images in [-1, 1] but for overshoots, which are not clipped.
 
-        The images have the dtype of `latent`. The configured scale and shift are not
-        applied here.
+        Args:
+            latent: latents on the scale of the autoencoder: the configured scale and shift are not
+                applied here.
+
+        Returns:
+            The images, in the dtype of `latent`, with `config.out_channels` colours: H is `h *
+            config.spatial_compression`, and W is `w * config.spatial_compression`.
         """
         if self.post_quant_conv is not None:
             latent = self.post_quant_conv(latent)
@@ -184,7 +198,15 @@ class Decoder(nnx.Module):
         self.conv_out = Conv(widths[-1], config.out_channels, 3, rngs=rngs)
 
     def __call__(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W colours"]:
-        """Decodes latents to images in [-1, 1], not clipped, in the dtype of `latent`."""
+        """Decodes latents to images in [-1, 1], not clipped, in the dtype of `latent`.
+
+        Args:
+            latent: latents on the scale of the autoencoder, after the 1x1 convolution if there is
+                one.
+
+        Returns:
+            The images: H and W are h and w doubled once for every stage but the last.
+        """
         x = self.mid_block(self.conv_in(latent))
         for block in self.up_blocks:
             x = block(x)
@@ -213,7 +235,9 @@ class Stage(nnx.Module):
         self.upsamplers = nnx.List([Upsample2D(n_out, rngs=rngs)] if upsample else [])
 
     def __call__(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b h2 w2 n_out"]:
-        """Applies the residual blocks, then the upsampling if there is one."""
+        """Applies the residual blocks, then the upsampling if there is one. The result has the
+        dtype of `x`.
+        """
         for layer in (*self.resnets, *self.upsamplers):
             x = layer(x)
         return x
@@ -240,7 +264,9 @@ class UNetMidBlock2D(nnx.Module):
         )
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        """Applies the residual blocks and the attention between them."""
+        """Applies the residual blocks and the attention between them. The result has the dtype of
+        `x`.
+        """
         first, last = self.resnets
         for layer in (first, *self.attentions, last):
             x = layer(x)
@@ -269,7 +295,7 @@ class ResnetBlock2D(nnx.Module):
         )
 
     def __call__(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b h w n_out"]:
-        """Applies the block, including the sum with the input."""
+        """Applies the block, including the sum with the input. The result has the dtype of `x`."""
         y = self.conv1(norm_silu(self.norm1, x))
         y = self.conv2(norm_silu(self.norm2, y))
         return y + (x if self.conv_shortcut is None else self.conv_shortcut(x))
@@ -293,7 +319,7 @@ class Attention(nnx.Module):
         self.to_out = nnx.List([Linear(channels, channels, rngs=rngs)])
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        """Applies the attention, including the sum with the input."""
+        """Applies the attention, including the sum with the input, in the dtype of `x`."""
         tokens = (x.shape[0], -1, 1, x.shape[-1])  # [b, h w, one head, c]
         y = self.group_norm(x)
         q = self.to_q(y).reshape(tokens)
@@ -303,7 +329,12 @@ class Attention(nnx.Module):
 
 
 class Upsample2D(nnx.Module):
-    """Doubles height and width: nearest-neighbour upsampling, then a 3x3 convolution."""
+    """Doubles height and width: nearest-neighbour upsampling, then a 3x3 convolution.
+
+    Args:
+        channels: input and output channels.
+        rngs: random number generators for the initial weights.
+    """
 
     def __init__(self, channels: int, *, rngs: nnx.Rngs):
         self.conv = Conv(channels, channels, 3, rngs=rngs)
@@ -317,7 +348,8 @@ class GroupNorm(nnx.Module):
     """Group normalisation (arXiv 1803.08494) over all pixels and `channels / groups` channels,
     computed in float32.
 
-    The weight `scale` is 1 and the bias 0 at first; both have one entry per channel.
+    1e-6 (`NORM_EPS`) is added to the variance. The weight `scale` is 1 and the bias 0 at first;
+    both have one entry per channel.
 
     Args:
         channels: number of channels.
@@ -330,12 +362,17 @@ class GroupNorm(nnx.Module):
         self.groups = groups
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        """Normalises `x`. The result has the dtype of `x`."""
+        """Normalises images, applies weight and bias, and rounds once. The result has the dtype of
+        `x`.
+        """
         return self.in_float32(x).astype(x.dtype)
 
     def in_float32(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
         """Returns the float32 result before it is rounded to the dtype of `x`, weight and bias
         applied.
+
+        Args:
+            x: images of any floating-point dtype.
         """
         grouped = x.astype(jnp.float32).reshape(*x.shape[:3], self.groups, -1)
         # Both sums take one pass over memory. They are about the first pixel's mean, which is close
@@ -352,8 +389,12 @@ class GroupNorm(nnx.Module):
 
 
 def norm_silu(norm: GroupNorm, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-    """Applies group normalisation and then SiLU to `x`, and rounds once, to the dtype of `x`.
+    """Applies group normalisation and then SiLU, and rounds once, to the dtype of `x`.
 
     Rounding in between would raise the error in BF16 by 10 %.
+
+    Args:
+        norm: the normalisation, with its weight and bias.
+        x: images.
     """
     return jax.nn.silu(norm.in_float32(x)).astype(x.dtype)

@@ -20,10 +20,12 @@ def decode_tiled(
 
     Convolutions give the same result as in `decode(latent)`, except near the borders of tiles.
     Normalisation and attention over all pixels see one tile only, so the result differs everywhere.
+    A latent that fits into one tile is decoded as by `decode`.
 
     Args:
-        decode: maps the latent of a tile to an image of `compression` times its size.
-        latent: the whole latent.
+        decode: maps the latents of a tile, for the whole batch, to images of `compression` times
+            its size, with k colours.
+        latent: the whole latents.
         tile: side of a tile in latent pixels. A direction in which the latent fits into one tile is
             not divided.
         overlap: number of latent pixels that neighbouring tiles share at least, less than `tile`.
@@ -32,7 +34,7 @@ def decode_tiled(
         compression: side of the square of image pixels that one latent pixel stands for.
 
     Returns:
-        The image, H = h * compression and W = w * compression, blended in float32 and cast to the
+        The images, H = h * compression and W = w * compression, blended in float32 and cast to the
         dtype of the result of `decode`.
     """
     batch, height, width, channels = latent.shape

@@ -16,14 +16,15 @@ class AdaLayerNorm(nnx.Module):
     """adaLN-Zero (arXiv 2212.09748, section 3.2): a layer norm, and a linear layer for its
     modulation.
 
-    The norm has no weights of its own. The caller computes the vectors by `vectors`, passes a shift
-    and a scale to the call, and applies gates itself.
+    The norm has no weights of its own, and its epsilon is 1e-6. The caller computes the vectors by
+    `vectors`, passes a shift and a scale to the call, and applies gates itself.
 
     Args:
         d: The number of features of the tokens and of the condition.
         num_vectors: The number of modulation vectors, for example 6: shift, scale and gate, twice.
         bias: Whether the linear layer has a bias.
-        modulate: The function that applies shift and scale.
+        modulate: The function (x, shift, scale) -> `x (1 + scale) + shift`, which networks round
+            differently.
         rngs: Random number generators for the initial weights.
     """
 
@@ -42,10 +43,15 @@ class AdaLayerNorm(nnx.Module):
         self.modulate = modulate
 
     def vectors(self, condition: Float[Array, "b d"]) -> list[Float[Array, "b 1 d"]]:
-        """The modulation vectors of a condition to which SiLU has been applied.
+        """Computes the modulation vectors of a condition.
 
-        There are `num_vectors` of them, in the order of the checkpoint's linear layer. Their
-        meaning (shift, scale or gate) is up to the caller.
+        Args:
+            condition: The vector that modulates the block, after its SiLU.
+
+        Returns:
+            A list of `num_vectors` arrays [b, 1, d], in the dtype of `condition` and in the order
+            of the checkpoint's linear layer. Their meaning (shift, scale or gate) is up to the
+            caller.
         """
         return jnp.split(self.linear(condition)[:, None], self.num_vectors, axis=-1)
 

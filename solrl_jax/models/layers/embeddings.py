@@ -37,7 +37,11 @@ class PatchProjection(nnx.Module):
         self.patch = patch
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b rows columns d"]:
-        """Embeds images: one token per patch, on the grid of patches, in the dtype of `x`."""
+        """Embeds images: one token per patch, on the grid of patches, in the dtype of `x`.
+
+        Args:
+            x: Images. Height and width are multiples of the side of a patch.
+        """
         kernel = self.kernel.get_value()
         y = matmul(patches(x, self.patch), kernel.reshape(-1, kernel.shape[-1]))
         return y if self.bias is None else y + self.bias.get_value().astype(x.dtype)
@@ -119,6 +123,9 @@ class TimestepMLP(nnx.Module):
         Args:
             value: The numbers, e.g. timesteps in 0..1000.
             dtype: The dtype that the sinusoids are cast to and the MLP computes in.
+
+        Returns:
+            The embeddings [b, d], in this dtype.
         """
         return self.linear_2(jax.nn.silu(self.linear_1(sinusoid(value).astype(dtype))))
 
@@ -188,5 +195,13 @@ class Embedding(nnx.Module):
         self.embedding = param(0.02 * jax.random.normal(rngs.params(), (count, features)), "weight")
 
     def __call__(self, ids: Int[Array, "..."]) -> Float[Array, "... d"]:
-        """Looks up one vector per index. Indices count from 0."""
+        """Looks up one vector per index.
+
+        Args:
+            ids: Indices, from 0 to `count - 1`. Others are no error: larger ones give the last
+                vector, and negative ones count from the end.
+
+        Returns:
+            The vectors, in the dtype of the table.
+        """
         return self.embedding.get_value()[ids]

@@ -41,7 +41,14 @@ class FeedForward(nnx.Module):
         self.net = nnx.Dict(layers)
 
     def __call__(self, x: Activation) -> Float[Array, "b s d"]:
-        """Applies the layer to tokens. An array is returned even for a lazy input."""
+        """Applies the layer to tokens; the input is not added.
+
+        Args:
+            x: The tokens [b, s, d], an array or a lazy activation.
+
+        Returns:
+            An array of the shape and dtype of `x`, even for a lazy input.
+        """
         return self.net["2"](self.net["0"].proj.activated(x, jax.nn.gelu))
 
 
@@ -59,7 +66,14 @@ class GatedFeedForward(nnx.Module):
         self.w2 = Linear(hidden, d, bias=False, rngs=rngs)
 
     def __call__(self, x: Activation) -> Float[Array, "b s d"]:
-        """Applies the layer to tokens. An array is returned even for a lazy input."""
+        """Applies the layer to tokens; the input is not added.
+
+        Args:
+            x: The tokens [b, s, d], an array or a lazy activation.
+
+        Returns:
+            An array of the shape and dtype of `x`, even for a lazy input.
+        """
         return self.w2(self.w1.lazy(x).combine(silu_gate, self.w3.lazy(x)))
 
 
@@ -80,7 +94,14 @@ class FusedGatedFeedForward(nnx.Module):
         self.hidden = hidden
 
     def __call__(self, x: Activation) -> Float[Array, "b s d"]:
-        """Applies the layer to tokens. An array is returned even for a lazy input."""
+        """Applies the layer to tokens; the input is not added.
+
+        Args:
+            x: The tokens [b, s, d], an array or a lazy activation.
+
+        Returns:
+            An array of the shape and dtype of `x`, even for a lazy input.
+        """
         gate, value = self.linear_in.lazy(x).split_columns(self.hidden, self.hidden)
         return self.linear_out(gate.combine(silu_gate, value))
 
@@ -104,7 +125,12 @@ class GLUMBConv(nnx.Module):
         self.conv_point = Linear(hidden, d, bias=False, layout="pointwise", rngs=rngs)
 
     def __call__(self, x: Float[Array, "b h w d"]) -> Float[Array, "b h w d"]:
-        """Applies the layer to images."""
+        """Applies the layer to images; the input is not added. The result has the shape and dtype
+        of `x`.
+
+        Args:
+            x: The images.
+        """
         b, h, w, d = x.shape
         return self.on_tokens(x.reshape(b, h * w, d), (h, w)).reshape(b, h, w, -1)
 

@@ -4,11 +4,12 @@ from jaxtyping import Array, Float
 
 
 def space_to_depth(x: Float[Array, "b h w c"]) -> Float[Array, "b h/2 w/2 4*c"]:
-    """Merges each 2 x 2 square of pixels into one. Its channels are ordered (channel, row,
-    column).
+    """Merges each 2 x 2 square of pixels into one. Its channels are ordered (channel, row, column).
 
-    Height and width must be even. Channel `4 c + 2 row + column` of the result is channel c of the
-    square's pixel (row, column).
+    Channel `4 c + 2 row + column` of the result is channel c of the square's pixel (row, column).
+
+    Args:
+        x: Images of even height and width.
     """
     b, h, w, c = x.shape
     squares = x.reshape(b, h // 2, 2, w // 2, 2, c).transpose(0, 1, 3, 5, 2, 4)
@@ -18,8 +19,10 @@ def space_to_depth(x: Float[Array, "b h w c"]) -> Float[Array, "b h/2 w/2 4*c"]:
 def depth_to_space(x: Float[Array, "b h w c4"]) -> Float[Array, "b 2*h 2*w c4/4"]:
     """The inverse of `space_to_depth`: splits each pixel into a 2 x 2 square.
 
-    The number of channels must be a multiple of 4. Channel `4 c + 2 row + column` becomes channel c
-    of the square's pixel (row, column).
+    Channel `4 c + 2 row + column` becomes channel c of the square's pixel (row, column).
+
+    Args:
+        x: Images. The number of channels is a multiple of 4.
     """
     b, h, w, c = x.shape
     squares = x.reshape(b, h, w, c // 4, 2, 2).transpose(0, 1, 4, 2, 5, 3)

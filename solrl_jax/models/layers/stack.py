@@ -20,8 +20,12 @@ X = TypeVar("X")
 def _saves_kernel_outputs(primitive: Any, *_: Any, **__: Any) -> bool:
     """Whether a primitive is a fused kernel, whose outputs are saved for the gradient.
 
-    A policy of `jax.checkpoint`, which passes the primitive and its operands' shapes. The kernels
-    are cuDNN's attention and all Pallas kernels, by the names of their primitives.
+    A policy of `jax.checkpoint`. The kernels are cuDNN's attention and all Pallas kernels, by the
+    names of their primitives.
+
+    Args:
+        primitive: The JAX primitive. Its operands' shapes and its parameters, which
+            `jax.checkpoint` passes too, are ignored.
     """
     return primitive.name.startswith(("dot_product_attention_fwd", "pallas_call"))
 

@@ -70,7 +70,12 @@ class Component:
         return cls(graphdef, state, source, locate)
 
     def __call__(self, params: Params) -> Any:
-        """Returns the network with these parameters."""
+        """Returns the network with parameters, a module that can be called under jit.
+
+        Args:
+            params: The parameters, a nested dictionary by path as `load` returns it. Leaves may be
+                quantized or adapted.
+        """
         return nnx.merge(self.graphdef, params)
 
     def check_files(self) -> None:

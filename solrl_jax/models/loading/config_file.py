@@ -85,6 +85,12 @@ class ReleasedConfig:
     def read(cls: type[C], folder: Path) -> C:
         """Reads the `config.json` of a component's folder.
 
+        Args:
+            folder: the folder.
+
+        Returns:
+            The configuration, whose fields have been checked (`from_dict`).
+
         Raises:
             FileNotFoundError: there is no such file.
             ValueError: the file is not a JSON object, or a field is unknown or not supported; the
@@ -213,8 +219,10 @@ class TransformerConfig(ReleasedConfig):
 
 
 def _as_tuple(value: Any) -> Any:
-    """Converts a list to a tuple, and lists in it likewise, at all levels. Returns other values
-    unchanged.
+    """Converts a list to a tuple, and lists in it likewise, at all levels.
+
+    Args:
+        value: a value of a JSON object. If it is not a list, it is returned unchanged.
     """
     return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 

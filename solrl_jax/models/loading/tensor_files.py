@@ -85,6 +85,9 @@ class StoredTensor:
 def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON object from a UTF-8 file. The numbers NaN, Infinity and -Infinity are accepted.
 
+    Args:
+        path: the file. Links are followed.
+
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the file cannot be read, is not JSON, repeats a key, or holds another value than
@@ -102,7 +105,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_header(file: Path) -> list[StoredTensor]:
-    """Reads the positions of all tensors of a safetensors file from its header.
+    """Reads the positions of all tensors of a safetensors file from its header. No tensor is read.
+
+    Args:
+        file: the file.
 
     Returns:
         One entry per tensor, in the order of the header. Dtypes that the networks do not accept are
@@ -110,7 +116,7 @@ def read_header(file: Path) -> list[StoredTensor]:
 
     Raises:
         ValueError: the file is missing, damaged or of another format, or its header has more than
-            `MAX_HEADER_BYTES` bytes.
+            2^24 bytes (`MAX_HEADER_BYTES`).
     """
     try:
         if not file.is_file():
