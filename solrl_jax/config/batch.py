@@ -7,15 +7,15 @@ def effective_batch(config: Config, devices: int) -> dict[str, int]:
     """Sizes of one iteration's update. A term of the loss is one sample at one sigma.
 
     Args:
-      config: the configuration, of which `train`, `rollout`, `algorithm` and `optimizer` are read.
-      devices: the number of devices among which the terms are divided.
+        config: The configuration, of which `train`, `rollout`, `algorithm` and `optimizer` are
+            read.
+        devices: The number of devices among which the terms are divided, at least 1.
 
     Returns:
-      terms: number of terms of the iteration;
-      optimizer_steps: number of optimizer steps;
-      terms_per_step: number of terms of each step, on all devices together;
-      terms_per_step_per_device: the largest number of them on one device;
-      accumulation: number of batches over which each step accumulates its gradient.
+        A dict with five counts. "terms": terms of the iteration. "optimizer_steps": optimizer steps
+        of the iteration. "terms_per_step": terms of each step, on all devices together.
+        "terms_per_step_per_device": the largest number of them on one device. "accumulation":
+        batches over which each step accumulates its gradient, rounded up.
     """
     steps = config.optimizer.steps_per_iteration
     batch_size = config.optimizer.per_device_batch_size
@@ -29,11 +29,15 @@ def effective_batch(config: Config, devices: int) -> dict[str, int]:
 
 
 def describe_batch(config: Config, devices: int) -> str:
-    """Returns the line about the batch that is printed when a run starts; see `effective_batch`.
+    """Returns the line about the batch that is printed when a run starts.
 
     Args:
         config: The configuration of the run.
-        devices: The number of devices of the mesh.
+        devices: The number of devices of the mesh among which terms are divided.
+
+    Returns:
+        One line that begins with "batch: " and holds the counts of `effective_batch`, without a
+        line break.
     """
     batch = effective_batch(config, devices)
     prompts = config.train.num_prompts
@@ -48,5 +52,10 @@ def describe_batch(config: Config, devices: int) -> str:
 
 
 def _divide_up(numerator: int, denominator: int) -> int:
-    """Returns `numerator / denominator`, rounded up to an integer."""
+    """Returns the quotient of two integers, rounded up to an integer.
+
+    Args:
+        numerator: Any integer.
+        denominator: A positive integer.
+    """
     return -(-numerator // denominator)

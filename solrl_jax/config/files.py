@@ -24,22 +24,29 @@ def part_files(part: str) -> list[str]:
     """The choices for a part, sorted: the files in its folder, without their ending.
 
     Args:
-      part: a name of `PARTS`, e.g. "model".
+        part: A name of `PARTS`, e.g. "model". For other names without a folder the list is empty.
     """
     return sorted(path.stem for path in (CONFIGS / part).glob("*.yaml"))
 
 
 def preset_files() -> list[str]:
-    """The presets that have a file of their own, sorted."""
+    """The names of the presets that have a file of their own, sorted, without the ending."""
     return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 
 
 @functools.cache
 def read_file(name: str) -> dict[str, Any]:
-    """The content of a file, which callers must not change.
+    """The content of a configuration file. It is cached, so callers must not change it.
 
     Args:
-      name: its path in `configs/` without ending, e.g. "model/sana".
+        name: The path of the file in `configs/` without ending, e.g. "model/sana".
+
+    Returns:
+        Nested dicts and lists as YAML gives them; {} for an empty file.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ConfigError: If it is not YAML.
     """
     path = CONFIGS / f"{name}.yaml"
     return parse(path.read_text(encoding="utf-8"), f"configs/{name}.yaml") or {}

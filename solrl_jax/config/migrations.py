@@ -61,10 +61,11 @@ def current_name(key: str) -> str:
     """The present dotted name of a section or field.
 
     Args:
-      key: a dotted name, present or of version 2, e.g. "policy.kl_weight".
+        key: A dotted name, present or of version 2, e.g. "policy.kl_weight". It need not exist.
 
     Returns:
-      The present name, e.g. "algorithm.kl_coef"; `key` itself if it was not renamed.
+        The present name, e.g. "algorithm.kl_coef": the longest leading part that was renamed is
+        replaced, and the rest stays. `key` itself if nothing in it was renamed.
     """
     parts = key.split(".")
     for end in range(len(parts), 0, -1):
@@ -77,9 +78,14 @@ def current_value(key: str, value: Any) -> Any:
     """The value of a section or field with all names of version 2 replaced by the present ones.
 
     Args:
-      key: the dotted name that `value` belongs to, in the names of the layout that `value` is
-        written in; "" for a whole configuration.
-      value: what YAML gives for it. A mapping is a section, whose keys are translated too.
+        key: The dotted name that `value` belongs to, in the names of the layout that `value` is
+            written in; "" for a whole configuration.
+        value: What YAML gives for it. A mapping is a section, whose keys and values are translated
+            too.
+
+    Returns:
+        A new dict for a mapping, in the same order; the present name for text that is a renamed
+        value of this field; anything else as it is.
     """
     if isinstance(value, Mapping):
         prefix = f"{key}." if key else ""
@@ -98,14 +104,15 @@ def current_value(key: str, value: Any) -> Any:
 def migrate_override(key: str, value: Any) -> tuple[str, Any]:
     """Translates an override `key=value` from version 2 to the present names.
 
-    Warns with a FutureWarning if it uses a name or a value of version 2.
+    Warns with one FutureWarning if it uses a name or a value of version 2; about the name, if both
+    are old.
 
     Args:
-        key: The dotted name of the field.
-        value: Its parsed value.
+        key: The dotted name of the field or section, present or of version 2.
+        value: Its parsed value. A mapping is translated too.
 
     Returns:
-        The present name and value.
+        The present name and value; unknown names and values are returned as they are.
     """
     new_key = current_name(key)
     new_value = current_value(key, value)
@@ -125,14 +132,14 @@ def migrate_override(key: str, value: Any) -> tuple[str, Any]:
 
 
 def migrate(tree: Any) -> Any:
-    """The tree of a configuration file in the present layout.
+    """The tree of a configuration file in the present layout. It does not warn.
 
     Args:
-      tree: what YAML gives for a configuration file.
+        tree: What YAML gives for a configuration file. It is not changed.
 
     Returns:
-      A file of version 2 with the present names and version number. Anything else is returned as it
-      is, and the schema then refuses it if it is not a configuration.
+        For a dict with `version: 2`, a new dict with the present names and version number. Anything
+        else is returned as it is, and the schema then refuses it if it is not a configuration.
     """
     if not isinstance(tree, dict) or tree.get("version") != 2:
         return tree

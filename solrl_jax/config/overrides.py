@@ -44,9 +44,11 @@ class Overrides:
     """Parsed overrides.
 
     Attributes:
-      settings: dotted field names and their values, in the order in which they apply.
-      choices: the file that is chosen for each part, e.g. {"model": "flux1"}.
-      problems: one message for each override that cannot be used.
+        settings: Dotted field names (present ones) and their parsed values, in the order in which
+            they apply: later ones win.
+        choices: The file that is chosen for each part, e.g. {"model": "flux1"}. Parts that are not
+            chosen are missing.
+        problems: One message for each override that cannot be used.
     """
 
     settings: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
@@ -58,8 +60,11 @@ def text_override(key: str, text: str) -> str:
     """The override that sets a field to exactly this text, whatever YAML would make of it.
 
     Args:
-      key: the dotted name of the field.
-      text: its value, for instance a path with a `#`.
+        key: The dotted name of the field.
+        text: Its value, for instance a path with a `#`.
+
+    Returns:
+        `key="text"`, with the text quoted and escaped for YAML.
     """
     quoted = yaml.safe_dump(text, default_style='"').strip()
     return f"{key}={quoted}"
@@ -68,7 +73,17 @@ def text_override(key: str, text: str) -> str:
 def parse_overrides(overrides: Sequence[str]) -> Overrides:
     """Parses overrides. Problems are collected, not raised.
 
-    Warns with a FutureWarning for a name that the previous version of the configuration used.
+    Warns with a FutureWarning for a name or value that the previous version of the configuration
+    used.
+
+    Args:
+        overrides: Texts `key=value`, see the module. Spaces around key and value do not count, an
+            empty value is "", and text that begins with no quote is taken as it is. Later ones win.
+
+    Returns:
+        The settings, choices and problems. A reward or objective that is no file becomes a setting,
+        `reward.weights={NAME: 1.0}` or `algorithm.objective=NAME`, before all other settings, so
+        that explicit fields win over it.
     """
     parsed = Overrides()
     plugins: dict[str, str] = {}  # the last choice for "reward" and "objective", if that is no file
@@ -106,13 +121,18 @@ def parse_overrides(overrides: Sequence[str]) -> Overrides:
 
 
 def _choose(parsed: Overrides, plugins: dict[str, str], part: str, name: str) -> None:
-    """Records a choice for a part, which replaces an earlier one.
+    """Records a choice for a part, which replaces an earlier one where it is a file.
+
+    A function or service is applied later than files, so an earlier choice of a file stays below
+    it.
 
     Args:
-      parsed: gets the choice if it is a file, or a problem if it is nothing that can be chosen.
-      plugins: gets the choice if it names a function or service.
-      part: a name of `PARTS`.
-      name: the choice.
+        parsed: Gets the choice in `choices` if it is a file, or a message in `problems` if it is
+            nothing that can be chosen.
+        plugins: Gets the choice, by the part, if it names a function, service or entry point. A
+            file removes the entry.
+        part: A name of `PARTS`.
+        name: The choice, as it was written.
     """
     if name in part_files(part):
         parsed.choices[part] = name
@@ -124,19 +144,28 @@ def _choose(parsed: Overrides, plugins: dict[str, str], part: str, name: str) ->
 
 
 def _is_reward(name: str) -> bool:
-    """Whether `name` is a function, a URL or an entry point."""
+    """Whether a text can name a reward that is no file.
+
+    Args:
+        name: The text.
+
+    Returns:
+        True if it contains a colon, as functions `module:function` and URLs do, or is an entry
+        point of the group `ENTRY_POINTS` in the installed packages. Nothing is imported.
+    """
     return ":" in name or name in importlib.metadata.entry_points(group=ENTRY_POINTS).names
 
 
 def merge(tree: dict[str, Any], new: Mapping[Any, Any], prefix: str = "") -> None:
-    """Writes the fields of `new` into `tree`, in place.
+    """Writes the fields of a tree into another, in place.
 
     Args:
-      tree: nested mappings of sections and fields.
-      new: the same for the fields to change. Sections are merged; the value of a field is replaced
-        whole, also if it is a list or a mapping.
-      prefix: the dotted name of the section that both are, with a dot behind; "" for the whole
-        configuration.
+        tree: Nested dicts of sections and fields, changed in place.
+        new: The same for the fields to change; it is copied. Sections are merged if both sides have
+            a mapping; the value of a field is replaced whole, also if it is a list or a mapping.
+            Unknown keys are written, too, and validation refuses them later.
+        prefix: The dotted name of the section that both are, with a dot behind; "" for the whole
+            configuration.
     """
     for key, value in new.items():
         name = f"{prefix}{key}"
@@ -150,10 +179,13 @@ def merge(tree: dict[str, Any], new: Mapping[Any, Any], prefix: str = "") -> Non
 def assign(tree: dict[str, Any], key: str, value: Any) -> None:
     """Writes the value of a field into a configuration tree, in place.
 
+    Missing sections are created. If an earlier override replaced a section on the way by a plain
+    value, nothing is written, and validation reports that value.
+
     Args:
         tree: The configuration as nested dicts.
-        key: The dotted name of the field.
-        value: Its new value.
+        key: The dotted name of the field or section.
+        value: Its new value, which is copied. A mapping for a section is merged into it.
     """
     *parents, last = _split_key(key, value)
     for name in parents:
@@ -166,20 +198,28 @@ def assign(tree: dict[str, Any], key: str, value: Any) -> None:
 def _free_field(key: str) -> str | None:
     """The field with free keys that a dotted key lies below, or None.
 
-    For example "reward.weights" for "reward.weights.shapes".
+    These fields are `reward.weights`, `reward.paths` and `reward.options`. For example
+    "reward.weights" for "reward.weights.shapes"; None for "reward.weights" itself.
+
+    Args:
+        key: A dotted key.
     """
     return next((field for field in _FREE_FIELDS if key.startswith(f"{field}.")), None)
 
 
 def _split_key(key: str, value: Any) -> list[str]:
-    """Splits a dotted key into the names of sections and field.
+    """Splits a dotted key into the names of sections, field and keys within the field.
 
-    The part after a field with free keys is one name, which may contain dots.
+    The part after a field with free keys (`_free_field`) is one name, which may contain dots.
 
     Args:
         key: The dotted key. `reward.options.NAME.OPTION` names one option of a reward, unless
             `value` is a mapping, which holds all options of the reward NAME.OPTION.
-        value: The value that is assigned to the key.
+        value: The value that is assigned to the key. Only whether it is a dict matters.
+
+    Returns:
+        The names from the top: at least one. An option is the part after the last dot, as a name of
+        its own behind that of the reward.
     """
     field = _free_field(key)
     if field is None:

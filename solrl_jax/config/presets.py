@@ -32,18 +32,30 @@ REWARDS = ("pickscore", "clipscore", "hpsv2", "imagereward")  # the paper's
 
 
 def preset_names() -> list[str]:
-    """Names of all presets: those with a file of their own, then the combinations."""
+    """Names of all presets: those with a file of their own, sorted, then the combinations.
+
+    The combinations are ordered by model (sorted), then by family and reward in the order of
+    `FAMILIES` and `REWARDS`.
+    """
     return [*preset_files(), *_combined_presets()]
 
 
 def released_models() -> list[str]:
-    """Names of the models in `configs/model/` that are not shipped with the package, sorted."""
+    """Names of the models in `configs/model/` that are not shipped with the package, sorted.
+
+    These are all files but those whose name begins with "tiny-".
+    """
     return [name for name in part_files("model") if not name.startswith("tiny-")]
 
 
 @functools.cache
 def _combined_presets() -> dict[str, dict[str, str]]:
-    """The parts of each preset that has no file of its own, by its name."""
+    """The parts of each preset that has no file of its own, by its name. Cached.
+
+    Returns:
+        By the name `<model>_<family>_<reward>`: {"model": ..., "family": ..., "reward": ...}, for
+        each released model, family of `FAMILIES` and reward of `REWARDS`.
+    """
     combinations = itertools.product(released_models(), FAMILIES, REWARDS)
     return {
         f"{model}_{family}_{reward}": {"model": model, "family": family, "reward": reward}
@@ -54,12 +66,22 @@ def _combined_presets() -> dict[str, dict[str, str]]:
 def resolve(preset: str, overrides: Sequence[str] = ()) -> Config:
     """The configuration of a preset.
 
+    Files apply in the order model, family, explore, objective, reward, the preset's own; then the
+    conditional settings (`when`) of all files in the same order; then the overrides. Later ones
+    win. Warns with a FutureWarning for names that the previous version of the configuration used.
+
     Args:
-      preset: a name of `preset_names()`.
-      overrides: `key=value` for fields and parts, see `config.overrides`. Later ones win.
+        preset: A name of `preset_names()`.
+        overrides: `key=value` for fields and parts, see `config.overrides`. Later ones win, but a
+            chosen part never wins over a field, in whatever order they come.
+
+    Returns:
+        The checked configuration. `preset` and `family` record the choices. If `run.dir` would be
+        empty, it is "runs/<preset>-<family>-seed<seed>".
 
     Raises:
-      ConfigError: with all problems of the name, the overrides and the resulting configuration.
+        ConfigError: If an argument is no text or the preset is unknown (reported alone); else with
+            all problems of the overrides and of the resulting configuration.
     """
     for text in (preset, *overrides):
         if not isinstance(text, str):
@@ -92,14 +114,22 @@ def resolve(preset: str, overrides: Sequence[str] = ()) -> Config:
 def override(config: Config, overrides: Sequence[str]) -> Config:
     """A configuration, for instance that of a run, with some fields changed.
 
+    Warns with a FutureWarning for names that the previous version of the configuration used.
+
     Args:
-      config: the configuration, which stays as it is.
-      overrides: `key=value` for fields, see `config.overrides`. Of the parts only `explore=` can be
-        chosen. It also changes `model.quantization` if the model's file has other rules for this
-        recipe, unless the rules of `config` are of no recipe.
+        config: The configuration, which stays as it is.
+        overrides: `key=value` for fields, see `config.overrides`. Later ones win. Of the files of
+            parts only `explore=` can be chosen (rewards and objectives that are no file are
+            fields). Explicit fields win over it. It also changes `model.quantization` if the
+            model's file has other rules for this recipe, unless the rules of `config` are those of
+            no recipe of the model.
+
+    Returns:
+        The new configuration. `preset`, `family` and `run.dir` are not derived anew.
 
     Raises:
-      ConfigError: with all problems.
+        ConfigError: With all problems of the overrides and of the resulting configuration, or for a
+            condition in the recipe's file that a run does not decide.
     """
     parsed = parse_overrides(overrides)
     problems = list(parsed.problems)
@@ -117,17 +147,26 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
 
 
 def preset_rows() -> list[dict[str, str]]:
-    """One row per preset, for a table.
+    """One row per preset, for a table, in the order of `preset_names`.
 
     Returns:
-      Text by column: the name, model, family and reward of the preset, how many candidates it
-      keeps, how it explores, and what it trains on.
+        Text by column. The columns are "preset", "model", "family", "reward", "candidates" (e.g.
+        "24-in-96": how many are kept), "explore" (how it explores) and "train on".
     """
     return [_preset_row(resolve(name)) for name in preset_names()]
 
 
 def _preset_row(config: Config) -> dict[str, str]:
-    """Returns the row of a preset in the table of `solrl presets`, by column."""
+    """Returns the row of a preset in the table of `solrl presets`.
+
+    Args:
+        config: The configuration of the preset.
+
+    Returns:
+        Text by column: "preset", "model", "family"; "reward", with several names joined by "+";
+        "candidates", e.g. "24-in-96"; "explore", e.g. "nvfp4, 6 steps"; "train on", e.g. "bf16, 10
+        steps", or "the explored samples" if they are not regenerated.
+    """
     rollout = config.rollout
     explore = rollout.explore
     regenerated = f"{rollout.precision}, {rollout.num_steps} steps"
@@ -148,14 +187,16 @@ def _apply_files(
     """Merges the settings of files into a tree, then their conditional settings.
 
     Args:
-      tree: the configuration, changed in place.
-      files: the content of each file by its name, in the order in which they are merged.
-      parts: the choice for each part, which decides about the conditions under `when`, e.g.
-        `family=sol_rl`.
+        tree: The configuration as nested dicts, changed in place.
+        files: The content of each file by its name in `configs/` without ending, in the order in
+            which they are merged; later ones win. Conditional settings follow in the same order,
+            and win over the plain settings of all files.
+        parts: The choice for each part, which decides about the conditions under `when`, e.g.
+            `family=sol_rl`.
 
     Raises:
-      ConfigError: for a condition on something that is no part or no choice of it, or that `parts`
-        does not decide.
+        ConfigError: For a condition on something that is no part or no choice of it, or on a part
+            that `parts` does not have. The tree is then partly changed.
     """
     for content in files.values():
         merge(tree, {key: value for key, value in content.items() if key != "when"})
@@ -191,11 +232,15 @@ def _apply_quantization_rules(tree: dict[str, Any], model: str, recipe: str) -> 
 
 
 def _quantization_rules(model: str, recipe: str) -> dict[str, Any]:
-    """Returns the section `model.quantization` of a model with an exploration recipe, as a dict.
+    """Returns the section `model.quantization` of a model with an exploration recipe.
 
     Args:
         model: The name of a file in `configs/model/`.
         recipe: The name of a file in `configs/explore/`.
+
+    Returns:
+        The section as a new dict: the defaults, changed by the model's file, changed by its
+        settings under `when: explore=<recipe>` if it has any.
     """
     content = read_file(f"model/{model}")
     tree = to_tree(Config())

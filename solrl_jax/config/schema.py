@@ -69,14 +69,26 @@ STOCHASTIC_SOLVERS = ("ddim", "flow_sde", "dance_sde")
 
 
 def is_plugin(objective: str) -> bool:
-    """Whether the name of an objective is `module:function`, a function outside the package."""
+    """Whether the name of an objective is `module:function`, a function outside the package.
+
+    Only the form is checked, and nothing is imported: a dotted module of Python identifiers, one
+    colon, and an identifier.
+
+    Args:
+        objective: The value of `algorithm.objective`.
+    """
     module, colon, function = objective.partition(":")
     return bool(colon) and function.isidentifier() and all(map(str.isidentifier, module.split(".")))
 
 
 def _check_objective(name: str) -> str:
-    """Returns the name of an objective. Raises ValueError if it is neither built in nor
-    `module:function`.
+    """Returns the name of an objective unchanged.
+
+    Args:
+        name: A key of `OBJECTIVES`, or `module:function`.
+
+    Raises:
+        ValueError: If it is neither. The message lists what is accepted.
     """
     if name not in OBJECTIVES and not is_plugin(name):
         raise ValueError(f"expected one of {', '.join(OBJECTIVES)}, or module:function")
@@ -89,10 +101,18 @@ class Quantization(Section):
 
     A linear layer is quantized unless one of the first two rules keeps it in the training
     precision. The defaults are the authors' rules for SANA, in the parameter names of diffusers.
+
+    Attributes:
+        modules_to_not_convert: Parts of parameter paths, not empty (plain text, no expressions). A
+            linear layer whose path contains one of them stays in the training precision.
+        min_width_ratio: Smallest width, as a multiple of the width of the network's blocks; at
+            least 0. A linear layer whose larger side is at most this wide stays in the training
+            precision. 0 converts layers of any width.
+        fused: Regular expressions of parameter paths. Linear layers of one module that match the
+            same expression are measured by `min_width_ratio` as one layer with joined outputs,
+            because the authors' code fuses them.
     """
 
-    # Parts of parameter paths. A linear layer whose path contains one of them stays in the training
-    # precision.
     modules_to_not_convert: tuple[Text, ...] = (
         "time_embed",
         "caption_projection",
@@ -101,12 +121,7 @@ class Quantization(Section):
         "attn1/to_k",
         "attn1/to_v",
     )
-    # Smallest width, as a multiple of the width of the network's blocks. A linear layer whose
-    # larger side is at most this wide stays in the training precision. 0 converts layers of any
-    # width.
     min_width_ratio: NonNegative = 1.0
-    # Linear layers that `min_width_ratio` measures as one layer with joined outputs, because the
-    # authors' code fuses them. Those of one module that match the same expression are joined.
     fused: tuple[Regex, ...] = ("transformer_blocks/attn2/to_[kv]/kernel",)
 
 
@@ -115,129 +130,157 @@ class Model(Section):
     """The pipeline that is post-trained, and how it is held in memory.
 
     The defaults are those of SANA 1.6B.
+
+    Attributes:
+        name: Name of the model's file in `configs/model/`. Presets and recipes use it; for other
+            models any text will do that is not empty.
+        path: A directory in the layout of diffusers, the name of a repository on the Hugging Face
+            hub, or "embedded:NAME" for a pipeline that is shipped with the package. A leading `~`
+            is expanded, here and in all other paths.
+        height: Image height in pixels, 1 to 16384. Training and evaluation use it unless
+            `rollout.size` and `eval.size` are set.
+        width: Image width in pixels, likewise.
+        max_sequence_length: Length in tokens to which prompts are padded or cut, 1 to 2048.
+        instruction: Text file with an instruction that precedes every prompt (SANA's
+            `complex_human_instruction`). None: no instruction.
+        prompt_cache_dir: Directory that keeps encoded prompts, so that text encoders are loaded
+            only for new prompts. "": the user's own cache, ~/.cache/solrl_jax/prompts. None:
+            prompts are encoded anew in every iteration. A prompt takes 1 to 2 MB. Ours.
+        vae_tile_size: Side in pixels, 1 to 16384, of the tiles in which latents are decoded, which
+            saves memory. Neighbouring tiles overlap by a quarter. None: whole images. Ours.
+        attention: Attention among the image tokens. "default": the released network's. "mhla":
+            token-level multi-head linear attention (arXiv 2601.07832) in place of SANA's linear
+            attention, with the three settings below, which nothing else reads.
+        mhla_blocks: Number of equal blocks that the tokens of an image are divided into (M of the
+            paper), 1 to 4096.
+        mhla_released: True: the variant of the authors' released code. False: the paper's.
+        mhla_norm: Whether queries and keys are normalised where the released network does not do
+            it.
+        gradient_checkpointing: What the backward pass recomputes. "none": nothing, every
+            intermediate is kept. "matmuls": the outputs of linear layers and of attention are kept,
+            the rest is recomputed. "blocks": only the input of each block is kept. "auto":
+            "matmuls" if that fits into 75 % of a device's memory, else "blocks".
+        quantization: Which linear layers are quantized for exploration.
     """
 
-    # Name of the model's file in `configs/model/`. Presets and recipes use it; for other models any
-    # text will do.
     name: Text = "sana"
-    # A directory in the layout of diffusers, the name of a repository on the Hugging Face hub, or
-    # "embedded:NAME" for a pipeline that is shipped with the package.
     path: PathText = "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers"
-    # Image size in pixels, up to 16384. Training and evaluation use it unless `rollout.size` and
-    # `eval.size` are set.
     height: Pixels = 1024
     width: Pixels = 1024
-    # Length in tokens to which prompts are padded or cut.
     max_sequence_length: Annotated[Integer, Field(ge=1, le=MAX_TOKENS)] = 300
-    # Text file with an instruction that precedes every prompt (SANA's `complex_human_instruction`).
-    # None: no instruction.
     instruction: PathText | None = None
-    # Directory that keeps encoded prompts, so that text encoders are loaded only for new prompts.
-    # "": the user's own cache, ~/.cache/solrl_jax/prompts. None: prompts are encoded anew in every
-    # iteration. A prompt takes 1 to 2 MB. Ours.
     prompt_cache_dir: Annotated[str, AfterValidator(expand_home)] | None = ""
-    # Side in pixels of the tiles in which latents are decoded, which saves memory. Neighbouring
-    # tiles overlap by a quarter. None: whole images. Ours.
     vae_tile_size: Pixels | None = None
-    # Attention among the image tokens. "default": the released network's. "mhla": token-level
-    # multi-head linear attention (arXiv 2601.07832) in place of SANA's linear attention, with the
-    # three settings below.
     attention: Literal["default", "mhla"] = "default"
-    # Number of equal blocks that the tokens of an image are divided into (M of the paper).
     mhla_blocks: Annotated[Integer, Field(ge=1, le=2**12)] = 16
-    # True: the variant of the authors' released code. False: the paper's.
     mhla_released: Bool = False
-    # Whether queries and keys are normalised where the released network does not do it.
     mhla_norm: Bool = False
-    # What the backward pass recomputes. "none": nothing, every intermediate is kept. "matmuls": the
-    # outputs of linear layers and of attention are kept, the rest is recomputed. "blocks": only the
-    # input of each block is kept. "auto": "matmuls" if that fits into 75 % of a device's memory,
-    # else "blocks".
     gradient_checkpointing: Literal["auto", "none", "matmuls", "blocks"] = "auto"
-    # Which linear layers are quantized for exploration.
     quantization: Quantization = Quantization()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Explore(Section):
-    """How the N candidates of a prompt are generated for ranking. The defaults are the paper's."""
+    """How the N candidates of a prompt are generated for ranking. The defaults are the paper's.
 
-    # Format in which the transformer runs.
+    Attributes:
+        precision: Number format in which the transformer runs: a name of `quant.formats.FORMATS`
+            (such as "nvfp4", "fp8" or "bf16"), or "auto" for the fastest one that the device runs
+            natively.
+        num_steps: Solver steps, 1 to 1000. At most `rollout.num_steps`, and equal to it with
+            `rollout.regenerate=false`.
+        sigmas: Noise levels of the steps. "default": a schedule of its own with `num_steps` steps.
+            "first": the first half of the steps follows the full schedule, the others divide what
+            is left of it and have coefficients fitted to the network.
+        exact_steps: Number of steps at the beginning that run in `rollout.precision`. At least 0
+            and less than `num_steps`.
+        correction_rank: Rank of the unquantized low-rank branch beside each quantized matmul (as in
+            SVDQuant), 0 to 4096. 0 disables it.
+        attention: "fp8": softmax attention without a mask runs in E4M3 (FLUX.1, FLUX.2 and SD3).
+            "default": in the training precision.
+        min_rank_correlation: Smallest acceptable Spearman correlation, in [-1, 1], of explored and
+            regenerated rewards over the kept samples. While its median over three iterations is
+            lower, the run explores with more steps, then in finer formats. None: the correlation is
+            only recorded. Must be None with `rollout.regenerate=false`. Ours.
+    """
+
     precision: Precision = "nvfp4"
-    # Solver steps. At most `rollout.num_steps`.
     num_steps: NumSteps = 6
-    # Noise levels of the steps. "default": a schedule of its own with `num_steps` steps. "first":
-    # the first half of the steps follows the full schedule, the others divide what is left of it
-    # and have coefficients fitted to the network.
     sigmas: Literal["default", "first"] = "default"
-    # Number of steps at the beginning that run in `rollout.precision`. Less than `num_steps`.
     exact_steps: NonNegativeInt = 0
-    # Rank of the unquantized low-rank branch beside each quantized matmul (as in SVDQuant). 0
-    # disables it.
     correction_rank: Annotated[Integer, Field(ge=0, le=2**12)] = 0
-    # "fp8": softmax attention without a mask runs in E4M3 (FLUX.1, FLUX.2 and SD3). "default": in
-    # the training precision.
     attention: Literal["default", "fp8"] = "default"
-    # Smallest acceptable Spearman correlation, in [-1, 1], of explored and regenerated rewards over
-    # the kept samples. While its median over three iterations is lower, the run explores with more
-    # steps, then in finer formats. None: the correlation is only recorded. Ours.
     min_rank_correlation: Annotated[Number, Field(ge=-1, le=1)] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rollout(Section):
-    """How samples are generated: explore N candidates per prompt, keep K and regenerate these."""
+    """How samples are generated: explore N candidates per prompt, keep K and regenerate these.
 
-    # N, the candidates per prompt.
+    Attributes:
+        candidates: N, the candidates per prompt; at least 1.
+        kept: K, the candidates per prompt that are trained on. At least 2 and at most `candidates`;
+            even with "best_worst".
+        selection: Which candidates are kept, by their explored reward. "best_worst": the K/2 best
+            and the K/2 worst. "best_random": the K/2 best and a random choice of the others.
+            "random": a random choice. "best": the K best.
+        explore: How the candidates are generated.
+        size: Size of the images that are trained on: (height, width) in pixels, or several sizes
+            (YAML takes one size without the outer list). An iteration uses one of them, and as many
+            iterations as there are sizes go through all of them in random order. None: the model's
+            size.
+        regenerate: True: the kept seeds are regenerated in `precision` with `num_steps` steps.
+            False: the explored samples are trained on.
+        num_steps: Solver steps, 1 to 1000, of the regeneration and of the schedule at whose sigmas
+            the update trains.
+        solver: ODE solvers "euler", "dpm1" and "dpm2" (DPM-Solver++ of first and second order), and
+            the stochastic "ddim", "flow_sde" (Flow-GRPO) and "dance_sde" (DanceGRPO). Evaluations
+            run a stochastic solver without noise.
+        noise_level: Strength in [0, 1] of the noise that a stochastic solver adds (eta of DDIM and
+            DanceGRPO). Must be 0 with other solvers, and with `explore.sigmas="first"`.
+        sde_window_size: Number of consecutive steps that add noise; the others are deterministic
+            (MixGRPO). At least 1 and less than `num_steps`. None: all but the last.
+        sde_window_every: Iterations after which that window moves on by one step; at least 1. After
+            its last place it starts again at the first step.
+        schedule: Sigmas of the model family. "linear": equally spaced, then shifted. "sd3": as in
+            the released SD3 scheduler. "flux": equally spaced, with a shift that follows from the
+            image size.
+        shift: Shift of the sigmas towards high noise, from 0.001 to 1000; 1 does not shift. "flux"
+            computes its own instead.
+        guidance_scale: Classifier-free guidance scale, at least 0; at most 1 disables it, as in
+            diffusers. For models with embedded guidance (FLUX.1) the scale that the network is
+            given.
+        true_cfg_scale: Classifier-free guidance scale for models with embedded guidance, at least
+            0. At most 1 disables it; other models accept only 1.
+        per_device_batch_size: Largest number of samples that one device generates at once; at least
+            1. Fewer take less memory.
+        precision: Precision of regeneration, update and evaluation.
+        scoring_precision: Precision of decoding and of reward networks. "half": BF16 for decoding
+            and FP16 for rewards (BF16 on TPUs). "fp32": float32 for both. "auto": "half" where the
+            device computes in BF16 and `precision` is "bf16". Ours.
+
+    Raises:
+        ConfigError: If `kept`, the numbers of steps, `noise_level` or `sde_window_size` break a
+            rule above. The first broken rule is reported.
+    """
+
     candidates: PositiveInt = 96
-    # K, the candidates per prompt that are trained on. At least 2 and at most `candidates`.
     kept: Annotated[Integer, Field(ge=2)] = 24
-    # Which candidates are kept, by their explored reward. "best_worst": the K/2 best and the K/2
-    # worst. "best_random": the K/2 best and a random choice of the others. "random": a random
-    # choice. "best": the K best.
     selection: Literal["best_worst", "best_random", "random", "best"] = "best_worst"
     explore: Explore = Explore()
-    # Size of the images that are trained on: [height, width] in pixels, or a list of sizes. An
-    # iteration uses one of them, and as many iterations as there are sizes go through all of them
-    # in random order. None: the model's size.
     size: Sizes | None = None
-    # True: the kept seeds are regenerated in `precision` with `num_steps` steps. False: the
-    # explored samples are trained on.
     regenerate: Bool = True
-    # Solver steps of the regeneration and of the schedule at whose sigmas the update trains.
     num_steps: NumSteps = 10
-    # ODE solvers "euler", "dpm1" and "dpm2" (DPM-Solver++ of first and second order), and the
-    # stochastic "ddim", "flow_sde" (Flow-GRPO) and "dance_sde" (DanceGRPO). Evaluations run a
-    # stochastic solver without noise.
     solver: Solver = "euler"
-    # Strength in [0, 1] of the noise that a stochastic solver adds (eta of DDIM and DanceGRPO). 0
-    # with other solvers.
     noise_level: Annotated[Number, Field(ge=0, le=1)] = 0.0
-    # Number of consecutive steps that add noise; the others are deterministic (MixGRPO). None: all
-    # but the last.
     sde_window_size: NumSteps | None = None
-    # Iterations after which that window moves on by one step. After the last step it starts again
-    # at the first.
     sde_window_every: PositiveInt = 25
-    # Sigmas of the model family. "linear": equally spaced, then shifted. "sd3": as in the released
-    # SD3 scheduler. "flux": equally spaced, with a shift that follows from the image size.
     schedule: Literal["linear", "sd3", "flux"] = "linear"
-    # Shift of the sigmas towards high noise, from 0.001 to 1000; 1 does not shift. "flux" computes
-    # its own instead.
     shift: Annotated[Number, Field(ge=1e-3, le=1e3)] = 1.0
-    # Classifier-free guidance scale; at most 1 disables it, as in diffusers. For models with
-    # embedded guidance (FLUX.1) the scale that the network is given.
     guidance_scale: NonNegative = 1.0
-    # Classifier-free guidance scale for models with embedded guidance. At most 1 disables it;
-    # other models accept only 1.
     true_cfg_scale: NonNegative = 1.0
-    # Largest number of samples that one device generates at once. Fewer take less memory.
     per_device_batch_size: PositiveInt = 16
-    # Precision of regeneration, update and evaluation.
     precision: Literal["bf16", "fp32"] = "bf16"
-    # Precision of decoding and of reward networks. "half": BF16 for decoding and FP16 for rewards
-    # (BF16 on TPUs). "fp32": float32 for both. "auto": "half" where the device computes in BF16 and
-    # `precision` is "bf16". Ours.
     scoring_precision: Literal["auto", "half", "fp32"] = "auto"
 
     def __post_init__(self) -> None:
@@ -246,7 +289,12 @@ class Rollout(Section):
         self._check_noise()
 
     def _check_selection(self) -> None:
-        """Raises ConfigError if `kept` does not fit `candidates`, `selection` and `regenerate`."""
+        """Checks `kept` and `explore.min_rank_correlation` against the other fields.
+
+        Raises:
+            ConfigError: If `kept` is above `candidates`, or is odd with `selection="best_worst"`;
+                or if `explore.min_rank_correlation` is set without `regenerate`.
+        """
         if self.kept > self.candidates:
             accepted = f"must be at most rollout.candidates={self.candidates}"
             raise ConfigError.of_field("rollout.kept", self.kept, accepted)
@@ -261,7 +309,12 @@ class Rollout(Section):
             raise ConfigError.of_field(field, self.explore.min_rank_correlation, accepted)
 
     def _check_steps(self) -> None:
-        """Raises ConfigError if the numbers of steps of exploration and regeneration do not fit."""
+        """Checks the numbers of steps of exploration against those of regeneration.
+
+        Raises:
+            ConfigError: If `explore.num_steps` is above `num_steps` with `regenerate`, or differs
+                from it without; or if `explore.exact_steps` is not less than `explore.num_steps`.
+        """
         field = "rollout.explore.num_steps"
         explored = self.explore.num_steps
         if self.regenerate and explored > self.num_steps:
@@ -281,8 +334,11 @@ class Rollout(Section):
             )
 
     def _check_noise(self) -> None:
-        """Raises ConfigError if `noise_level` or `sde_window_size` does not fit solver and
-        steps.
+        """Checks `noise_level` and `sde_window_size` against solver, sigmas and steps.
+
+        Raises:
+            ConfigError: If `noise_level` is not 0 although the solver is not stochastic or
+                `explore.sigmas` is "first"; or if `sde_window_size` is not less than `num_steps`.
         """
         if self.noise_level and self.solver not in STOCHASTIC_SOLVERS:
             accepted = f"must be 0 with rollout.solver={self.solver}"
@@ -296,16 +352,24 @@ class Rollout(Section):
 
     @property
     def num_sde_steps(self) -> int:
-        """Number of steps of the full schedule that add noise. They are consecutive."""
+        """Number of steps of the full schedule that add noise. They are consecutive.
+
+        0 if `noise_level` is 0; else `sde_window_size`, or if that is None all steps but the last.
+        """
         if self.noise_level == 0:
             return 0
         return self.sde_window_size or self.num_steps - 1
 
     def window_start(self, iteration: int) -> int:
-        """The index of the first step that adds noise.
+        """The index, from 0, of the first step that adds noise in an iteration.
 
         Args:
-          iteration: the iteration of the run, counted from 1.
+            iteration: The iteration of the run, counted from 1.
+
+        Returns:
+            0 in the first `sde_window_every` iterations, then 1 in as many, and so on; after
+            `num_steps - sde_window_size - 1` it starts again at 0, so that the last step never adds
+            noise. Always 0 if `sde_window_size` is None. `noise_level` is not read.
         """
         if self.sde_window_size is None:
             return 0
@@ -314,7 +378,7 @@ class Rollout(Section):
 
 
 def _default_weights() -> dict[str, float]:
-    """Returns the weight of each reward by default: PickScore alone."""
+    """Returns the weight of each reward by default, a new dict: PickScore alone, with weight 1."""
     return {"pickscore": 1.0}
 
 
@@ -322,28 +386,38 @@ def _default_weights() -> dict[str, float]:
 class Reward(Section):
     """The reward: a weighted sum of named scores (`rewards/mixture.py`).
 
-    A name is one of `rewards.registry.REWARDS`, a function `module:function`, or the URL of a
-    service.
+    A name is one of `rewards.registry.REWARDS`, an entry point of another package, a function
+    `module:function`, or the URL of a service. Whether it exists is not checked here. The mappings
+    are compared, but not hashed.
+
+    Attributes:
+        weights: Weight of each score by its name: finite numbers, at least one entry.
+        paths: Directories or hub names of released reward models, by the names of
+            `rewards/sources.py`. Others come from the hub.
+        options: Keyword arguments (values of JSON) of functions and of rewards outside JAX, by the
+            name of the reward.
+        eval_only: Names of scores that evaluations record but that are never trained on, to notice
+            reward hacking.
+        workers: Number of processes that score images, 1 to 256. This and the next two fields are
+            for rewards outside JAX, and are ours.
+        timeout: Seconds that a process may take for one batch of images, above 0 and at most 1e6.
+        on_failure: What a failed call leads to. "stop": the run ends. "skip": its images have no
+            score and are not trained on.
+
+    Raises:
+        ConfigError: If a name in `weights`, `eval_only` or `options` is a URL with credentials, or
+            if `eval_only` names a score of `weights`.
+        ValueError: If a name contains "://" but is no valid URL.
     """
 
-    # Weight of each score by its name. The mappings of this section are compared but not hashed.
     weights: Annotated[dict[str, Number], Field(min_length=1)] = dataclasses.field(
         default_factory=_default_weights, hash=False
     )
-    # Directories or hub names of released reward models, by the names of `rewards/sources.py`.
-    # Others come from the hub.
     paths: dict[str, PathText] = dataclasses.field(default_factory=dict, hash=False)
-    # Keyword arguments of functions and of rewards outside JAX, by the name of the reward.
     options: dict[str, dict[str, Json]] = dataclasses.field(default_factory=dict, hash=False)
-    # Scores that evaluations record but that are never trained on, to notice reward hacking.
     eval_only: tuple[Text, ...] = ()
-    # Number of processes that score images. This and the next two fields are for rewards outside
-    # JAX, and are ours.
     workers: Annotated[Integer, Field(ge=1, le=2**8)] = 2
-    # Seconds that a process may take for one batch of images.
     timeout: Annotated[Positive, Field(le=1e6)] = 120.0
-    # What a failed call leads to. "stop": the run ends. "skip": its images have no score and are
-    # not trained on.
     on_failure: Literal["stop", "skip"] = "stop"
 
     def __post_init__(self) -> None:
@@ -360,35 +434,41 @@ class Reward(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Algorithm(Section):
-    """The objective, the advantages it is given, and the two slowly moving copies of the policy."""
+    """The objective, the advantages it is given, and the two slowly moving copies of the policy.
 
-    # A name of `OBJECTIVES`, or `module:function` for an objective of yours (`rl/objective.py`).
-    # The files of `configs/objective/` set the other fields as the objective's paper does.
+    Attributes:
+        objective: A name of `OBJECTIVES`, or `module:function` for an objective of yours
+            (`rl/objective.py`). The files of `configs/objective/` set the other fields as the
+            objective's paper does.
+        beta: Above 0. nft: how far the implicit positive policy leans from the old policy to the
+            trained one. dpo: strength of the preference, which stands for the KL penalty. Other
+            objectives do not read it.
+        kl_coef: Weight, at least 0, of the distance to the base model: of velocities, or of the
+            means of stochastic steps (beta of Flow-GRPO and TRL).
+        clip_range: Above 0. flow_grpo, mix_grpo, dance_grpo and awm: the probability ratio of
+            trained to old policy is clipped to 1 +- this. Other objectives do not read it.
+        adv_clip_max: Advantages are clipped to +- this, in standard deviations; above 0.
+        adv_mode: What is made of the advantages. "all": nothing. "positive_only", "negative_only":
+            the other sign becomes 0. "one_only": 1 where positive, else 0. "binary": their sign.
+        global_std: True: rewards are divided by their standard deviation over the whole iteration.
+            False: over their own prompt.
+        timestep_fraction: Share in (0, 1] of the schedule's sigmas at which each sample is trained.
+        decay_type: How slowly the old policy, which generates the samples, follows the trained one
+            (DiffusionNFT). 0: at once. 1: its decay grows by 0.001 per optimizer step up to 0.5. 2:
+            from step 75 on by 0.0075 per step up to 0.999. 3: as 1, but up to 0.3 (AWM).
+        ema_decay: Decay in [0, 1) of the exponential moving average of the policy, which is
+            evaluated.
+    """
+
     objective: Annotated[str, AfterValidator(_check_objective)] = "nft"
-    # nft: how far the implicit positive policy leans from the old policy to the trained one. dpo:
-    # strength of the preference, which stands for the KL penalty. Other objectives do not read it.
     beta: Positive = 1.0
-    # Weight of the distance to the base model: of velocities, or of the means of stochastic steps
-    # (beta of Flow-GRPO and TRL).
     kl_coef: NonNegative = 1e-4
-    # flow_grpo, mix_grpo, dance_grpo and awm: the probability ratio of trained to old policy is
-    # clipped to 1 +- this.
     clip_range: Positive = 1e-4
-    # Advantages are clipped to +- this, in standard deviations.
     adv_clip_max: Positive = 5.0
-    # What is made of the advantages. "all": nothing. "positive_only", "negative_only": the other
-    # sign becomes 0. "one_only": 1 where positive, else 0. "binary": their sign.
     adv_mode: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = "all"
-    # True: rewards are divided by their standard deviation over the whole iteration. False: over
-    # their own prompt.
     global_std: Bool = True
-    # Share in (0, 1] of the schedule's sigmas at which each sample is trained.
     timestep_fraction: Annotated[Number, Field(gt=0, le=1)] = 0.6
-    # How slowly the old policy, which generates the samples, follows the trained one
-    # (DiffusionNFT). 0: at once. 1: its decay grows by 0.001 per optimizer step up to 0.5. 2: from
-    # step 75 on by 0.0075 per step up to 0.999. 3: as 1, but up to 0.3 (AWM).
     decay_type: Annotated[Integer, Field(ge=0, le=3)] = 1
-    # Decay in [0, 1) of the exponential moving average of the policy, which is evaluated.
     ema_decay: Decay = 0.9
 
     @property
@@ -397,6 +477,11 @@ class Algorithm(Section):
 
         For an objective `module:function` the module is imported, and the attribute `trains_on` of
         the function says it; without this attribute it is "samples".
+
+        Raises:
+            ConfigError: If that attribute is none of the three.
+            ImportError, AttributeError: If the module or the function does not exist.
+            KeyError: If the objective is neither built in nor of the form `module:function`.
         """
         if not is_plugin(self.objective):
             return OBJECTIVES[self.objective]
@@ -410,22 +495,27 @@ class Algorithm(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lora(Section):
-    """The LoRA adapters: `W + alpha / rank * A B` for each kernel W that a target matches."""
+    """The LoRA adapters: `W + alpha / rank * A B` for each kernel W that a target matches.
 
-    # Rank of A and B.
+    Attributes:
+        rank: Rank of A and B, 1 to 4096.
+        alpha: Scale of the adapters before it is divided by the rank; above 0.
+        target_modules: Regular expressions, at least one, of the whole paths of the kernels that
+            get an adapter. The default matches the attention of SANA.
+        path: LoRA file or directory to start from, of diffusers, PEFT, kohya, ai-toolkit or
+            ComfyUI. None: start from the base model.
+        skip_text_encoders: Whether adapters of text encoders in that file are left out. Otherwise
+            such a file is refused.
+    """
+
     rank: Annotated[Integer, Field(ge=1, le=2**12)] = 32
-    # Scale of the adapters, divided by the rank.
     alpha: Positive = 64.0
-    # The kernels that get an adapter. The default matches the attention of SANA.
     target_modules: Annotated[tuple[Regex, ...], Field(min_length=1)] = (
         "transformer_blocks/attn[12]/to_[qkv]/kernel",
         "transformer_blocks/attn[12]/to_out/0/kernel",
     )
-    # LoRA file or directory to start from, of diffusers, PEFT, kohya, ai-toolkit or ComfyUI. None:
-    # start from the base model.
     path: PathText | None = None
-    # Whether adapters of text encoders in that file are left out. Otherwise such a file is refused.
-    skip_text_encoders: bool = False
+    skip_text_encoders: Bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -433,23 +523,31 @@ class Optimizer(Section):
     """AdamW, and how an iteration's terms are divided among its steps.
 
     A term is one sample at one sigma.
+
+    Attributes:
+        learning_rate: Learning rate of the first step; above 0.
+        decay_steps: Optimizer steps over which the learning rate falls linearly to 0; at least 0.
+            0: it is constant.
+        beta1: Decay rate of the first moment, in [0, 1).
+        beta2: Decay rate of the second moment, in [0, 1).
+        eps: Added to the root of the second moment; above 0.
+        weight_decay: Coefficient of the decoupled weight decay, at least 0.
+        max_grad_norm: Largest global norm of the gradient, above 0; larger gradients are scaled
+            down to it.
+        steps_per_iteration: Optimizer steps per iteration, at least 1. Must divide the number of
+            terms.
+        per_device_batch_size: Largest number of terms that one device differentiates at once, at
+            least 1; gradients are accumulated over the rest.
     """
 
     learning_rate: Positive = 3e-4
-    # Optimizer steps over which the learning rate falls linearly to 0. 0: it is constant.
     decay_steps: NonNegativeInt = 0
-    # Decay rates of the first and second moments.
     beta1: Decay = 0.9
     beta2: Decay = 0.999
-    # Added to the root of the second moment.
     eps: Positive = 1e-8
     weight_decay: NonNegative = 1e-4
-    # Largest global norm of the gradient; larger gradients are scaled down to it.
     max_grad_norm: Positive = 1.0
-    # Optimizer steps per iteration. Must divide the number of terms.
     steps_per_iteration: PositiveInt = 1
-    # Largest number of terms that one device differentiates at once; gradients are accumulated over
-    # the rest.
     per_device_batch_size: PositiveInt = 16
 
 
@@ -457,25 +555,33 @@ class Optimizer(Section):
 class Prompts(Section):
     """The prompt sets (`data/prompts.py`).
 
-    A text file with one prompt per line, a .json, .jsonl, .csv, .tsv or .parquet file with
-    metadata, "FILE:COLUMN" to name the column of its prompts, or "embedded:NAME".
+    Each is a text file with one prompt per line, a .json, .jsonl, .csv, .tsv or .parquet file with
+    metadata, "FILE:COLUMN" to name the column of its prompts, or "embedded:NAME". Relative paths
+    start at the directory in which the run is started; nothing is read here.
+
+    Attributes:
+        train: The prompts that are trained on.
+        test: The prompts that evaluations generate.
     """
 
-    # Files, relative to the directory in which the run is started.
     train: PathText = "prompts/pickscore/train.txt"
     test: PathText = "prompts/pickscore/test.txt"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Train(Section):
-    """The length of a run and what it trains."""
+    """The length of a run and what it trains.
 
-    # Number of iterations: generate, select, update. Ours.
+    Attributes:
+        iterations: Number of iterations: generate, select, update. At least 1. Ours.
+        num_prompts: G, the prompts per iteration; at least 1.
+        parameters: What is trained. "adapters": the adapters of `lora`. "all": all parameters. A
+            regular expression (not empty): the parameters that it matches are trained themselves,
+            and adapters on others.
+    """
+
     iterations: PositiveInt = 1000
-    # G, the prompts per iteration.
     num_prompts: PositiveInt = 48
-    # What is trained. "adapters": the adapters of `lora`. "all": all parameters. A regular
-    # expression: the parameters that it matches are trained themselves, and adapters on others.
     parameters: Annotated[Regex, Field(min_length=1)] = "adapters"
 
 
@@ -484,34 +590,47 @@ class Eval(Section):
     """The evaluation of the averaged policy on the test prompts.
 
     The defaults are ours, but for `num_steps`.
+
+    Attributes:
+        every: Iterations between two evaluations; at least 0. 0: only before and after the run.
+        size: (height, width) in pixels. None: the model's size.
+        num_steps: Solver steps, 1 to 1000.
+        num_prompts: Number of test prompts, the first of the set; at least 1.
+        num_images_per_prompt: Number of images for each of these prompts; at least 1.
+        seed: Seed of the initial noise, from 0 to 2^31 - 1. It is apart from the run's seed, so
+            that runs can be compared image by image.
+        num_grid_images: Number of images, four per prompt, in the image grid that every evaluation
+            writes; 0 to 1024. 0: no grid.
     """
 
-    # Iterations between two evaluations. 0: only before and after the run.
     every: NonNegativeInt = 50
-    # [height, width] in pixels. None: the model's size.
     size: Size | None = None
-    # Solver steps.
     num_steps: NumSteps = 40
-    # Number of test prompts, the first of the set, and of images for each of them.
     num_prompts: PositiveInt = 512
     num_images_per_prompt: PositiveInt = 1
-    # Seed of the initial noise, apart from the run's seed so that runs can be compared image by
-    # image.
     seed: Seed = 0
-    # Number of images, four per prompt, in the image grid that every evaluation writes. 0: no grid.
     num_grid_images: Annotated[Integer, Field(ge=0, le=2**10)] = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mesh(Section):
-    """The device mesh: the number of devices along each of its three axes."""
+    """The device mesh: the number of devices along each of its three axes.
 
-    # Axis that divides the samples and replicates the parameters. -1: all devices that the other
-    # two axes leave.
+    Whether their product fits the devices is not checked here.
+
+    Attributes:
+        data: Axis that divides the samples and replicates the parameters. At least 1, or -1: all
+            devices that the other two axes leave.
+        fsdp: Axis that divides the samples and the parameters (fully sharded data parallelism); at
+            least 1.
+        tensor: Axis that divides each matmul (tensor parallelism); at least 1.
+
+    Raises:
+        ConfigError: If `data` is below 1 and not -1.
+    """
+
     data: Integer = -1
-    # Axis that divides the samples and the parameters (fully sharded data parallelism).
     fsdp: PositiveInt = 1
-    # Axis that divides each matmul (tensor parallelism).
     tensor: PositiveInt = 1
 
     def __post_init__(self) -> None:
@@ -522,34 +641,64 @@ class Mesh(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run(Section):
-    """Where a run is written, and what is kept of it. The defaults are ours."""
+    """Where a run is written, and what is kept of it. The defaults are ours.
 
-    # The run directory. "": presets use runs/<preset>-<family>-seed<seed>.
+    Attributes:
+        dir: The run directory. "": presets use runs/<preset>-<family>-seed<seed>.
+        checkpoint_every: Iterations between two checkpoints, at least 1. They are written while the
+            next iteration runs; with 1, before it starts.
+        keep_checkpoints: Number of checkpoints that are kept, the newest; at least 1.
+        keep_best: Number of checkpoints with the highest eval/reward that are kept beside them; at
+            least 0. Above 0, every evaluation saves a checkpoint.
+        tensorboard: Whether metrics are also written for TensorBoard.
+        wandb: Whether metrics are also sent to Weights & Biases.
+    """
+
     dir: Annotated[str, AfterValidator(expand_home)] = ""
-    # Iterations between two checkpoints. They are written while the next iteration runs; with 1,
-    # before it starts.
     checkpoint_every: PositiveInt = 10
-    # Number of checkpoints that are kept, the newest.
     keep_checkpoints: PositiveInt = 3
-    # Number of checkpoints with the highest eval/reward that are kept beside them. Above 0, every
-    # evaluation saves a checkpoint.
     keep_best: NonNegativeInt = 0
-    # Whether metrics are also written for TensorBoard and sent to Weights & Biases.
     tensorboard: Bool = True
     wandb: Bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Section):
-    """The whole configuration of a run."""
+    """The whole configuration of a run: a frozen, hashable dataclass of sections.
 
-    # Layout of the configuration. Files of the previous version are translated
-    # (`config.migrations`).
+    `Config()` is Sol-RL on SANA 1.6B with PickScore. Values that are passed directly are not
+    checked against the fields' types; `config.validation.build_config` does so. Rules between
+    fields are checked always.
+
+    Attributes:
+        version: Layout of the configuration, 3. Files of version 2 are translated
+            (`config.migrations`).
+        seed: Seed of all random draws but those of evaluations, from 0 to 2^31 - 1. Ours.
+        preset: Name of the preset that the configuration was made from, for the record; nothing
+            else depends on it, except the default of `run.dir`.
+        family: Name of the family that the configuration was made from, for the record; nothing
+            else depends on it, except the default of `run.dir` and which settings `explore=NAME`
+            changes.
+        model: The pipeline that is post-trained.
+        rollout: How samples are generated.
+        reward: The scores and their weights.
+        algorithm: The objective and the advantages.
+        lora: The adapters. Nothing reads them with `train.parameters="all"`.
+        optimizer: AdamW and its batches.
+        prompts: The prompt sets.
+        train: The length of the run and what it trains.
+        eval: The evaluations.
+        mesh: The device mesh.
+        run: The run directory.
+
+    Raises:
+        ConfigError: For the first rule between sections that is broken: no sigma is trained; terms
+            do not divide among the optimizer steps; the old policy would be rounded away in BF16;
+            or the settings do not fit a built-in objective (`check_objective`).
+    """
+
     version: Literal[3] = VERSION
-    # Seed of all random draws but those of evaluations. Ours.
     seed: Seed = 0
-    # Names of the preset and of the family that the configuration was made from, for the record.
-    # Nothing else depends on them, except which settings `explore=NAME` changes.
     preset: Text = "sana_sol_rl_pickscore"
     family: Text = "sol_rl"
     model: Model = Model()
@@ -571,8 +720,12 @@ class Config(Section):
             self.check_objective()
 
     def _check_terms(self) -> None:
-        """Raises ConfigError if no sigma is trained, or if the terms do not divide among the
-        steps.
+        """Checks that there are terms, and that they divide among the optimizer steps.
+
+        Raises:
+            ConfigError: If `algorithm.timestep_fraction` is below 1 / `rollout.num_steps`, so that
+                no sigma is trained; or if `optimizer.steps_per_iteration` does not divide
+                `num_terms`.
         """
         if self.num_train_sigmas < 1:
             smallest = 1 / self.rollout.num_steps
@@ -589,7 +742,13 @@ class Config(Section):
             )
 
     def _check_old_policy(self) -> None:
-        """Raises ConfigError if the old policy would be rounded away in BF16."""
+        """Checks that BF16 does not round the moves of the old policy away.
+
+        Raises:
+            ConfigError: If `algorithm.decay_type` is 2 and `rollout.precision` is "bf16" while more
+                than adapters is trained: `train.parameters` is not "adapters", or `model.attention`
+                is "mhla".
+        """
         only_adapters = self.train.parameters == "adapters" and self.model.attention != "mhla"
         # With a decay of 0.999 the old policy moves by a thousandth of the difference, which BF16
         # weights round away.
@@ -604,12 +763,19 @@ class Config(Section):
             raise ConfigError.of_field("algorithm.decay_type", 2, accepted)
 
     def check_objective(self) -> None:
-        """Checks the settings that the samples of the objective require. Raises ConfigError.
+        """Checks the settings that the objective requires.
 
         `Algorithm.trains_on` says what the objective trains on: "samples" require nothing more,
         "pairs" and "transitions" do. Built-in objectives are checked whenever a configuration is
         built. For an objective `module:function` this imports the module, so whoever loads the
         objective calls it.
+
+        Raises:
+            ConfigError: For "pairs": if `rollout.kept`, `optimizer.per_device_batch_size` or the
+                number of terms per optimizer step is odd. For "transitions": if no step adds noise,
+                samples come from a quantized exploration, or more sigmas are trained than steps add
+                noise. Also if the function's `trains_on` is none of the three.
+            ImportError, AttributeError: If the module or function of the objective does not exist.
         """
         match self.algorithm.trains_on:
             case "pairs":
@@ -618,7 +784,12 @@ class Config(Section):
                 self._check_transitions()
 
     def _check_pairs(self) -> None:
-        """Raises ConfigError if an objective that trains on pairs would get half a pair."""
+        """Checks that an objective that trains on pairs gets whole pairs.
+
+        Raises:
+            ConfigError: If `rollout.kept`, `optimizer.per_device_batch_size` or the number of terms
+                per optimizer step is odd.
+        """
         purpose = f"for the pairs of algorithm.objective={self.algorithm.objective}"
         batch_size = self.optimizer.per_device_batch_size
         steps = self.optimizer.steps_per_iteration
@@ -632,8 +803,12 @@ class Config(Section):
             raise ConfigError.of_field("optimizer.steps_per_iteration", steps, accepted)
 
     def _check_transitions(self) -> None:
-        """Raises ConfigError if an objective that trains on SDE transitions would get too few or
-        none.
+        """Checks that an objective that trains on stochastic transitions gets enough of them.
+
+        Raises:
+            ConfigError: If no step adds noise (`rollout.num_sde_steps` is 0); if samples are not
+                regenerated and `rollout.explore.precision` is not "bf16" or "fp32"; or if more
+                sigmas are trained (`num_train_sigmas`) than steps add noise.
         """
         rollout = self.rollout
         purpose = (
@@ -656,7 +831,8 @@ class Config(Section):
     def num_train_sigmas(self) -> int:
         """Number of sigmas at which each kept sample is trained.
 
-        `floor(timestep_fraction * num_steps)` in exact arithmetic.
+        `floor(timestep_fraction * num_steps)` in decimal arithmetic: 0.29 of 100 steps are 29. At
+        least 1 in a valid configuration.
         """
         # Rounding first makes 0.29 of 100 steps 29, although 0.29 * 100 is just below it in
         # floating point.
@@ -665,13 +841,14 @@ class Config(Section):
 
     @property
     def num_terms(self) -> int:
-        """Number of terms of an iteration's loss: prompts * kept samples * sigmas."""
+        """Number of terms of an iteration's loss: prompts * kept samples per prompt * sigmas."""
         return self.train.num_prompts * self.rollout.kept * self.num_train_sigmas
 
     @property
     def num_recorded_steps(self) -> int:
         """Number of stochastic steps whose states are recorded for each sample.
 
-        0 unless the objective trains on transitions.
+        `rollout.num_sde_steps` if the objective trains on transitions, else 0. Raises what
+        `Algorithm.trains_on` raises: for an objective `module:function` this imports the module.
         """
         return self.rollout.num_sde_steps if self.algorithm.trains_on == "transitions" else 0

@@ -14,24 +14,48 @@ from solrl_jax.storage.readers import parse_yaml
 
 
 def to_yaml(config: Config) -> str:
-    """The configuration as YAML text with all fields, which `from_yaml` reads back exactly."""
+    """The configuration as YAML text, which `from_yaml` reads back exactly.
+
+    Args:
+        config: The configuration.
+
+    Returns:
+        ASCII text with all fields, also those with default values, in the order of the schema.
+        Tuples become lists, and other characters are escaped.
+    """
     # ASCII only (the default): PyYAML does not read back all the line breaks that it would write
     # unescaped.
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, width=128)
 
 
 def to_tree(config: Config) -> dict[str, Any]:
-    """The configuration as nested mappings and lists of plain values, as YAML text gives them."""
+    """The configuration as plain values, as YAML text gives them.
+
+    Args:
+        config: The configuration.
+
+    Returns:
+        New nested dicts of sections and fields, with all fields in the order of the schema. Tuples
+        are lists.
+    """
     return yaml.safe_load(to_yaml(config))
 
 
 def from_yaml(text: str) -> Config:
     """The configuration in YAML text of the present version or the one before it.
 
-    A field that is missing has been added since the text was written, and gets its default.
+    A field that is missing has been added since the text was written, and gets its default. Names
+    of version 2 are translated without a warning.
+
+    Args:
+        text: The YAML text, with the key `version`.
+
+    Returns:
+        The checked configuration.
 
     Raises:
-      ConfigError: if the text is not YAML or not a configuration, with all problems.
+        ConfigError: If the text is not YAML, has no `version` or another one than 2 and 3, or is
+            not a configuration, with all problems.
     """
     tree = parse(text, "configuration")
     if isinstance(tree, dict) and "version" not in tree:
@@ -46,10 +70,16 @@ def drop_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
     field has its default.
 
     Args:
-      tree: nested mappings of plain values as `to_tree` returns them, also with fields left out.
+        tree: Nested mappings of plain values as `to_tree` returns them, also with fields left out.
+            It is not changed.
 
     Returns:
-      The fields whose value is not the default. Sections without such a field are left out.
+        New nested dicts with the fields whose value is not the default. A section that equals its
+        default is left out. A section in which fields are left out differs from it and stays,
+        possibly empty.
+
+    Raises:
+        KeyError: For a key that is no field.
     """
     return _drop_defaults(tree, to_tree(Config()), "")
 
@@ -57,12 +87,21 @@ def drop_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
 def _drop_defaults(
     tree: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str
 ) -> dict[str, Any]:
-    """Returns the entries of a configuration that differ from their defaults.
+    """Returns the entries of a section that differ from their defaults.
 
     Args:
         tree: A section as nested dicts.
-        defaults: The same section with default values.
-        prefix: The dotted name of the section, with a dot at the end; "" for the whole.
+        defaults: The same section with default values, complete.
+        prefix: The dotted name of the section, with a dot at the end; "" for the whole
+            configuration.
+
+    Returns:
+        A new dict. Entries that are sections and differ are treated likewise, and may become empty
+        if `tree` leaves fields out. Other entries, also mappings that are fields, are compared and
+        taken as a whole.
+
+    Raises:
+        KeyError: For a key that `defaults` does not have.
     """
     changed = {}
     for key, value in tree.items():
@@ -77,14 +116,19 @@ def _drop_defaults(
 
 
 def parse(text: str, name: str) -> Any:
-    """The value of YAML text.
+    """The value of YAML text, read with the limits of `storage.readers.parse_yaml`.
 
     Args:
-      text: the YAML.
-      name: what the text is, for messages.
+        text: The YAML, up to 65,536 characters.
+        name: What the text is, with which a message begins, e.g. "configuration".
+
+    Returns:
+        Nested dicts and lists of plain values; None for empty text.
 
     Raises:
-      ConfigError: if the text is not YAML.
+        ConfigError: If the text is not YAML, too long or too deep, or has a repeated key, a tag or
+            an alias. The message is one line, with the number of the line at fault where it is
+            known.
     """
     try:
         return parse_yaml(text)

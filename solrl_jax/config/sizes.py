@@ -7,23 +7,48 @@ from solrl_jax.config.values import Size
 
 
 def model_size(config: Config) -> Size:
-    """The model's size, which training and evaluation use unless they have their own."""
+    """The model's size (height, width) in pixels.
+
+    Training and evaluation use it unless they have sizes of their own.
+
+    Args:
+        config: The configuration, of which `model` is read.
+    """
     return config.model.height, config.model.width
 
 
 def training_sizes(config: Config) -> tuple[Size, ...]:
-    """The sizes that are trained on.
+    """The sizes (height, width) in pixels that are trained on.
 
     Each iteration uses one of them; a size that is listed twice is used twice as often.
+
+    Args:
+        config: The configuration.
+
+    Returns:
+        `rollout.size` in its order, or the model's size alone if it is None.
     """
     return config.rollout.size or (model_size(config),)
 
 
 def largest_training_size(config: Config) -> Size:
-    """The size with most pixels among `training_sizes`."""
+    """The size with most pixels among `training_sizes`, (height, width); the first of equal ones.
+
+    Args:
+        config: The configuration.
+    """
     return max(training_sizes(config), key=math.prod)
 
 
 def evaluation_size(config: Config) -> Size:
-    """The size of images in evaluations, and by default of images drawn from a run's policy."""
+    """The size (height, width) in pixels of images in evaluations.
+
+    Images that are drawn from a run's policy have it by default, too.
+
+    Args:
+        config: The configuration.
+
+    Returns:
+        `eval.size`, or the model's size if it is None.
+    """
     return config.eval.size or model_size(config)

@@ -38,12 +38,17 @@ def build_config(tree: Any, problems: Sequence[str] = ()) -> Config:
     """A checked configuration.
 
     Args:
-      tree: nested mappings of the sections and their fields, as YAML gives them. Fields that are
-        missing get their defaults.
-      problems: messages of problems that were found before, which the error repeats.
+        tree: Nested mappings of the sections and their fields, as YAML gives them. Fields that are
+            missing get their defaults. Anything else than a mapping is a problem.
+        problems: Messages of problems that were found before, which the error repeats.
+
+    Returns:
+        The configuration, if there is no problem at all.
 
     Raises:
-      ConfigError: with all problems, those of `problems` first.
+        ConfigError: With all problems joined by "; ", those of `problems` first, and equal ones
+            once. The rules between the fields of a section are checked only if each field is right
+            by itself.
     """
     messages = list(problems)
     try:
@@ -64,14 +69,18 @@ def describe_error(
     """One of pydantic's errors as "field=value: what is accepted".
 
     Args:
-      error: an entry of `pydantic.ValidationError.errors()`.
-      root: what the message calls the value if the error is about the whole of it and not about a
-        field.
-      describe_unknown_key: makes the message for a key that is no field from its dotted name. By
-        default it proposes the nearest field of `Config`.
+        error: An entry of `pydantic.ValidationError.errors()`.
+        root: What the message calls the value if the error is about the whole of it and not about a
+            field.
+        describe_unknown_key: Makes the message for a key that is no field from its dotted name.
+            None: `unknown_key_message`, which proposes the nearest field of `Config`.
 
     Returns:
-      The message in one line, or None for an error that only follows from another one.
+        The message in one line, or None for an error that only follows from another one (a
+        collection that is too short because its items are invalid). A missing key gives "missing
+        key 'FIELD'"; a ConfigError of a section gives its own message; a value outside a fixed
+        choice also gets a proposal of the nearest one. Errors of kinds that this module does not
+        know keep pydantic's text.
     """
     kind = error["type"]
     value = error["input"]
@@ -104,8 +113,13 @@ def field_names(section: type = Config, prefix: str = "") -> list[str]:
     """Returns the dotted names of all sections and fields below a section.
 
     Args:
-        section: The class of the section.
-        prefix: Text before each name: the dotted name of the section, with a dot at the end.
+        section: The class of the section; a dataclass.
+        prefix: Text before each name: the dotted name of the section, with a dot at the end; "" for
+            the top.
+
+    Returns:
+        The names in the order of the schema. The name of a section comes before those of its
+        fields.
     """
     names = []
     for field in dataclasses.fields(section):
@@ -117,15 +131,21 @@ def field_names(section: type = Config, prefix: str = "") -> list[str]:
 
 @functools.cache
 def section_names() -> frozenset[str]:
-    """Dotted names of the sections, e.g. "rollout.explore"."""
+    """Dotted names of all sections of `Config`, e.g. "rollout" and "rollout.explore". Cached.
+
+    The configuration as a whole has no name and is not among them.
+    """
     return frozenset(name.rpartition(".")[0] for name in field_names()) - {""}
 
 
 def unknown_key_message(key: str) -> str:
-    """The message for a dotted key that is no field.
+    """The message for a dotted key that is no field: "unknown key 'KEY': PROPOSAL".
 
-    It proposes the nearest field. If none is near, it lists the fields of the section that the key
-    names.
+    It proposes the nearest field of `Config`. If none is near, it lists the fields of the section
+    that the key lies in; those at the top, if there is no such section.
+
+    Args:
+        key: The dotted key.
     """
     section = key.rpartition(".")[0]
     if section not in section_names():
@@ -135,12 +155,16 @@ def unknown_key_message(key: str) -> str:
 
 
 def suggest(name: str, accepted: Sequence[str], listed: Sequence[str] | None = None) -> str:
-    """Proposes the accepted name that is most like `name`.
+    """Proposes the accepted name that is most like a given one.
 
     Args:
-      name: what was given. Its first 80 characters are compared.
-      accepted: all names that are accepted.
-      listed: the names to list if none of them is like `name`; None lists `accepted`.
+        name: What was given. Its first 80 characters are compared.
+        accepted: All names that are accepted.
+        listed: The names to list if none of them is like `name`; None lists `accepted`.
+
+    Returns:
+        The phrase "did you mean 'NEAREST'?", or "expected one of A, B, ..." if none is near (a
+        similarity of 0.6 by `difflib`).
     """
     if near := difflib.get_close_matches(name[:80], accepted, n=1):
         return f"did you mean '{near[0]}'?"

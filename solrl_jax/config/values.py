@@ -22,7 +22,7 @@ from pydantic import (
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used.
+    """A configuration that cannot be used. A ValueError.
 
     The message is one line. For each problem it names the field, its value and what is accepted;
     several problems are joined by "; ".
@@ -30,18 +30,18 @@ class ConfigError(ValueError):
 
     @classmethod
     def of_field(cls, field: str, value: Any, accepted: str) -> "ConfigError":
-        """The error for one field.
+        """The error for one field, which is returned and not raised: "FIELD=VALUE: ACCEPTED".
 
         Args:
-          field: the dotted name of the field, e.g. "rollout.kept".
-          value: the value that was given.
-          accepted: what is accepted instead, as a phrase, e.g. "must be at least 2".
+            field: The dotted name of the field, e.g. "rollout.kept".
+            value: The value that was given. Its `repr` is cut after 80 characters.
+            accepted: What is accepted instead, as a phrase, e.g. "must be at least 2".
         """
         return cls(f"{field}={brief_repr(value)}: {accepted}")
 
 
 def brief_repr(value: Any) -> str:
-    """`repr(value)` for use in a message, cut after 80 characters."""
+    """`repr(value)` for use in a message. If it has more than 80 characters, 77 and "..." stay."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -49,10 +49,13 @@ def brief_repr(value: Any) -> str:
 def expand_home(path: str) -> str:
     """Replaces a leading `~` or `~USER` in a path by the home directory, as a shell does.
 
-    Shells do not do so after `=`, as in `run.dir=~/runs/x`. Other text is returned as it is.
+    Shells do not do so after `=`, as in `run.dir=~/runs/x`.
+
+    Args:
+        path: A path. One that does not begin with `~` is returned as it is.
 
     Raises:
-      ValueError: if there is no such user.
+        ValueError: If there is no such user, or no home directory.
     """
     if not path.startswith("~"):
         return path
@@ -66,11 +69,15 @@ def contains_secret(name: str) -> bool:
     """Whether the name of a reward is a URL with credentials, which a run would record.
 
     Args:
-      name: the name of a reward. Only names that contain "://" are URLs.
+        name: The name of a reward. Only names that contain "://" are URLs.
 
     Returns:
-      True for a URL with a user name or password, and for one whose query or fragment contains a
-      word such as "token" or "key".
+        True for a URL with an "@" (a user name or password) before its path, and for one whose
+        query or fragment contains "key", "token", "secret", "pass", "auth" or "sig" in any case,
+        also within a word.
+
+    Raises:
+        ValueError: If the name contains "://" and is no valid URL, e.g. for an open bracket.
     """
     if "://" not in name:
         return False
@@ -81,9 +88,14 @@ def contains_secret(name: str) -> bool:
 
 
 def _parse_number(value: Any) -> Any:
-    """Converts integers and text to float if possible; other values stay as they are.
+    """Converts integers and numeric text to float; other values stay as they are.
 
-    YAML 1.1 reads numbers such as 1e-4 as text.
+    YAML 1.1 reads numbers such as 1e-4 as text. Booleans stay, and so does whatever `float`
+    refuses, among them integers beyond the range of a float: the field's type then refuses these.
+    Text may also give infinity or NaN.
+
+    Args:
+        value: Any value.
     """
     if isinstance(value, bool | float):
         return value
@@ -94,7 +106,11 @@ def _parse_number(value: Any) -> Any:
 
 
 def _check_regex(pattern: str) -> str:
-    """Returns the pattern. Raises ValueError if it is not a regular expression."""
+    """Returns the pattern unchanged.
+
+    Raises:
+        ValueError: If it is not a regular expression of Python's `re`.
+    """
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
@@ -103,14 +119,26 @@ def _check_regex(pattern: str) -> str:
 
 
 def _check_pair(value: Any) -> Any:
-    """Returns the value. Raises ValueError if it is not a list or tuple of two entries."""
+    """Returns a value unchanged. The types of its two entries are not checked.
+
+    Raises:
+        ValueError: If it is not a list or tuple of two entries.
+    """
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise ValueError("expected [HEIGHT, WIDTH] in pixels")
     return value
 
 
 def _wrap_single_size(value: Any) -> Any:
-    """Accepts one size, [height, width], in place of a list with one size."""
+    """Accepts one size, [height, width], in place of a list with one size.
+
+    Args:
+        value: Any value.
+
+    Returns:
+        `[value]` for a list that is not empty and whose first entry is no list; any other value,
+        also a tuple, as it is.
+    """
     is_single = isinstance(value, list) and value and not isinstance(value[0], list)
     return [value] if is_single else value
 
@@ -140,9 +168,10 @@ Json = JsonValue
 
 
 class Section:
-    """Base class of all sections.
+    """Base class of all sections: frozen dataclasses whose annotations say what they accept.
 
-    Unknown keys are refused when a section is read from YAML or overrides.
+    pydantic checks the annotations when a section is read from YAML or overrides, and refuses
+    unknown keys. Calling the class directly checks neither type nor range of a value.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")

@@ -76,6 +76,7 @@ BAD = [
     ("lora.alpha=x", "lora.alpha='x': expected a number"),
     ("algorithm.beta=.nan", "algorithm.beta=nan: expected a finite number"),
     ("run.wandb=1", "run.wandb=1: expected true or false"),
+    ("lora.skip_text_encoders=1", "lora.skip_text_encoders=1: expected true or false"),
     (
         "run.dir=1",
         "run.dir=1: expected text (in quotes if it looks like a number or a date)",
