@@ -125,7 +125,9 @@ class Backbone:
     def parameter_table(self) -> list[ParameterEntry]:
         """Returns the names and layouts of the transformer's parameters in released files.
 
-        One entry per parameter of the base network; see `models.loading.weights.parameter_table`.
+        Returns:
+            One entry per parameter of the base network, a stack of layers counted once: its path in
+            the parameter tree, the PyTorch names of its tensors, and their shape and order of axes.
         """
         return parameter_table(self.pipeline.transformer.state)
 

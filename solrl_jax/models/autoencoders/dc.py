@@ -67,13 +67,14 @@ class AutoencoderDCConfig(ReleasedConfig):
         latent_channels: channels of a latent.
         attention_head_dim: features of one attention head.
         encoder_block_types: "ResBlock" or "EfficientViTBlock".
-        decoder_block_types: likewise.
+        decoder_block_types: "ResBlock" or "EfficientViTBlock".
         encoder_block_out_channels: width of each stage.
-        decoder_block_out_channels: likewise.
+        decoder_block_out_channels: width of each stage.
         encoder_layers_per_block: number of blocks in each stage.
-        decoder_layers_per_block: likewise.
-        encoder_qkv_multiscales: the `scales` of `MultiscaleAttention`, odd.
-        decoder_qkv_multiscales: likewise.
+        decoder_layers_per_block: number of blocks in each stage.
+        encoder_qkv_multiscales: sides in pixels, odd, of the neighbourhoods that the attention of a
+            stage compares beside single pixels (`MultiscaleAttention`); empty: none.
+        decoder_qkv_multiscales: the same for the decoder.
         upsample_block_type: "pixel_shuffle", or "interpolate" for nearest-neighbour upsampling.
         downsample_block_type: "pixel_unshuffle" or "Conv", of the encoder.
         decoder_norm_types: "rms_norm", the only supported value.
@@ -294,8 +295,8 @@ class MultiscaleAttention(nnx.Module):
     """Attention over all pixels, with further heads whose queries, keys and values are those of
     neighbourhoods.
 
-    The output is projected, normalised (RMSNorm) and added to the input. The weights of the
-    attention are those of `relu_attention`. The projections have no biases.
+    The weights of the attention are `relu(q) . relu(k)`, normalised to the sum 1. The output is
+    projected, normalised (RMSNorm) and added to the input. The projections have no biases.
 
     Args:
         channels: input and output channels, `head_dim` or more.

@@ -110,11 +110,28 @@ class KLConfig(ReleasedConfig):
 
 @dataclasses.dataclass(frozen=True)
 class AutoencoderKLConfig(KLConfig):
-    """The fields of a released `config.json`, in addition to those of `KLConfig`.
+    """The fields of a released `config.json`. Tuples have one entry per stage, finest first.
 
     Attributes:
+        in_channels: channels of an image at the input of the encoder.
+        out_channels: channels of a decoded image.
+        down_block_types: "DownEncoderBlock2D" for every stage.
+        up_block_types: "UpDecoderBlock2D" for every stage.
+        block_out_channels: width of each stage, a multiple of `norm_num_groups`.
+        layers_per_block: residual blocks per stage of the encoder. The decoder has one more.
+        act_fn: "silu", the only supported value.
+        latent_channels: channels of a latent.
+        norm_num_groups: groups of every group normalisation.
+        sample_size: size of the training images in pixels; other sizes work too.
+        force_upcast: whether the network needs float32. The caller chooses the precision by the
+            dtype of the input.
+        use_quant_conv: whether there is a 1x1 convolution after the encoder, which is not built
+            here.
+        use_post_quant_conv: whether there is a 1x1 convolution before the decoder.
+        mid_block_add_attention: whether the coarsest resolution has attention.
         scaling_factor: the diffusion model works on `(latent - shift_factor) * scaling_factor`.
-        shift_factor: see `scaling_factor`; None: zero.
+        shift_factor: subtracted from the latents of the diffusion model before they are scaled;
+            None: zero.
         latents_mean: None, the only supported value: a mean of each channel is not ported.
         latents_std: None, the only supported value: a standard deviation of each channel is not
             ported.

@@ -72,18 +72,22 @@ def attention_forward(
     v: Float[Array, "b s kv h"],
     mask: Mask | None = None,
 ) -> Float[Array, "b t n h"]:
-    """`attention` for programs that take no gradient of it, with the default scale `h ** -0.5`.
+    """Computes `softmax(h ** -0.5 q k^T) v` for each head, as `attention` does, for programs that
+    take no gradient of it.
 
     Without a gradient, cuDNN takes odd lengths, and one mask for all heads.
 
     Args:
-        q: queries.
-        k: keys.
-        v: values.
-        mask: as in `attention`.
+        q: Queries [b, t, n, h]: batch, query positions, heads, features of a head.
+        k: Keys [b, s, kv, h]: batch, key positions, key heads, features. Query head `i` reads key
+            head `i // (n / kv)`.
+        v: Values, with the axes of the keys.
+        mask: The keys that queries attend to: a Boolean matrix that broadcasts to [b, n, t, s],
+            True where a query may attend to a key, or int [b], the number of keys from the first
+            on, at least 1. None: all keys.
 
     Returns:
-        The attended values, in the dtype of `q`.
+        The attended values [b, t, n, h], in the dtype of `q`.
     """
     return _attend(q, k, v, mask, q.shape[-1] ** -0.5, None, gradient=False)
 
@@ -113,13 +117,15 @@ def _attend(
         q: queries, [b, t, n, h].
         k: keys, [b, s, kv, h].
         v: values, [b, s, kv, h].
-        mask: as in `attention`.
+        mask: the keys that queries attend to: a Boolean matrix that broadcasts to [b, n, t, s], or
+            int [b], the number of keys from the first on; None: all keys.
         scale: factor of the logits.
-        bias: as in `attention`.
+        bias: added to the logits, broadcasts to [b, n, t, s]; None: no bias.
         gradient: whether a gradient may be taken. cuDNN then gets padded lengths and full masks.
 
     Returns:
-        The attended values, complete on every device of the axis `tensor`.
+        The attended values [b, t, n, h] in the dtype of `q`, complete on every device of the axis
+        `tensor`.
     """
     # First complete, so that a norm before the attention sees all features, then sharded by heads.
     q, k, v = (tensor_parallel.gather_axis(x, 2) for x in (q, k, v))
@@ -141,11 +147,13 @@ def _mask_matrix(
 ) -> Bool[Array, "#b #n #t s"] | None:
     """Returns a mask as a Boolean matrix over queries and keys.
 
-    None and matrices are returned as they are. Numbers of keys become a matrix [b, 1, 1, s].
-
     Args:
-        mask: as in `attention`: None, the number of valid keys of each sample, or a matrix.
+        mask: None, the number of valid keys (from the first) of each sample [b], or a matrix.
         k: the keys, whose number is read.
+
+    Returns:
+        None and matrices are returned as they are, the same object. Numbers of keys become a matrix
+        [b, 1, 1, s], True for the valid keys.
     """
     if mask is None or mask.ndim > 1:
         return mask
@@ -227,13 +235,15 @@ def _cudnn_attention(
         q: Queries [b, t, n, h].
         k: Keys [b, s, kv, h].
         v: Values [b, s, kv, h].
-        mask: The keys that queries attend to, see `Mask`.
+        mask: The keys that queries attend to: a Boolean matrix that broadcasts to [b, n, t, s], or
+            int [b], the number of keys from the first on. None: all keys.
         scale: The factor of the logits.
-        bias: Added to the logits, or None.
-        row_values: Any number for each row; see the comment below. None: no gradient is taken.
+        bias: Added to the logits, broadcasts to [b, n, t, s]. None: no bias.
+        row_values: Any number for each row, from which the true lengths are computed, so that they
+            are sharded as the rows are. None: no gradient is taken.
 
     Returns:
-        The attended values [b, t, n, h].
+        The attended values [b, t, n, h], in the dtype of `q`.
     """
     batch, t, heads, _ = q.shape
     s = k.shape[1]

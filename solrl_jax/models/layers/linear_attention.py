@@ -49,11 +49,12 @@ class CrossProjection(nnx.Module):
         Normalized queries and keys are materialized; everything else stays lazy.
 
         Args:
-            x: the sequence that attends.
-            source: the sequence that is attended to.
+            x: The sequence that attends [b, n, d].
+            source: The sequence that is attended to [b, l, d_source], which may be `x` itself.
 
         Returns:
-            Queries, keys and values. Heads lie side by side in the last axis.
+            Queries [b, n, inner], keys and values [b, l, inner] as lazy activations. Heads lie side
+            by side in the last axis.
         """
         q = self.to_q.lazy(x)
         k = self.to_k.lazy(source)
@@ -69,12 +70,19 @@ class LinearAttention(CrossProjection):
     1).
 
     The weights of each query are normalized to the sum 1. The sums over the keys do not depend on
-    the query, so the work is linear in the number of tokens. They are computed in float32. The
-    constructor takes the arguments of `CrossProjection`.
+    the query, so the work is linear in the number of tokens. They are computed in float32.
+
+    Args:
+        widths: The number of features of the tokens (twice), and of all heads together.
+        heads: The number of heads.
+        normed: Whether queries and keys are normalized (RMSNorm), all heads together.
+        bias: Whether the projections to queries, keys and values have biases. The output projection
+            always has one.
+        rngs: Random number generators for the initial weights.
     """
 
     def __call__(self, x: Activation, grid: tuple[int, int]) -> Float[Array, "b n d"]:
-        """Applies the attention.
+        """Applies the attention of the image tokens to each other.
 
         Args:
             x: The image tokens [b, n, d].
@@ -82,7 +90,7 @@ class LinearAttention(CrossProjection):
                 replace this one and depend on positions (`models.layers.mhla`).
 
         Returns:
-            The output [b, n, d].
+            The output [b, n, d], to which the input is not added, in the dtype of `x`.
         """
         x = as_lazy(x)
         q, k, v = self.project(x, x)
@@ -92,7 +100,14 @@ class LinearAttention(CrossProjection):
 class CrossAttention(CrossProjection):
     """Softmax attention from image tokens to text tokens.
 
-    The constructor takes the arguments of `CrossProjection`.
+    Args:
+        widths: The number of features of the image tokens, of the text tokens, and of all heads
+            together.
+        heads: The number of heads.
+        normed: Whether queries and keys are normalized (RMSNorm), all heads together.
+        bias: Whether the projections to queries, keys and values have biases. The output projection
+            always has one.
+        rngs: Random number generators for the initial weights.
     """
 
     def __call__(
@@ -108,8 +123,8 @@ class CrossAttention(CrossProjection):
             mask: True for tokens, False for padding.
 
         Returns:
-            The output for each image token. For a sample whose mask is all False, the attention is
-            the mean of the values.
+            The output for each image token, to which the input is not added. For a sample whose
+            mask is all False, the attention is the mean of the values.
         """
         q, k, v = (
             y.value.reshape(*y.value.shape[:2], self.heads, -1)

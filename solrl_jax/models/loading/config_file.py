@@ -25,6 +25,9 @@ def unsupported(network: str, field: str, value: Any, accepted: str) -> ValueErr
         field: name of the field.
         value: its value. The message shows its `repr`, cut to `MAX_SHOWN` characters.
         accepted: description of the supported values.
+
+    Returns:
+        A ValueError with the message "NETWORK: FIELD=VALUE; accepted: ACCEPTED".
     """
     text = repr(value)
     if len(text) > MAX_SHOWN:

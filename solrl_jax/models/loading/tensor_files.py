@@ -146,7 +146,8 @@ def weight_files(folder: Path) -> list[Path]:
 
     The first of `STANDARD_NAMES` that the folder has is used, the names that diffusers and
     transformers give. Without any of them, there must be exactly one index, or no index and exactly
-    one safetensors file. Variants (see `without_variants`) are used only if there is nothing else.
+    one safetensors file. Variants, such as `model.fp16.safetensors`, are used only if there is
+    nothing else.
 
     Args:
         folder: directory of the component.

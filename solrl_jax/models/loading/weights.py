@@ -434,11 +434,13 @@ def _load_rows(
 def _write_rows(
     array: jax.Array, chunk: jax.Array, start: jax.Array | np.int32, sharding: NamedSharding
 ) -> jax.Array:
-    """Writes, on each device, the shard of `chunk` into the shard of `array`, in place.
+    """Writes, on each device, the shard of `chunk` into the shard of `array`, in place. Compiled by
+    jit.
 
     Args:
         array: the parameter. Its buffer is donated, so it cannot be used afterwards.
-        chunk: rows of it, see `_load_rows`, with the sharding of the parameter.
+        chunk: the same number of rows of each device's shard, as `_load_rows` returns them, with
+            the sharding of the parameter.
         start: row of each device's shard at which the chunk begins.
         sharding: sharding of both arrays. Static under jit.
 

@@ -173,9 +173,9 @@ class TextEncoders:
             twice counts twice.
 
         Raises:
-            InputError: as in `encode`: the tokenizer fails, `max_tokens` is not possible for the
-                model, the files of a text encoder do not fit, or the cache cannot be written before
-                the text encoders load.
+            InputError: the tokenizer fails, `max_tokens` is not possible for the model, the files
+                of a text encoder do not fit, or the cache cannot be written before the text
+                encoders load.
             RunError: an encoding cannot be written to the cache.
         """
         if self.cache is None:

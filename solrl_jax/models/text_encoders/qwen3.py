@@ -115,7 +115,8 @@ def open_qwen3(folder: Path, config: Qwen3Config, states: Sequence[int]) -> Comp
         folder: the text encoder's folder.
         config: configuration of the whole network.
         states: one or more indices of the hidden states to return, the largest at least 1 and less
-            than `config.num_hidden_layers`; see `Qwen3Model`.
+            than `config.num_hidden_layers`. State 0 is the embedded tokens, and state i the output
+            of layer i, counted from 1.
 
     Returns:
         The network `Qwen3Model` without its parameters, with `folder` as their source.
