@@ -42,13 +42,18 @@ from solrl_jax.storage import files
 def load(preset: str, *overrides: str) -> Experiment:
     """Builds the experiment of a preset: the models, the prompts and the rewards of a run.
 
+    Loads the weights onto all devices, and downloads a model that is named by its repository.
+    Writes no run directory.
+
     Args:
         preset: The name of a preset, e.g. "tiny". `preset_names()` lists all.
-        *overrides: Settings that differ from the preset, as `key=value`, e.g. "seed=1".
+        *overrides: Settings that differ from the preset, as `key=value`, e.g. "seed=1". A later one
+            takes precedence.
 
     Raises:
         ConfigError: If the preset or an override is invalid.
-        InputError: If a file that they name cannot be used here.
+        InputError: If a file that they name cannot be used here, or the sizes cannot fit into
+            memory.
     """
     return build(resolve(preset, overrides))
 
@@ -67,23 +72,24 @@ def open_policy(
 
     Args:
         target: A run directory, the name of a preset, or a model (a directory in the layout of
-            diffusers, or "embedded:NAME").
+            diffusers, or "embedded:NAME"). `~` is expanded.
         *overrides: Settings that differ, as `key=value`. For a run they cannot change which
             parameters are trained.
         preset: The preset that has the prompts, the reward and the sampler, if `target` is a model.
             None: models are not accepted.
         checkpoint: The checkpoint of a run: "latest", "best" (highest evaluation reward), or the
-            number of an iteration.
+            number of an iteration as text. A preset or a model accepts only "latest".
         trust: Whether a run directory may name rewards and objectives that are not part of the
             package, which run code that whoever wrote the directory chose.
 
     Returns:
-        The experiment, the trainable parameters, and the number of iterations that they were
-        trained for. `evaluate`, `rank` and `export_lora` take the first two.
+        The experiment, the trainable parameters by path in float32 (an empty dict for a start
+        without a LoRA), and the number of iterations that they were trained for, 0 without a run.
+        `evaluate`, `rank` and `export_lora` take the first two.
 
     Raises:
         ConfigError: If the configuration or an override is invalid.
-        InputError: If `target` or a file cannot be used, or if a run needs `trust`.
+        InputError: If `target`, `checkpoint` or a file cannot be used, or if a run needs `trust`.
         RunError: If the checkpoint is damaged.
     """
     config, run = configuration(expand_home(str(target)), overrides, preset, trust=trust)
@@ -94,10 +100,13 @@ def open_policy(
 
 
 class TrainingInterrupted(KeyboardInterrupt):
-    """Training stopped after Ctrl-C or SIGTERM, and the last complete iteration was saved.
+    """Training stopped after Ctrl-C or SIGTERM. The last complete iteration, if any, was saved,
+    unless the interruption was within an update.
+
+    It is a KeyboardInterrupt, so `except Exception` does not catch it.
 
     Attributes:
-        summary: What `train` would have returned.
+        summary: What `train` would have returned, with "interrupted" True.
     """
 
     def __init__(self, summary: dict[str, Any]) -> None:
@@ -118,30 +127,32 @@ def train(
 ) -> dict[str, Any]:
     """Trains in the directory `run.dir`, or resumes the run that is there.
 
-    Prints progress on standard error. While it runs, Ctrl-C and SIGTERM stop it after the chunk
-    under way.
+    Prints progress on standard error. While it runs in the main thread, the first Ctrl-C or SIGTERM
+    stops it after the batch under way; a second one ends the process with code 130.
 
     Args:
         preset: The name of a preset, e.g. "tiny". `preset_names()` lists all.
         *overrides: Settings that differ from the preset, as `key=value`, e.g. "run.dir=runs/a".
-        profile: Numbers of iterations to trace for TensorBoard, from 1.
+        profile: Numbers of iterations to trace for TensorBoard, from 1. They must not be complete
+            yet.
         html_report: Whether `report.html` in the run directory is kept up to date.
-        force: Whether to continue with input files that changed since the last start, to load
-            sizes that are estimated not to fit into memory, and to replace a `report.html` that
-            solrl_jax did not write.
-        progress_bar: Whether to show a progress bar if standard error is a terminal.
+        force: Whether to continue with input files that changed since the last start, to load sizes
+            that are estimated not to fit into memory, and to replace a `report.html` that solrl_jax
+            did not write.
+        progress_bar: Whether to show a progress bar if standard error is a terminal. Otherwise one
+            line is printed per iteration.
 
     Returns:
         "run" (the directory), "iterations" (the number of complete ones), "interrupted" (False),
         "trained_in_full" (the number of parameters that are trained in full, which `export` writes
         as a directory), and the first and the last recorded evaluation as "before" and "after",
-        each a mapping from a metric's name to its value.
+        each a mapping from a metric's name, e.g. "eval/reward", to its value.
 
     Raises:
         TrainingInterrupted: If it was interrupted. This is a KeyboardInterrupt.
         ConfigError: If the preset or an override is invalid.
-        InputError: If the run directory or an input file cannot be used.
-        RunError: If the run fails for another reason, such as a full disk.
+        InputError: If the run directory or an input file cannot be used, or holds another run.
+        RunError: If the run fails for another reason, such as a full disk or a divergence.
     """
     config = resolve(preset, overrides)
     with TerminalProgress(bars=progress_bar) as progress:
@@ -163,27 +174,33 @@ def rank(
     """Measures how well exploration ranks candidates (docs/method.md, section 2).
 
     All candidates of some test prompts are generated with full steps in the training precision, and
-    once more in every combination of the given formats, recipes and numbers of steps.
+    once more in every combination of the given formats, recipes and numbers of steps. Repeated
+    entries count once.
 
     Args:
-        experiment: The experiment. Its configuration says how many candidates a prompt has.
+        experiment: The experiment. Its configuration says how many candidates a prompt has and how
+            many are kept.
         adapters: The policy, e.g. `state.ema`.
         prompts: The number of test prompts, from the first one on.
-        formats: Names of number formats to explore in, e.g. ["nvfp4", "fp8"]. Empty: the recipe's.
+        formats: Names of number formats to explore in, e.g. ["nvfp4", "fp8"]; "auto" is the fastest
+            native one. Empty: the recipe's.
         explore: Names of recipes in `configs/explore/`, e.g. ["paper", "best"]. Empty: the
             experiment's own exploration.
-        steps: Numbers of solver steps to explore with. Empty: the recipe's.
+        steps: Numbers of solver steps to explore with, each 1 to 1000. Empty: the recipe's.
         progress: Called with the name of the running phase, its number of images, and the number of
             further images that are done.
 
     Returns:
-        One mapping per combination, with its "explore", "precision" and "steps", the means over
-        prompts of "spearman", "kendall" and other figures, and the figures of each prompt as
-        "per_prompt".
+        One mapping per combination (recipes outermost, steps innermost), with its "explore",
+        "precision" and "steps", the means over prompts of "spearman", "kendall" and other figures
+        (see `rl.rank.summarise`), and a mapping with the figures of each prompt as "per_prompt".
 
     Raises:
-        InputError: If there are fewer test prompts, or an entry of a list cannot be used.
+        InputError: If `prompts` is not from 1 to the number of test prompts, or an entry of a list
+            cannot be used.
         ConfigError: If a recipe does not exist or does not fit the configuration.
+        RunError: If a reward outside of JAX fails and the configuration says that the run stops
+            then.
     """
     available = len(experiment.test_prompts)
     if prompts not in range(1, available + 1):
@@ -204,7 +221,14 @@ def rank(
 
 
 def _comma_separated(entries: Sequence[Any]) -> str | None:
-    """Joins the entries of a list for `rank.sweep`. None for an empty list."""
+    """Joins the entries of a list with commas, for `rl.rank.sweep`.
+
+    Args:
+        entries: The entries. A text is taken for a list that is joined already.
+
+    Returns:
+        The text; None for an empty list.
+    """
     if isinstance(entries, str):
         return entries
     return ",".join(map(str, entries)) or None
@@ -239,42 +263,47 @@ def generate(
     each repetition starts from other noise.
 
     Args:
-        model: A run directory, a directory in the layout of diffusers, or "embedded:NAME".
-        prompts: The prompts, or a single one.
+        model: A run directory, a directory in the layout of diffusers, "embedded:NAME", or
+            OWNER/NAME of a repository of the hub, which is downloaded unless it is in the cache.
+            `~` is expanded.
+        prompts: The prompts, at least one, or a single one as text.
         num_steps: The number of solver steps, 1 to 1000. None: that of the run's evaluation, or 10.
-        guidance_scale: The guidance scale of the model. Models that embed it (FLUX.1) take it as
-            an input. For all others it is the scale of classifier-free guidance, and values up to
-            1 mean no guidance, as in diffusers. None: the run's, or 1.
+        guidance_scale: The guidance scale of the model, at least 0. Models that embed it (FLUX.1)
+            take it as an input. For all others it is the scale of classifier-free guidance, and
+            values up to 1 mean no guidance, as in diffusers. None: the run's, or 1.
         true_cfg_scale: The scale of classifier-free guidance for models that embed
             `guidance_scale`; other models accept only 1. Values up to 1 mean none. None: the run's,
             or 1.
         negative_prompt: The negative prompt of classifier-free guidance, the same for all images.
+            It is refused if there is no such guidance.
         seed: The seed of the initial noise, 0 to 2**31 - 1.
-        size: Height and width of the images in pixels. None: that of the run's evaluation, or the
-            model's default.
-        latents: The initial noise to use in place of that of `seed`, float32, with one entry per
-            prompt and the axes that diffusers uses.
-        lora: A LoRA of diffusers (a .safetensors file) or PEFT (a directory) to apply. A run has
-            its own and accepts none.
-        precision: The number format of all steps: "bf16", "fp32", "fp8", "nvfp4", or "auto" for
-            the fastest one that the device runs natively.
-        max_sequence_length: The number of tokens to which prompts are padded or cut. None: the
-            run's, or the model's default.
+        size: Height and width of the images in pixels. None: that of `latents`, or of the run's
+            evaluation, or the model's default.
+        latents: The initial noise to use in place of that of `seed`, float32 [N, C, h, w] with one
+            entry per prompt. These are the axes that the pipelines of diffusers use, except that of
+            FLUX.1, whose latents are packed. None: drawn from the seed.
+        lora: A LoRA of diffusers, kohya, ai-toolkit or ComfyUI (a .safetensors file) or PEFT (a
+            directory) to apply. A run has its own and accepts none. None: no LoRA.
+        precision: The number format of all steps: "bf16", "fp32", "fp8", "nvfp4", or "auto" for the
+            fastest one that the device runs natively.
+        max_sequence_length: The number of tokens to which prompts are padded or cut, 1 to 2048.
+            None: the run's, or the model's default.
         instruction: The text that precedes every prompt, for SANA. None: the run's, or none.
-        vae_tile_size: The side in pixels of the tiles in which images are decoded, which takes
-            less memory. None: the run's, or whole images.
+        vae_tile_size: The side in pixels of the tiles in which images are decoded, which takes less
+            memory. None: the run's, or whole images.
         batch_size: The largest number of images that each device generates at once.
         checkpoint: The checkpoint of a run: "latest", "best" (highest evaluation reward), or the
-            number of an iteration.
+            number of an iteration as text. A model accepts only "latest".
 
     Returns:
-        The images, float32, with values in [0, 1], in the order of the prompts.
-        `generate_with_latents` also returns the initial noise.
+        The images, float32 [N, height, width, 3], with values in [0, 1], in the order of the
+        prompts. `generate_with_latents` also returns the initial noise.
 
     Raises:
-        InputError: If an argument cannot be used. Nothing is loaded then.
+        InputError: If an argument cannot be used. No weight of the model is loaded then.
         ConfigError: If the configuration of the run is invalid.
         RunError: If an image is not finite, or the checkpoint is damaged.
+        ValueError: If `model` begins with the `~USER` of a user that does not exist.
     """
     return generate_with_latents(
         model,
@@ -306,19 +335,24 @@ def generate_with_latents(
     """Generates images as `generate` does, and also returns their initial noise.
 
     Args:
-        model: A run directory, a directory in the layout of diffusers, or "embedded:NAME".
-        prompts: The prompts, or a single one.
-        progress: Called with the number of further images that are done.
+        model: A run directory, a directory in the layout of diffusers, "embedded:NAME", or
+            OWNER/NAME of a repository of the hub. `~` is expanded.
+        prompts: The prompts, at least one, or a single one as text.
+        progress: Called after each batch with the number of further images that are done.
         **options: The other keyword arguments of `generate`, by their names.
 
     Returns:
-        The images in `images`, the initial noise in `latents`, the number of steps and the number
-        format. The noise can be given to `generate` or to a pipeline of diffusers as `latents`.
+        The images in `images`, the initial noise in `latents`, the number of steps in `num_steps`
+        and a phrase about the number format in `precision`. The noise, float32 [N, C, h, w], can be
+        given as `latents` to `generate` or to a pipeline of diffusers, except that of FLUX.1, which
+        takes it packed.
 
     Raises:
-        InputError: If an argument is unknown or cannot be used. Nothing is loaded then.
+        InputError: If an argument is unknown or cannot be used. No weight of the model is loaded
+            then.
         ConfigError: If the configuration of the run is invalid.
         RunError: If an image is not finite, or the checkpoint is damaged.
+        ValueError: If `model` begins with the `~USER` of a user that does not exist.
     """
     texts = [prompts] if isinstance(prompts, str) else prompts
     request = Request.check({"model": expand_home(str(model)), "prompts": texts, **options})
@@ -326,10 +360,12 @@ def generate_with_latents(
 
 
 def quantize(w: Matrix, precision: str = "nvfp4") -> Quantized:
-    """Quantizes weight matrices, to be used by `matmul(x, leaf)`. `dequantize(leaf)` undoes it.
+    """Quantizes weight matrices, to be used by `matmul(x, leaf)`. `dequantize(leaf)` gives the
+    rounded weights as a plain array.
 
     Args:
-        w: Real matrices [..., in, out], not empty.
+        w: Real matrices [..., in, out], not empty. Anything that `jnp.asarray` accepts. They should
+            be finite, which is not checked.
         precision: A quantizing number format, "nvfp4" or "fp8".
 
     Returns:
@@ -369,23 +405,29 @@ def export(
     adapters too. Loads the weights of the base model.
 
     Args:
-        run: The run directory.
+        run: The run directory. `~` is expanded.
         out: The file to write, which ends in .safetensors, or for PEFT and for whole transformers a
-            directory.
-        form: "diffusers" or "peft".
+            directory, which must hold nothing but an earlier export. Missing parent directories are
+            created. `~` is expanded.
+        form: "diffusers" or "peft". A run that trains parameters in full accepts only "diffusers".
         dtype: The number format of the written tensors, "fp32" or "bf16".
         fold_alpha: Whether B is multiplied by alpha / rank, for programs that ignore alpha. Only
-            with `form` "diffusers".
-        checkpoint: "latest", "best" (highest evaluation reward), or the number of an iteration.
+            for a LoRA with `form` "diffusers".
+        checkpoint: "latest", "best" (highest evaluation reward), or the number of an iteration as
+            text.
         force: Whether existing files are replaced.
 
     Returns:
-        "iteration" (of the checkpoint), and "rank" and "alpha" as in the file. For parameters
-        trained in full also their number, "trained_in_full".
+        "iteration" (of the checkpoint), and "rank" and "alpha" as in the file: with `fold_alpha`,
+        "alpha" is the rank. For parameters trained in full also their number, "trained_in_full".
 
     Raises:
-        InputError: If `run` is no run directory, or `out` cannot be written.
+        InputError: If `run` is no run directory or has no such checkpoint, `out` cannot be written
+            or exists without `force`, an option does not suit the run, or the parameters are not
+            finite in `dtype` or change nothing.
+        ConfigError: If the configuration of the run is invalid.
         RunError: If the checkpoint is damaged, or the disk refuses.
+        ValueError: If a path begins with the `~USER` of a user that does not exist.
     """
     run = Path(expand_home(str(run)))
     out = Path(expand_home(str(out)))
@@ -439,14 +481,18 @@ def export_lora(
 ) -> None:
     """Writes adapters in memory as a LoRA, in float32. `export` does so for a run directory.
 
+    Rank and alpha are those of the experiment's configuration. An existing file, or an earlier
+    export of PEFT, is replaced.
+
     Args:
         experiment: The experiment that the adapters belong to.
-        adapters: LoRA adapters, e.g. `state.ema`.
+        adapters: LoRA adapters by path, e.g. `state.ema`.
         path: A file that ends in .safetensors for "diffusers", or a directory for "peft".
         form: The program that is to load it, "diffusers" or "peft".
 
     Raises:
-        InputError: If `path` or `form` cannot be used, or parameters are trained in full.
+        InputError: If `path` or `form` cannot be used, if parameters are trained in full, or if the
+            adapters do not fit the network, are not finite or change nothing.
         RunError: If the disk refuses.
     """
     if form not in ("diffusers", "peft"):
@@ -460,16 +506,20 @@ def export_lora(
 
 
 def export_transformer(experiment: Experiment, trained: Trainable, folder: str | Path) -> None:
-    """Writes a policy with parameters trained in full as the transformer of a pipeline.
+    """Writes a policy with parameters trained in full as the transformer of a pipeline, in float32.
+
+    An earlier export in the directory is replaced. The parameters that are not trained are those of
+    the base.
 
     Args:
         experiment: The experiment that the parameters belong to.
-        trained: The trainable parameters, e.g. `state.ema`. Adapters among them become a LoRA in
-            the directory.
+        trained: The trainable parameters by path, e.g. `state.ema`. Adapters among them become a
+            LoRA in the directory.
         folder: The directory to write, which `from_pretrained` of the transformer's class loads.
 
     Raises:
-        InputError: If the directory holds other files, or a parameter is not finite.
+        InputError: If `folder` is a file or ends in .safetensors, if the directory holds other
+            files, or a parameter is not finite.
         RunError: If the disk refuses.
     """
     settings = LoraSettings(experiment.config.lora.rank, experiment.config.lora.alpha)
@@ -480,13 +530,16 @@ def import_lora(experiment: Experiment, path: str | Path) -> tuple[Trainable, Lo
     """Reads the adapters of a LoRA for the model of an experiment.
 
     Args:
-        experiment: The experiment.
+        experiment: The experiment. Its own rank and alpha do not matter.
         path: A LoRA file of diffusers, kohya, ai-toolkit or ComfyUI, or a LoRA directory of PEFT.
 
     Returns:
-        The adapters by the path of their linear layer, in float32, and their rank and alpha.
+        The adapters in float32, {"a": [..., in, rank], "b": [..., rank, out]} by the path of their
+        linear layer, and their rank and alpha. If the layers of the file differ in these, they are
+        brought to the largest rank, and alpha equals it.
 
     Raises:
-        InputError: If the file cannot be read or does not fit the model.
+        InputError: If the file cannot be read or does not fit the model, if values are not finite,
+            or if it has adapters of text encoders, trained biases or DoRA.
     """
     return lora_files.import_lora(Path(path), experiment.backbone.parameter_table())

@@ -51,23 +51,29 @@ def convert(
     """Writes the tensors of a torch pickle as safetensors.
 
     A native SANA checkpoint becomes the directory of a pipeline. Any other file becomes one
-    safetensors file with the same names and dtypes.
+    safetensors file with the same names and dtypes. PyTorch is imported for this.
 
     Args:
         file: The pickle.
-        out: The file to write, or the directory for a native SANA checkpoint.
-        base: For a native SANA checkpoint, a pipeline of the same width. Its other components are
-            added, and its configuration gives what names and shapes do not tell, such as the number
-            of heads.
+        out: The file to write, which ends in .safetensors, or the directory for a native SANA
+            checkpoint. Missing parent directories are created, also if the conversion fails.
+        base: For a native SANA checkpoint, which needs one, a directory of a SANA pipeline of the
+            same width. Its other components are added, and its configuration gives what names and
+            shapes do not tell, such as the number of heads. None for all other files.
         force: Whether `out` is replaced if it exists.
 
     Returns:
-        "out", "took" (the key of the tensors in the pickle), "left_out" (other entries), "kind",
-        and sizes.
+        "out" (text), "took" (the key of the tensors in the pickle, with dots between nested keys;
+        None: no key), "left_out" (descriptions of other entries), "kind" ("tensors" or "sana"),
+        "tensors" (their number) and "bytes" (of the file with the weights). For SANA also
+        "parameters" (their number), "ffn" (the kind of MLP), "ignored" (names of tensors that are
+        not needed) and "config" (the content of the transformer's config.json).
 
     Raises:
-        InputError: If the file holds more than tensors, or other tensors than the network's. Then
-            no output is left.
+        InputError: If a path cannot be used, PyTorch is missing or too old, reading the file might
+            run code, the file holds more than tensors and plain values, or other tensors than the
+            network's. Then `out` is as it was.
+        RunError: If the disk refuses.
     """
     _check_paths(file, out, base, force)
     torch = _torch()
@@ -93,7 +99,15 @@ def convert(
 
 
 def describe(summary: Mapping[str, Any]) -> str:
-    """Formats the result of `convert` as lines for a terminal."""
+    """Formats the result of `convert` as lines for a terminal.
+
+    Args:
+        summary: The result of `convert`.
+
+    Returns:
+        Up to four lines: the key that was taken, the entries that were left out, the network of a
+        SANA checkpoint, and the number and gigabytes of the tensors with the path.
+    """
     lines = [f"took {summary['took']}"] if summary["took"] else []
     left = [*summary["left_out"], *summary.get("ignored", [])]
     lines += [f"left out {', '.join(left)}"] if left else []
@@ -111,8 +125,11 @@ def describe(summary: Mapping[str, Any]) -> str:
 
 
 def _torch() -> Any:
-    """Imports PyTorch. Raises InputError if it is not installed, or older than 2.6, which may run
-    code that a pickle holds.
+    """Imports PyTorch and returns the module.
+
+    Raises:
+        InputError: If it is not installed, or older than 2.6, which may run code that a pickle
+            holds.
     """
     try:
         import torch
@@ -132,13 +149,15 @@ def _check_paths(file: Path, out: Path, base: Path | None, force: bool) -> None:
     """Checks the paths of `convert`. Also creates the directory above `out` if it is missing.
 
     Args:
-        file: The pickle to read.
+        file: The pickle to read. It must exist and not end in .safetensors.
         out: The file or directory to write.
         base: A SANA pipeline directory, or None.
         force: Whether `out` may exist. It is then replaced later on.
 
     Raises:
-        InputError: If a path cannot be used, or if a file would be lost.
+        InputError: If `file` is missing or a safetensors file, if `base` is no SANA pipeline, if
+            `out` is or contains one of them, exists without `force`, is a link, or cannot be
+            written.
     """
     if not file.is_file():
         raise InputError(f"{file}: no such file")
@@ -161,7 +180,8 @@ def _check_paths(file: Path, out: Path, base: Path | None, force: bool) -> None:
 
 
 def _load(torch: Any, file: Path) -> Any:
-    """Loads a pickle. Tensors are mapped from the file if it is a zip archive (PyTorch 1.6 on).
+    """Loads a pickle without running code of it. Tensors are mapped from the file if it is a zip
+    archive (PyTorch 1.6 on).
 
     Args:
         torch: The imported PyTorch module.
@@ -209,6 +229,9 @@ def _load(torch: Any, file: Path) -> Any:
 def _unwrap(file: Path, value: Any, torch: Any) -> tuple[Tensors, str | None, list[str]]:
     """Finds the tensors in the value of a pickle.
 
+    As long as the value is a dictionary with a known key of `CONTAINERS` that holds a dictionary,
+    or with a single key that holds one with tensors, that inner dictionary is taken.
+
     Args:
         file: The pickle, for messages.
         value: The result of `_load`.
@@ -216,11 +239,12 @@ def _unwrap(file: Path, value: Any, torch: Any) -> tuple[Tensors, str | None, li
 
     Returns:
         The tensors by name, the key that they were under (dots between nested keys; None: no key),
-        and a description of each entry that is left out.
+        and a description "KEY (TYPE)" of each entry that is left out.
 
     Raises:
-        InputError: If there is no tensor, or if an entry is neither a tensor nor a plain number or
-            text. The message lists such entries.
+        InputError: If the value is no dictionary, there is no tensor, dictionaries are more than
+            `MOST_NESTED` (8) levels deep, or an entry beside the tensors is neither a tensor with a
+            usable name nor None, a boolean, a number or text. The message lists such entries.
     """
     took = ""
     left = []
@@ -251,7 +275,12 @@ def _unwrap(file: Path, value: Any, torch: Any) -> tuple[Tensors, str | None, li
 
 
 def _is_name(key: Any) -> bool:
-    """Whether a tensor in a safetensors file can have this name."""
+    """Whether a tensor in a safetensors file can have this name.
+
+    Args:
+        key: A key of a dictionary in the pickle. It must be text that UTF-8 can encode, and not
+            "__metadata__".
+    """
     return (
         isinstance(key, str)
         and key != "__metadata__"
@@ -260,13 +289,16 @@ def _is_name(key: Any) -> bool:
 
 
 def _container(value: Mapping[Any, Any], torch: Any) -> str | None:
-    """Returns the key under which a checkpoint holds its tensors, or None if there is none.
-
-    It is a known name, or the only key with tensors.
+    """Finds the key under which a checkpoint holds its tensors.
 
     Args:
         value: A dictionary in the pickle.
         torch: The imported PyTorch module.
+
+    Returns:
+        The first of `CONTAINERS` that holds a dictionary. Otherwise the only key that holds a
+        dictionary with tensors, if there is exactly one and `value` itself has no tensors. None in
+        all other cases.
     """
     if known := [key for key in CONTAINERS if isinstance(value.get(key), Mapping)]:
         return known[0]
@@ -281,13 +313,17 @@ def _container(value: Mapping[Any, Any], torch: Any) -> str | None:
 
 
 def _check_tensors(file: Path, tensors: Tensors, torch: Any) -> None:
-    """Raises InputError if a safetensors file cannot hold some tensors, which the message lists, or
-    if the tensors claim more than `MOST_GROWTH` times the bytes of the pickle.
+    """Checks that a safetensors file can hold all tensors.
 
     Args:
-        file: The pickle.
+        file: The pickle. Its size is read.
         tensors: Its tensors by name.
         torch: The imported PyTorch module.
+
+    Raises:
+        InputError: If tensors are sparse, not on the CPU or of a dtype that safetensors lacks; the
+            message lists them. Also if the tensors claim more than `MOST_GROWTH` (4) times the
+            bytes of the pickle, as views of one storage can.
     """
     if (
         total := sum(t.nbytes for t in tensors.values() if t.layout == torch.strided)
@@ -316,6 +352,9 @@ def _check_tensors(file: Path, tensors: Tensors, torch: Any) -> None:
 def _write_sana(file: Path, out: Path, base: Path, tensors: Tensors) -> dict[str, Any]:
     """Writes a native SANA checkpoint as a directory, after the network's own loader checked it.
 
+    The directory appears whole, by a rename; an existing one is replaced. Safetensors files of
+    `base` become hard links where possible.
+
     Args:
         file: The pickle, for messages.
         out: The directory to write.
@@ -323,11 +362,13 @@ def _write_sana(file: Path, out: Path, base: Path, tensors: Tensors) -> dict[str
         tensors: The tensors of the checkpoint by name.
 
     Returns:
-        The entries of `convert`'s summary that describe the network.
+        The entries of `convert`'s summary that describe the network: "kind", "tensors", "bytes",
+        "parameters", "ffn", "ignored" and "config".
 
     Raises:
-        InputError: If `base` is unusable, or if the tensors are not those of the network. Then
-            nothing is written to `out`.
+        InputError: If `base` is unusable, if the tensors are not those of the network, or if `out`
+            holds other files than it would have. Then `out` is as it was.
+        RunError: If the disk refuses.
     """
     with in_one_line(lambda said: f"--base {base}: {said}"):
         config = SanaConfig.read(base / TRANSFORMER)
@@ -363,7 +404,14 @@ def _write_sana(file: Path, out: Path, base: Path, tensors: Tensors) -> dict[str
 
 
 def _component_files(base: Path) -> dict[str, Path]:
-    """Returns the files of a pipeline without its transformer, by their path in its directory."""
+    """Lists the files of a pipeline that are needed, without those of its transformer.
+
+    Args:
+        base: The directory of the pipeline.
+
+    Returns:
+        The files by their path in that directory, with "/" between folders.
+    """
     there = {path.relative_to(base).as_posix(): path for path in base.rglob("*") if path.is_file()}
     return {
         name: there[name]
@@ -373,11 +421,15 @@ def _component_files(base: Path) -> dict[str, Path]:
 
 
 def _check_directory(out: Path, names: set[str]) -> None:
-    """Raises InputError if `out` cannot be a directory, or is one that holds more than `names`.
+    """Checks that a directory can be written without removing other files.
 
     Args:
         out: The directory to write. It need not exist.
         names: The names of the entries that it will have.
+
+    Raises:
+        InputError: If `out` ends in .safetensors or is a file, or is a directory that holds other
+            entries than `names`.
     """
     if out.suffix == ".safetensors" or (out.exists() and not out.is_dir()):
         raise InputError(f"--out {out}: a native SANA checkpoint becomes a directory; name one")
@@ -389,9 +441,17 @@ def _check_directory(out: Path, names: set[str]) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copies the file `source` to `target`, and creates the directories above `target`.
+    """Copies a file, and creates the directories above its target.
 
-    A safetensors file becomes a hard link where possible, which takes no space.
+    A safetensors file becomes a hard link where possible, which takes no space. Other files are
+    copied and synced to the disk.
+
+    Args:
+        source: The file. A link counts as its target.
+        target: The path of the copy, which must not exist.
+
+    Raises:
+        OSError: If the disk refuses.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     source = source.resolve()  # a hub cache holds links
@@ -404,13 +464,17 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _write(path: Path, tensors: Tensors) -> None:
-    """Writes a safetensors file. Only tensors whose elements are not contiguous are copied first.
+    """Writes a safetensors file, whole or not at all.
 
-    Tensors that share memory are each written: `safetensors.torch` refuses them.
+    Only tensors whose elements are not contiguous are copied first. Tensors that share memory are
+    each written: `safetensors.torch` refuses them.
 
     Args:
         path: The file to write. It is replaced if it exists.
         tensors: The tensors by name.
+
+    Raises:
+        RunError: If the disk refuses.
     """
     whole = {name: t.contiguous() for name, t in tensors.items()}
     with files.atomic(path) as partial:
@@ -418,7 +482,14 @@ def _write(path: Path, tensors: Tensors) -> None:
 
 
 def _spec(t: Any) -> TensorSpec:
-    """Describes a contiguous tensor for safetensors. Raises SafetensorError for unknown dtypes."""
+    """Describes a tensor for safetensors: dtype, shape, address and bytes.
+
+    Args:
+        t: A contiguous tensor of PyTorch on the CPU. It must stay alive while the result is used.
+
+    Raises:
+        SafetensorError: If safetensors lacks the dtype.
+    """
     dtype = str(t.dtype).removeprefix("torch.")
     return TensorSpec(dtype=dtype, shape=t.shape, data_ptr=t.data_ptr(), data_len=t.nbytes)
 
@@ -441,6 +512,18 @@ def command(file: Path, out: Path, base: Path | None, force: bool, as_json: bool
     \b
     solrl convert HPS_v2.1_compressed.pt --out weights/HPS_v2.1_compressed.safetensors
     solrl convert SANA_LinearFFN.pth --out sana-linear --base Sana_1600M_1024px_BF16_diffusers
+
+    \f
+    Args:
+        file: The pickle.
+        out: The safetensors file to write, or for a native SANA checkpoint a directory.
+        base: For a native SANA checkpoint, the directory of a SANA pipeline of the same width.
+        force: Whether existing files are replaced.
+        as_json: Whether to print the result as one line of JSON in place of text.
+
+    Raises:
+        InputError: If the file cannot be converted, see `convert`.
+        RunError: If the disk refuses.
     """
     summary = convert(file, out, base, force=force)
     finish(summary, as_json, describe(summary))

@@ -57,6 +57,17 @@ def command(preset: str | None, overrides: tuple[str, ...], as_json: bool) -> No
     \b
     solrl doctor
     solrl doctor flux1_sol_rl_hpsv2 mesh.fsdp=8 reward.paths.hpsv2=weights/hpsv2.safetensors
+
+    \f
+    Args:
+        preset: The name of a preset; None: only the machine is described.
+        overrides: Settings that differ, as `key=value`.
+        as_json: Whether to print the result as one line of JSON in place of text.
+
+    Raises:
+        ConfigError: If the preset or an override is invalid.
+        InputError: If the user has no home directory.
+        SystemExit: With code 1, if something is missing or wrong.
     """
     config = None if preset is None else resolve(preset, overrides)
     summary = machine()
@@ -73,14 +84,19 @@ def command(preset: str | None, overrides: tuple[str, ...], as_json: bool) -> No
 
 
 def machine() -> dict[str, Any]:
-    """Describes this machine. On a GPU, also runs the checks of its kernels.
+    """Describes this machine. On a GPU, also runs the checks of its kernels, which takes a moment.
 
     Returns:
-        "versions", "extras" (whether each is installed), "devices", "formats" (whether each is
-        native), "auto" (the format that it stands for), "cudnn", "checks" (None or a problem by the
-        name of each kernel, see `device_checks.run`; empty without a GPU), "warnings" (known faults
-        of this cuDNN), "hub" and "prompt_cache" (their directories), and "missing" (messages on
-        what keeps JAX from its devices). Sizes are in bytes.
+        JSON values by name: "versions" (by package), "extras" (whether each is installed),
+        "devices" ("count", "memory" of one in bytes, "platform", "kind" and "capability"),
+        "formats" (whether each is native), "auto" (the format that it stands for), "cudnn" (its
+        version; None without a GPU or cuDNN), "checks" (None or a problem by the name of each
+        kernel, see `device_checks.run`; empty without a GPU), "warnings" (known faults of this
+        cuDNN), "hub" and "prompt_cache" (see `_folder`; "hub" also has "offline"), and "missing"
+        (messages on what keeps JAX from its devices).
+
+    Raises:
+        InputError: If the user has no home directory for the prompt cache.
     """
     device = local_device()
     cache = open_cache("")
@@ -121,13 +137,20 @@ def machine() -> dict[str, Any]:
 
 
 def needs(config: Config) -> dict[str, Any]:
-    """Describes what a configuration needs that this machine lacks.
+    """Describes what a configuration needs that this machine lacks. Loads no weights and downloads
+    nothing.
 
-    Every part is checked on its own, so that everything missing is reported at once.
+    Every part is checked on its own, so that everything missing is reported at once: prompt files,
+    instruction, prompt cache, files of rewards, memory, and files of the model. Rewards are opened
+    only if nothing was missing before and nothing must be downloaded.
+
+    Args:
+        config: The configuration.
 
     Returns:
-        "preset", "weights" (bytes by part of the model), "downloads" (names in the Hub of what the
-        first start downloads), and "missing" (a message for each problem).
+        "preset" (its name), "weights" (see `sizes`; empty if they cannot be computed or do not
+        fit), "downloads" (names in the Hub of what the first start downloads), and "missing" (a
+        message for each problem, each once).
     """
     missing: list[str] = []
     downloads = [*_model_download(config), *_reward_downloads(config)]
@@ -181,12 +204,16 @@ def needs(config: Config) -> dict[str, Any]:
 def sizes(config: Config) -> dict[str, int]:
     """Computes the bytes of the model's parts from their configurations, without weights.
 
+    Args:
+        config: The configuration of the run.
+
     Returns:
-        The bytes of "transformer", "text encoders" and "vae", in the precision that they are
-        loaded in.
+        The bytes of "transformer", "text encoders" (all together) and "vae", in the precision that
+        they are loaded in.
 
     Raises:
-        InputError: If the model has no configurations, or cannot fit into a device of this machine.
+        InputError: If the model has no configurations here, the mesh does not fit the devices, a
+            setting does not fit the model, or training cannot fit into a device of this machine.
     """
     pipeline = open_configurations(config.model.path)
     dtype = DTYPES[config.rollout.precision]
@@ -211,7 +238,15 @@ def sizes(config: Config) -> dict[str, int]:
 
 
 def _check_weights(path: str) -> None:
-    """Raises InputError if a component of the model lacks a file or a tensor."""
+    """Checks that all components of a model have all their files and tensors. No weight is read.
+
+    Args:
+        path: `model.path`: a directory, "embedded:NAME", or a repository that is in the hub's
+            cache.
+
+    Raises:
+        InputError: If a component lacks a file or a tensor, or the model cannot be opened.
+    """
     in_hub = not Path(path).is_dir() and hub.is_name(path)
     pipeline = open_model(str(hub.cached(path)) if in_hub else path)
     with in_one_line():
@@ -220,13 +255,28 @@ def _check_weights(path: str) -> None:
 
 
 def _reward_sources(config: Config) -> dict[str, Hub | Converted]:
-    """Returns the released files that the rewards of a configuration are read from, by name."""
+    """Returns the released files that the rewards of a configuration are read from.
+
+    Args:
+        config: The configuration. The rewards that are trained on and those that are watched count.
+
+    Returns:
+        The sources by their key in `SOURCES`, e.g. "pickscore" or "pickscore/tokenizer".
+    """
     names = reward_names((*config.reward.weights, *config.reward.eval_only))
     return {key: source for key, source in SOURCES.items() if key.split("/")[0] in names}
 
 
 def _model_download(config: Config) -> list[str]:
-    """Returns the model's name in the Hub if its files are not here, else an empty list."""
+    """Returns what the first start would download of the model.
+
+    Args:
+        config: The configuration. `model.path` is read.
+
+    Returns:
+        A list with the model's name in the Hub; an empty list if it is a directory, embedded, or in
+        the hub's cache.
+    """
     path = config.model.path
     return (
         [path] if not Path(path).is_dir() and hub.is_name(path) and hub.cached(path) is None else []
@@ -234,7 +284,14 @@ def _model_download(config: Config) -> list[str]:
 
 
 def _reward_downloads(config: Config) -> list[str]:
-    """Returns the names in the Hub of the repositories whose files the rewards lack."""
+    """Returns what the first start would download for the rewards.
+
+    Args:
+        config: The configuration. Its rewards and `reward.paths` are read.
+
+    Returns:
+        The names in the Hub of the repositories of which a file is not in the hub's cache.
+    """
     used = _reward_sources(config)
     paths = config.reward.paths
     given = {
@@ -252,12 +309,20 @@ def _reward_downloads(config: Config) -> list[str]:
 
 
 def _wrong(summary: dict[str, Any]) -> list[str]:
-    """Returns a message for each kernel that a check found to be wrong."""
+    """Returns a message "KERNEL: PROBLEM" for each kernel that a check found to be wrong.
+
+    Args:
+        summary: The result of `machine`. "checks" is read.
+    """
     return [f"{name}: {problem}" for name, problem in summary["checks"].items() if problem]
 
 
 def cudnn() -> str | None:
-    """Returns the version of cuDNN that this process loads, e.g. "9.12.0"; None without cuDNN."""
+    """Returns the version of cuDNN that this process loads, e.g. "9.12.0". Also loads the library.
+
+    Returns:
+        The version; None if there is no cuDNN 9.
+    """
     try:
         # JAX has loaded it from its wheel, if it came in one.
         number = int(ctypes.CDLL("libcudnn.so.9").cudnnGetVersion())
@@ -267,26 +332,49 @@ def cudnn() -> str | None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Parses a version such as "9.10.1" to integers, so that versions compare by number."""
+    """Parses a version to integers, so that versions compare by number.
+
+    Args:
+        version: Integers with dots between them, e.g. "9.10.1".
+
+    Raises:
+        ValueError: If a part is no integer.
+    """
     return tuple(map(int, version.split(".")))
 
 
 def _hub_cache() -> Path:
-    """Returns the directory where the Hugging Face hub keeps downloads. It need not exist."""
+    """Returns the directory where the client of the hub keeps downloads. It need not exist."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
 
 
 def _folder(path: Path) -> dict[str, Any]:
-    """Describes a directory, which need not exist: its path, free bytes and writability."""
+    """Describes a directory, which need not exist.
+
+    Args:
+        path: The directory.
+
+    Returns:
+        "folder" (the path as text), "free" (bytes on its disk) and "writable". If it does not
+        exist, the last two are those of the nearest parent that does.
+    """
     there = next(parent for parent in (path, *path.parents) if parent.exists())
     writable = there.is_dir() and os.access(there, os.W_OK)
     return {"folder": str(path), "free": shutil.disk_usage(there).free, "writable": writable}
 
 
 def table(summary: dict[str, Any]) -> str:
-    """Formats the results of `machine` and `needs` as lines for a terminal."""
+    """Formats the results of `machine` and `needs` as lines for a terminal.
+
+    Args:
+        summary: The result of `machine`, alone or joined with that of `needs`.
+
+    Returns:
+        Lines with a name in ten columns and a text; the last ones say what is missing, or
+        "nothing".
+    """
     versions = summary["versions"]
     devices = summary["devices"]
     emulated = [name for name, native in summary["formats"].items() if not native]

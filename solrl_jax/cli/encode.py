@@ -23,6 +23,17 @@ def command(preset: str, overrides: tuple[str, ...], as_json: bool) -> None:
 
     \b
     solrl encode flux1_sol_rl_pickscore model.prompt_cache_dir=/data/prompts
+
+    \f
+    Args:
+        preset: The name of a preset.
+        overrides: Settings that differ, as `key=value`.
+        as_json: Whether to print the result as one line of JSON in place of text.
+
+    Raises:
+        ConfigError: If the preset or an override is invalid.
+        InputError: If there is no cache, or the model or a prompt file cannot be used.
+        RunError: If the cache cannot be written.
     """
     with bar(None, "encode", "prompt") as shown:
         summary = fill_cache(resolve(preset, overrides), shown.update)
@@ -37,20 +48,25 @@ def command(preset: str, overrides: tuple[str, ...], as_json: bool) -> None:
 def fill_cache(
     config: Config, progress: Callable[[int], None] = lambda prompts: None
 ) -> dict[str, Any]:
-    """Encodes all prompts of a configuration into its cache, with the empty prompt.
+    """Encodes all training and test prompts of a configuration into its cache, and the empty
+    prompt.
 
-    Loads only the text encoders.
+    Loads only the text encoders, and only if a prompt is not in the cache.
 
     Args:
         config: The configuration. `model.prompt_cache_dir` names the cache.
-        progress: Called with the number of further prompts that are done.
+        progress: Called after each batch with the number of further prompts that are done, whether
+            they were in the cache or not. The empty prompt does not count.
 
     Returns:
-        "cache" (the directory), "prompts" (all of them), "encoded" (the new ones) and "bytes_each".
+        "cache" (the directory as text), "prompts" (the number of distinct prompts, the empty one
+        included), "encoded" (the number of those that were not in the cache) and "bytes_each" (of
+        one prompt's encoding).
 
     Raises:
-        InputError: If the configuration names no cache, or the model or a prompt file cannot be
-            used.
+        InputError: If the configuration names no cache, or the model, the instruction, the mesh or
+            a prompt file cannot be used.
+        RunError: If the cache cannot be written.
     """
     prompts = list(
         dict.fromkeys([p for prompt_set in load_prompt_sets(config) for p in prompt_set])

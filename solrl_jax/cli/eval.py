@@ -80,6 +80,28 @@ def command(
     solrl eval runs/demo --rewards shapes,tiny-clip
     solrl eval runs/a runs/b --paired --gallery differ.png
     solrl eval runs/demo embedded:tiny-sana --paired      # what the run has gained
+
+    \f
+    Args:
+        target: A run directory, the name of a preset, or a model.
+        overrides: With `paired`, the other run, preset or model first. Then settings that differ,
+            as `key=value`, also for the other policy.
+        paired: Whether a second policy is compared on the same images, with the rewards and
+            settings of the first. It is the newest checkpoint of a run.
+        rewards: Names of rewards to score beside those that are trained on, separated by commas.
+            None: those that are watched.
+        gallery: A PNG file of the 8 prompts with 4 images each on which two policies differ most.
+            Only with `paired`. None: no file.
+        preset: The preset for a model; None: "tiny". A run or a preset accepts none.
+        checkpoint: The checkpoint of a run: "best", "latest" or the number of an iteration.
+        trust: Whether to use rewards and objectives outside the package that a run directory names.
+        force: Whether an existing `gallery` is replaced.
+        as_json: Whether to print the result as one line of JSON in place of text.
+
+    Raises:
+        ConfigError: If the configuration or an override is invalid.
+        InputError: If an argument cannot be used, or both policies are for different models.
+        RunError: If a checkpoint is damaged, a reward fails, or the disk refuses.
     """
     other = None
     if paired:
@@ -153,11 +175,18 @@ def command(
 
 
 def _watched(config: Config, names: str | None) -> tuple[str, ...]:
-    """The overrides that score other rewards beside those that are trained on.
+    """Returns the overrides that score other rewards beside those that are trained on.
 
     Args:
         config: The configuration without them.
-        names: Names of rewards, separated by commas. None: the configuration's own.
+        names: Names of rewards, separated by commas. Those that are trained on are left out,
+            because they are scored anyway. None: the configuration's own watched rewards.
+
+    Returns:
+        One override of `reward.eval_only`; an empty tuple if `names` is None.
+
+    Raises:
+        InputError: If a name is empty.
     """
     if names is None:
         return ()
@@ -171,8 +200,15 @@ def _watched(config: Config, names: str | None) -> tuple[str, ...]:
 
 
 def _evaluate(experiment: Experiment, adapters: Trainable) -> Evaluation:
-    """Evaluates the policy with the trainable parameters `adapters` on the test prompts of
-    `experiment`. Also shows a progress bar.
+    """Evaluates a policy on the test prompts, see `runs.evaluate.evaluate`. Also shows a progress
+    bar.
+
+    Args:
+        experiment: The experiment with the prompts, the rewards and the section `eval`.
+        adapters: The trainable parameters of the policy by path.
+
+    Returns:
+        The scores of all images, with their means and standard errors.
     """
     config = experiment.config.eval
     with bar(config.num_prompts * config.num_images_per_prompt, "evaluate") as shown:
@@ -191,11 +227,14 @@ def _draw(
     Above each prompt stands by how much the first policy's reward is higher in each image.
 
     Args:
-        path: The file to write.
+        path: The file to write. It is replaced if it exists.
         differing: The images that are shown, with the differences of their rewards.
         names: The names of both policies, as headings.
         first: These images by the first policy.
         second: These images by the second policy.
+
+    Raises:
+        RunError: If the disk refuses.
     """
     gains = [", ".join(f"{gain:+.2f}" for gain in row) for row in differing.gains]
     prompts = [f"{prompt} ({of})" for prompt, of in zip(first.prompts, gains, strict=True)]

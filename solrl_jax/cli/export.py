@@ -44,6 +44,22 @@ def command(
 
     A run that trains parameters in full becomes the directory of a whole transformer, with a LoRA
     in it if there are adapters too.
+
+    \f
+    Args:
+        run: The run directory.
+        out: The file, or for PEFT and whole transformers the directory, to write.
+        form: "diffusers" or "peft".
+        dtype: The number format of the tensors, "fp32" or "bf16".
+        fold_alpha: Whether B is multiplied by alpha / rank.
+        checkpoint: The checkpoint of a run: "best", "latest" or the number of an iteration.
+        force: Whether existing files are replaced.
+        as_json: Whether to print the result as one line of JSON in place of text.
+
+    Raises:
+        ConfigError: If the configuration of the run is invalid.
+        InputError: If an argument cannot be used, see `api.export`.
+        RunError: If the checkpoint is damaged, or the disk refuses.
     """
     summary = api.export(
         run,

@@ -41,7 +41,7 @@ RENAMED_OPTIONS = {
 def _height_and_width(
     _context: click.Context, _parameter: click.Parameter, value: str | None
 ) -> tuple[int, int] | None:
-    """A click callback that parses "HEIGHTxWIDTH", in pixels.
+    """A click callback that parses "HEIGHTxWIDTH", in pixels. The "x" may be a capital.
 
     Args:
         _context: Not read.
@@ -52,7 +52,7 @@ def _height_and_width(
         Height and width, or None if `value` is None.
 
     Raises:
-        InputError: If the text is not of this form, or if a side is 0 or above `MAX_SIDE`.
+        InputError: If the text is not of this form, or if a side is 0 or above `MAX_SIDE` (16,384).
     """
     if value is None:
         return None
@@ -65,9 +65,17 @@ def _height_and_width(
 
 
 def _open_latents(path: Path) -> np.ndarray:
-    """Opens a .npy file without reading its values, and without allocating what it claims to hold.
+    """Maps a .npy file into memory, without reading its values or allocating what it claims to
+    hold.
 
-    Raises InputError if it is none.
+    Args:
+        path: The file.
+
+    Returns:
+        A read-only array of any dtype and shape.
+
+    Raises:
+        InputError: If there is no such regular file, or it is not in the format of NumPy.
     """
     try:
         if not path.is_file():
@@ -81,12 +89,14 @@ def _open_latents(path: Path) -> np.ndarray:
 
 
 def _write(out: Path, generation: Generation, prompts: Sequence[str]) -> None:
-    """Writes one PNG per image, a grid of them, and both arrays as .npy files.
+    """Writes one PNG per image (`00000.png`, ...), a grid of them (`grid.png`), and `images.npy`
+    and `latents.npy`. Existing files are replaced.
 
     Args:
         out: The directory to write to.
         generation: The images and their latents.
-        prompts: The prompt of each image, which the grid shows.
+        prompts: The prompt of each image, which the grid shows. A row of the grid has at most eight
+            images.
 
     Raises:
         RunError: If the disk refuses.
@@ -193,6 +203,25 @@ def command(
 
     \b
     solrl generate runs/demo --prompts prompts.txt --out images
+
+    \f
+    Args:
+        model: A run directory, a model directory, "embedded:NAME", or OWNER/NAME of a repository of
+            the hub.
+        prompts: A file with prompts, or "embedded:NAME". Repeated prompts each give an image.
+        out: The directory for the PNGs, the grid and the arrays.
+        instruction_file: A text file with the text that precedes every prompt; None: the run's, or
+            none.
+        latents_file: A .npy file with the initial noise, float32 [N, C, h, w]; None: drawn from the
+            seed.
+        force: Whether existing files are replaced.
+        as_json: Whether to print the result as one line of JSON in place of text.
+        **arguments: The other keyword arguments of `api.generate`, by their names.
+
+    Raises:
+        ConfigError: If the configuration of the run is invalid.
+        InputError: If an argument or a file cannot be used.
+        RunError: If an image is not finite, the checkpoint is damaged, or the disk refuses.
     """
     texts = load_prompts(prompts, "--prompts", distinct=False)
     instruction = None

@@ -65,6 +65,24 @@ def command(
     \b
     solrl layers tiny rollout.explore.precision=fp8 --errors
     solrl layers tiny prompts.test=embedded:shapes-train --sensitivity 16
+
+    \f
+    Args:
+        target: A run directory or the name of a preset.
+        overrides: Settings that differ, as `key=value`.
+        errors: Whether the weights are loaded to measure the error of each quantized layer. Not
+            with `sensitivity`.
+        sensitivity: The number of test prompts on which the effect of each group of layers on ranks
+            is measured, by generating images; None: not measured.
+        drop: By how much the proposed rule may lower the rank correlation; None: 0.02. Only with
+            `sensitivity`.
+        trust: Whether to use rewards and objectives outside the package that a run directory names.
+        as_json: Whether to print the result as one line of JSON in place of text.
+
+    Raises:
+        ConfigError: If the configuration or an override is invalid.
+        InputError: If an argument cannot be used.
+        RunError: If the checkpoint is damaged, or a reward fails.
     """
     if errors and sensitivity is not None:
         raise InputError("--errors: is another measurement than --sensitivity; ask for one of them")

@@ -59,15 +59,29 @@ UNFORESEEN = "SOLRL_TRACEBACK=1 shows where in solrl_jax"
 
 class Commands(click.Group):
     """The group of all commands. It imports a command when it is called, because JAX is slow to
-    import."""
+    import.
+
+    Commands and their summaries are those of `COMMANDS`; former names in `RENAMED_COMMANDS` work
+    too.
+    """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Returns the names of all commands, without importing them."""
+        """Returns the names of all commands in the order of `COMMANDS`, without importing them.
+
+        Args:
+            ctx: The context of click. Not read.
+        """
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Imports a command by its name or its former name. Returns None if there is none of this
-        name.
+        """Imports a command by its name or its former name. Signals are held back meanwhile.
+
+        Args:
+            ctx: The context of click. Not read.
+            cmd_name: The name.
+
+        Returns:
+            The command; None if there is none of this name.
         """
         name = RENAMED_COMMANDS.get(cmd_name, cmd_name)
         if name not in COMMANDS:
@@ -78,16 +92,39 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Finds the command that the arguments call, as in `click.Group.resolve_command`. Also says
-        on standard error if the command has a new name.
+        """Finds the command that the arguments call. Also says on standard error if it has a new
+        name.
+
+        Args:
+            ctx: The context of click.
+            args: The arguments from the name of the command on.
+
+        Returns:
+            The name, the command and the remaining arguments, as of `click.Group.resolve_command`.
+
+        Raises:
+            click.UsageError: If there is no command of this name.
         """
         if args[0] in RENAMED_COMMANDS:
             click.echo(f"solrl {args[0]} is now solrl {RENAMED_COMMANDS[args[0]]}", err=True)
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs the called command. Messages of its errors name settings as the command's options,
-        and Ctrl-C ends the process with exit code `INTERRUPTED`.
+        """Runs the called command.
+
+        Messages of its InputErrors and RunErrors name settings as the command's options
+        (`with_options`). Ctrl-C ends the process with exit code `INTERRUPTED` (130).
+
+        Args:
+            ctx: The context of click, with the arguments.
+
+        Returns:
+            What the command returns.
+
+        Raises:
+            InputError: If the command raised it. The type may be a subclass, such as that of a
+                missing file.
+            RunError: If the command raised it or a subclass.
         """
         try:
             return super().invoke(ctx)
@@ -100,7 +137,12 @@ class Commands(click.Group):
             fail("interrupted", INTERRUPTED)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the list of commands in the help text, without importing them."""
+        """Writes the list of commands in the help text, without importing them.
+
+        Args:
+            ctx: The context of click. Not read.
+            formatter: Receives the list.
+        """
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
@@ -115,11 +157,15 @@ def with_options(message: str, command: click.Command) -> str:
     """Replaces the names of arguments in an error message by the options of a command.
 
     Functions of the package name their arguments as Python does: `num_steps=0: ...`, or `lora: ...`
-    at the beginning, and `force=True`. These become `--num-steps=0`, `--lora` and `--force`.
+    at the beginning, and `force=True`. These become `--num-steps=0`, `--lora` and `--force`. Names
+    of settings such as `reward.timeout=0` stay.
 
     Args:
         message: The message of an error that the command raised.
-        command: The command.
+        command: The command, whose options are looked for.
+
+    Returns:
+        The message with the options.
     """
     for parameter in command.params:
         if not isinstance(parameter, click.Option):
@@ -136,8 +182,17 @@ def with_options(message: str, command: click.Command) -> str:
 
 
 def main() -> None:
-    """Runs the command line. Whatever ends a command is one line on standard error, and with
-    `--json` also an object on standard output."""
+    """Runs the command line, with the arguments of `sys.argv`.
+
+    Whatever ends a command is one line on standard error, and with `--json` also an object on
+    standard output. Also sets environment variables, the handlers of SIGTERM and SIGHUP (both as
+    Ctrl-C) and the standard streams for the whole process. Returns if the command succeeded;
+    otherwise the process ends with an exit code of this module.
+
+    Raises:
+        SystemExit: With code 1, 2 or 130, if the command did not succeed.
+        BaseException: An unforeseen error as it is, if SOLRL_TRACEBACK is set.
+    """
     # Nothing forks here, but the library warns as if something did.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # it reports every retry
@@ -169,6 +224,9 @@ def _hang_up(*_: object) -> None:
     """Handles SIGHUP, which a closed terminal sends: raises SIGINT in this process, as Ctrl-C does.
 
     Returns if a handler of SIGINT only notes it. Every later SIGHUP is ignored.
+
+    Args:
+        *_: The number of the signal and the stack frame. Not read.
     """
     # The shell and the kernel may both send it, and a second Ctrl-C would stop without saving.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -189,9 +247,20 @@ def _open_streams() -> None:
 
 
 def explained(error: BaseException) -> tuple[str, int]:
-    """Returns the message and the exit code for whatever ended a command.
+    """Explains whatever ended a command.
 
-    An unforeseen error is raised again if the environment variable SOLRL_TRACEBACK is set.
+    Args:
+        error: The error: one of click, InputError, RunError, an interruption, an OSError, too
+            little memory, or any other.
+
+    Returns:
+        The message in one or more lines, and the exit code: 2 for bad input and for files that
+        cannot be used, `INTERRUPTED` (130) for interruptions, that of click for its errors, 1 for
+        all others.
+
+    Raises:
+        BaseException: `error` itself, if it is unforeseen and the environment variable
+            SOLRL_TRACEBACK is set.
     """
     match error:
         case click.ClickException():
@@ -225,9 +294,12 @@ def fail(message: str, code: int) -> NoReturn:
     standard output.
 
     Args:
-        message: The error. Passwords in URLs are left out, and it is cut at `MAX_MESSAGE`
-            characters.
+        message: The error. Line feeds become spaces, credentials in URLs are left out, and it is
+            cut at `MAX_MESSAGE` (10,000) characters.
         code: The exit code.
+
+    Raises:
+        SystemExit: Always, with `code`.
     """
     message = re.sub(r"://[^/@\s]+@", "://***@", message)
     if len(message) > MAX_MESSAGE:

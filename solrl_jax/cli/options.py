@@ -16,11 +16,24 @@ overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE].
 
 
 class _Path(click.Path):
-    """A path as `pathlib.Path`. `~` is expanded, and an empty path is refused."""
+    """The type of an option that is a path, as `pathlib.Path`. `~` is expanded, and an empty path
+    is refused.
+    """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Converts the text of an option to a path. An empty text is a usage error. Arguments and
-        result are those of `click.Path.convert`.
+        """Converts the text of an option to a path.
+
+        Args:
+            value: The text, or a path, which stays.
+            param: The option, for messages.
+            ctx: The context of click, for messages.
+
+        Returns:
+            The path.
+
+        Raises:
+            click.BadParameter: If the text is empty, has a null character, or begins with the
+                `~USER` of a user that does not exist.
         """
         if value == "":
             self.fail("expected a path; an empty one would be the working directory", param, ctx)
@@ -28,13 +41,26 @@ class _Path(click.Path):
 
 
 class _Target(click.ParamType):
-    """The text of a path, or another name of what a command reads. `~` is expanded."""
+    """The type of an argument that is a path or another name of what a command reads, as text. `~`
+    is expanded.
+    """
 
     name = "text"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Expands `~` in the text of an option. A null character is a usage error. Arguments and
-        result are those of `click.ParamType.convert`.
+        """Expands `~` at the beginning of the text of an argument.
+
+        Args:
+            value: The text. A value of another type is returned as it is.
+            param: The argument, for messages.
+            ctx: The context of click, for messages.
+
+        Returns:
+            The text.
+
+        Raises:
+            click.BadParameter: If the text has a null character, or begins with the `~USER` of a
+                user that does not exist.
         """
         if isinstance(value, str) and "\0" in value:
             self.fail(f"{value!r}: no name can hold a null character", param, ctx)
@@ -51,8 +77,18 @@ TARGET = _Target()
 def finite(
     _context: click.Context, _parameter: click.Parameter, value: float | None
 ) -> float | None:
-    """A click callback that returns `value` unchanged. It raises click.BadParameter for NaN and for
-    numbers that are not finite in float32, which click's ranges accept.
+    """A click callback that checks a number. click's ranges accept NaN and infinities.
+
+    Args:
+        _context: Not read.
+        _parameter: Not read.
+        value: The number, or None.
+
+    Returns:
+        `value` unchanged.
+
+    Raises:
+        click.BadParameter: If the number is NaN or not finite in float32.
     """
     if value is not None and not abs(value) <= MAX_NUMBER:
         raise click.BadParameter(f"{value} is not finite in float32")
@@ -70,10 +106,11 @@ def iterations(
         values: The text of each use of the option, e.g. ("3", "10,20").
 
     Returns:
-        The numbers in the given order.
+        The numbers in the given order, repetitions included; an empty tuple if the option was not
+        used. 0 is not refused here.
 
     Raises:
-        click.BadParameter: If a part is not a number.
+        click.BadParameter: If a part is not a whole number of one to nine digits.
     """
     parts = [part for value in values for part in value.split(",")]
     wrong = [part for part in parts if not is_number(part)]
@@ -99,12 +136,15 @@ json_option = click.option(
 
 
 def bar(total: int | None, name: str, unit: str = "img"):
-    """Returns a tqdm progress bar on standard error, shown only if that is a terminal.
+    """Creates a tqdm progress bar on standard error, shown only if that is a terminal.
 
     Args:
         total: The number of units. None: unknown.
         name: The text before the bar.
-        unit: The name of a unit.
+        unit: The name of a unit, by default an image.
+
+    Returns:
+        The bar, a context manager. `update(n)` advances it by n units.
     """
     from tqdm import tqdm
 
@@ -112,11 +152,11 @@ def bar(total: int | None, name: str, unit: str = "img"):
 
 
 def finish(summary: dict[str, Any], as_json: bool, text: str) -> None:
-    """Prints the result of a command.
+    """Prints the result of a command on standard output.
 
     Args:
         summary: The result, as values of JSON by name.
-        as_json: Whether to print `summary` as JSON. Otherwise `text` is printed.
+        as_json: Whether to print `summary` as one line of JSON. Otherwise `text` is printed.
         text: The result for a reader.
     """
     if as_json:
@@ -126,5 +166,13 @@ def finish(summary: dict[str, Any], as_json: bool, text: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Prints a value as one line of strict JSON."""
+    """Prints a value as one line of strict JSON on standard output.
+
+    Args:
+        value: Nested dicts, lists, tuples and plain values. Numbers that are not finite become
+            null.
+
+    Raises:
+        TypeError: If JSON has no such value.
+    """
     click.echo(json.dumps(strict(value), allow_nan=False))

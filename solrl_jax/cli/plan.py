@@ -45,6 +45,21 @@ def command(
     \b
     solrl plan flux1_sol_rl_hpsv2 --device b200
     solrl plan flux1_sol_rl_hpsv2 mesh.fsdp=4 --device h200 --devices 8 --hosts 2 --hlo compiled
+
+    \f
+    Args:
+        preset: The name of a preset.
+        overrides: Settings that differ, as `key=value`.
+        device: The kind of device, a name of `TARGETS`.
+        devices: The number of devices on each host.
+        hosts: The number of hosts.
+        hlo: A directory for the compiled programs as text; None: they are not written.
+        force: Whether programs that are at `hlo` are replaced.
+        as_json: Whether to print the result as one line of JSON in place of text.
+
+    Raises:
+        ConfigError: If the preset or an override is invalid.
+        InputError: If the compiler is not installed, or the configuration does not fit the devices.
     """
     with bar(None, "plan", "program") as shown:
 

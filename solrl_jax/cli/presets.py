@@ -35,6 +35,18 @@ def command(show: str | None, show_all: bool, overrides: tuple[str, ...], as_jso
 
     \b
     solrl presets --show flux1_sol_rl_hpsv2 prompts.train=my-prompts.txt
+
+    \f
+    Args:
+        show: The name of the preset to show; None: all presets are listed.
+        show_all: Whether settings without effect are shown too. Only with `show`.
+        overrides: Settings that differ, as `key=value`. Only with `show`.
+        as_json: Whether to print the result as one line of JSON in place of text.
+
+    Raises:
+        ConfigError: If the preset or an override is invalid.
+        InputError: If an option needs `show`, or a prompt file cannot be read. The settings have
+            then been printed, unless `as_json`.
     """
     if show is None:
         if overrides:
@@ -53,7 +65,12 @@ def command(show: str | None, show_all: bool, overrides: tuple[str, ...], as_jso
 
 
 def format_table(rows: list[dict[str, str]]) -> str:
-    """Rows with equal keys as text in aligned columns below a line with the keys."""
+    """Formats rows as text in aligned columns below a line with the names of the columns.
+
+    Args:
+        rows: At least one row: text by the name of the column. All rows have the same columns, in
+            the same order.
+    """
     names = list(rows[0])
     lines = [dict(zip(names, names, strict=True)), *rows]
     widths = {name: max(len(line[name]) for line in lines) for name in names}
@@ -62,23 +79,24 @@ def format_table(rows: list[dict[str, str]]) -> str:
 
 
 def shown_settings(config: Config, show_all: bool) -> dict[str, Any]:
-    """The settings of a configuration as nested mappings of plain values.
+    """Returns the settings of a configuration as nested mappings of plain values, by section and
+    field.
 
     Args:
-      config: the configuration.
-      show_all: whether to include fields that have no effect in a run with this configuration
-        (`config.inert`).
+        config: The configuration.
+        show_all: Whether to include fields that have no effect in a run with this configuration
+            (`config.inert`).
     """
     tree = to_tree(config)
     return tree if show_all else _without(tree, inert_fields(config), "")
 
 
 def _without(tree: Mapping[str, Any], hidden: set[str], prefix: str) -> dict[str, Any]:
-    """Returns `tree` without the sections and fields whose dotted names are in `hidden`.
+    """Returns a copy of settings without some sections and fields.
 
     Args:
         tree: The settings of a section by name. Sections within it are mappings.
-        hidden: Dotted names from the top, e.g. "model.path".
+        hidden: Dotted names from the top of what is left out, e.g. "model.path".
         prefix: The dotted name of `tree` with a dot at its end, or "" at the top.
     """
     kept = {}
@@ -91,16 +109,19 @@ def _without(tree: Mapping[str, Any], hidden: set[str], prefix: str) -> dict[str
 
 
 def describe_prompts(config: Config) -> dict[str, Any]:
-    """Facts about the prompt sets that `config.prompts` names.
+    """Describes the prompt sets that `config.prompts` names.
+
+    Args:
+        config: The configuration. The prompt files, the seed and `train.num_prompts` are read.
 
     Returns:
-      files: the two files;
-      train, test: the number of distinct prompts in each;
-      shared: the number of prompts in both;
-      first: text and metadata of the prompts of the first iteration.
+        "files" (those of "train" and "test", as the configuration names them), "train" and "test"
+        (the number of distinct prompts in each), "shared" (the number of prompts in both), and
+        "first": "prompt" and "metadata" of each prompt of the first iteration. If there are fewer
+        training prompts than an iteration draws, these are all of them.
 
     Raises:
-      InputError: if a file cannot be read or holds no prompt.
+        InputError: If a file cannot be read or holds no prompt.
     """
     train, test = load_prompt_sets(config)
     first = draw_prompts(train, config.seed, 0, min(config.train.num_prompts, len(train)))
@@ -114,7 +135,8 @@ def describe_prompts(config: Config) -> dict[str, Any]:
 
 
 def format_prompts(preset: str, prompts: Mapping[str, Any]) -> str:
-    """Formats the prompts of a preset as text for a terminal.
+    """Formats the prompts of a preset as text for a terminal: one line about the sets, then one
+    line per prompt of the first iteration with its metadata, if it has any.
 
     Args:
         preset: The name of the preset.

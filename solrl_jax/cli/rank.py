@@ -67,6 +67,26 @@ def command(
     \b
     solrl rank tiny --explore paper,best
     solrl rank tiny prompts.test=embedded:shapes-train --prompts 64 --formats nvfp4,fp8,bf16
+
+    \f
+    Args:
+        target: A run directory or the name of a preset.
+        overrides: Settings that differ, as `key=value`.
+        prompts: The number of test prompts, from the first one on.
+        explore: Recipes in `configs/explore/`, separated by commas; None: the run's own
+            exploration.
+        formats: Number formats, separated by commas; None: the recipe's.
+        steps: Numbers of steps, separated by commas; None: the recipe's.
+        out: The directory for `rank.json`, which has the figures of each prompt; None: the run, or
+            `runs/rank` for a preset.
+        trust: Whether to use rewards and objectives outside the package that a run directory names.
+        force: Whether a `rank.json` that this command did not write is replaced.
+        as_json: Whether to print the result as one line of JSON in place of text.
+
+    Raises:
+        ConfigError: If the configuration, an override or a recipe is invalid.
+        InputError: If an argument cannot be used.
+        RunError: If the checkpoint is damaged, a reward fails, or the disk refuses.
     """
     config, run = configuration(target, overrides, None, trust=trust)
     settings = rank.sweep(config, explore=explore, formats=formats, steps=steps)
@@ -103,17 +123,36 @@ def command(
 
 
 def _split(text: str | None) -> list[str]:
-    """The entries of a comma-separated option; none if it was not given."""
+    """Returns the entries of a comma-separated option, without the spaces around them.
+
+    Args:
+        text: The text of the option, or None if it was not given.
+
+    Returns:
+        The entries; an empty list for None. Empty entries are kept.
+    """
     return [] if text is None else [entry.strip() for entry in text.split(",")]
 
 
 def _means(result: dict[str, Any]) -> dict[str, Any]:
-    """One result of `api.rank` without the figures of each prompt."""
+    """Returns one result of `api.rank` without the figures of each prompt ("per_prompt").
+
+    Args:
+        result: The result, values by name. It is not changed.
+    """
     return {name: value for name, value in result.items() if name != "per_prompt"}
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether this command wrote the file, so that it may be written over."""
+    """Whether this command wrote a file, so that it may be replaced.
+
+    Args:
+        path: The file `rank.json`.
+
+    Returns:
+        True if the file is a JSON list of objects with "per_prompt", also if the list is empty.
+        False if it is absent or cannot be read.
+    """
     with contextlib.suppress(OSError, ValueError, TypeError):
         return all("per_prompt" in row for row in parse_json(read_bytes(path)))
     return False

@@ -21,7 +21,21 @@ from solrl_jax.storage.files import refuse_existing, writable_directory
 def command(
     runs: tuple[Path, ...], out: Path | None, plan: Path | None, force: bool, as_json: bool
 ) -> None:
-    """Show what runs did as one HTML page, which needs no network."""
+    """Show what runs did as one HTML page, which needs no network.
+
+    \f
+    Args:
+        runs: The run directories, at least one.
+        out: The file to write; None: `report.html` in the run, or in the working directory for
+            several runs.
+        plan: A file with the JSON of `solrl plan`, which is shown too; None: no plan.
+        force: Whether another file than a report is replaced. With `out`, whether any file is.
+        as_json: Whether to print the result as one line of JSON in place of text.
+
+    Raises:
+        InputError: If a run is damaged or has no record, the plan is none, or the file exists.
+        RunError: If the disk refuses.
+    """
     page = out or (runs[0] / report.NAME if len(runs) == 1 else Path(report.NAME))
     if page.is_dir():
         raise InputError(f"--out {page}: is a directory; name a file")

@@ -11,18 +11,25 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def block() -> None:
-    """Holds signals back until `unblock`."""
+    """Holds back the signals in `STOPPING` (Ctrl-C, SIGTERM, SIGHUP) for this thread, until
+    `unblock`.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
 
 
 def unblock() -> None:
-    """Delivers the signals that were held back."""
+    """Lets the signals in `STOPPING` reach this thread again. Those that were held back arrive at
+    once.
+    """
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
 
 @contextlib.contextmanager
 def blocked() -> Iterator[None]:
-    """Holds signals back while the body runs."""
+    """Holds back the signals in `STOPPING` while the body of a `with` statement runs.
+
+    They are not held back afterwards, also if they were before.
+    """
     block()
     try:
         yield
@@ -31,9 +38,10 @@ def blocked() -> Iterator[None]:
 
 
 def ignore() -> None:
-    """Ignores signals from now on, when nothing is left to stop.
+    """Ignores the signals in `STOPPING` from now on, when nothing is left to stop.
 
-    Python removes handlers before it ends, and a signal would change the exit code then.
+    Python removes handlers before it ends, and a signal would change the exit code then. It must be
+    called in the main thread.
     """
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)

@@ -55,6 +55,23 @@ def command(
     \b
     solrl study objectives --quick
     solrl study paper --prices sana-b200 --compare-only
+
+    \f
+    Args:
+        plan: The name of a plan of the package, or a YAML file.
+        overrides: Settings of all runs that differ, as `key=value`.
+        quick: Whether the plan's small size is trained.
+        out: The directory of the runs and the tables; None: `runs/study-PLAN`.
+        processes: The number of runs at the same time; None: one per core.
+        prices: The prices of the counted work: MODEL-DEVICE, or a file.
+        compare_only: Whether nothing is trained, and the finished runs are compared.
+        as_json: Whether to print the result as one line of JSON in place of text.
+
+    Raises:
+        ConfigError: If a setting is invalid.
+        InputError: If an argument cannot be used, or another process trains in the directory.
+        RunError: If the disk refuses.
+        SystemExit: With code 1, if runs failed. The others are compared.
     """
     if compare_only and processes is not None:
         raise InputError(f"processes={processes}: --compare-only starts none; leave it out")
@@ -85,5 +102,9 @@ def command(
 
 
 def _print_progress(line: str) -> None:
-    """Prints a line of a study on standard error."""
+    """Prints a line of a study on standard error.
+
+    Args:
+        line: The line. Line feeds in it become spaces, and control characters are escaped.
+    """
     click.echo(one_line(line), err=True)

@@ -67,6 +67,24 @@ def command(
     solrl train tiny
     solrl train tiny family=naive_quant train.iterations=20 run.dir=runs/x seed=1
     srun solrl train flux1_sol_rl_hpsv2 --hosts auto mesh.fsdp=8 run.dir=/shared/run
+
+    \f
+    Args:
+        preset: The name of a preset.
+        overrides: Settings that differ, as `key=value`.
+        profile: The numbers of the iterations to trace.
+        html_report: Whether `report.html` is kept up to date.
+        force: Whether to continue with input files that changed, with sizes that seem too large for
+            memory, and to replace a foreign `report.html`.
+        as_json: Whether to print the result as one line of JSON in place of text.
+        **processes: "hosts", "host" and "coordinator", the arguments of
+            `parallel.hosts.initialise`; all None for a single process.
+
+    Raises:
+        ConfigError: If the preset or an override is invalid.
+        InputError: If the run directory or an input file cannot be used, or the processes' options.
+        RunError: If the run fails for another reason.
+        SystemExit: With code 130, if training was interrupted.
     """
     resolve(preset, overrides)  # raises before the other processes are waited for
     hosts.initialise(**processes)
@@ -90,11 +108,16 @@ def command(
 
 
 def closing(summary: dict[str, Any], html_report: bool) -> str:
-    """The last lines of a run: what was gained, where the report is, and what to try next.
+    """Returns the last lines of a run: what was gained, where the report is, and what to try next.
 
     Args:
-        summary: What `api.train` returned.
-        html_report: Whether `report.html` was written.
+        summary: What `api.train` returned. "run", "trained_in_full", "before" and "after" are read.
+        html_report: Whether `report.html` was written. Otherwise the command that writes it is
+            shown.
+
+    Returns:
+        Three lines. Commands begin with "solrl" if it is on the PATH, and with the path of this
+        program otherwise.
     """
     run = summary["run"]
     program = "solrl" if shutil.which("solrl") else sys.argv[0]
@@ -113,11 +136,16 @@ def closing(summary: dict[str, Any], html_report: bool) -> str:
 def gained(before: dict[str, Any], after: dict[str, Any]) -> str:
     """Describes the change of the held-out scores, with standard errors.
 
-    A change of less than two of them is said to be chance, perhaps.
+    The scores are "eval/reward" and those whose name ends in "/strict". A change of at most two
+    standard errors "may be chance".
 
     Args:
         before: Metrics of the evaluation before training, by name.
-        after: Metrics of the last evaluation.
+        after: Metrics of the last evaluation, by name.
+
+    Returns:
+        For each score its change and both values, joined by ", ". A missing standard error counts
+        as 0. If a score is missing in one of the two, a phrase that says that the gain is unknown.
     """
     names = ["eval/reward", *(name for name in after if name.endswith("/strict"))]
     if any(row.get(name) is None for name in names for row in (before, after)):

@@ -38,23 +38,29 @@ _TRAINED = (
 def configuration(
     target: str, overrides: tuple[str, ...], preset: str | None, *, trust: bool
 ) -> tuple[Config, Path | None]:
-    """Returns the configuration that a command-line target stands for.
+    """Returns the configuration that a command-line target stands for. Loads no model.
+
+    A directory with a `config.yaml` is a run, even if a preset has its name; then come presets,
+    then models.
 
     Args:
         target: A run directory, the name of a preset, or a model (a directory or "embedded:NAME").
         overrides: Overrides of the form `key=value`. For a run, they cannot change which parameters
             are trained.
-        preset: The preset with the rest of the configuration, if `target` is a model.
+        preset: The preset with the rest of the configuration, if `target` is a model. It is ignored
+            otherwise. None: models are not accepted.
         trust: Whether a run directory may name reward functions, reward services and objectives
             that are not part of the package. They run code that whoever wrote the directory chose.
-            True if the user said so, or if the command uses none of them.
+            True if the user said so, or if the command uses none of them. Those that `overrides`
+            name are accepted in any case.
 
     Returns:
-        The configuration, and the path of the run directory, or None if `target` is none.
+        The configuration with the overrides, and the path of the run directory, or None if `target`
+        is none.
 
     Raises:
         InputError: If `target` is none of the three, if an override changes which parameters a run
-            trains, or if a run needs `trust`.
+            trains, if a run needs `trust`, or if its `config.yaml` cannot be read.
         ConfigError: If the configuration or an override is invalid.
     """
     if is_run(target):
@@ -74,12 +80,17 @@ def configuration(
 
 
 def _refuse_other_parameters(target: str, saved: Config, config: Config) -> None:
-    """Raises InputError if overrides changed which parameters a run trains.
+    """Checks that overrides did not change which parameters a run trains.
+
+    Compared are all settings of the section `lora` and those in `_TRAINED`.
 
     Args:
-        target: The run directory.
+        target: The run directory, for the message.
         saved: Its configuration.
         config: The same configuration with the overrides.
+
+    Raises:
+        InputError: If one of these settings differs. The message names the first one.
     """
     lora = [f"lora.{field.name}" for field in dataclasses.fields(saved.lora)]
     for name in (*_TRAINED, *lora):
@@ -93,15 +104,19 @@ def _refuse_other_parameters(target: str, saved: Config, config: Config) -> None
 def _refuse_foreign_rewards(
     target: str, saved: Config, config: Config, overrides: tuple[str, ...]
 ) -> None:
-    """Raises InputError if a run directory names reward functions or services of its own.
+    """Checks that a run directory names no reward functions or services outside of the package.
 
     Rewards that the overrides name are the user's choice and accepted.
 
     Args:
-        target: The run directory.
+        target: The run directory, for the message.
         saved: Its configuration.
         config: The same configuration with the overrides.
         overrides: The overrides, of the form `key=value`.
+
+    Raises:
+        InputError: If the rewards of `config` name such functions or services that are not from the
+            overrides.
     """
     without_rewards = dataclasses.replace(
         saved,
@@ -118,14 +133,18 @@ def _refuse_foreign_rewards(
 
 
 def _refuse_foreign_objective(target: str, config: Config, overrides: tuple[str, ...]) -> None:
-    """Raises InputError if a run directory names an objective that is not part of the package.
+    """Checks that a run directory names no objective outside of the package.
 
     An objective that the overrides name is the user's choice and accepted.
 
     Args:
-        target: The run directory.
+        target: The run directory, for the message.
         config: Its configuration with the overrides. `algorithm.objective` is read.
         overrides: The overrides, of the form `key=value`.
+
+    Raises:
+        InputError: If the objective is "module:function" and no override sets
+            `algorithm.objective`.
     """
     objective = config.algorithm.objective
     chosen_by_user = any(text.partition("=")[0] == "algorithm.objective" for text in overrides)
@@ -140,8 +159,13 @@ def _refuse_foreign_objective(target: str, config: Config, overrides: tuple[str,
 def _foreign_names(reward: Reward) -> set[str]:
     """Returns everything in a reward section that may run or ask something outside the package.
 
-    These are the names of functions and services, and all texts with a colon among the options,
-    because an option may name such a function or service.
+    Args:
+        reward: The reward section of a configuration.
+
+    Returns:
+        The names of all rewards in `weights` and `eval_only` that the package does not have
+        (functions and services), and all texts with a colon among the values of `options`, at any
+        depth, because an option may name such a function or service.
     """
 
     def texts_with_colon(value: Any) -> Iterator[str]:
@@ -160,12 +184,19 @@ def _foreign_names(reward: Reward) -> set[str]:
 
 
 def is_run(path: str | Path) -> bool:
-    """Whether `path` is a run directory, which is one that holds a file `config.yaml`."""
+    """Whether a path is a run directory, which is one that holds a file `config.yaml`.
+
+    Args:
+        path: The path, which need not exist.
+    """
     return (Path(path) / "config.yaml").is_file()
 
 
 def read_run(path: str | Path) -> Config:
-    """Reads the configuration of a run directory.
+    """Reads the configuration of a run directory. Files of the previous version are translated.
+
+    Args:
+        path: The run directory.
 
     Raises:
         InputError: If `path` is no run directory, or if its `config.yaml` cannot be read as text.
@@ -186,20 +217,21 @@ def read_run(path: str | Path) -> Config:
 def find_checkpoint(target: str | Path, which: str) -> Path | None:
     """Finds a checkpoint of a run by its description.
 
-    The names and sizes of its files are verified, and the contents of small ones, which takes no
-    time. `load_ema` verifies everything.
+    The names and sizes of its files are verified, and the contents of those of at most 1 MiB, which
+    takes no time. `load_ema` verifies everything.
 
     Args:
         target: The run directory. With "latest", anything else is accepted too.
-        which: "latest", "best" (the highest eval/reward) or the number of an iteration.
+        which: "latest", "best" (the highest "eval/reward"; of equal ones the newest) or the number
+            of an iteration.
 
     Returns:
         The path of the checkpoint. None for "latest": `load_ema` then finds the newest intact one.
 
     Raises:
-        InputError: If `which` is none of the three, if `target` is no run directory, or if there is
-            no such checkpoint.
-        RunError: If that checkpoint is damaged.
+        InputError: If `which` is none of the three; if `target` is no run directory, except for
+            "latest"; or if the run has no such checkpoint.
+        RunError: If the checkpoint of that iteration is damaged, or, for "latest", if all are.
     """
     name = f"checkpoint={which}"
     root = Path(target) / "checkpoints"
@@ -241,16 +273,20 @@ def load_policy(
     """Loads the policy of a run, or the one that training would start from.
 
     Args:
-        run: The run directory. None: the start of training, which is `lora.path` or zero adapters.
+        run: The run directory, whose averaged parameters (EMA) are loaded. None: the start of
+            training, which is the LoRA of `lora.path`; without one, no adapters at all, which is
+            the base.
         config: The configuration, as `configuration` returns it.
         backbone: The model of that configuration.
-        path: The checkpoint of the run, as `find_checkpoint` returns it.
+        path: The checkpoint of the run, as `find_checkpoint` returns it. None: the newest intact
+            one.
 
     Returns:
-        The trainable parameters, and the number of iterations that they were trained for.
+        The trainable parameters in float32 by path (for a start without a LoRA an empty dict), and
+        the number of iterations that they were trained for; 0 without a run.
 
     Raises:
-        RunError: If the checkpoint is damaged.
+        RunError: If the checkpoint is damaged, or all are.
         InputError: If the run has no checkpoint, or `lora.path` cannot be used.
     """
     if run is not None:
@@ -264,22 +300,25 @@ def load_ema(
 ) -> tuple[Trainable, int]:
     """Loads the averaged trainable parameters (EMA) from a checkpoint of a run.
 
-    The checkpoint also holds the old policy, whose fully trained parameters have the run's own
-    training precision. It is read in that precision, whatever the dtype of `backbone`.
+    Every byte of the checkpoint is verified. The checkpoint also holds the old policy, whose fully
+    trained parameters have the run's own training precision. It is read in that precision, whatever
+    the dtype of `backbone`.
 
     Args:
-        folder: The run directory.
+        folder: The run directory. Its `config.yaml` is read for the training precision.
         config: Its configuration. `lora`, `optimizer` and the settings of the trained parameters
             are read; `rollout.precision` is not, because an override may have changed it.
-        backbone: The model of that configuration, in any precision.
+        backbone: The model of that configuration, in any precision. The parameters are placed on
+            its mesh.
         path: The checkpoint, as `find_checkpoint` returns it. None: the newest intact one.
 
     Returns:
-        The averaged parameters in float32, and the iteration of the checkpoint.
+        The averaged parameters in float32 by path, and the iteration of the checkpoint.
 
     Raises:
-        RunError: If the checkpoint is damaged, or if all are.
-        InputError: If the run has no checkpoint.
+        RunError: If the checkpoint is damaged or holds another state, or if all do.
+        InputError: If the run has no checkpoint, or its `config.yaml` cannot be read.
+        ConfigError: If its `config.yaml` is invalid.
     """
     transformer = backbone.pipeline.transformer
     targets = find_targets(transformer, config)
@@ -298,7 +337,11 @@ def load_ema(
 
 @contextlib.contextmanager
 def _damage_as_run_error() -> Iterator[None]:
-    """Raises RunError in place of CheckpointError."""
+    """Raises RunError in place of CheckpointError in the body of a `with` statement.
+
+    Raises:
+        RunError: "checkpoint", followed by the message of the CheckpointError.
+    """
     try:
         yield
     except checkpoint.CheckpointError as error:
