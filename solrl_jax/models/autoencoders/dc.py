@@ -194,6 +194,9 @@ class UpBlock(nnx.Module):
 
         The shortcut repeats each channel of `x` `4 * n_out / n_in` times, and moves the channels
         into pixels.
+
+        Args:
+            x: images, whose height and width the result has twice.
         """
         y = depth_to_space(self.conv(x)) if self.shuffle else self.conv.apply_upsampled(x)
         return y + depth_to_space(x.repeat(self.repeats, axis=-1))
@@ -216,7 +219,15 @@ class ResBlock(nnx.Module):
         self.activation = ACTIVATIONS[activation]
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        """Applies the block, including the sum with the input. The result has the dtype of `x`."""
+        """Applies convolution, activation, convolution and RMS normalisation, and adds the result
+        to the input.
+
+        Args:
+            x: images with the block's number of channels.
+
+        Returns:
+            An array of the shape and dtype of `x`.
+        """
         return x + self.norm(self.conv2(self.activation(self.conv1(x))))
 
 
@@ -319,10 +330,13 @@ class MultiscaleAttention(nnx.Module):
         self.head_dim = head_dim
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        """Applies the attention, including the sum with the input. The result has the dtype of `x`.
+        """Attends over all pixels, projects and normalises the result, and adds it to the input.
 
         Args:
-            x: images, c is `channels`.
+            x: images with the layer's number of channels.
+
+        Returns:
+            An array of the shape and dtype of `x`.
         """
         b, h, w, _ = x.shape
         qkv = jnp.concatenate([self.to_q(x), self.to_k(x), self.to_v(x)], axis=-1)
@@ -350,7 +364,15 @@ class ResidualGLUMBConv(GLUMBConv):
         self.norm = RMSNorm(channels, eps=NORM_EPS, bias=True)
 
     def __call__(self, x: Float[Array, "b h w d"]) -> Float[Array, "b h w d"]:
-        """Applies the layer, including the sum with the input. The result has the dtype of `x`."""
+        """Applies the gated MLP with a convolution, normalises the result, and adds it to the
+        input.
+
+        Args:
+            x: images with the layer's number of channels.
+
+        Returns:
+            An array of the shape and dtype of `x`.
+        """
         return x + self.norm(super().__call__(x))
 
 
@@ -372,7 +394,15 @@ class EfficientViTBlock(nnx.Module):
         self.conv_out = ResidualGLUMBConv(channels, rngs=rngs)
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        """Applies the attention, then the gated convolution. The result has the dtype of `x`."""
+        """Applies attention over all pixels, then the gated convolution, each with the sum with its
+        input.
+
+        Args:
+            x: images with the block's number of channels.
+
+        Returns:
+            An array of the shape and dtype of `x`.
+        """
         return self.conv_out(self.attn(x))
 
 

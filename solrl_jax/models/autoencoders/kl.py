@@ -252,8 +252,14 @@ class Stage(nnx.Module):
         self.upsamplers = nnx.List([Upsample2D(n_out, rngs=rngs)] if upsample else [])
 
     def __call__(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b h2 w2 n_out"]:
-        """Applies the residual blocks, then the upsampling if there is one. The result has the
-        dtype of `x`.
+        """Applies the residual blocks, then the upsampling by 2 if there is one.
+
+        Args:
+            x: images with the stage's input channels.
+
+        Returns:
+            Images with the stage's output channels, in the dtype of `x`. Height and width are those
+            of `x`, or twice as large with upsampling.
         """
         for layer in (*self.resnets, *self.upsamplers):
             x = layer(x)
@@ -281,8 +287,14 @@ class UNetMidBlock2D(nnx.Module):
         )
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        """Applies the residual blocks and the attention between them. The result has the dtype of
-        `x`.
+        """Applies a residual block, attention over all pixels (if the configuration has it), and a
+        residual block.
+
+        Args:
+            x: images with the block's number of channels.
+
+        Returns:
+            An array of the shape and dtype of `x`.
         """
         first, last = self.resnets
         for layer in (first, *self.attentions, last):
@@ -312,7 +324,17 @@ class ResnetBlock2D(nnx.Module):
         )
 
     def __call__(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b h w n_out"]:
-        """Applies the block, including the sum with the input. The result has the dtype of `x`."""
+        """Applies group normalisation, SiLU and convolution twice, and adds the result to the
+        input.
+
+        If the number of channels changes, a 1x1 convolution maps the input before it is added.
+
+        Args:
+            x: images with the block's input channels.
+
+        Returns:
+            Images of the same size with the output channels, in the dtype of `x`.
+        """
         y = self.conv1(norm_silu(self.norm1, x))
         y = self.conv2(norm_silu(self.norm2, y))
         return y + (x if self.conv_shortcut is None else self.conv_shortcut(x))
@@ -336,7 +358,15 @@ class Attention(nnx.Module):
         self.to_out = nnx.List([Linear(channels, channels, rngs=rngs)])
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        """Applies the attention, including the sum with the input, in the dtype of `x`."""
+        """Normalises the input, attends over all pixels with one head, projects, and adds the
+        result to the input.
+
+        Args:
+            x: images with the layer's number of channels.
+
+        Returns:
+            An array of the shape and dtype of `x`.
+        """
         tokens = (x.shape[0], -1, 1, x.shape[-1])  # [b, h w, one head, c]
         y = self.group_norm(x)
         q = self.to_q(y).reshape(tokens)
@@ -357,7 +387,11 @@ class Upsample2D(nnx.Module):
         self.conv = Conv(channels, channels, 3, rngs=rngs)
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b 2*h 2*w c"]:
-        """Returns the upsampled and convolved images, in the dtype of `x`."""
+        """Repeats each pixel 2 x 2 times, and convolves the result. It has the dtype of `x`.
+
+        Args:
+            x: images with the layer's number of channels.
+        """
         return self.conv.apply_upsampled(x)
 
 
@@ -379,8 +413,11 @@ class GroupNorm(nnx.Module):
         self.groups = groups
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        """Normalises images, applies weight and bias, and rounds once. The result has the dtype of
+        """Normalises images in float32, applies weight and bias, and rounds once to the dtype of
         `x`.
+
+        Args:
+            x: images of any floating-point dtype.
         """
         return self.in_float32(x).astype(x.dtype)
 

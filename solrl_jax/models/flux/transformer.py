@@ -215,7 +215,8 @@ class FluxSingleBlock(nnx.Module):
         *,
         fp8_attention: bool = False,
     ) -> Float[Array, "b s d"]:
-        """Applies the block.
+        """Applies attention and an MLP to the same modulated norm of the tokens, projects both
+        together, and adds the gated result to the input.
 
         Args:
             x: the text tokens, then the image tokens.

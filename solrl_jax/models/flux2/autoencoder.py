@@ -99,7 +99,9 @@ class AutoencoderKLFlux2Config(KLConfig):
 
     @property
     def compression(self) -> int:
-        """Side of the square of image pixels that one latent of the diffusion model stands for."""
+        """Side of the square of image pixels that one latent of the diffusion model stands for,
+        twice `spatial_compression`.
+        """
         return self.spatial_compression * PATCH
 
 

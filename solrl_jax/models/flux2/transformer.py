@@ -241,7 +241,8 @@ class Flux2Block(nnx.Module):
         *,
         fp8_attention: bool = False,
     ) -> tuple[Float[Array, "b l d"], Float[Array, "b n d"]]:
-        """Applies the layer.
+        """Applies joint attention of text and image, then an MLP to each stream. Both read
+        modulated norms, and their gated results are added to the streams.
 
         Args:
             text: the text tokens.
@@ -295,7 +296,8 @@ class Flux2SingleBlock(nnx.Module):
         *,
         fp8_attention: bool = False,
     ) -> Float[Array, "b s d"]:
-        """Applies the block.
+        """Applies attention and a gated MLP to the same modulated norm of the tokens, projects both
+        together, and adds the gated result to the input.
 
         Args:
             x: the text tokens, then the image tokens.

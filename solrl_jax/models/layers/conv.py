@@ -45,7 +45,12 @@ class Conv(nnx.Module):
         self.padding = kernel // 2
 
     def __call__(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b h2 w2 n_out"]:
-        """Applies the convolution, in the dtype of `x`. With stride 1, images keep their size."""
+        """Convolves images, adds the bias if there is one, and returns the result in the dtype of
+        `x`.
+
+        Args:
+            x: The images. With stride 1 they keep their size; with stride 2, even sizes are halved.
+        """
         y = jax.lax.conv_general_dilated(
             x,
             self.kernel.get_value().astype(x.dtype),
@@ -56,10 +61,17 @@ class Conv(nnx.Module):
         return y if self.bias is None else y + self.bias.get_value().astype(x.dtype)
 
     def apply_upsampled(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b 2*h 2*w n_out"]:
-        """The convolution of `x` upsampled by two with nearest-neighbor interpolation.
+        """The convolution of `x` upsampled by two with nearest-neighbor interpolation, plus the
+        bias.
 
         For layers with a 3x3 kernel and stride 1. Except on CPUs, one transposed convolution
-        computes it (`conv_upsampled`). The result has the dtype of `x`.
+        computes it (`conv_upsampled`).
+
+        Args:
+            x: The images before upsampling.
+
+        Returns:
+            The images, twice as high and wide as `x`, in the dtype of `x`.
         """
         if compile_target.platform() == "cpu":
             return self(x.repeat(2, axis=1).repeat(2, axis=2))
@@ -123,6 +135,13 @@ class DepthwiseConv(nnx.Module):
         self.bias = param(jnp.zeros(channels), "bias") if bias else None
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        """Applies each channel's filter to the channel. The result has the dtype of `x`."""
+        """Convolves each channel with the filter of the channel, and adds the bias if there is one.
+
+        Args:
+            x: The images.
+
+        Returns:
+            An array of the shape and dtype of `x`. The sums are in float32 and are rounded once.
+        """
         bias = None if self.bias is None else self.bias.get_value()
         return depthwise_conv(x, self.kernel.get_value(), bias)

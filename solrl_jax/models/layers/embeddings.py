@@ -100,7 +100,14 @@ class TextProjection(nnx.Module):
         self.act = act
 
     def __call__(self, text: Float[Array, "... n_in"]) -> Float[Array, "... d"]:
-        """Projects the last axis of `text` to `d` features."""
+        """Applies a linear layer, the activation and a linear layer to the last axis.
+
+        Args:
+            text: Text embeddings of any rank.
+
+        Returns:
+            The projected text, with d features in the last axis, in the dtype of `text`.
+        """
         return self.linear_2(self.act(self.linear_1(text)))
 
 

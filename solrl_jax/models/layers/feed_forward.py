@@ -41,7 +41,8 @@ class FeedForward(nnx.Module):
         self.net = nnx.Dict(layers)
 
     def __call__(self, x: Activation) -> Float[Array, "b s d"]:
-        """Applies the layer to tokens; the input is not added.
+        """Applies a linear layer to four times the width, GELU and a linear layer back. The input
+        is not added.
 
         Args:
             x: The tokens [b, s, d], an array or a lazy activation.
@@ -66,7 +67,7 @@ class GatedFeedForward(nnx.Module):
         self.w2 = Linear(hidden, d, bias=False, rngs=rngs)
 
     def __call__(self, x: Activation) -> Float[Array, "b s d"]:
-        """Applies the layer to tokens; the input is not added.
+        """Computes `w2(silu(w1(x)) * w3(x))` for each token. The input is not added.
 
         Args:
             x: The tokens [b, s, d], an array or a lazy activation.
@@ -94,7 +95,8 @@ class FusedGatedFeedForward(nnx.Module):
         self.hidden = hidden
 
     def __call__(self, x: Activation) -> Float[Array, "b s d"]:
-        """Applies the layer to tokens; the input is not added.
+        """Computes `linear_out(silu(gate) * value)` for each token, where `linear_in(x)` is the
+        gate, then the value. The input is not added.
 
         Args:
             x: The tokens [b, s, d], an array or a lazy activation.
@@ -125,24 +127,26 @@ class GLUMBConv(nnx.Module):
         self.conv_point = Linear(hidden, d, bias=False, layout="pointwise", rngs=rngs)
 
     def __call__(self, x: Float[Array, "b h w d"]) -> Float[Array, "b h w d"]:
-        """Applies the layer to images; the input is not added. The result has the shape and dtype
-        of `x`.
+        """Applies the gated MLP with a depthwise convolution to images. The input is not added.
 
         Args:
             x: The images.
+
+        Returns:
+            An array of the shape and dtype of `x`.
         """
         b, h, w, d = x.shape
         return self.on_tokens(x.reshape(b, h * w, d), (h, w)).reshape(b, h, w, -1)
 
     def on_tokens(self, x: Activation, grid: tuple[int, int]) -> Float[Array, "b n d"]:
-        """Applies the layer to images that are given as tokens.
+        """Applies the gated MLP with a depthwise convolution to images that are given as tokens.
 
         Args:
-            x: The pixels [b, n, d], row by row.
+            x: The pixels [b, n, d], row by row, an array or a lazy activation.
             grid: The number of rows and of columns of the n pixels.
 
         Returns:
-            The output [b, n, d].
+            The output [b, n, d], to which the input is not added, in the dtype of `x`.
         """
         bias = self.conv_depth.bias
         assert bias is not None

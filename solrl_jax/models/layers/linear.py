@@ -35,7 +35,8 @@ class Linear(nnx.Module):
         self.bias = param(jnp.zeros(n_out), "bias") if bias else None
 
     def __call__(self, x: Float[Array, "... n_in"] | LazyActivation) -> Float[Array, "... n_out"]:
-        """Applies the layer to an array of any rank, or to a lazy activation, and returns an array.
+        """Computes `x W + b` for an array of any rank or for a lazy activation, and returns an
+        array.
 
         The last axis holds the features. The result has the dtype of `x`.
         """
@@ -73,7 +74,8 @@ class Linear(nnx.Module):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the weight is quantized. Quantized weights are used only where no gradient is
-        taken.
+        """Whether the weight is a quantized leaf, of any format.
+
+        Quantized weights are used only where no gradient is taken.
         """
         return isinstance(self.kernel.get_value(), Quantized)

@@ -82,10 +82,10 @@ class LinearAttention(CrossProjection):
     """
 
     def __call__(self, x: Activation, grid: tuple[int, int]) -> Float[Array, "b n d"]:
-        """Applies the attention of the image tokens to each other.
+        """Applies linear attention of the image tokens to each other, and the output projection.
 
         Args:
-            x: The image tokens [b, n, d].
+            x: The image tokens [b, n, d], an array or a lazy activation.
             grid: The number of rows and of columns of the tokens. Unused: it is for layers that
                 replace this one and depend on positions (`models.layers.mhla`).
 
@@ -113,7 +113,7 @@ class CrossAttention(CrossProjection):
     def __call__(
         self, x: Float[Array, "b n d"], text: Float[Array, "b l d"], mask: Bool[Array, "b l"]
     ) -> Float[Array, "b n d"]:
-        """Applies the attention.
+        """Applies softmax attention from image tokens to text tokens, and the output projection.
 
         No gradient can be taken if the projections are quantized.
 

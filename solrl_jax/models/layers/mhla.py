@@ -90,7 +90,8 @@ class BlockMixing(CrossProjection):
                 norm.scale.set_metadata(start=(np.ones, widths[2]))
 
     def __call__(self, x: Activation, grid: tuple[int, int]) -> Float[Array, "b n d"]:
-        """Applies the attention.
+        """Applies linear attention with mixed block sums, adds the convolution of the values, and
+        projects the sum.
 
         Args:
             x: The image tokens [b, n, d], row by row.

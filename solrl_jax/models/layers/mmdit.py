@@ -62,7 +62,8 @@ class JointBlock(nnx.Module):
         *,
         fp8_attention: bool = False,
     ) -> tuple[Float[Array, "b l d"], Float[Array, "b n d"]]:
-        """Applies the layer.
+        """Applies joint attention of text and image, then an MLP to each stream. Both read
+        modulated norms, and their gated results are added to the streams.
 
         Args:
             text: The text tokens.
@@ -128,7 +129,7 @@ class TimeTextEmbedding(nnx.Module):
         pooled: Float[Array, "b e"],
         guidance: Float[Array, " b"] | None = None,
     ) -> Float[Array, "b d"]:
-        """Computes the condition.
+        """Computes the condition, the sum of the embedded timestep, guidance scale and pooled text.
 
         Args:
             timestep: `1000 * sigma` of each sample.

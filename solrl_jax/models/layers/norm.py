@@ -58,7 +58,15 @@ class LayerNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-        """Normalizes `x`. The result is an array in the dtype of `x`."""
+        """Subtracts the mean of the last axis and divides by the standard deviation; then applies
+        weight and bias, if there are any.
+
+        Args:
+            x: An array of any rank and floating-point dtype.
+
+        Returns:
+            An array of the shape and dtype of `x`, computed in float32 and rounded once.
+        """
         y = layer_norm(x.astype(jnp.float32), self.eps)
         if self.scale is not None and self.bias is not None:
             scale = self.scale.get_value().astype(jnp.float32)
@@ -159,7 +167,15 @@ class RMSNorm(nnx.Module):
         self.offset = offset
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-        """Normalizes the last axis of `x`. The result is an array in the dtype of `x`."""
+        """Divides by the root mean square of the last axis; then applies weight (plus `offset`) and
+        bias, if there is one.
+
+        Args:
+            x: An array of any rank and floating-point dtype.
+
+        Returns:
+            An array of the shape and dtype of `x`, computed in float32 and rounded once.
+        """
         y = rms_norm(x, self.offset + self.scale.get_value().astype(jnp.float32), self.eps)
         if self.bias is not None:
             y = y + self.bias.get_value().astype(jnp.float32)

@@ -166,7 +166,8 @@ class SelfAttention(QKVProjection):
         *,
         fp8_attention: bool = False,
     ) -> Float[Array, "b s d"]:
-        """Applies the attention.
+        """Applies softmax attention of the tokens to each other, and the output projection if there
+        is one.
 
         Args:
             x: The input [b, s, d].
@@ -234,7 +235,8 @@ class JointAttention(QKVProjection):
         *,
         fp8_attention: bool = False,
     ) -> tuple[Float[Array, "b l d"] | None, Float[Array, "b n d"]]:
-        """Applies the attention.
+        """Applies softmax attention over text and image as one sequence, and an output projection
+        for each of the two.
 
         Args:
             text: The text tokens [b, l, d].
@@ -292,7 +294,8 @@ class ParallelAttention(nnx.Module):
     def __call__(
         self, x: Activation, rotation: Rotation, *, fp8_attention: bool = False
     ) -> Float[Array, "b s d"]:
-        """Applies attention and MLP.
+        """Applies self-attention and the MLP side by side, and projects the results of both
+        together.
 
         Args:
             x: The input [b, s, d].

@@ -156,7 +156,11 @@ class ReleasedConfig:
         return cls(**values)
 
     def __post_init__(self) -> None:
-        """Checks the fields. Raises ValueError as `check` does."""
+        """Checks the values of the fields as `check` does.
+
+        Raises:
+            ValueError: a value is not supported; the message names the field.
+        """
         self.check()
 
     def check(self) -> None:

@@ -103,7 +103,7 @@ class ParameterEntry:
 
     @property
     def torch_shape(self) -> tuple[int, ...]:
-        """The shape of one tensor in PyTorch's order of axes."""
+        """The shape of one tensor in PyTorch's order of axes, without the axis of layers."""
         view = np.broadcast_to(np.zeros((), np.bool_), self.shape)  # allocates nothing
         return to_torch_order(view, self.layout).shape
 

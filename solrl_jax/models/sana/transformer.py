@@ -217,7 +217,8 @@ class SanaBlock(nnx.Module):
         modulation: Float[Array, "b 6 d"],
         grid: tuple[int, int],
     ) -> Float[Array, "b n d"]:
-        """Applies the layer.
+        """Applies attention among image tokens, attention to the text, and an MLP with a
+        convolution, and adds the result of each to the tokens.
 
         Args:
             x: the image tokens, row by row.
@@ -291,7 +292,8 @@ class TimeEmbedding(nnx.Module):
     def __call__(
         self, timestep: Float[Array, " b"], dtype: DTypeLike
     ) -> tuple[Float[Array, "b d6"], Float[Array, "b d"]]:
-        """Embeds the timestep.
+        """Embeds the timestep by sinusoids and an MLP, and projects the SiLU of the embedding to
+        six modulation vectors.
 
         Args:
             timestep: `1000 * sigma * timestep_scale` of each sample.

@@ -59,7 +59,9 @@ class TextEncoders:
 
     @property
     def chunk(self) -> int:
-        """Number of prompts that all devices together encode at once."""
+        """Number of prompts that all devices together encode at once: 8 (`PROMPTS_PER_DEVICE`) per
+        device.
+        """
         return PROMPTS_PER_DEVICE * self.mesh.size
 
     def params(self) -> dict[str, Params]:
@@ -87,7 +89,11 @@ class TextEncoders:
         return self._params
 
     def release(self) -> None:
-        """Frees the parameters. They are loaded again when a prompt is not in the cache."""
+        """Drops the parameters, which frees their device memory unless the caller holds them.
+
+        They are loaded again when a prompt is not in the cache. Without loaded parameters, nothing
+        happens.
+        """
         self._params = None
 
     def check_instruction(self, instruction: str | None) -> None:

@@ -224,13 +224,16 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x: Float[Array, "b l d"], mask: Bool[Array, "b 1 l l"]
     ) -> Float[Array, "b l d"]:
-        """Applies the layer, including the sums with its inputs. The result has the shape and dtype
-        of `x`.
+        """Applies attention, then the gated MLP. Each reads a norm of its input, is normalised, and
+        is added to its input.
 
         Args:
             x: hidden states of the tokens.
             mask: true where a query (third axis) attends to a key (last axis), the same for all
                 heads.
+
+        Returns:
+            An array of the shape and dtype of `x`.
         """
         x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), mask))
         return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
@@ -306,8 +309,8 @@ class GatedMLP(nnx.Module):
         self.activation = activation
 
     def __call__(self, x: Float[Array, "b l d"]) -> Float[Array, "b l d"]:
-        """Applies the layer to each token; the input is not added. The result has the shape and
-        dtype of `x`.
+        """Computes `down(activation(gate(x)) * up(x))` for each token; the input is not added. The
+        result has the shape and dtype of `x`.
         """
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 

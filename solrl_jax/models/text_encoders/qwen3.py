@@ -210,13 +210,16 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x: Float[Array, "b l d"], mask: Bool[Array, "b 1 l l"]
     ) -> Float[Array, "b l d"]:
-        """Applies the layer, including the sums with its inputs. The result has the shape and dtype
-        of `x`.
+        """Applies attention, then the gated MLP. Each reads a norm of its input, and is added to
+        it.
 
         Args:
             x: hidden states of the tokens.
             mask: true where a query (third axis) attends to a key (last axis), the same for all
                 heads.
+
+        Returns:
+            An array of the shape and dtype of `x`.
         """
         x = x + self.self_attn(self.input_layernorm(x), mask)
         return x + self.mlp(self.post_attention_layernorm(x))

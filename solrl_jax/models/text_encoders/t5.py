@@ -198,12 +198,15 @@ class T5Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "b l d"], bias: Float[Array, "1 n l l"]
     ) -> Float[Array, "b l d"]:
-        """Applies the block, including the sums with its inputs. The result has the shape and dtype
-        of `x`.
+        """Applies attention over all tokens, then the gated feed-forward network. Each reads a norm
+        of its input, and is added to it.
 
         Args:
             x: hidden states of the tokens.
             bias: added to the attention logits of each of the n heads, [1, heads, queries, keys].
+
+        Returns:
+            An array of the shape and dtype of `x`.
         """
         first, second = self.layer
         x = x + first.SelfAttention(first.layer_norm(x), bias)
@@ -261,8 +264,8 @@ class T5FeedForward(nnx.Module):
 
     def __call__(self, x: Float[Array, "b l d"]) -> Float[Array, "b l d"]:
         # jax.nn.gelu is the tanh approximation by default
-        """Applies the layer to each token; the input is not added. The result has the shape and
-        dtype of `x`.
+        """Computes `wo(gelu(wi_0(x)) * wi_1(x))` for each token; the input is not added. The result
+        has the shape and dtype of `x`.
         """
         return self.wo(jax.nn.gelu(self.wi_0(x)) * self.wi_1(x))
 

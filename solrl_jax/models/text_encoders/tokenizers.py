@@ -90,7 +90,7 @@ class NoVocabulary:
         return {"input_ids": ids, "attention_mask": np.ones_like(ids)}
 
     def num_special_tokens_to_add(self) -> int:
-        """Returns 0: no special tokens are added."""
+        """Returns 0, the number of special tokens that are added to every text."""
         return 0
 
     def get_vocab(self) -> dict[str, int]:

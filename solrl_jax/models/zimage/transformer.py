@@ -323,7 +323,8 @@ class Block(nnx.Module):
         key_lengths: Int[Array, " b"] | None,
         condition: Float[Array, "b time"] | None = None,
     ) -> Float[Array, "b s d"]:
-        """Applies the block.
+        """Applies attention, then a gated MLP. Each reads a norm of its input; its result is
+        normalized and added to the input.
 
         Args:
             x: the tokens.
@@ -369,11 +370,15 @@ class FinalLayer(nnx.Module):
     def __call__(
         self, x: Float[Array, "b n d"], condition: Float[Array, "b time"]
     ) -> Float[Array, "b n features"]:
-        """Maps tokens to patches, in the dtype of `x`.
+        """Normalizes tokens, scales them by `1 + linear(silu(condition))`, and maps them to the
+        features of a patch.
 
         Args:
             x: the image tokens.
             condition: the embedded timestep, before its SiLU, in the dtype of `x`.
+
+        Returns:
+            One vector per token, in the dtype of `x`.
         """
         scale = 1 + self.adaLN_modulation["1"](jax.nn.silu(condition))[:, None]
         return self.linear(self.norm_final.scaled(x, scale))
