@@ -26,8 +26,9 @@ def open_model(path: str, remat: str = "none", mhla: MhlaOverride | None = None)
 
     Args:
         path: a directory, `embedded:NAME`, or OWNER/NAME of a hub repository; see `find_model`.
-        remat: what the gradient of the transformer recomputes, a key of
-            `models.layers.stack.REMAT`: "none", "matmuls" or "blocks". It is not checked here.
+        remat: what the gradient of the transformer recomputes: "none" (nothing), "matmuls" (all but
+            matmuls and attention kernels) or "blocks" (all but the input of each block). It is not
+            checked here.
         mhla: replaces the linear attention of SANA, see `mhla_override`; None keeps the model's own
             attention.
 

@@ -43,8 +43,8 @@ class Pipeline(abc.ABC):
         linear_sigmas: whether diffusers' pipeline passes the sigmas `linspace(1, 1/n, n)` to its
             scheduler, instead of using the scheduler's own.
         folder: the directory that the pipeline was opened from.
-        remat: what the gradient of the transformer recomputes, a key of
-            `models.layers.stack.REMAT`: "none", "matmuls" or "blocks".
+        remat: what the gradient of the transformer recomputes: "none" (nothing), "matmuls" (all but
+            matmuls and attention kernels) or "blocks" (all but the input of each block).
         scheduler: contents of `scheduler/scheduler_config.json`.
         transformer: the denoising network.
         text_encoders: the text encoders by the names of their folders.
@@ -89,9 +89,10 @@ class Pipeline(abc.ABC):
 
         Args:
             folder: directory of a diffusers pipeline of this kind.
-            remat: what the gradient of the transformer recomputes, a key of
-                `models.layers.stack.REMAT`: "none", "matmuls" or "blocks". It is not checked here:
-                another value raises KeyError when the transformer is first traced.
+            remat: what the gradient of the transformer recomputes: "none" (nothing), "matmuls" (all
+                but matmuls and attention kernels) or "blocks" (all but the input of each block). It
+                is not checked here: another value raises KeyError when the transformer is first
+                traced.
 
         Raises:
             FileNotFoundError: a file is missing.

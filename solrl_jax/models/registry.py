@@ -31,8 +31,9 @@ def open_pipeline(folder: Path, remat: str = "none", mhla: MhlaOverride | None =
     Args:
         folder: directory with a `model_index.json`, whose `_class_name` selects the class among
             `PIPELINES`.
-        remat: what the gradient of the transformer recomputes, a key of
-            `models.layers.stack.REMAT`: "none", "matmuls" or "blocks". It is not checked here.
+        remat: what the gradient of the transformer recomputes: "none" (nothing), "matmuls" (all but
+            matmuls and attention kernels) or "blocks" (all but the input of each block). It is not
+            checked here.
         mhla: replaces the linear attention of SANA; None keeps the model's own attention.
 
     Returns:

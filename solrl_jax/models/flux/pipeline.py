@@ -45,8 +45,9 @@ class FluxPipeline(Pipeline):
 
         Args:
             folder: the directory.
-            remat: what the gradient of the transformer recomputes, a key of
-                `models.layers.stack.REMAT`: "none", "matmuls" or "blocks". It is not checked here.
+            remat: what the gradient of the transformer recomputes: "none" (nothing), "matmuls" (all
+                but matmuls and attention kernels) or "blocks" (all but the input of each block). It
+                is not checked here.
 
         Raises:
             FileNotFoundError: a configuration or a tokenizer is missing.

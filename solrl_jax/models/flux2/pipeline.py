@@ -68,8 +68,9 @@ class Flux2KleinPipeline(Pipeline):
 
         Args:
             folder: the directory.
-            remat: what the gradient of the transformer recomputes, a key of
-                `models.layers.stack.REMAT`: "none", "matmuls" or "blocks". It is not checked here.
+            remat: what the gradient of the transformer recomputes: "none" (nothing), "matmuls" (all
+                but matmuls and attention kernels) or "blocks" (all but the input of each block). It
+                is not checked here.
 
         Raises:
             FileNotFoundError: a configuration or the tokenizer is missing.

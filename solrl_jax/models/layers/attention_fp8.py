@@ -50,12 +50,13 @@ def attention_fp8(
 def _cudnn_attention(q: Array, k: Array, v: Array) -> Array:
     """Calls cuDNN's attention on queries, keys and values in E4M3.
 
-    Probabilities are scaled by `PROBABILITY_SCALE`; every other scale is 1.
+    The logits are multiplied by `h ** -0.5`. Probabilities are quantized 256 times as large
+    (`PROBABILITY_SCALE`); every other scale is 1. There is no mask.
 
     Args:
         q: Queries [b, t, n, h], E4M3.
-        k: Keys [b, t, n, h], E4M3.
-        v: Values [b, t, n, h], E4M3.
+        k: Keys [b, s, n, h], E4M3.
+        v: Values [b, s, n, h], E4M3.
 
     Returns:
         The attended values in E4M3, with the shape of `q`.

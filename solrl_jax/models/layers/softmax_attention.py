@@ -119,12 +119,16 @@ class QKVProjection(nnx.Module):
     def project(
         self, x: LazyActivation, rotation: Rotation | None, start: int = 0
     ) -> list[LazyActivation]:
-        """Returns queries, keys and values of a sequence, as lazy activations, heads side by side.
+        """Projects a sequence to queries, keys and values. Queries and keys are then normalized per
+        head, if the layer has norms, and rotated.
 
         Args:
-            x: the sequence.
-            rotation: the rotary embedding of queries and keys, or None.
-            start: position of the first token of `x` in the tables of `rotation`.
+            x: The sequence [b, s, d].
+            rotation: Cosines and sines of the rotary angles of all positions. None: no rotation.
+            start: The position of the first token of `x` in `rotation`.
+
+        Returns:
+            Queries, keys and values [b, s, d] as lazy activations, heads side by side.
         """
         return project_qkv(
             x, self.to_q, self.to_k, self.to_v, self.norm_q, self.norm_k, rotation, start
@@ -170,15 +174,16 @@ class SelfAttention(QKVProjection):
         is one.
 
         Args:
-            x: The input [b, s, d].
-            rotation: The rotary angles of the s positions, or None.
-            key_lengths: How many tokens, from the first, each sample attends to. None: all. Ignored
-                with FP8.
-            fp8_attention: Whether the attention runs in FP8. Without an output projection, the
-                result is then in E4M3.
+            x: The input [b, s, d], an array or a lazy activation.
+            rotation: Cosines and sines of the rotary angles of the s positions. None: no rotation.
+            key_lengths: How many tokens, from the first, each sample attends to, at least 1. None:
+                all. Ignored with FP8.
+            fp8_attention: Whether the attention runs in FP8, without a gradient. Without an output
+                projection, the result is then in E4M3.
 
         Returns:
-            The output [b, s, d], to which the input is not added.
+            The output [b, s, d], to which the input is not added, in the dtype of `x` but for that
+            case.
         """
         x = as_lazy(x)
         out = attend(
@@ -239,14 +244,15 @@ class JointAttention(QKVProjection):
         for each of the two.
 
         Args:
-            text: The text tokens [b, l, d].
-            image: The image tokens [b, n, d].
-            rotation: The rotary angles of the l + n positions, text first, or None.
-            fp8_attention: Whether the attention runs in FP8.
+            text: The text tokens [b, l, d], an array or a lazy activation.
+            image: The image tokens [b, n, d], an array or a lazy activation.
+            rotation: Cosines and sines of the rotary angles of the l + n positions, text first.
+                None: no rotation.
+            fp8_attention: Whether the attention runs in FP8, without a gradient.
 
         Returns:
             The outputs for the text (None if this is the `last` layer) and for the image, to which
-            the inputs are not added.
+            the inputs are not added, each in the dtype of its stream.
         """
         text = as_lazy(text)
         image = as_lazy(image)
@@ -298,12 +304,12 @@ class ParallelAttention(nnx.Module):
         together.
 
         Args:
-            x: The input [b, s, d].
-            rotation: The rotary angles of the s positions.
-            fp8_attention: Whether the attention runs in FP8. The MLP does not.
+            x: The input [b, s, d], an array or a lazy activation.
+            rotation: Cosines and sines of the rotary angles of the s positions.
+            fp8_attention: Whether the attention runs in FP8, without a gradient. The MLP does not.
 
         Returns:
-            The output [b, s, d], to which the input is not added.
+            The output [b, s, d], to which the input is not added, in the dtype of `x`.
         """
         x = as_lazy(x)
         q, k, v, gate, value = self.to_qkv_mlp_proj.lazy(x).split_columns(*self.widths)

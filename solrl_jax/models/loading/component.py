@@ -91,7 +91,7 @@ class Component:
         self.locate(self.source, self.state)
 
     def load(self, dtype: DTypeLike, place: Placement | None = None) -> Params:
-        """Reads the parameters.
+        """Reads the parameters. Those with an initial value that the files lack are initialised.
 
         Args:
             dtype: dtype that the parameters are cast to.
@@ -103,6 +103,7 @@ class Component:
 
         Raises:
             FileNotFoundError: a file is missing.
+            OSError: a file cannot be opened or read.
             ValueError: a file or an index cannot be read, or tensors do not fit; the message lists
                 all tensors that do not. Nothing has been placed on a device then, except where a
                 file ends within a tensor's data.
@@ -116,6 +117,10 @@ class Component:
         Args:
             dtype: dtype of the parameters.
             place: gives the sharding of a parameter from its path and shape; None: no sharding.
+
+        Returns:
+            A nested dictionary by path. A stack of layers is one parameter with a leading axis of
+            layers.
         """
         params = {}
         for entry in parameter_table(self.state):

@@ -23,7 +23,7 @@ def unsupported(network: str, field: str, value: Any, accepted: str) -> ValueErr
     Args:
         network: name of the network or file that the field belongs to.
         field: name of the field.
-        value: its value. The message shows its `repr`, cut to `MAX_SHOWN` characters.
+        value: its value. The message shows its `repr`, cut to 80 characters (`MAX_SHOWN`).
         accepted: description of the supported values.
 
     Returns:
@@ -173,24 +173,30 @@ class ReleasedConfig:
         """
 
     def require(self, condition: bool, field: str, accepted: str) -> None:
-        """Raises ValueError for a field unless a condition holds.
+        """Checks a field by a condition that the caller has computed.
 
         Args:
             condition: whether the value of the field is supported.
             field: name of the field.
-            accepted: description of the supported values.
+            accepted: description of the supported values, for the message.
+
+        Raises:
+            ValueError: the condition is false; the message names the field and its value.
         """
         if not condition:
             raise unsupported(self.network, field, getattr(self, field), accepted)
 
     def require_one_of(self, field: str, accepted: tuple[Any, ...]) -> None:
-        """Raises ValueError unless a field has one of some values.
+        """Checks that a field has one of some values.
 
         If the field holds a tuple, every entry must be one of them; an empty tuple passes.
 
         Args:
             field: name of the field.
             accepted: the supported values.
+
+        Raises:
+            ValueError: the value is none of them; the message names the field and lists them.
         """
         value = getattr(self, field)
         values = value if isinstance(value, tuple) else (value,)

@@ -109,7 +109,9 @@ class ParameterEntry:
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """The shape of the parameter, with the axis of layers first if it is stacked."""
+        """The shape of the parameter in our order of axes, with the axis of layers first if it is
+        stacked.
+        """
         return (len(self.names), *self.shape) if self.stacked else self.shape
 
 

@@ -107,8 +107,8 @@ class SanaTransformer2DModel(nnx.Module):
 
     Args:
         config: configuration of the network.
-        remat: what gradients recompute, a key of `models.layers.stack.REMAT`: "none", "matmuls" or
-            "blocks".
+        remat: what gradients recompute: "none" (nothing), "matmuls" (all but matmuls and attention
+            kernels) or "blocks" (all but the input of each block).
         attention: builds the attention among image tokens, with the arguments and the call of
             `LinearAttention`; None: `LinearAttention`.
         rngs: random number generators for the initial weights.

@@ -93,8 +93,8 @@ class SD3Transformer2DModel(nnx.Module):
 
     Args:
         config: configuration of the network.
-        remat: what gradients recompute, a key of `models.layers.stack.REMAT`: "none", "matmuls" or
-            "blocks".
+        remat: what gradients recompute: "none" (nothing), "matmuls" (all but matmuls and attention
+            kernels) or "blocks" (all but the input of each block).
         rngs: random number generators for the initial weights.
     """
 
