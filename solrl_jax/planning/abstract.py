@@ -44,14 +44,21 @@ def open_configurations(
     """Opens the pipeline of `model.path` for its configurations alone. Nothing is downloaded.
 
     Args:
-        path: A directory, `embedded:NAME`, or OWNER/NAME of a hub repository. The latter is looked
-            for in the hub's cache, then among the released configurations in `assets/`.
+        path: A directory, which comes first; `embedded:NAME`; or OWNER/NAME of a hub repository.
+            The latter is looked for in the hub's cache, where it counts only with the configuration
+            of its transformer, then among the released configurations in the package
+            (`hub.CARRIED`).
         remat: What the gradient of the transformer recomputes, a key of
-            `models.layers.stack.REMAT`.
-        mhla: Replaces the linear attention of SANA; see `models.locate.mhla_override`.
+            `models.layers.stack.REMAT`: "none", "matmuls" or "blocks".
+        mhla: Replaces the linear attention of SANA, see `models.locate.mhla_override`. None keeps
+            the model's own attention.
+
+    Returns:
+        The pipeline, without weights.
 
     Raises:
-        InputError: If there is no such model.
+        InputError: If there is no such model, it is incomplete or not supported, or `mhla` is given
+            for another model than SANA.
     """
     if Path(path).is_dir() or not hub.is_name(path):
         return open_model(path, remat, mhla)
@@ -70,14 +77,21 @@ def open_configurations(
 def experiment(config: Config, pipeline: Pipeline, device: DeviceInfo, mesh: Mesh) -> Experiment:
     """Builds the experiment of a configuration, with a ShapeDtypeStruct in place of every array.
 
+    No prompt, vocabulary or weight needs to be present. The text encoders have no cache, the
+    evaluation reward is the trained one, the test prompts are the training prompts, and the size is
+    the largest training size. Also imports the objective and the rewards that the configuration
+    names outside the package.
+
     Args:
         config: The configuration.
         pipeline: The model.
-        device: The kind of device that is planned for.
+        device: The kind of device that is planned for. It decides what "auto" formats mean.
         mesh: The mesh of the planned devices.
 
     Raises:
-        InputError: If the configuration cannot be run.
+        InputError: If the configuration cannot be run: an objective or a reward cannot be imported
+            or used, the file of the instruction cannot be read, or the model takes no instruction,
+            tile size, guidance, trainable parameters or quantization of this kind.
     """
     load_objective(config.algorithm.objective)  # imports an objective outside the package
     model = config.model
@@ -117,9 +131,14 @@ def experiment(config: Config, pipeline: Pipeline, device: DeviceInfo, mesh: Mes
 
 
 def some_prompts(config: Config) -> list[Prompt]:
-    """Returns the prompts of one iteration. Their texts do not matter.
+    """Returns as many prompts as one iteration has (`train.num_prompts`). Their texts do not
+    matter.
 
-    They are those of the prompt file if it is there, and empty ones otherwise.
+    They are the first of the training prompts, filled up with copies of the first one. If a prompt
+    file, for training or for tests, cannot be read, they are empty texts.
+
+    Args:
+        config: The configuration.
     """
     count = config.train.num_prompts
     try:
@@ -132,12 +151,17 @@ def some_prompts(config: Config) -> list[Prompt]:
 def reward(config: Config, mesh: Mesh, products: DTypeLike) -> Reward:
     """Returns the trained reward with its networks as shapes, in their released configurations.
 
-    Rewards outside of JAX take nothing of a device.
+    `reward.paths` and `reward.eval_only` are not read. Rewards outside of JAX are opened too (their
+    functions are imported), but take nothing of a device.
 
     Args:
         config: The configuration.
         mesh: The mesh that the networks are placed on.
         products: The dtype of the matmuls of the reward networks.
+
+    Raises:
+        InputError: If a reward does not exist, cannot be imported or refuses its options, or if the
+            arrays of a user's reward inside JAX cannot be placed on the mesh.
     """
     settings = dataclasses.replace(config.reward, paths=CARRIED, eval_only=())
     loaded = open_rewards(settings, products).load(mesh).trained
@@ -145,7 +169,15 @@ def reward(config: Config, mesh: Mesh, products: DTypeLike) -> Reward:
 
 
 def text_encoders(backbone: Backbone) -> dict[str, Any]:
-    """Returns the parameters of the text encoders as shapes, by the name of the encoder."""
+    """Returns the parameters of the text encoders as placed shapes.
+
+    Args:
+        backbone: The networks. The mesh and the dtype of its text encoders are read.
+
+    Returns:
+        The tree of ShapeDtypeStructs of each text encoder, by its folder in the pipeline, e.g.
+        "text_encoder".
+    """
     encoders = backbone.text_encoders
     place = sharding.placement(encoders.mesh)
     return {
@@ -157,10 +189,12 @@ def text_encoders(backbone: Backbone) -> dict[str, Any]:
 def abstract(tree: Any, mesh: Mesh, where: NamedSharding | None = None) -> Any:
     """Returns a tree with a placed ShapeDtypeStruct in place of every array.
 
+    The dtypes are those that JAX would use: float64 becomes float32 unless JAX has 64 bits enabled.
+
     Args:
-        tree: Arrays or shapes.
-        mesh: The mesh on which arrays without a sharding are replicated.
-        where: The sharding of all results. None: each keeps its own.
+        tree: Arrays or shapes, also of NumPy.
+        mesh: The mesh on which arrays without a NamedSharding are replicated.
+        where: The sharding of all results. None: each array keeps its own NamedSharding.
     """
 
     def one(x: Any) -> jax.ShapeDtypeStruct:
@@ -179,11 +213,15 @@ def abstract(tree: Any, mesh: Mesh, where: NamedSharding | None = None) -> Any:
 def shaped(make: Callable[..., Any], *trees: Any) -> Any:
     """Returns `make(*trees)` for trees of shapes.
 
-    `make` is called with traced arrays, because its annotations require arrays.
+    `make` is called with traced arrays (`jax.eval_shape`), because its annotations require arrays.
+    Arguments reappear in the result as the shapes that were passed, with their shardings.
 
     Args:
-        make: A function that rearranges its arguments.
-        trees: Trees of placed shapes.
+        make: A function that rearranges its arguments. It must not compute new arrays.
+        trees: Trees of placed shapes, one per argument of `make`.
+
+    Returns:
+        The result of `make`, with the shapes in place of traced arrays.
     """
     leaves: list[Any] = []
 
@@ -197,8 +235,12 @@ def shaped(make: Callable[..., Any], *trees: Any) -> Any:
 
 
 def held(tree: Any) -> int:
-    """Returns the bytes of a tree of placed shapes on one device. Elements of four bits are
-    packed.
+    """Returns the bytes that one device needs for a tree. Elements of four bits are packed, and
+    each array is rounded up to whole bytes.
+
+    Args:
+        tree: Shapes or arrays with shardings. A replicated array counts in full. A tree without
+            leaves takes 0 bytes.
     """
 
     def bits(x):

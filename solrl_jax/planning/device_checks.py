@@ -33,13 +33,14 @@ class DeviceCheck:
     """A kernel and its twin in plain JAX, which compute the same from the same operands.
 
     Attributes:
-        name: The name of the kernel for people.
+        name: The name of the kernel for people, e.g. "FP8 matmul".
         kernel: The function that training uses. It is jitted, and selects the kernel of the device.
         twin: The same in float32 operations of JAX, which run one by one. Its result has the
             structure of that of `kernel`.
-        make_operands: Returns the arguments of both functions.
-        tolerance: The largest accepted norm of the difference, relative to the norm of the twin's
-            result. It allows for the rounding of operands and results in the dtypes of the kernel.
+        make_operands: Returns the arguments of both functions, the same ones each time.
+        tolerance: The largest accepted norm of the difference, as a fraction of the norm of the
+            twin's result. It allows for the rounding of operands and results in the dtypes of the
+            kernel.
     """
 
     name: str
@@ -50,7 +51,12 @@ class DeviceCheck:
 
 
 def checks_for(device: DeviceInfo) -> tuple[DeviceCheck, ...]:
-    """Returns the checks of the kernels that a device has. Only NVIDIA GPUs have any."""
+    """Returns the checks of the kernels that a device has. Only NVIDIA GPUs have any.
+
+    Args:
+        device: The device. By its compute capability: BF16 attention from 8.0, the FP8 matmul from
+            8.9, FP8 attention from 9.0 and the NVFP4 matmul from 10.0. CPUs and TPUs get ().
+    """
     checks = []
     if device.platform == "gpu":
         if FORMATS["nvfp4"].is_native(device):
@@ -65,11 +71,14 @@ def checks_for(device: DeviceInfo) -> tuple[DeviceCheck, ...]:
 
 
 def run(checks: Sequence[DeviceCheck]) -> dict[str, str | None]:
-    """Runs checks on the default device.
+    """Runs checks on the default device, one after another.
+
+    Args:
+        checks: The checks, see `checks_for`.
 
     Returns:
         By the name of each check: None if kernel and twin agree, else half a sentence that says
-        what is wrong.
+        what is wrong. Empty without checks. Errors of a kernel are such problems and not raised.
     """
     return {check.name: find_problem(check) for check in checks}
 
@@ -77,9 +86,19 @@ def run(checks: Sequence[DeviceCheck]) -> dict[str, str | None]:
 def find_problem(check: DeviceCheck) -> str | None:
     """Runs a check on the default device.
 
+    Each result of a kernel must be finite, must not be zero everywhere, and must be close to the
+    twin's. The twin's float32 matmuls have full precision.
+
+    Args:
+        check: The kernel, its twin and their operands.
+
     Returns:
-        None if kernel and twin agree, else half a sentence that says what is wrong. Each result of
-        a kernel must be finite, must not be zero everywhere, and must be close to the twin's.
+        None if kernel and twin agree, else half a sentence that says what is wrong with the first
+        bad result, or "fails: " with the first line of the error if the operands, the kernel or the
+        twin raise one.
+
+    Raises:
+        ValueError: If kernel and twin return different numbers of arrays.
     """
     try:
         operands = check.make_operands()
@@ -106,11 +125,14 @@ def cudnn_warnings(version: str, device: DeviceInfo) -> list[str]:
     """Names the known faults of a version of cuDNN that concern a device.
 
     Args:
-        version: The version, for example "9.12.0".
-        device: The device that cuDNN runs on.
+        version: The version, beginning with two numbers, for example "9.12.0". ValueError for other
+            text.
+        device: The device that cuDNN runs on. Only GPUs of compute capability 9.0 or higher have
+            known faults.
 
     Returns:
-        One sentence per fault, without a full stop.
+        One sentence per fault, without a full stop: padded attention gradients on Hopper (9.x)
+        before cuDNN 9.18, and FP8 attention of cuDNN 9.24. An empty list if there is none.
     """
     major, minor = (int(part) for part in version.split(".")[:2])
     warnings = []
@@ -128,19 +150,34 @@ def cudnn_warnings(version: str, device: DeviceInfo) -> list[str]:
 
 
 def _to_numpy(outputs: Any) -> list[np.ndarray]:
-    """Returns the arrays of a pytree in float64, on the host."""
+    """Returns the arrays of a pytree in float64, on the host, in the order of its leaves.
+
+    Args:
+        outputs: A pytree of arrays, or one array.
+    """
     return [np.asarray(leaf).astype(np.float64) for leaf in jax.tree.leaves(outputs)]
 
 
 def _plain_dot(
     x: Float[Array, "rows n_in"], w: Float[Array, "n_out n_in"]
 ) -> Float[Array, "rows n_out"]:
-    """`x @ w.T` in float32."""
+    """Returns `x @ w.T`, in the dtype of the arguments.
+
+    Args:
+        x: The activations, float32.
+        w: The weight with its outputs first, float32.
+    """
     return jnp.einsum("ri,oi->ro", x, w)
 
 
 def _nvfp4_operands() -> tuple[Any, ...]:
-    """Random E2M1 codes of activations and weights, each with its random block scales."""
+    """Returns random operands of an NVFP4 matmul, the same ones each time.
+
+    Returns:
+        Packed E2M1 codes of the activations, uint8 [256, 256], two codes per byte; the scales of
+        their blocks of 16 codes, float8_e4m3fn [256, 32], between 0.25 and 4; and codes and scales
+        of the weight with its outputs first, [384, 256] and [384, 32].
+    """
     rng = np.random.default_rng(0)
 
     def draw(rows):
@@ -152,27 +189,51 @@ def _nvfp4_operands() -> tuple[Any, ...]:
 
 
 def _nvfp4_kernel(x: Array, x_scales: Array, w: Array, w_scales: Array) -> Array:
-    """The block-scaled matmul of packed codes [rows, n_in / 2] and [n_out, n_in / 2]."""
+    """Computes the block-scaled matmul that training uses, in BF16 [rows, n_out].
+
+    Args:
+        x: Packed codes of the activations, uint8 [rows, n_in / 2].
+        x_scales: The scales of their blocks of 16 codes, float8_e4m3fn [rows, n_in / 16].
+        w: Packed codes of the weight, uint8 [n_out, n_in / 2].
+        w_scales: The scales of its blocks, float8_e4m3fn [n_out, n_in / 16].
+    """
     codes = nvfp4.unpack(x), x_scales, nvfp4.unpack(w), w_scales
     return nvfp4.block_scaled_dot(*codes, jnp.bfloat16)
 
 
 def _nvfp4_twin(x: Array, x_scales: Array, w: Array, w_scales: Array) -> Array:
-    """The same, with values that are looked up and scaled in float32."""
+    """Computes the matmul of `_nvfp4_kernel` from values that are looked up and scaled in float32.
+
+    Args:
+        x: Packed codes of the activations, uint8 [rows, n_in / 2].
+        x_scales: The scales of their blocks of 16 codes, float8_e4m3fn [rows, n_in / 16].
+        w: Packed codes of the weight, uint8 [n_out, n_in / 2].
+        w_scales: The scales of its blocks, float8_e4m3fn [n_out, n_in / 16].
+
+    Returns:
+        The product, float32 [rows, n_out].
+    """
     return _plain_dot(_decode_nvfp4(x, x_scales), _decode_nvfp4(w, w_scales))
 
 
 def _decode_nvfp4(
     packed: UInt8[Array, "rows half"], scales: Float[Array, "rows blocks"]
 ) -> Float[Array, "rows n_in"]:
-    """Looks up packed E2M1 codes and multiplies them by their block scales, in float32."""
+    """Looks up packed E2M1 codes and multiplies them by their block scales, in float32.
+
+    Args:
+        packed: Two codes per byte, the first one in the low four bits.
+        scales: The scale of each block of 16 codes, of any float dtype.
+    """
     table = jnp.asarray([*E2M1, *(-value for value in E2M1)], jnp.float32)
     codes = jnp.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
     return table[codes] * jnp.repeat(scales.astype(jnp.float32), nvfp4.BLOCK, axis=1)
 
 
 def _fp8_operands() -> tuple[Any, ...]:
-    """Random activations in BF16, and a random weight in FP8."""
+    """Returns random activations in BF16 [256, 512] and a random weight [512, 384] quantized to
+    FP8. They are the same ones each time.
+    """
     rng = np.random.default_rng(1)
     x = jnp.asarray(rng.standard_normal((ROWS, N_IN)), jnp.bfloat16)
     w = jnp.asarray(rng.standard_normal((N_IN, N_OUT)), jnp.float32)
@@ -180,15 +241,26 @@ def _fp8_operands() -> tuple[Any, ...]:
 
 
 def _fp8_twin(x: Float[Array, "rows n_in"], w: fp8.FP8Tensor) -> Float[Array, "rows n_out"]:
-    """`x @ w` with activations that are quantized to FP8, and multiplied in float32."""
+    """Returns `x @ w` in float32, with the activations quantized to FP8 as the kernel does.
+
+    Args:
+        x: The activations, BF16. Each row has a scale of its own.
+        w: The quantized weight [n_in, n_out].
+    """
     codes, scales = fp8.encode([x.astype(jnp.float32)])
     return _plain_dot(codes[0].astype(jnp.float32) * scales[0], w.dequantize().T)
 
 
 def _attention_operands() -> tuple[Any, ...]:
-    """Queries, keys, values and numbers of keys of a cross-attention, and a cotangent, in BF16.
+    """Returns random operands of a cross-attention, the same ones each time.
 
-    The 77 keys are padded to an even number, and the first of two samples attends to 13 of them.
+    The 77 keys are an odd number, which the kernel has to pad, and the first of two samples attends
+    to 13 of them.
+
+    Returns:
+        Queries [2, 256, 4, 64], keys and values [2, 77, 4, 64], all BF16; the number of keys of
+        each sample, int32 [2]; and a cotangent of the result, BF16 [2, 256, 4, 64]. The axes are
+        batch, positions, heads and features.
     """
     rng = np.random.default_rng(2)
     shapes = [(2, length, 4, 64) for length in (256, 77, 77, 256)]
@@ -204,18 +276,44 @@ def _with_gradient(
     num_keys: Int[Array, " b"],
     cotangent: Float[Array, "b t n h"],
 ) -> tuple[Array, ...]:
-    """Returns `attend(q, k, v, num_keys)` and the cotangents of queries, keys and values."""
+    """Returns `attend(q, k, v, num_keys)` and the cotangents of queries, keys and values.
+
+    Args:
+        attend: An attention function of these four arguments.
+        q: The queries.
+        k: The keys.
+        v: The values.
+        num_keys: The number of keys that a sample attends to, from the first one on.
+        cotangent: The cotangent of the result. It is cast to the dtype of the result.
+
+    Returns:
+        Four arrays: the result, and the cotangents with the shapes and dtypes of `q`, `k` and `v`.
+    """
     out, pull_back = jax.vjp(lambda *qkv: attend(*qkv, num_keys), q, k, v)
     return out, *pull_back(cotangent.astype(out.dtype))
 
 
 def _attention_kernel(*operands: Array) -> tuple[Array, ...]:
-    """The attention of all networks, with its gradient."""
+    """Computes the attention of all networks, with its gradient.
+
+    Args:
+        *operands: Those of `_attention_operands`.
+
+    Returns:
+        The result, and the cotangents of queries, keys and values, in BF16.
+    """
     return _with_gradient(attention, *operands)
 
 
 def _attention_twin(*operands: Array) -> tuple[Array, ...]:
-    """The same, written out in float32."""
+    """Computes what `_attention_kernel` does, written out in float32.
+
+    Args:
+        *operands: Those of `_attention_operands`.
+
+    Returns:
+        The result in float32, and the cotangents of queries, keys and values in BF16.
+    """
     return _with_gradient(_plain_attention, *operands)
 
 
@@ -225,7 +323,15 @@ def _plain_attention(
     v: Float[Array, "b s n h"],
     num_keys: Int[Array, " b"],
 ) -> Float[Array, "b t n h"]:
-    """`softmax(h ** -0.5 q k^T) v` over the first `num_keys` keys of each sample, in float32."""
+    """Returns `softmax(h ** -0.5 q k^T) v` over the first `num_keys` keys of each sample, in
+    float32.
+
+    Args:
+        q: The queries, of any float dtype.
+        k: The keys.
+        v: The values.
+        num_keys: The number of keys that a sample attends to, at least 1.
+    """
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     logits = q.shape[-1] ** -0.5 * jnp.einsum("btnh,bsnh->bnts", q, k)
     mask = jnp.arange(k.shape[1]) < num_keys[:, None, None, None]
@@ -234,7 +340,9 @@ def _plain_attention(
 
 
 def _fp8_attention_operands() -> tuple[Any, ...]:
-    """Queries, keys and values of a self-attention, in E4M3."""
+    """Returns random queries, keys and values of a self-attention, float8_e4m3fn [1, 512, 4, 128]
+    each: batch, positions, heads, features. They are the same ones each time.
+    """
     rng = np.random.default_rng(3)
     arrays = (rng.standard_normal((1, 512, 4, 128)) for _ in range(3))
     return tuple(jnp.asarray(array, jnp.float32).astype(attention_fp8.E4M3) for array in arrays)

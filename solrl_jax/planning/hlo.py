@@ -24,7 +24,7 @@ class Array:
 
     Attributes:
         kind: The type of an element, as HLO names it, e.g. "bf16".
-        shape: The shape on one device.
+        shape: The shape on one device. An axis of bounded size has its bound.
         space: The memory space; 0 is the device's main memory.
     """
 
@@ -34,18 +34,22 @@ class Array:
 
     @property
     def size(self) -> float:
-        """The number of bytes. Elements of four bits are packed."""
+        """The number of bytes. Elements of four bits are packed, so it may end in one half.
+
+        Raises:
+            ValueError: If the type of the elements is not known, see `element_bits`.
+        """
         return math.prod(self.shape) * element_bits(self.kind) / 8
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
-    """One instruction of a computation.
+    """One instruction of a computation. Two instructions are equal only if they are one object.
 
     Attributes:
-        name: Its name.
+        name: Its name, without the leading "%".
         opcode: Its operation, e.g. "dot" or "fusion".
-        arrays: Its results, one unless the result is a tuple.
+        arrays: Its results, one unless the result is a tuple, whose arrays are listed flat.
         operands: The instructions that it reads.
         literal: The text in parentheses: operands, the value of a constant or the number of a
             parameter.
@@ -65,24 +69,43 @@ class Instruction:
 
     @property
     def size(self) -> float:
-        """The bytes of all results in main memory."""
+        """The bytes of all results in main memory (space 0). Other memory spaces do not count."""
         return sum((a.size for a in self.arrays if a.space == 0), 0.0)
 
     def text(self, key: str) -> str:
-        """Returns a quoted attribute, `key="..."` or `"key":"..."`; "" if there is none."""
+        """Returns the value of a quoted attribute, `key="..."` or `"key":"..."`.
+
+        Args:
+            key: The name of the attribute. The first occurrence counts.
+
+        Returns:
+            The text between the quotes; "" if there is no such attribute.
+        """
         found = re.search(rf'\b{key}"?[=:]\s*"([^"]*)"', self.attributes)
         return found[1] if found else ""
 
     def integers(self, key: str) -> list[int]:
-        """Returns an attribute with a list of integers, `key={1,2}` or `"key":["1","2"]`; [] if
-        there is none.
+        """Returns the value of an attribute that is a list of integers, `key={1,2}` or
+        `"key":["1","2"]`.
+
+        Args:
+            key: The name of the attribute. The first occurrence counts.
+
+        Returns:
+            The integers in their order; [] if there is no such attribute.
         """
         found = re.search(rf'\b{key}"?[=:]\s*[\[{{]([\d," ]*)[\]}}]', self.attributes)
         return [int(n) for n in re.findall(r"\d+", found[1])] if found else []
 
     def value(self, key: str) -> str:
-        """Returns an unquoted attribute `key=VALUE`, the name of a computation or a number; "" if
-        there is none.
+        """Returns the value of an unquoted attribute `key=VALUE`, the name of a computation or a
+        number.
+
+        Args:
+            key: The name of the attribute. The first occurrence counts.
+
+        Returns:
+            The text, without the leading "%" of a name; "" if there is no such attribute.
         """
         found = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
         return found[1] if found else ""
@@ -90,7 +113,7 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Module:
-    """A program.
+    """A compiled program.
 
     Attributes:
         computations: The instructions of each computation by its name, in the order in which they
@@ -104,14 +127,20 @@ class Module:
     def executed(
         self, computation: str | None = None, times: int = 1
     ) -> Iterator[tuple[Instruction, int]]:
-        """Yields the instructions that run, each with the number of times.
+        """Yields the instructions that run, each with the number of times, in their order.
 
-        Of a conditional, the branch that writes most bytes is taken. A loop of unknown length
-        counts as one iteration (see `unknown_loops`).
+        A loop, a conditional, a call and an asynchronous start of a computation are replaced by the
+        instructions inside. Of a conditional, the branch that writes most bytes is taken. The
+        condition of a loop is left out. A loop of unknown length (see `unknown_loops`), or of 0
+        iterations, counts as one iteration. The computation inside a fusion is not entered: a
+        fusion is one instruction.
 
         Args:
             computation: The name of the computation. None: the entry.
             times: The number of times that the computation runs.
+
+        Raises:
+            KeyError: If there is no such computation.
         """
         for step in self.computations[computation or self.entry]:
             if step.opcode == "while":
@@ -129,8 +158,11 @@ class Module:
     def turns(self, loop: Instruction) -> int | None:
         """Returns the number of iterations of a loop; None if it is unknown.
 
-        It is the number that XLA notes, or follows from a condition `counter < constant`, where the
-        counter starts at 0 as in `lax.scan`.
+        It is the number that XLA notes (`known_trip_count`), or follows from a condition `counter <
+        constant`, where the counter starts at 0 as in `lax.scan`.
+
+        Args:
+            loop: An instruction with the opcode "while".
         """
         if known := re.search(r'"known_trip_count":\s*\{"n":\s*"(\d+)"', loop.attributes):
             return int(known[1])
@@ -143,19 +175,36 @@ class Module:
         return int(test.operands[1].literal) if counts else None
 
     def unknown_loops(self) -> int:
-        """The number of loops whose number of iterations is unknown."""
+        """Returns the number of loops in all computations whose number of iterations is unknown. A
+        loop counts once, however often its computation runs.
+        """
         loops = [
             step for steps in self.computations.values() for step in steps if step.opcode == "while"
         ]
         return sum(self.turns(loop) is None for loop in loops)
 
     def root(self, computation: str) -> Instruction:
-        """Returns the instruction whose result is that of a computation, given by name."""
+        """Returns the instruction whose result is that of a computation.
+
+        Args:
+            computation: The name of the computation.
+
+        Raises:
+            KeyError: If there is no such computation.
+        """
         return next(step for step in self.computations[computation] if step.is_root)
 
 
 def parse(text: str) -> Module:
-    """Parses a module from its text. Raises ValueError without an entry or for an unknown type."""
+    """Parses a module from its text.
+
+    Args:
+        text: What `compiled.as_text()` returns.
+
+    Raises:
+        ValueError: If the text has no entry computation, or a parenthesis that is not closed. An
+            unknown element type is an error only when `Array.size` is read.
+    """
     computations: dict[str, list[str]] = {}
     entry = ""
     lines = list[str]()
@@ -175,7 +224,15 @@ def parse(text: str) -> Module:
 
 
 def element_bits(kind: str) -> int:
-    """Returns the number of bits of an element of a type. Raises ValueError for an unknown type."""
+    """Returns the number of bits of an element of a type.
+
+    Args:
+        kind: The type as HLO names it, e.g. "f32", "bf16", "u8", "f8e4m3fn" or "c64" (64 bits in
+            all). "pred" has 8 bits; "token" and "opaque" have none.
+
+    Raises:
+        ValueError: If the type is not known.
+    """
     size = re.match(r"(?:[suf]|bf|c)(\d+)", kind)
     if kind not in BITS and size is None:
         raise ValueError(f"HLO: element type {kind!r} is not known")
@@ -183,7 +240,15 @@ def element_bits(kind: str) -> int:
 
 
 def _instructions(lines: list[str]) -> list[Instruction]:
-    """Parses the lines of one computation into instructions."""
+    """Parses the lines of one computation into instructions, in their order.
+
+    Args:
+        lines: One line per instruction. Operands must come before the instructions that read them;
+            other names, such as those of computations, are no operands.
+
+    Raises:
+        ValueError: If a parenthesis is not closed, or if a line has none.
+    """
     made: dict[str, Instruction] = {}
     for line in lines:
         head = _INSTRUCTION.match(line)
@@ -203,7 +268,12 @@ def _instructions(lines: list[str]) -> list[Instruction]:
 
 
 def _arrays(text: str) -> tuple[Array, ...]:
-    """Parses the type of a result, one array or a tuple of arrays."""
+    """Parses the type of a result into its arrays, those of nested tuples in their order.
+
+    Args:
+        text: The type, e.g. "f32[2,3]{1,0:S(1)}", whose memory space is 1, or a tuple of types in
+            parentheses. An empty tuple gives ().
+    """
     found = []
     for kind, dims, layout in _ARRAY.findall(text):
         space = re.search(r"S\((\d+)\)", layout)
@@ -213,7 +283,14 @@ def _arrays(text: str) -> tuple[Array, ...]:
 
 
 def _closing(text: str) -> int:
-    """Returns the index after the parenthesis that closes the one at the start of `text`."""
+    """Returns the index after the parenthesis that closes the one at the start of `text`.
+
+    Args:
+        text: Text that begins with "(".
+
+    Raises:
+        ValueError: If that parenthesis is not closed.
+    """
     depth = 0
     for found in re.finditer(r"[()]", text):
         depth += 1 if found[0] == "(" else -1
@@ -223,7 +300,12 @@ def _closing(text: str) -> int:
 
 
 def _branches(step: Instruction) -> list[str]:
-    """Returns the names of the computations that a conditional chooses from."""
+    """Returns the names of the computations that a conditional chooses from.
+
+    Args:
+        step: An instruction with the opcode "conditional". Its branches are listed, or named as
+            true and false ones, in this order.
+    """
     listed = re.search(r"branch_computations=\{([^}]*)\}", step.attributes)
     return (
         _OPERAND.findall(listed[1])

@@ -56,18 +56,20 @@ Unit = Literal["fp4", "fp8", "bf16", "tf32", "fp32"]
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One kernel.
+    """One kernel of a compiled program: an instruction that runs on the device.
 
     Attributes:
-        name: The library function or the kind of fusion. Matmuls also have the type of their
-            operands.
+        name: The library function, "fusion" with its kind, or the opcode of another instruction.
+            Matmuls and convolutions also have the type of their operands, e.g. "__cublas$gemm
+            bf16".
         kind: What its time counts as: "products" (matmuls and convolutions), "attention" or
             "memory".
-        unit: The arithmetic unit whose peak rate counts.
-        result: Type and shape of its result.
-        source: The JAX operation that it comes from.
+        unit: The arithmetic unit whose peak rate counts: "fp4", "fp8", "bf16", "tf32" or "fp32".
+        result: Type and shape of its first result, e.g. "bf16[2,64]"; "" without a result.
+        source: The JAX operation that it comes from; "" if it is not noted.
         times: The number of runs in one call of the program.
-        operations: The arithmetic operations of one run.
+        operations: The arithmetic operations of one run, those of matmuls and attention alone. A
+            multiply-add counts as 2.
         moved: The bytes of main memory that one run reads and writes.
     """
 
@@ -82,7 +84,14 @@ class Kernel:
 
 
 def kernels(module: Module) -> list[Kernel]:
-    """Returns all kernels of a program except collectives."""
+    """Returns all kernels of a program except collectives, in the order in which they run.
+
+    Instructions that only name data (`FREE`) and the ends of asynchronous operations are left out,
+    too. A kernel in a loop is returned once, with its number of runs.
+
+    Args:
+        module: The compiled program.
+    """
     memory = _Memory(module)
     found = [
         (step, times)
@@ -95,13 +104,28 @@ def kernels(module: Module) -> list[Kernel]:
 
 
 def collective(opcode: str) -> str | None:
-    """Returns the kind of collective that an instruction with this opcode starts, or None."""
+    """Returns the kind of collective that an instruction with this opcode starts, or None.
+
+    Args:
+        opcode: The opcode, e.g. "all-gather" or "all-gather-start", for both of which the result is
+            "all-gather". An opcode that ends with "-done" gives None.
+    """
     name = opcode.removesuffix("-start")
     return name if name in COLLECTIVES else None
 
 
 def native(found: Iterable[Kernel]) -> dict[str, int]:
-    """Counts how often each library function and each Pallas kernel runs, by its name."""
+    """Counts how often each library function and each Pallas kernel runs, by its name.
+
+    Matmuls and convolutions that XLA compiles itself, as "dot" and "convolution" outside of
+    fusions, are counted too. Fusions and all other kernels that only move memory are not.
+
+    Args:
+        found: The kernels of a program.
+
+    Returns:
+        The number of runs in one call of the program by `Kernel.name`.
+    """
     counts = Counter[str]()
     for kernel in found:
         if not kernel.name.startswith("fusion") and (
@@ -112,7 +136,15 @@ def native(found: Iterable[Kernel]) -> dict[str, int]:
 
 
 def unit(kind: str) -> Unit:
-    """Returns the arithmetic unit that multiplies elements of a type."""
+    """Returns the arithmetic unit that multiplies elements of a type.
+
+    Args:
+        kind: The type as HLO names it, or "tf32" for float32 that is multiplied in lower precision.
+
+    Returns:
+        "fp4" for four-bit floats; "fp8" for eight-bit floats and integers; "tf32"; "fp32" for f32
+        and f64; and "bf16" for everything else.
+    """
     if kind.startswith("f4"):
         return "fp4"
     if kind.startswith(("f8", "s8", "u8")):
@@ -122,6 +154,8 @@ def unit(kind: str) -> Unit:
 
 def _kernel(step: Instruction, times: int, memory: "_Memory") -> Kernel:
     """Describes the kernel of an instruction.
+
+    A fusion around a library function is described as that function.
 
     Args:
         step: The instruction.
@@ -159,12 +193,15 @@ def _kernel(step: Instruction, times: int, memory: "_Memory") -> Kernel:
 
 
 def _inside(steps: Sequence[Instruction], module: Module) -> tuple[float, str]:
-    """Returns the operations of a fusion, and the type of its largest matmul ("bf16" if there is
-    none).
+    """Counts the operations of the matmuls and convolutions in a fusion.
 
     Args:
         steps: The instructions of the fusion.
         module: The program, for fusions within it.
+
+    Returns:
+        The operations of one run, a multiply-add counted as 2, and the type of the operands of the
+        largest matmul ("bf16" if there is none).
     """
     found = [_product(step) for step in steps if step.opcode in ("dot", "convolution")]
     inner = [step.value("calls") for step in steps if step.opcode == "fusion"]
@@ -173,7 +210,15 @@ def _inside(steps: Sequence[Instruction], module: Module) -> tuple[float, str]:
 
 
 def _product(step: Instruction) -> tuple[float, str]:
-    """Returns the operations of XLA's own matmul or convolution, and the type of its operands."""
+    """Counts the operations of XLA's own matmul or convolution.
+
+    Args:
+        step: An instruction with the opcode "dot" or "convolution".
+
+    Returns:
+        The operations of one run, a multiply-add counted as 2, and the type that the operands are
+        multiplied in, e.g. "bf16" or "tf32".
+    """
     left, right = (operand.arrays[0] for operand in step.operands[:2])
     if step.opcode == "convolution":
         return _convolution(step, left, right, step.arrays[0]), _multiplied(step, left.kind)
@@ -182,21 +227,30 @@ def _product(step: Instruction) -> tuple[float, str]:
 
 
 def _multiplied(step: Instruction, kind: str) -> str:
-    """Returns the type that operands are multiplied in.
+    """Returns the type that operands are multiplied in: "tf32" for "f32" unless the matmul asks for
+    the highest precision, and else `kind`.
 
     Args:
-        step: The matmul. Only the highest precision multiplies float32 as float32, not as TF32.
+        step: The matmul, whose attributes name its precision.
         kind: The type of the operands.
     """
     return "tf32" if kind == "f32" and "highest" not in step.attributes.lower() else kind
 
 
 def _library(step: Instruction, name: str) -> tuple[float, str]:
-    """Returns the operations of a library function and the type of its operands.
+    """Counts the operations of a library function or of a Pallas kernel.
+
+    The forward pass of flash attention has two matmuls, its gradient in cuDNN five; the two
+    gradient kernels of JAX's attention for TPUs have four ("dkv") and three ("dq"). A Pallas kernel
+    of another kind states its operations in its `cost_estimate`, and has 0 without one.
 
     Args:
         step: The custom call.
         name: The name of the function. The operations of unknown ones count as 0.
+
+    Returns:
+        The operations of one run, a multiply-add counted as 2, and the type that the operands are
+        multiplied in; "bf16" without operands.
     """
     operands = [operand.arrays[0] for operand in step.operands if operand.arrays]
     result = step.arrays[0]
@@ -231,7 +285,8 @@ def _library(step: Instruction, name: str) -> tuple[float, str]:
 
 
 def _convolution(step: Instruction, left: Array, kernel: Array, out: Array) -> float:
-    """Returns the operations of a convolution on elements of the input.
+    """Returns the operations of a convolution on elements of the input, a multiply-add counted as
+    2.
 
     Padding and the zeros of dilation are not counted; batched matmuls on TPUs have many of them.
 
@@ -254,12 +309,14 @@ def _convolution(step: Instruction, left: Array, kernel: Array, out: Array) -> f
 
 
 def _taps(sizes: Sequence[int], window: dict[str, str], axis: int) -> int:
-    """Counts the pairs of an output and a tap of the filter that meet an element of the input.
+    """Counts the pairs of an output and a tap of the filter that meet an element of the input,
+    along one axis.
 
     Args:
         sizes: The sizes of input, filter and output along the axis.
-        window: The attributes of the window by name.
-        axis: The number of the spatial axis.
+        window: The attributes of the window by name, one value per spatial axis joined by "x":
+            "pad", "stride", "lhs_dilate" and "rhs_dilate". An absent one has no effect.
+        axis: The number of the spatial axis, from 0.
     """
     low, stride, spread, gap = (
         int(window[key].split("x")[axis].split("_")[0]) if key in window else default
@@ -273,9 +330,11 @@ def _taps(sizes: Sequence[int], window: dict[str, str], axis: int) -> int:
 
 
 def _started(step: Instruction) -> Array:
-    """Returns the result of an instruction, or the later result of an asynchronous start.
+    """Returns the first result of an instruction, or the later result of an asynchronous start.
 
-    The tuple of a start repeats the operands; a copy has them after the result.
+    Args:
+        step: An instruction with at least one result. The tuple of a start repeats the operands
+            before the result; a "copy-start" has them after it.
     """
     return step.arrays[
         len(step.operands) if step.opcode.endswith("-start") and step.opcode != "copy-start" else 0
@@ -283,7 +342,8 @@ def _started(step: Instruction) -> Array:
 
 
 def _is_workspace(step: Instruction, result: int) -> bool:
-    """Whether a result of an instruction is a library's workspace, which nothing reads.
+    """Returns whether a result of an instruction is a library's workspace, which nothing reads: a
+    result of bytes, other than the first one, of a custom call.
 
     Args:
         step: The instruction.
@@ -293,7 +353,13 @@ def _is_workspace(step: Instruction, result: int) -> bool:
 
 
 class _Memory:
-    """Counts the bytes of main memory that instructions read and write, in place where possible."""
+    """Counts the bytes of main memory that instructions read and write, in place where possible.
+
+    Keeps the counts of the parameters of fusions.
+
+    Attributes:
+        module: The program.
+    """
 
     def __init__(self, module: Module):
         self.module = module
@@ -302,9 +368,11 @@ class _Memory:
     def moved(self, step: Instruction, name: str) -> float:
         """Returns the bytes that a kernel reads and writes, without a library's workspace.
 
+        An asynchronous start, such as a copy, counts for the whole operation.
+
         Args:
             step: The instruction.
-            name: The name of the kernel.
+            name: The name of the kernel. "AllocateBuffer" moves nothing.
         """
         if name == "AllocateBuffer":
             return 0.0
@@ -317,8 +385,9 @@ class _Memory:
     def _reads(self, step: Instruction, position: int) -> float:
         """Returns the bytes that an instruction reads of one operand.
 
-        A slice reads as much as it returns. An update reads nothing of the array that it updates in
-        place.
+        A slice or a gather reads as much of its first operand as it returns, at most all of it. An
+        update reads nothing of the array that it updates in place. A fusion reads what its
+        instructions read.
 
         Args:
             step: The instruction.
@@ -332,11 +401,14 @@ class _Memory:
         return 0.0 if position == 0 and step.opcode in UPDATES else operand.size
 
     def _parameter(self, computation: str, number: int) -> float:
-        """Returns the bytes that all readers within a fusion read of one of its parameters.
+        """Returns the bytes that all readers within a fusion read of one of its parameters, added
+        up.
+
+        The result may exceed the size of the parameter. It is kept for the next call.
 
         Args:
             computation: The name of the fusion's computation.
-            number: The number of the parameter.
+            number: The number of the parameter, from 0.
         """
         key = computation, number
         if key not in self._read:
@@ -355,8 +427,13 @@ class _Memory:
         return self._read[key]
 
     def _writes(self, step: Instruction) -> float:
-        """Returns the bytes that an instruction writes. An update in place writes only the updated
-        part.
+        """Returns the bytes that an instruction writes to main memory, without a library's
+        workspace.
+
+        An update in place writes only the updated part, also as the root of a fusion.
+
+        Args:
+            step: The instruction.
         """
         if step.opcode in UPDATES:
             return step.operands[UPDATES[step.opcode]].size
@@ -367,7 +444,12 @@ class _Memory:
         )
 
     def _written(self, root: Instruction) -> float:
-        """Returns the bytes that a fusion with this root instruction writes."""
+        """Returns the bytes that a fusion writes, given its root.
+
+        Args:
+            root: The instruction whose result is that of the fusion. Of a tuple, all parts count; a
+                bitcast counts as its operand; a library's workspace counts as 0.
+        """
         if root.opcode == "tuple":
             return sum(map(self._written, root.operands), 0.0)
         if root.opcode == "get-tuple-element" and _is_workspace(

@@ -20,14 +20,17 @@ _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective operation.
+    """One collective operation of a compiled program.
 
     Attributes:
         kind: Its operation, e.g. "all-gather".
-        size: The bytes of the array where it is whole.
-        groups: The numbers of the devices that take part, group by group.
+        size: The bytes of the array where it is whole: the result of an all-gather, and the
+            operands of every other kind.
+        groups: The numbers of the devices that take part, group by group. Of a
+            "collective-permute", the pairs of a source and a target.
         times: The number of runs in one call of the program.
-        overlaps: Whether kernels run until the result is needed.
+        overlaps: Whether other kernels run between its start and the point where its result is
+            needed.
     """
 
     kind: str
@@ -38,22 +41,23 @@ class Collective:
 
     @property
     def ways(self) -> int:
-        """The number of devices in one group."""
+        """The number of devices in one group, which is the same for all groups."""
         return len(self.groups[0])
 
     @property
     def sent(self) -> float:
-        """The bytes that a device sends in one run: in a ring, all that is not its own; twice for a
-        sum.
+        """The bytes that a device sends in one run: in a ring, `size` times (n - 1) / n for n
+        devices in a group; twice that for an "all-reduce"; and `size` for a "collective-permute".
         """
         if self.kind == "collective-permute":
             return self.size
         return self.size * (2 if self.kind == "all-reduce" else 1) * (self.ways - 1) / self.ways
 
     def crossing(self, devices: int) -> float:
-        """Returns the part of `sent`, in bytes, that leaves the host.
+        """Returns the part of `sent`, in bytes, that leaves the host in one run; 0 within a host.
 
-        The devices of a host share equally the bytes that the host has to receive.
+        The devices of a host share equally the bytes that the host has to receive. The group that
+        spans most hosts decides.
 
         Args:
             devices: The number of devices per host. They have consecutive numbers.
@@ -66,11 +70,15 @@ class Collective:
 
 
 def collectives(module: Module, devices: int) -> list[Collective]:
-    """Returns the collectives of a program. Groups of one device move nothing and are left out.
+    """Returns the collectives of a program in the order in which they run. Groups of one device
+    move nothing and are left out.
+
+    A collective in a loop is returned once, with its number of runs.
 
     Args:
         module: The compiled program.
-        devices: The number of devices that it runs on.
+        devices: The number of devices that it runs on, on all hosts together. It is read only for
+            collectives that name no groups, which are of all devices.
     """
     accompanied = {step for steps in module.computations.values() for step in _accompanied(steps)}
     wrapped = {step.value("calls") for step in accompanied if step.opcode == "async-start"}
@@ -88,7 +96,12 @@ def collectives(module: Module, devices: int) -> list[Collective]:
 
 
 def _accompanied(steps: Sequence[Instruction]) -> Iterator[Instruction]:
-    """Yields the asynchronous starts of a computation between which and their end a kernel runs."""
+    """Yields the asynchronous starts of a computation between which and their end a kernel runs.
+
+    Args:
+        steps: The instructions of the computation in their order. Starts of other asynchronous
+            operations and instructions that only name data (`FREE`) are no kernels.
+    """
     ran = 0
     before = dict[Instruction, int]()
     for step in steps:
@@ -105,8 +118,9 @@ def _groups(step: Instruction, kind: str, devices: int) -> tuple[tuple[int, ...]
     """Returns the numbers of the devices that take part in a collective, group by group.
 
     Args:
-        step: The instruction.
-        kind: The kind of collective.
+        step: The instruction. Its attributes have the groups as axes of a mesh, as sizes with a
+            permutation, or listed. Without any, all devices are one group.
+        kind: The kind of collective. A "collective-permute" has pairs of a source and a target.
         devices: The number of all devices.
     """
     if kind == "collective-permute":
@@ -130,14 +144,16 @@ def _groups(step: Instruction, kind: str, devices: int) -> tuple[tuple[int, ...]
 def _mesh_groups(
     axes: str, order: str | None, transposed: str | None, chosen: str
 ) -> tuple[tuple[int, ...], ...]:
-    """Returns groups that are given as axes of a mesh.
+    """Returns groups that are given as axes of a mesh, as tuples of device numbers.
 
     Args:
-        axes: The axes of the mesh with their sizes, e.g. "'x'=4".
-        order: The order of the devices, or None for their numbers.
-        transposed: The permutation of axes in that order, or None.
-        chosen: The axes along which groups lie. A part of an axis is written 'x':(2)2: those of 2
-            numbers within runs of 2.
+        axes: The axes of the mesh with their sizes, e.g. "'x'=4,'y'=2".
+        order: The sizes, separated by commas, of the array of consecutive numbers that gives the
+            order of the devices. None: the devices have the order of their numbers.
+        transposed: The permutation of the axes of that array, or None.
+        chosen: The axes along which groups lie. A part of an axis is written 'x':(2)2: of the
+            numbers along x, which are split into (before, 2, after) with 2 before, the middle
+            factor.
     """
     sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", axes)}
     numbers = _numbers(order or str(math.prod(sizes.values())), transposed)
@@ -165,11 +181,14 @@ def _mesh_groups(
 
 
 def _numbers(order: str, transposed: str | None) -> np.ndarray:
-    """Returns the device numbers in the order that HLO writes as sizes and a permutation.
+    """Returns the device numbers from 0 in the order that HLO writes as sizes and a permutation.
 
     Args:
-        order: The sizes, separated by commas.
-        transposed: The permutation, or None.
+        order: The sizes, separated by commas, of the array of consecutive numbers.
+        transposed: The permutation of its axes, separated by commas, or None.
+
+    Returns:
+        An integer array of these sizes, with its axes permuted.
     """
     shape = _integers(order)
     numbers = np.arange(math.prod(shape)).reshape(shape)
@@ -177,5 +196,9 @@ def _numbers(order: str, transposed: str | None) -> np.ndarray:
 
 
 def _integers(text: str) -> list[int]:
-    """Parses integers that are separated by commas."""
+    """Parses integers that are separated by commas.
+
+    Args:
+        text: The integers. ValueError for an empty text.
+    """
     return [int(n) for n in text.split(",")]

@@ -61,8 +61,8 @@ class Devices:
 
     Attributes:
         target: The kind of device.
-        count: The number of devices on each host.
-        hosts: The number of hosts.
+        count: The number of devices on each host, at least 1.
+        hosts: The number of hosts, at least 1.
     """
 
     target: Target
@@ -74,18 +74,28 @@ class Planner:
     """Compiles the programs of one configuration for absent devices.
 
     `topology.prepare` must be called before, and before JAX is imported.
+
+    Attributes:
+        config: The configuration.
+        where: The devices.
+        pipeline: The model, with the gradient checkpointing that training would choose.
+        device: The kind of device.
+        stages: The programs of each stage.
+        codes: The quantized copy of the policy as placed shapes, replicated until `place` was
+            called. An empty dict where nothing is quantized.
+        usable: The bytes of a device's memory that arrays may take, 92% of it.
     """
 
     def __init__(self, config: Config, where: Devices):
-        """Builds the experiment of shapes and the programs of its stages.
+        """Builds the experiment of shapes and the programs of its stages. Compiles nothing.
 
         Args:
             config: The configuration.
             where: The devices.
 
         Raises:
-            InputError: If there is no such topology, the mesh does not divide it, or the
-                configuration cannot be run.
+            InputError: If there is no such topology, the mesh does not fit it, or the configuration
+                cannot be run.
         """
         self.config = config
         self.where = where
@@ -101,16 +111,19 @@ class Planner:
         self.usable = int(target.memory * USABLE)
 
     def programs(self, threads: Executor) -> list[tuple[str, Program, Future[Any]]]:
-        """Starts to compile all programs.
+        """Starts to compile all programs of the stages that the run has.
 
         XLA compiles without Python's lock. `sync` is compiled first, because the other programs
-        take the quantized copy with the shardings that it returns. Raises what XLA raises.
+        take the quantized copy with the shardings that it returns; this waits for it, and changes
+        `codes`. All programs are lowered before this returns.
 
         Args:
-            threads: Runs the compilations.
+            threads: Runs the compilations. An error of XLA in `sync` is raised here; those of the
+                other programs are raised by their futures.
 
         Returns:
-            The stage, the program and the future of its compilation, in the order of an iteration.
+            The name of the stage, the program and the future of the compiled program, in the order
+            of an iteration.
         """
         found = []
         for stage in filter(self.stages.has, STAGES):
@@ -122,12 +135,20 @@ class Planner:
         return found
 
     def lowered(self, program: Program) -> Any:
-        """Lowers a program for the devices."""
+        """Lowers a program for the devices, on its mesh. Raises what JAX raises.
+
+        Args:
+            program: The program.
+        """
         with jax.set_mesh(program.mesh):
             return topology.lowered(program.function, program.arguments)
 
     def place(self, sync: Any) -> None:
-        """Places the quantized copy as the compiled `sync` returns it. Changes `self.codes`."""
+        """Gives the quantized copy `codes` the shardings with which the compiled `sync` returns it.
+
+        Args:
+            sync: The compiled program of the stage "sync".
+        """
         self.codes = jax.tree.map(
             lambda x, where: abstract(x, self.stages.mesh, where), self.codes, sync.output_shardings
         )
@@ -141,7 +162,16 @@ class Planner:
             stage: The name of its stage.
             program: The program.
             made: The compiled program.
-            hlo: The directory that its text is written to, or None.
+            hlo: An existing directory. The compiled text is written to `STAGE-PROGRAM.hlo` in it,
+                which replaces such a file. None: it is not written.
+
+        Returns:
+            "name" and "calls" of the program; "memory", the bytes while it runs, see `memory`; and
+            "roofline", the figures of one call, see `roofline.Roofline.summary`.
+
+        Raises:
+            RunError: If the disk refuses the text.
+            ValueError: If the text cannot be parsed.
         """
         text = made.as_text()
         if hlo is not None:
@@ -153,7 +183,13 @@ class Planner:
         return {"name": program.name, "calls": program.calls, "memory": memory, "roofline": figures}
 
     def parts(self) -> dict[str, Any]:
-        """Returns the trees of arrays that stay in memory between programs, by name."""
+        """Returns the trees of arrays that stay in memory between programs, as placed shapes.
+
+        They are, by name: "base", "quantised copy", "adapters" (the trained, the old and the
+        averaged policy), "optimiser", "text encoders", "vae", "reward networks" and "conditioning"
+        (prompt embeddings, and what the reward prepared from the prompts). Parts that a run lacks
+        are empty.
+        """
         experiment = self.stages.experiment
         state = self.stages.state
         return {
@@ -170,16 +206,23 @@ class Planner:
     def memory(self, stage: str, program: Program, analysis: Any) -> dict[str, Any]:
         """Returns the bytes on a device while a program runs.
 
-        `peak` = `held` + `padded` + `temporaries` + `outputs` - `aliased` + `code` + the sum of
-        `resident`, and `arguments` = `held` + `repeated` + `padded` - `unread`. `held` counts each
-        argument once, `repeated` the arguments that are passed more than once, `unread` those that
-        the compiler leaves out, `padded` the padding of a TPU's tiles less `unread`, and `resident`
-        the arrays that are not arguments, by part.
+        The parts of `parts` that exist then and are no arguments count too. Text encoders do not,
+        except in the stage "encode", if `model.prompt_cache_dir` is set: all prompts were encoded
+        ahead.
 
         Args:
             stage: The name of its stage.
             program: The program.
             analysis: The memory analysis of the compiled program.
+
+        Returns:
+            Bytes by name. `peak` = `held` + `padded` + `temporaries` + `outputs` - `aliased` +
+            `code` + the sum of `resident`, and `arguments` = `held` + `repeated` + `padded` -
+            `unread`. `held` counts each argument once, `repeated` the arguments that are passed
+            more than once, `unread` those that the compiler leaves out, `padded` the padding of a
+            TPU's tiles less `unread`, and at least 0. `aliased` are outputs that take the place of
+            arguments. `resident` is a dict of the arrays that are not arguments, by part; those of
+            0 bytes are left out.
         """
         given = arrays(program.arguments)
         once = {id(x): x for x in given}
@@ -222,17 +265,29 @@ def plan(
 ) -> dict[str, Any]:
     """Plans an iteration.
 
+    Compiles on as many threads as this machine has CPU cores. Errors of XLA are raised as they are.
+
     Args:
         config: The configuration.
         where: The devices.
-        hlo: A directory for the compiled texts, `STAGE-PROGRAM.hlo`. None: they are not written.
-        progress: Called with the stage and the name of each program before it is measured.
+        hlo: A directory for the compiled texts, `STAGE-PROGRAM.hlo`. It is created if necessary,
+            and existing files are replaced. None: they are not written.
+        progress: Called with "STAGE: PROGRAM" before each program is measured.
 
     Returns:
-        The plan of one device, as `solrl plan` prints it in JSON.
+        The plan of one device, as `solrl plan` prints it in JSON. "stages" has for each stage, in
+        the order of an iteration, its "name", its "seconds" (a roofline bound of all its calls),
+        its "peak" in bytes and its "programs" (see `Planner.measure`). "usable" and "peak" are
+        bytes, "largest" is the stage with that peak, "fits" whether it is at most "usable", and
+        "too_large" has the settings that take less memory for each stage that does not fit. "parts"
+        are the bytes of the arrays that stay in memory, by name. "faster" is that of `faster`,
+        "seconds", "rollout" and perhaps "naive_scaling" are those of `totals`, and "assumptions" is
+        a list of sentences. "preset", "device", "devices", "hosts", "size" (height and width in
+        pixels), "mesh", "exploration" and "remat" describe what was planned.
 
     Raises:
-        InputError: If the configuration cannot be planned.
+        InputError: If the configuration cannot be planned, or `hlo` cannot be written to.
+        RunError: If the disk refuses a compiled text.
     """
     planner = Planner(config, where)
     if hlo is not None:
@@ -280,23 +335,30 @@ def plan(
 
 
 def arrays(tree: Any) -> list[Any]:
-    """Returns the shapes among the leaves of a tree. Other leaves are static arguments."""
+    """Returns the shapes among the leaves of a tree, in their order. Other leaves are static
+    arguments.
+
+    Args:
+        tree: A tree with ShapeDtypeStructs in place of arrays.
+    """
     return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.ShapeDtypeStruct)]
 
 
 def faster(planner: Planner, left: dict[str, int]) -> dict[str, str]:
     """Names settings with which stages may take less time.
 
-    Saving the outputs of matmuls takes several times the memory of
-    `model.gradient_checkpointing=blocks`, so it is named where half of the memory is free. Larger
-    batches are not named, because the time per sample hardly depends on them.
+    For exploration in a format that the device emulates, it is the format "auto". For the update
+    with `model.gradient_checkpointing=blocks` it is "matmuls", which saves the outputs of matmuls.
+    That takes several times the memory, so it is named only where more than half of the usable
+    memory is free. Larger batches are not named, because the time per sample hardly depends on
+    them.
 
     Args:
         planner: The planner, after all programs were measured.
-        left: The free bytes of each stage.
+        left: The free bytes of each stage by its name; "update" is read.
 
     Returns:
-        The setting `key=value` by stage.
+        The setting `key=value` by stage, "explore" or "update". Empty if there is none.
     """
     explorer = planner.stages.experiment.explorer
     remat = planner.config.model.gradient_checkpointing
@@ -316,11 +378,12 @@ def totals(planner: Planner, stages: list[dict[str, Any]]) -> dict[str, Any]:
 
     Args:
         planner: The planner.
-        stages: The figures of all stages.
+        stages: The figures of all stages, as in the result of `plan`.
 
     Returns:
-        "seconds" and "rollout". If the run regenerates, "naive_scaling" has the same for that
-        family, which explores in BF16 with all steps and scores its candidates once.
+        "seconds" of all stages, and "rollout", those of "sync", "explore" and "regenerate". If the
+        run regenerates, "naive_scaling" is a dict of the same two for that family, which explores
+        in the training precision with all steps and scores its candidates once.
     """
     seconds = {stage["name"]: stage["seconds"] for stage in stages}
     rollout = sum(seconds.get(name, 0.0) for name in ROLLOUT)
@@ -339,7 +402,14 @@ def totals(planner: Planner, stages: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def assumptions(planner: Planner) -> Iterator[str]:
-    """Yields sentences with the assumptions of the figures."""
+    """Yields sentences with the assumptions of the figures, without a full stop.
+
+    Which ones depends on the configuration, the platform, the number of devices, and whether the
+    model's own configuration was present.
+
+    Args:
+        planner: The planner.
+    """
     where = planner.where
     config = planner.config
     yield (
@@ -376,7 +446,14 @@ def assumptions(planner: Planner) -> Iterator[str]:
 
 
 def table(summary: dict[str, Any]) -> str:
-    """Formats a plan for a terminal."""
+    """Formats a plan for a terminal, in several lines without a line feed at the end.
+
+    Sizes are in GB (10^9 bytes) of one device. The bytes that no program takes as arguments are in
+    the column "elsewhere".
+
+    Args:
+        summary: The result of `plan`.
+    """
 
     def gb(size):
         return f"{size / 1e9:.2f}"
@@ -447,7 +524,12 @@ def table(summary: dict[str, Any]) -> str:
 
 
 def rows(summary: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the programs of a plan, each with the name of its stage."""
+    """Yields the programs of a plan in the order of an iteration: the name of the stage, and the
+    figures of the program (see `Planner.measure`).
+
+    Args:
+        summary: The result of `plan`.
+    """
     for stage in summary["stages"]:
         for row in stage["programs"]:
             yield stage["name"], row

@@ -29,28 +29,32 @@ def plan(
     """Predicts memory and time of an iteration, by compiling the programs for the devices.
 
     Call it before anything imports JAX, in a process that does not train: it sets environment
-    variables, after which JAX compiles for absent devices only. No weights are needed. The
-    compiler of the devices must be installed (`solrl_jax[plan-cuda]` or `solrl_jax[plan-tpu]`).
+    variables, after which JAX compiles for absent devices only. No weights are needed. The compiler
+    of the devices must be installed (`solrl_jax[plan-cuda]` or `solrl_jax[plan-tpu]`).
 
     Args:
         preset: The name of a preset, e.g. "flux1_sol_rl_hpsv2".
-        *overrides: Settings that differ from the preset, as `key=value`.
+        *overrides: Settings that differ from the preset, as `key=value`. Later ones win.
         device: The kind of device, a key of `planning.targets.TARGETS`, e.g. "b200".
-        devices: The number of devices on each host.
-        hosts: The number of hosts.
-        hlo: A directory for the compiled programs as text. None: they are not written.
-        force: Whether existing files in `hlo` are replaced.
-        progress: Called with the stage and the name of each program before it is measured.
+        devices: The number of devices on each host, at least 1.
+        hosts: The number of hosts, at least 1.
+        hlo: A directory for the compiled programs as text, `STAGE-PROGRAM.hlo`. It is created if
+            necessary, and a leading `~` is expanded. None: they are not written.
+        force: Whether `hlo` may already have files `*.hlo`. Those of the same names are replaced.
+        progress: Called with "STAGE: PROGRAM" before each program is measured.
 
     Returns:
-        The plan of one device: for each stage its seconds (a roofline bound), its peak memory in
-        bytes, its kernels and its collectives; and the same for the whole iteration. `solrl plan`
-        prints it in JSON.
+        The plan of one device, as `solrl plan` prints it in JSON: for each stage its seconds (a
+        roofline bound), its peak memory in bytes, its kernels and its collectives; and the same for
+        the whole iteration. See `planning.plan.plan` for the keys.
 
     Raises:
         ConfigError: If the preset or an override is invalid.
-        InputError: If the device is unknown, its compiler is not installed, there are no such
-            hosts, or the configuration cannot be run on them.
+        InputError: If the device is unknown, `hlo` has files `*.hlo` without `force` or cannot be
+            written to, the compiler is not installed, there are no such hosts, or the configuration
+            cannot be run on them.
+        RunError: If the disk refuses a compiled text.
+        ValueError: If `hlo` begins with `~USER` and there is no such user.
     """
     config = resolve(preset, overrides)
     if device not in TARGETS:

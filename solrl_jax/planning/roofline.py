@@ -29,7 +29,8 @@ class Roofline:
         on_host: The number of devices per host.
         kernels: The kernels of the program.
         collectives: Its collectives.
-        unknown_loops: The number of loops that count as one iteration.
+        unknown_loops: The number of loops that count as one iteration, because the number of their
+            iterations is unknown.
     """
 
     target: Target
@@ -39,17 +40,34 @@ class Roofline:
     unknown_loops: int
 
     def peak_seconds(self, kernel: Kernel) -> float:
-        """Returns the seconds of the arithmetic operations of all runs of a kernel."""
+        """Returns the seconds of the arithmetic operations of all runs of a kernel, at the peak
+        rate of its unit. 0 for a kernel that only moves memory.
+
+        Args:
+            kernel: A kernel of the program.
+        """
         return kernel.times * kernel.operations / getattr(self.target.peaks, kernel.unit)
 
     def kernel_seconds(self, kernel: Kernel) -> float:
-        """Returns the seconds of all runs of a kernel."""
+        """Returns the seconds of all runs of a kernel: the longer of the time of its operations and
+        the time of its bytes, both at peak rates.
+
+        Args:
+            kernel: A kernel of the program.
+        """
         return max(
             self.peak_seconds(kernel), kernel.times * kernel.moved / self.target.peaks.memory
         )
 
     def link_seconds(self, collective: Collective) -> float:
-        """Returns the seconds of all runs of a collective."""
+        """Returns the seconds of all runs of a collective, at the peak rates of links and network.
+
+        The bytes that leave the host take the network, the others the links; the two times are
+        added.
+
+        Args:
+            collective: A collective of the program.
+        """
         crossing = collective.crossing(self.on_host)
         return collective.times * (
             max(collective.sent - crossing, 0) / self.target.peaks.link
@@ -57,7 +75,8 @@ class Roofline:
         )
 
     def split(self) -> dict[str, float]:
-        """Returns the seconds by what limits them, see `KINDS`.
+        """Returns the seconds of one call by what limits them: "products", "attention", "memory"
+        (the kinds of kernels) and "links".
 
         Collectives that overlap with kernels count only for the time that remains after all
         kernels.
@@ -70,8 +89,15 @@ class Roofline:
         return seconds | {"links": waiting + max(overlapping - sum(seconds.values()), 0.0)}
 
     def summary(self) -> dict[str, Any]:
-        """Returns all figures as JSON values: seconds, bytes and operations of one call on one
-        device.
+        """Returns all figures of one call on one device as JSON values.
+
+        Returns:
+            "seconds", the sum of "split" (see `split`); "products_at_peak", the seconds of all
+            operations alone; "kernels", the number of runs of all kernels; "native", the number of
+            runs of each library function and Pallas kernel by its name; "operations" by arithmetic
+            unit, those of 0 left out; "memory_traffic", the bytes of main memory that are read and
+            written; "collectives" (see `_messages`); "largest" (see `_largest`); and
+            "unknown_loops".
         """
         split = self.split()
         operations = defaultdict[str, float](float)
@@ -91,8 +117,12 @@ class Roofline:
         }
 
     def _messages(self) -> list[dict[str, Any]]:
-        """Returns collectives by kind and by whether they overlap, with the bytes that a device
-        sends.
+        """Returns the collectives of one call, grouped by kind and by whether they overlap.
+
+        Returns:
+            For each group, in the order of their first runs, "kind", "overlaps", "count" (the
+            number of runs), "sent" and "crossing" (the bytes that a device sends in all of them,
+            and those of them that leave the host), and "seconds".
         """
         alike: defaultdict[tuple[str, bool], list[Collective]] = defaultdict(list)
         for one in self.collectives:
@@ -110,7 +140,13 @@ class Roofline:
         ]
 
     def _largest(self) -> list[dict[str, Any]]:
-        """Returns the kernels that take longest, grouped by name, result and source."""
+        """Returns the kernels that take longest, grouped by name, result and source.
+
+        Returns:
+            At most `LARGEST` (8) groups, longest first: "name", "result", "source", "times" (the
+            number of runs), "seconds" of all runs, and "at_peak", the seconds of their operations
+            alone.
+        """
         alike: defaultdict[tuple[str, str, str], list[Kernel]] = defaultdict(list)
         for kernel in self.kernels:
             alike[kernel.name, kernel.result, kernel.source].append(kernel)
@@ -132,10 +168,13 @@ def roofline(text: str, target: Target, on_host: int = 1, hosts: int = 1) -> Roo
     """Reads the work of a program from its compiled text.
 
     Args:
-        text: The compiled text.
+        text: The compiled text, of the program on one device.
         target: The device.
         on_host: The number of devices per host.
         hosts: The number of hosts.
+
+    Raises:
+        ValueError: If the text cannot be parsed.
     """
     module = parse(text)
     return Roofline(
@@ -148,7 +187,14 @@ def roofline(text: str, target: Target, on_host: int = 1, hosts: int = 1) -> Roo
 
 
 def table(summary: dict[str, Any]) -> str:
-    """Formats the result of `Roofline.summary` for a terminal."""
+    """Formats the figures of a program for a terminal, in lines without a line feed at the end.
+
+    Each time has its part of all seconds in per cent. The sources of kernels are cut to their last
+    60 characters.
+
+    Args:
+        summary: The result of `Roofline.summary`.
+    """
     total = summary["seconds"]
 
     def row_of(seconds):

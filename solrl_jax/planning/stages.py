@@ -31,11 +31,11 @@ class Program:
     """A jitted function and its arguments.
 
     Attributes:
-        mesh: The mesh that it runs on.
+        mesh: The mesh that it runs on, which must be set when it is lowered.
         function: The jitted function.
         arguments: Its arguments, with placed shapes in place of arrays.
-        calls: The number of calls per iteration.
-        meanwhile: Other arrays that stay in memory during a call.
+        calls: The number of calls per iteration. 0 for an evaluation, which is no part of it.
+        meanwhile: A tree of other arrays, as placed shapes, that stay in memory during a call.
     """
 
     mesh: Mesh
@@ -46,14 +46,31 @@ class Program:
 
     @property
     def name(self) -> str:
-        """The name of the function."""
+        """The name of the function, e.g. "sample_chunk"."""
         return self.function.__name__
 
 
 class Stages:
-    """The programs of an experiment of shapes, on the mesh of the experiment."""
+    """The programs of an experiment of shapes, on the mesh of the experiment.
+
+    Attributes:
+        experiment: The experiment.
+        mesh: The mesh of the transformer and of training.
+        rows_mesh: The same devices with samples split over all of them, for encoding and scoring.
+        state: The shapes of the training state.
+        encoders: The parameters of the text encoders as shapes, by folder.
+        whole: The sharding of arrays that every device of `mesh` holds completely.
+        prepared: What the reward prepares from the prompts of an iteration, as shapes.
+        conditions: The embeddings of the prompts of an iteration and of the empty prompt, as
+            shapes.
+    """
 
     def __init__(self, experiment: Experiment):
+        """Computes the shapes that several programs share. Nothing is compiled.
+
+        Args:
+            experiment: The experiment of shapes, see `abstract.experiment`.
+        """
         self.experiment = experiment
         self.mesh = experiment.backbone.mesh
         self.rows_mesh = sharding.rows_only(self.mesh)
@@ -69,7 +86,12 @@ class Stages:
         )
 
     def has(self, stage: str) -> bool:
-        """Whether a run has programs of a stage that no other stage has.
+        """Returns whether a run has programs of a stage that no other stage has.
+
+        "sync" needs an exploration format that quantizes, "regenerate" needs `rollout.regenerate`,
+        and "evaluate" needs evaluation images with more pixels than those of training, since its
+        programs are otherwise no larger than those of other stages. All other stages are always
+        there.
 
         Args:
             stage: A name of `STAGES`.
@@ -83,8 +105,8 @@ class Stages:
         return stage != "regenerate" or self.experiment.config.rollout.regenerate
 
     def codes(self) -> Any:
-        """The result of `sync`, replicated on every device; an empty dict where nothing is
-        quantized.
+        """Returns the result of `sync` as shapes: the quantized leaves by parameter path,
+        replicated on every device. An empty dict where nothing is quantized.
         """
         if not self.has("sync"):
             return {}
@@ -93,10 +115,12 @@ class Stages:
         return abstract(made, self.mesh, self.whole)
 
     def chunks(self, groups: int) -> tuple[int, int]:
-        """Returns the numbers of batches that an iteration explores and regenerates.
+        """Returns the numbers of batches that an iteration explores and regenerates. A last batch
+        that is not full counts as one; without regeneration the second number is 0.
 
         Args:
-            groups: The number of groups of devices that samples are divided among.
+            groups: The number of groups of devices that samples are divided among. A batch has the
+                sampler's chunk size times as many samples.
         """
         rollout = self.experiment.config.rollout
         prompts = self.experiment.config.train.num_prompts
@@ -106,11 +130,16 @@ class Stages:
         )
 
     def programs(self, stage: str, codes: Any) -> list[Program]:
-        """Returns the programs of a stage; an empty list for a stage that the run does not have.
+        """Returns the programs of a stage.
+
+        "score" has two programs (decoding and scoring), of which a run may lack either, and
+        "evaluate" has those of sampling and scoring at the size of the evaluation. Check with `has`
+        whether the run has the stage.
 
         Args:
-            stage: A name of `STAGES`.
-            codes: The quantized copy, as placed shapes.
+            stage: A name of `STAGES`: "encode", "sync", "explore", "regenerate", "score", "update"
+                or "evaluate". Any other name means "update".
+            codes: The quantized copy, as placed shapes, or an empty dict. Only "explore" reads it.
         """
         experiment = self.experiment
         rollout = self.experiment.config.rollout
@@ -156,7 +185,11 @@ class Stages:
         return [self._update()]
 
     def _encodings(self, count: int) -> Any:
-        """Returns the conditioning of `count` prompts, replicated, as shapes."""
+        """Returns the conditioning of some prompts, replicated, as shapes.
+
+        Args:
+            count: The number of prompts, the leading axis of every array.
+        """
         with jax.set_mesh(self.rows_mesh):
             out = encode_chunk.eval_shape(*self._encode().arguments)
         return jax.tree.map(
@@ -164,10 +197,11 @@ class Stages:
         )
 
     def _policy(self, codes: Any) -> Any:
-        """Returns the base with the old adapters attached, as shapes.
+        """Returns the base with the adapters of the old policy attached, as shapes.
 
         Args:
-            codes: The quantized layers, or an empty dict for the policy in the training precision.
+            codes: The quantized layers by parameter path, or an empty dict for the policy in the
+                training precision.
         """
 
         def policy(base, adapters, codes):
@@ -176,8 +210,8 @@ class Stages:
         return shaped(policy, self.experiment.backbone.transformer, self.state.old, codes)
 
     def _encode(self) -> Program:
-        """Returns the program that encodes a batch of prompts. The empty prompt takes one more
-        call.
+        """Returns the program that encodes a batch of prompts. Its number of calls is that for the
+        prompts of one iteration, and one more for the empty prompt.
         """
         backbone = self.experiment.backbone
         model = self.experiment.config.model
@@ -193,7 +227,11 @@ class Stages:
         return Program(mesh, encode_chunk, (encoders, self.encoders, placed), calls)
 
     def _sync(self) -> tuple[Any, ...]:
-        """Returns the arguments of the program that merges and quantizes the policy."""
+        """Returns the arguments of `quantize_policy`, the program that merges and quantizes the
+        policy.
+
+        The exploration format must quantize.
+        """
         experiment = self.experiment
         explorer = self.experiment.explorer
         base = experiment.backbone.transformer
@@ -218,8 +256,9 @@ class Stages:
         """Returns the shape of an array with one row per sample of a batch on all devices.
 
         Args:
-            mesh: The mesh over which samples are sharded.
-            shape: The shape of one row.
+            mesh: The mesh over which samples are sharded. A batch has the sampler's chunk size
+                times its `row_groups` rows.
+            shape: The shape of one row, () for one number per sample.
             dtype: The dtype.
         """
         rows = self._stage.chunk * row_groups(mesh)
@@ -231,7 +270,7 @@ class Stages:
         Args:
             segments: The policies with their schedules.
             calls: The number of calls per iteration.
-            recorded: The number of steps whose states are recorded.
+            recorded: The number of stochastic steps whose states are recorded; 0 records none.
         """
         noise = self._rows(self.mesh, self._stage.shape, jnp.float32)
         rows = shaped(
@@ -248,11 +287,13 @@ class Stages:
         return Program(self.mesh, sample_chunk, arguments, calls)
 
     def _score(self, calls: int) -> list[Program]:
-        """Returns the programs that decode and score one batch. A reward outside of JAX has no
-        program.
+        """Returns the programs that decode and score one batch.
+
+        A reward that reads no images needs no decoding, and a reward outside of JAX has no program
+        for scoring. The list may be empty.
 
         Args:
-            calls: The number of calls per iteration.
+            calls: The number of calls of each program per iteration.
         """
         experiment = self.experiment
         reward = self.experiment.reward
@@ -269,7 +310,9 @@ class Stages:
         return [*decode, Program(mesh, score_images, arguments, calls, meanwhile=latents)]
 
     def _update(self) -> Program:
-        """Returns the program of the update."""
+        """Returns the program of the update on the kept samples of an iteration, which is called
+        once.
+        """
         experiment = self.experiment
         config = self.experiment.config
         backbone = experiment.backbone

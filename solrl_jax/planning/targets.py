@@ -22,8 +22,8 @@ class Chip:
         clock: Their clock in GHz.
         cache: The bytes of the L2 cache.
         shared: The bytes of shared memory of a multiprocessor.
-        threads: The threads of a multiprocessor.
-        units: Its float32 units.
+        threads: The largest number of threads of a multiprocessor.
+        units: The number of float32 units of a multiprocessor.
     """
 
     cores: int
@@ -36,17 +36,18 @@ class Chip:
 
 @dataclasses.dataclass(frozen=True)
 class Peaks:
-    """Peak rates, in operations or bytes per second.
+    """Peak rates of one device: operations per second (a multiply-add is 2) for matmuls, and bytes
+    per second for `memory`, `link` and `network`.
 
     Attributes:
         bf16: Matmuls in BF16.
         fp8: Matmuls in FP8; equal to `bf16` where there are no units.
-        fp4: Matmuls in FP4; equal to `bf16` where there are no units.
+        fp4: Matmuls in FP4; equal to `bf16` on GPUs and to `fp8` on TPUs where there are no units.
         fp32: Matmuls in float32. On TPUs these are six passes of BF16.
         tf32: Float32 matmuls in lower precision. On TPUs these are three passes of BF16.
         memory: Main memory.
-        link: Links between the devices of a host, or of a TPU slice.
-        network: The network between hosts, the share of one device.
+        link: Links between the devices of a host, or of a TPU slice, in one direction.
+        network: The network between hosts, the share of one device, in one direction.
     """
 
     bf16: float
@@ -68,12 +69,12 @@ class Target:
         platform: "gpu" or "tpu".
         kind: JAX's `device_kind`.
         capability: The CUDA compute capability; (0, 0) on TPUs.
-        memory: The bytes of main memory.
-        peaks: The peak rates.
+        memory: The bytes of main memory of one device.
+        peaks: The peak rates of one device.
         on_host: The largest number of devices of one host.
         chip: The figures of a GPU; None on TPUs.
-        axes: The number of axes of a TPU's torus.
-        cores: The number of JAX devices of one TPU chip.
+        axes: The number of axes of a TPU's torus, 2 or 3; 0 for GPUs.
+        cores: The number of JAX devices of one TPU chip; 1 for GPUs.
     """
 
     name: str
@@ -97,15 +98,17 @@ def _gpu(
     chip: Chip,
     on_host: int = 8,
 ) -> Target:
-    """Makes a GPU.
+    """Returns a GPU as a target.
+
+    The peak of float32 is 2 operations per unit and clock, and that of TF32 half of BF16's.
 
     Args:
         name: Its name in commands.
         kind: JAX's `device_kind`.
-        major: The first number of its compute capability.
+        major: The first number of its compute capability. The second is 0.
         memory: MiB of memory, as the driver reports it.
-        rates: Teraflops in BF16, FP8 and FP4, then TB/s of memory, GB/s of links and of the
-            network.
+        rates: Six peak rates of one device: teraflops in BF16, FP8 and FP4, then TB/s of memory,
+            GB/s of links and of the network.
         chip: The figures that XLA asks for.
         on_host: The largest number of devices of one host.
     """
@@ -121,14 +124,18 @@ def _gpu(
 def _tpu(
     name: str, kind: str, memory: int, rates: tuple[int | float, ...], axes: int, cores: int = 1
 ) -> Target:
-    """Makes a TPU. The figures are those of a chip, which its cores share.
+    """Returns a TPU as a target. The figures are those of a chip, and are divided by its cores.
+
+    A host has at most 8 chips with two axes, and 4 with three. FP4 has the rate of FP8, and the
+    network that of the links.
 
     Args:
         name: Its name in commands.
         kind: JAX's `device_kind`.
-        memory: GB of memory.
-        rates: Teraflops in BF16 and FP8, then TB/s of memory and GB/s of links.
-        axes: The number of axes of the torus.
+        memory: GB (10^9 bytes) of memory of a chip.
+        rates: Four peak rates of a chip: teraflops in BF16 and FP8, then TB/s of memory and GB/s of
+            links.
+        axes: The number of axes of the torus, 2 or 3.
         cores: The number of JAX devices of one chip.
     """
     bf16, fp8, bandwidth, link = (rate / cores for rate in rates)
@@ -191,7 +198,12 @@ TARGETS = {
 
 
 def description(target: Target) -> str:
-    """Returns a GPU as XLA's compiler takes it: a `GpuTargetConfigProto` as text."""
+    """Returns a GPU as XLA's compiler takes it: a `GpuTargetConfigProto` as text, with the cuDNN
+    version `CUDNN` and CUDA 13.0.
+
+    Args:
+        target: The kind of device, which must be a GPU.
+    """
     chip = target.chip
     (major, minor) = target.capability
     assert chip is not None

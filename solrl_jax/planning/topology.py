@@ -42,11 +42,15 @@ def prepare(target: Target) -> None:
     """Sets the environment variables for compiling for a device. JAX reads them when it is
     imported.
 
+    They make JAX run on the CPU, without a compilation cache, and keep libtpu from looking for a
+    TPU. The variables of this process that have these names are replaced, for the rest of its life.
+
     Args:
         target: The device.
 
     Raises:
-        InputError: If its compiler is not installed.
+        InputError: If its compiler is not installed: JAX's CUDA plug-in with `ptxas` and cuDNN, or
+            libtpu. No variable is set then.
     """
     installed = any(map(importlib.util.find_spec, WHEELS[target.platform]))
     if target.platform == "gpu":
@@ -60,7 +64,8 @@ def prepare(target: Target) -> None:
 
 
 def _has_assembler() -> bool:
-    """Whether XLA finds CUDA's assembler: in a wheel, on the PATH, or in the toolkit.
+    """Returns whether XLA finds CUDA's assembler `ptxas`: in a wheel of NVIDIA, on the PATH, or in
+    `/usr/local/cuda/bin`.
 
     Some compilers crash without it.
     """
@@ -72,7 +77,7 @@ def _has_assembler() -> bool:
 
 
 def _has_cudnn() -> bool:
-    """Whether cuDNN is installed, in a wheel or in the system.
+    """Returns whether cuDNN is installed, in a wheel or in the system. It is not loaded.
 
     JAX asks the library for its version when it traces attention. No device is needed for that.
     """
@@ -84,16 +89,18 @@ def _has_cudnn() -> bool:
 def devices(target: Target, count: int, hosts: int) -> list[Any]:
     """Returns devices that programs can be compiled for, and nothing else.
 
+    Starts JAX's backends, so `prepare` must have been called before.
+
     Args:
         target: The kind of device.
-        count: The number of devices on each host.
-        hosts: The number of hosts.
+        count: The number of devices on each host, at least 1.
+        hosts: The number of hosts, at least 1.
 
     Returns:
-        `jax.Device`s, host by host.
+        `jax.Device`s, host by host and then by their numbers.
 
     Raises:
-        InputError: If there is no such topology.
+        InputError: If a host has fewer GPUs, or there are no such TPU slices.
     """
     import jax
     from jax.experimental.topologies import get_topology_desc
@@ -120,15 +127,18 @@ def tpu_topology(target: Target, count: int, hosts: int) -> tuple[str, tuple[int
 
     Args:
         target: The kind of TPU.
-        count: The number of devices on each host.
-        hosts: The number of hosts.
+        count: The number of devices on each host: those of 1, 4 or 8 chips, up to `target.on_host`.
+        hosts: The number of hosts: 1, or a power of two.
 
     Returns:
         libtpu's name of the slice, e.g. "v6e:4x4" for 2 hosts of 8 tpu-v6e, and the numbers of a
-        host's chips along the three axes.
+        host's chips along the three axes. The slice is as near to a square or cube as powers of two
+        allow, with the longest axes last, but axes of length 1 behind all others.
 
     Raises:
-        InputError: If there are no hosts with so many devices, or no slices with so many hosts.
+        InputError: If there are no hosts with so many devices, or no slices with so many hosts: the
+            number is no power of two, the slice has more than 256 chips (8192 with three axes), or
+            hosts of one chip are combined.
     """
     sizes = {
         chips * target.cores: lie
@@ -157,20 +167,28 @@ def tpu_topology(target: Target, count: int, hosts: int) -> tuple[str, tuple[int
 
 
 def lowered(function: Any, arguments: tuple[Any, ...]) -> Any:
-    """Lowers a jitted function for shapes that are placed on a topology's devices.
+    """Lowers a jitted function for shapes that are placed on a topology's devices. Raises what JAX
+    raises.
 
     Args:
         function: The jitted function.
-        arguments: Its arguments.
+        arguments: Its arguments, with placed ShapeDtypeStructs in place of arrays.
+
+    Returns:
+        The lowered program (`jax.stages.Lowered`).
     """
     return function.lower(*arguments)
 
 
 def compiled(program: Any, target: Target) -> Any:
-    """Compiles a lowered program for a device. Raises what XLA raises.
+    """Compiles a lowered program for a device, with the options of its platform: on GPUs, without
+    matmuls in Triton, which could not be tuned. Raises what XLA raises.
 
     Args:
         program: The result of `lowered`.
         target: The kind of device.
+
+    Returns:
+        The compiled program (`jax.stages.Compiled`), which cannot be run here.
     """
     return program.compile(compiler_options=OPTIONS[target.platform])
