@@ -66,11 +66,13 @@ def open_configurations(
     if folder is None or not (folder / "transformer" / "config.json").is_file():
         folder = hub.CARRIED / path
     if not (folder / "model_index.json").is_file():
-        carried = sorted(
+        names = sorted(
             str(p.parent.relative_to(hub.CARRIED)) for p in hub.CARRIED.glob("*/*/model_index.json")
         )
-        there = f"configurations are carried for {', '.join(carried)}"
-        raise InputError(f"model.path={path!r}: no such directory, not in the hub's cache; {there}")
+        accepted = f"configurations are carried for {', '.join(names)}"
+        raise InputError(
+            f"model.path={path!r}: no such directory, not in the hub's cache; {accepted}"
+        )
     return open_model(str(folder), remat, mhla)
 
 
@@ -142,10 +144,10 @@ def some_prompts(config: Config) -> list[Prompt]:
     """
     count = config.train.num_prompts
     try:
-        found = load_prompt_sets(config)[0][:count]
+        prompts = load_prompt_sets(config)[0][:count]
     except InputError:
-        found = []
-    return found + [found[0] if found else Prompt("")] * (count - len(found))
+        prompts = []
+    return prompts + [prompts[0] if prompts else Prompt("")] * (count - len(prompts))
 
 
 def reward(config: Config, mesh: Mesh, products: DTypeLike) -> Reward:
@@ -164,8 +166,8 @@ def reward(config: Config, mesh: Mesh, products: DTypeLike) -> Reward:
             arrays of a user's reward inside JAX cannot be placed on the mesh.
     """
     settings = dataclasses.replace(config.reward, paths=CARRIED, eval_only=())
-    loaded = open_rewards(settings, products).load(mesh).trained
-    return dataclasses.replace(loaded, params=abstract(loaded.params, mesh))
+    trained = open_rewards(settings, products).load(mesh).trained
+    return dataclasses.replace(trained, params=abstract(trained.params, mesh))
 
 
 def text_encoders(backbone: Backbone) -> dict[str, Any]:
@@ -198,13 +200,13 @@ def abstract(tree: Any, mesh: Mesh, where: NamedSharding | None = None) -> Any:
     """
 
     def one(x: Any) -> jax.ShapeDtypeStruct:
-        placed = where or (
+        placement = where or (
             x.sharding
             if isinstance(getattr(x, "sharding", None), NamedSharding)
             else sharding.replicated(mesh)
         )
         return jax.ShapeDtypeStruct(
-            x.shape, jax.dtypes.canonicalize_dtype(x.dtype), sharding=placed
+            x.shape, jax.dtypes.canonicalize_dtype(x.dtype), sharding=placement
         )
 
     return jax.tree.map(one, tree)
@@ -225,13 +227,13 @@ def shaped(make: Callable[..., Any], *trees: Any) -> Any:
     """
     leaves: list[Any] = []
 
-    def traced(*given: Any) -> Any:
-        made = make(*given)
-        shapes = dict(zip(map(id, jax.tree.leaves(given)), jax.tree.leaves(trees), strict=True))
-        leaves.extend(shapes.get(id(x), x) for x in jax.tree.leaves(made))
-        return made
+    def trace(*arguments: Any) -> Any:
+        outputs = make(*arguments)
+        shapes = dict(zip(map(id, jax.tree.leaves(arguments)), jax.tree.leaves(trees), strict=True))
+        leaves.extend(shapes.get(id(x), x) for x in jax.tree.leaves(outputs))
+        return outputs
 
-    return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(traced, *trees)), leaves)
+    return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(trace, *trees)), leaves)
 
 
 def held(tree: Any) -> int:

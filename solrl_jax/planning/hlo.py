@@ -81,8 +81,8 @@ class Instruction:
         Returns:
             The text between the quotes; "" if there is no such attribute.
         """
-        found = re.search(rf'\b{key}"?[=:]\s*"([^"]*)"', self.attributes)
-        return found[1] if found else ""
+        match = re.search(rf'\b{key}"?[=:]\s*"([^"]*)"', self.attributes)
+        return match[1] if match else ""
 
     def integers(self, key: str) -> list[int]:
         """Returns the value of an attribute that is a list of integers, `key={1,2}` or
@@ -94,8 +94,8 @@ class Instruction:
         Returns:
             The integers in their order; [] if there is no such attribute.
         """
-        found = re.search(rf'\b{key}"?[=:]\s*[\[{{]([\d," ]*)[\]}}]', self.attributes)
-        return [int(n) for n in re.findall(r"\d+", found[1])] if found else []
+        match = re.search(rf'\b{key}"?[=:]\s*[\[{{]([\d," ]*)[\]}}]', self.attributes)
+        return [int(n) for n in re.findall(r"\d+", match[1])] if match else []
 
     def value(self, key: str) -> str:
         """Returns the value of an unquoted attribute `key=VALUE`, the name of a computation or a
@@ -107,8 +107,8 @@ class Instruction:
         Returns:
             The text, without the leading "%" of a name; "" if there is no such attribute.
         """
-        found = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
-        return found[1] if found else ""
+        match = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
+        return match[1] if match else ""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -164,8 +164,8 @@ class Module:
         Args:
             loop: An instruction with the opcode "while".
         """
-        if known := re.search(r'"known_trip_count":\s*\{"n":\s*"(\d+)"', loop.attributes):
-            return int(known[1])
+        if count := re.search(r'"known_trip_count":\s*\{"n":\s*"(\d+)"', loop.attributes):
+            return int(count[1])
         test = self.root(loop.value("condition"))
         counts = (
             test.opcode == "compare"
@@ -249,7 +249,7 @@ def _instructions(lines: list[str]) -> list[Instruction]:
     Raises:
         ValueError: If a parenthesis is not closed, or if a line has none.
     """
-    made: dict[str, Instruction] = {}
+    instructions: dict[str, Instruction] = {}
     for line in lines:
         head = _INSTRUCTION.match(line)
         assert head is not None
@@ -258,13 +258,15 @@ def _instructions(lines: list[str]) -> list[Instruction]:
         opening = rest.index("(", kind_end)
         closing = opening + _closing(rest[opening:])
         literal = rest[opening + 1 : closing - 1]
-        operands = tuple(made[name] for name in _OPERAND.findall(literal) if name in made)
+        operands = tuple(
+            instructions[name] for name in _OPERAND.findall(literal) if name in instructions
+        )
         opcode = rest[kind_end:opening].strip()
         arrays = _arrays(rest[:kind_end])
-        made[head[2]] = Instruction(
+        instructions[head[2]] = Instruction(
             head[2], opcode, arrays, operands, literal, rest[closing:], bool(head[1])
         )
-    return list(made.values())
+    return list(instructions.values())
 
 
 def _arrays(text: str) -> tuple[Array, ...]:
@@ -274,12 +276,12 @@ def _arrays(text: str) -> tuple[Array, ...]:
         text: The type, e.g. "f32[2,3]{1,0:S(1)}", whose memory space is 1, or a tuple of types in
             parentheses. An empty tuple gives ().
     """
-    found = []
+    arrays = []
     for kind, dims, layout in _ARRAY.findall(text):
         space = re.search(r"S\((\d+)\)", layout)
         shape = tuple(int(n.lstrip("<=")) for n in dims.split(",") if n)
-        found.append(Array(kind, shape, int(space[1]) if space else 0))
-    return tuple(found)
+        arrays.append(Array(kind, shape, int(space[1]) if space else 0))
+    return tuple(arrays)
 
 
 def _closing(text: str) -> int:
@@ -292,10 +294,10 @@ def _closing(text: str) -> int:
         ValueError: If that parenthesis is not closed.
     """
     depth = 0
-    for found in re.finditer(r"[()]", text):
-        depth += 1 if found[0] == "(" else -1
+    for match in re.finditer(r"[()]", text):
+        depth += 1 if match[0] == "(" else -1
         if depth == 0:
-            return found.end()
+            return match.end()
     raise ValueError(f"HLO: a parenthesis is not closed: {text[:80]!r}")
 
 
@@ -306,9 +308,9 @@ def _branches(step: Instruction) -> list[str]:
         step: An instruction with the opcode "conditional". Its branches are listed, or named as
             true and false ones, in this order.
     """
-    listed = re.search(r"branch_computations=\{([^}]*)\}", step.attributes)
+    branches = re.search(r"branch_computations=\{([^}]*)\}", step.attributes)
     return (
-        _OPERAND.findall(listed[1])
-        if listed
+        _OPERAND.findall(branches[1])
+        if branches
         else [step.value("true_computation"), step.value("false_computation")]
     )

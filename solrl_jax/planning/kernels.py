@@ -93,13 +93,13 @@ def kernels(module: Module) -> list[Kernel]:
         module: The compiled program.
     """
     memory = _Memory(module)
-    found = [
+    steps = [
         (step, times)
         for step, times in module.executed()
         if step.opcode not in FREE and collective(step.opcode) is None
     ]
     return [
-        _kernel(step, times, memory) for step, times in found if not step.opcode.endswith("-done")
+        _kernel(step, times, memory) for step, times in steps if not step.opcode.endswith("-done")
     ]
 
 
@@ -114,20 +114,20 @@ def collective(opcode: str) -> str | None:
     return name if name in COLLECTIVES else None
 
 
-def native(found: Iterable[Kernel]) -> dict[str, int]:
+def native(all_kernels: Iterable[Kernel]) -> dict[str, int]:
     """Counts how often each library function and each Pallas kernel runs, by its name.
 
     Matmuls and convolutions that XLA compiles itself, as "dot" and "convolution" outside of
     fusions, are counted too. Fusions and all other kernels that only move memory are not.
 
     Args:
-        found: The kernels of a program.
+        all_kernels: The kernels of a program.
 
     Returns:
         The number of runs in one call of the program by `Kernel.name`.
     """
     counts = Counter[str]()
-    for kernel in found:
+    for kernel in all_kernels:
         if not kernel.name.startswith("fusion") and (
             kernel.kind != "memory" or kernel.name in PALLAS
         ):
@@ -184,7 +184,8 @@ def _kernel(step: Instruction, times: int, memory: "_Memory") -> Kernel:
         kind = "products"
         name = f"{name} {operand}"
     result = "".join(
-        f"{a.kind}[{','.join(map(str, a.shape))}]" for a in work.arrays[:1] and [_started(work)]
+        f"{a.kind}[{','.join(map(str, a.shape))}]"
+        for a in work.arrays[:1] and [_first_result(work)]
     )
     return Kernel(name, kind, unit(operand), result, source, times, count, memory.moved(step, name))
 
@@ -203,10 +204,10 @@ def _inside(steps: Sequence[Instruction], module: Module) -> tuple[float, str]:
         The operations of one run, a multiply-add counted as 2, and the type of the operands of the
         largest matmul ("bf16" if there is none).
     """
-    found = [_product(step) for step in steps if step.opcode in ("dot", "convolution")]
+    products = [_product(step) for step in steps if step.opcode in ("dot", "convolution")]
     inner = [step.value("calls") for step in steps if step.opcode == "fusion"]
-    found += [_inside(module.computations[name], module) for name in inner]
-    return sum((count for count, _ in found), 0.0), max(found, default=(0.0, "bf16"))[1]
+    products += [_inside(module.computations[name], module) for name in inner]
+    return sum((count for count, _ in products), 0.0), max(products, default=(0.0, "bf16"))[1]
 
 
 def _product(step: Instruction) -> tuple[float, str]:
@@ -221,12 +222,12 @@ def _product(step: Instruction) -> tuple[float, str]:
     """
     left, right = (operand.arrays[0] for operand in step.operands[:2])
     if step.opcode == "convolution":
-        return _convolution(step, left, right, step.arrays[0]), _multiplied(step, left.kind)
+        return _convolution(step, left, right, step.arrays[0]), _matmul_type(step, left.kind)
     depth = math.prod(left.shape[i] for i in step.integers("lhs_contracting_dims"))
-    return 2.0 * math.prod(step.arrays[0].shape) * depth, _multiplied(step, left.kind)
+    return 2.0 * math.prod(step.arrays[0].shape) * depth, _matmul_type(step, left.kind)
 
 
-def _multiplied(step: Instruction, kind: str) -> str:
+def _matmul_type(step: Instruction, kind: str) -> str:
     """Returns the type that operands are multiplied in: "tf32" for "f32" unless the matmul asks for
     the highest precision, and else `kind`.
 
@@ -254,7 +255,7 @@ def _library(step: Instruction, name: str) -> tuple[float, str]:
     """
     operands = [operand.arrays[0] for operand in step.operands if operand.arrays]
     result = step.arrays[0]
-    kind = _multiplied(step, operands[0].kind) if operands else "bf16"
+    kind = _matmul_type(step, operands[0].kind) if operands else "bf16"
     if "fmha" in name:
         scores = (
             step.attributes.partition('"intermediate_tensor_shape"')[2]
@@ -329,7 +330,7 @@ def _taps(sizes: Sequence[int], window: dict[str, str], axis: int) -> int:
 # --- memory ---
 
 
-def _started(step: Instruction) -> Array:
+def _first_result(step: Instruction) -> Array:
     """Returns the first result of an instruction, or the later result of an asynchronous start.
 
     Args:
@@ -363,7 +364,7 @@ class _Memory:
 
     def __init__(self, module: Module):
         self.module = module
-        self._read: dict[tuple[str, int], float] = {}
+        self._parameter_reads: dict[tuple[str, int], float] = {}
 
     def moved(self, step: Instruction, name: str) -> float:
         """Returns the bytes that a kernel reads and writes, without a library's workspace.
@@ -378,7 +379,7 @@ class _Memory:
             return 0.0
         reads = sum((self._reads(step, i) for i in range(len(step.operands))), 0.0)
         if step.opcode.endswith("-start") and step.opcode not in FUSIONS:
-            result = _started(step)
+            result = _first_result(step)
             return reads + (result.size if result.space == 0 else 0.0)
         return reads + self._writes(step)
 
@@ -397,7 +398,7 @@ class _Memory:
         if step.opcode in FUSIONS:
             return min(operand.size, self._parameter(step.value("calls"), position))
         if position == 0 and step.opcode.removesuffix("-start") in SLICES:
-            return min(operand.size, _started(step).size)
+            return min(operand.size, _first_result(step).size)
         return 0.0 if position == 0 and step.opcode in UPDATES else operand.size
 
     def _parameter(self, computation: str, number: int) -> float:
@@ -411,7 +412,7 @@ class _Memory:
             number: The number of the parameter, from 0.
         """
         key = computation, number
-        if key not in self._read:
+        if key not in self._parameter_reads:
             steps = self.module.computations[computation]
             total = 0.0
             names = {
@@ -423,8 +424,8 @@ class _Memory:
                     names.add(step)
                 elif step.opcode != "tuple":
                     total += sum(self._reads(step, i) for i in at)
-            self._read[key] = total
-        return self._read[key]
+            self._parameter_reads[key] = total
+        return self._parameter_reads[key]
 
     def _writes(self, step: Instruction) -> float:
         """Returns the bytes that an instruction writes to main memory, without a library's
@@ -438,12 +439,12 @@ class _Memory:
         if step.opcode in UPDATES:
             return step.operands[UPDATES[step.opcode]].size
         if step.opcode in FUSIONS:
-            return min(step.size, self._written(self.module.root(step.value("calls"))))
+            return min(step.size, self._fusion_writes(self.module.root(step.value("calls"))))
         return sum(
             a.size for i, a in enumerate(step.arrays) if a.space == 0 and not _is_workspace(step, i)
         )
 
-    def _written(self, root: Instruction) -> float:
+    def _fusion_writes(self, root: Instruction) -> float:
         """Returns the bytes that a fusion writes, given its root.
 
         Args:
@@ -451,9 +452,13 @@ class _Memory:
                 bitcast counts as its operand; a library's workspace counts as 0.
         """
         if root.opcode == "tuple":
-            return sum(map(self._written, root.operands), 0.0)
+            return sum(map(self._fusion_writes, root.operands), 0.0)
         if root.opcode == "get-tuple-element" and _is_workspace(
             root.operands[0], int(root.value("index"))
         ):
             return 0.0
-        return self._written(root.operands[0]) if root.opcode == "bitcast" else self._writes(root)
+        return (
+            self._fusion_writes(root.operands[0])
+            if root.opcode == "bitcast"
+            else self._writes(root)
+        )

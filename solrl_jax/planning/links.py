@@ -80,22 +80,22 @@ def collectives(module: Module, devices: int) -> list[Collective]:
         devices: The number of devices that it runs on, on all hosts together. It is read only for
             collectives that name no groups, which are of all devices.
     """
-    accompanied = {step for steps in module.computations.values() for step in _accompanied(steps)}
-    wrapped = {step.value("calls") for step in accompanied if step.opcode == "async-start"}
-    accompanied |= {step for name in wrapped for step in module.computations[name]}
-    found = []
+    starts = {step for steps in module.computations.values() for step in _overlapping_starts(steps)}
+    names = {step.value("calls") for step in starts if step.opcode == "async-start"}
+    starts |= {step for name in names for step in module.computations[name]}
+    operations = []
     for step, times in module.executed():
         kind = collective(step.opcode)
         if kind is not None:
             groups = _groups(step, kind, devices)
-            given = sum(a.size for operand in step.operands for a in operand.arrays)
-            size = given * len(groups[0]) if kind == "all-gather" else given
-            overlaps = step in accompanied and not re.search(r'"is_sync":\s*true', step.attributes)
-            found.append(Collective(kind, size, groups, times, overlaps))
-    return [one for one in found if one.ways > 1]
+            operand_bytes = sum(a.size for operand in step.operands for a in operand.arrays)
+            size = operand_bytes * len(groups[0]) if kind == "all-gather" else operand_bytes
+            overlaps = step in starts and not re.search(r'"is_sync":\s*true', step.attributes)
+            operations.append(Collective(kind, size, groups, times, overlaps))
+    return [one for one in operations if one.ways > 1]
 
 
-def _accompanied(steps: Sequence[Instruction]) -> Iterator[Instruction]:
+def _overlapping_starts(steps: Sequence[Instruction]) -> Iterator[Instruction]:
     """Yields the asynchronous starts of a computation between which and their end a kernel runs.
 
     Args:
@@ -133,16 +133,16 @@ def _groups(step: Instruction, kind: str, devices: int) -> tuple[tuple[int, ...]
         return _mesh_groups(*mesh.groups())
     if iota := _IOTA.search(step.attributes):
         return tuple(map(tuple, _numbers(iota[2], iota[3]).reshape(_integers(iota[1])).tolist()))
-    listed = re.search(r"replica_groups=\{(\{.*?\})\}", step.attributes)
-    if listed is None:  # all
+    groups = re.search(r"replica_groups=\{(\{.*?\})\}", step.attributes)
+    if groups is None:  # all
         return (tuple(range(devices)),)
     return tuple(
-        tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1])
+        tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", groups[1])
     )
 
 
 def _mesh_groups(
-    axes: str, order: str | None, transposed: str | None, chosen: str
+    axes: str, order: str | None, permutation: str | None, group_axes: str
 ) -> tuple[tuple[int, ...], ...]:
     """Returns groups that are given as axes of a mesh, as tuples of device numbers.
 
@@ -150,20 +150,20 @@ def _mesh_groups(
         axes: The axes of the mesh with their sizes, e.g. "'x'=4,'y'=2".
         order: The sizes, separated by commas, of the array of consecutive numbers that gives the
             order of the devices. None: the devices have the order of their numbers.
-        transposed: The permutation of the axes of that array, or None.
-        chosen: The axes along which groups lie. A part of an axis is written 'x':(2)2: of the
-            numbers along x, which are split into (before, 2, after) with 2 before, the middle
-            factor.
+        permutation: The permutation of the axes of that array, or None.
+        group_axes: The axes along which groups lie, e.g. "'y'". A part of an axis is written
+            'x':(2)2: x is reshaped to (2, 2, rest) in row-major order, and groups lie along the
+            second of these axes.
     """
     sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", axes)}
-    numbers = _numbers(order or str(math.prod(sizes.values())), transposed)
+    numbers = _numbers(order or str(math.prod(sizes.values())), permutation)
     parts: list[tuple[str, int, int]] = []  # axes divided where a part of one is chosen
-    wanted = [
+    group_parts = [
         (name, int(before or 1), int(size or sizes[name]))
-        for name, before, size in _PARTS.findall(chosen)
+        for name, before, size in _PARTS.findall(group_axes)
     ]
     for name, size in sizes.items():
-        inner = [(before, part) for other, before, part in wanted if other == name]
+        inner = [(before, part) for other, before, part in group_parts if other == name]
         edges = sorted(
             {1, size, *(before for before, _ in inner), *(before * part for before, part in inner)}
         )
@@ -173,26 +173,26 @@ def _mesh_groups(
     along = [
         i
         for i, (name, low, _) in enumerate(parts)
-        if any(n == name and b <= low < b * p for n, b, p in wanted)
+        if any(n == name and b <= low < b * p for n, b, p in group_parts)
     ]
     grid = numbers.reshape([size for _, _, size in parts])
     grid = np.moveaxis(grid, along, range(-len(along), 0))
     return tuple(map(tuple, grid.reshape(-1, math.prod(parts[i][2] for i in along)).tolist()))
 
 
-def _numbers(order: str, transposed: str | None) -> np.ndarray:
+def _numbers(order: str, permutation: str | None) -> np.ndarray:
     """Returns the device numbers from 0 in the order that HLO writes as sizes and a permutation.
 
     Args:
         order: The sizes, separated by commas, of the array of consecutive numbers.
-        transposed: The permutation of its axes, separated by commas, or None.
+        permutation: The permutation of its axes, separated by commas, or None.
 
     Returns:
         An integer array of these sizes, with its axes permuted.
     """
     shape = _integers(order)
     numbers = np.arange(math.prod(shape)).reshape(shape)
-    return numbers.transpose(_integers(transposed)) if transposed else numbers
+    return numbers.transpose(_integers(permutation)) if permutation else numbers
 
 
 def _integers(text: str) -> list[int]:

@@ -44,7 +44,7 @@ SETTINGS = {  # what a stage takes less memory with
     "score": (
         "mesh.fsdp",
         "model.prompt_cache_dir=''",
-    ),  # pictures are decoded a few at a time, whatever the chunk
+    ),  # images are decoded a few at a time, whatever the chunk
     "evaluate": ("mesh.fsdp", "model.prompt_cache_dir=''", "eval.size"),
     "update": (
         "model.gradient_checkpointing=blocks",
@@ -125,14 +125,16 @@ class Planner:
             The name of the stage, the program and the future of the compiled program, in the order
             of an iteration.
         """
-        found = []
+        compilations = []
         for stage in filter(self.stages.has, STAGES):
             for program in self.stages.programs(stage, self.codes):
-                made = threads.submit(topology.compiled, self.lowered(program), self.where.target)
-                found.append((stage, program, made))
+                compilation = threads.submit(
+                    topology.compiled, self.lowered(program), self.where.target
+                )
+                compilations.append((stage, program, compilation))
                 if stage == "sync":
-                    self.place(made.result())
-        return found
+                    self.place(compilation.result())
+        return compilations
 
     def lowered(self, program: Program) -> Any:
         """Lowers a program for the devices, on its mesh. Raises what JAX raises.
@@ -154,14 +156,14 @@ class Planner:
         )
 
     def measure(
-        self, stage: str, program: Program, made: Any, hlo: Path | None = None
+        self, stage: str, program: Program, compiled: Any, hlo: Path | None = None
     ) -> dict[str, Any]:
         """Returns the figures of one compiled program for one device, as JSON values.
 
         Args:
             stage: The name of its stage.
             program: The program.
-            made: The compiled program.
+            compiled: The compiled program.
             hlo: An existing directory. The compiled text is written to `STAGE-PROGRAM.hlo` in it,
                 which replaces such a file. None: it is not written.
 
@@ -173,13 +175,13 @@ class Planner:
             RunError: If the disk refuses the text.
             ValueError: If the text cannot be parsed.
         """
-        text = made.as_text()
+        text = compiled.as_text()
         if hlo is not None:
             atomic_write(hlo / f"{stage}-{program.name}.hlo", text)
         figures = roofline.roofline(
             text, self.where.target, self.where.count, self.where.hosts
         ).summary()
-        memory = self.memory(stage, program, made.memory_analysis())
+        memory = self.memory(stage, program, compiled.memory_analysis())
         return {"name": program.name, "calls": program.calls, "memory": memory, "roofline": figures}
 
     def parts(self) -> dict[str, Any]:
@@ -224,8 +226,8 @@ class Planner:
             arguments. `resident` is a dict of the arrays that are not arguments, by part; those of
             0 bytes are left out.
         """
-        given = arrays(program.arguments)
-        once = {id(x): x for x in given}
+        shapes = arrays(program.arguments)
+        distinct = {id(x): x for x in shapes}
         absent = {"encode": (COPY, CONDITIONING), "sync": (COPY,)}.get(stage, ())
         if (
             stage != "encode" and self.config.model.prompt_cache_dir is not None
@@ -235,23 +237,23 @@ class Planner:
             "latents": program.meanwhile
         }
         others = {
-            name: held([x for x in arrays(tree) if id(x) not in once])
+            name: held([x for x in arrays(tree) if id(x) not in distinct])
             for name, tree in parts.items()
         }
         own = {
             "temporaries": analysis.temp_size_in_bytes,
             "outputs": analysis.output_size_in_bytes,
             "code": analysis.generated_code_size_in_bytes,
-            "held": held(list(once.values())),
-            "padded": max(analysis.argument_size_in_bytes - held(given), 0),
+            "held": held(list(distinct.values())),
+            "padded": max(analysis.argument_size_in_bytes - held(shapes), 0),
         }
         aliased = analysis.alias_size_in_bytes
         arguments = analysis.argument_size_in_bytes
         return own | {
             "arguments": arguments,
             "aliased": aliased,
-            "repeated": held(given) - own["held"],
-            "unread": max(held(given) - arguments, 0),
+            "repeated": held(shapes) - own["held"],
+            "unread": max(held(shapes) - arguments, 0),
             "resident": {name: size for name, size in others.items() if size},
             "peak": sum(own.values()) - aliased + sum(others.values()),
         }
@@ -298,9 +300,9 @@ def plan(
             planner.programs(threads), key=lambda each: each[0]
         ):
             programs = []
-            for _, program, made in of_stage:
+            for _, program, compilation in of_stage:
                 progress(f"{stage}: {program.name}")
-                programs.append(planner.measure(stage, program, made.result(), hlo))
+                programs.append(planner.measure(stage, program, compilation.result(), hlo))
             seconds = sum(row["calls"] * row["roofline"]["seconds"] for row in programs)
             peak = max(row["memory"]["peak"] for row in programs)
             stages.append({"name": stage, "seconds": seconds, "peak": peak, "programs": programs})
@@ -362,13 +364,13 @@ def faster(planner: Planner, left: dict[str, int]) -> dict[str, str]:
     """
     explorer = planner.stages.experiment.explorer
     remat = planner.config.model.gradient_checkpointing
-    found = (
+    settings = (
         {}
         if explorer.format.is_native(planner.device)
         else {"explore": f"rollout.explore.precision={AUTO}"}
     )
     roomy = left["update"] > planner.usable / 2
-    return found | (
+    return settings | (
         {"update": "model.gradient_checkpointing=matmuls"} if roomy and remat == "blocks" else {}
     )
 
@@ -387,18 +389,18 @@ def totals(planner: Planner, stages: list[dict[str, Any]]) -> dict[str, Any]:
     """
     seconds = {stage["name"]: stage["seconds"] for stage in stages}
     rollout = sum(seconds.get(name, 0.0) for name in ROLLOUT)
-    found: dict[str, Any] = {"seconds": sum(seconds.values()), "rollout": rollout}
-    regenerated = next(
+    figures: dict[str, Any] = {"seconds": sum(seconds.values()), "rollout": rollout}
+    regeneration = next(
         (stage["programs"][0] for stage in stages if stage["name"] == "regenerate"), None
     )
-    if regenerated is not None:
-        drafts, _ = planner.stages.chunks(row_groups(planner.stages.mesh))
-        naive = drafts * regenerated["roofline"]["seconds"]
-        scored, redone = planner.stages.chunks(planner.stages.mesh.size)
-        score = seconds["score"] * scored / (scored + redone)
-        iteration = found["seconds"] - rollout - seconds["score"] + naive + score
-        found["naive_scaling"] = {"seconds": iteration, "rollout": naive}
-    return found
+    if regeneration is not None:
+        sampled_batches, _ = planner.stages.chunks(row_groups(planner.stages.mesh))
+        naive = sampled_batches * regeneration["roofline"]["seconds"]
+        explored_batches, regenerated_batches = planner.stages.chunks(planner.stages.mesh.size)
+        score = seconds["score"] * explored_batches / (explored_batches + regenerated_batches)
+        iteration = figures["seconds"] - rollout - seconds["score"] + naive + score
+        figures["naive_scaling"] = {"seconds": iteration, "rollout": naive}
+    return figures
 
 
 def assumptions(planner: Planner) -> Iterator[str]:

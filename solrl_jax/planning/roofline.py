@@ -96,7 +96,7 @@ class Roofline:
             operations alone; "kernels", the number of runs of all kernels; "native", the number of
             runs of each library function and Pallas kernel by its name; "operations" by arithmetic
             unit, those of 0 left out; "memory_traffic", the bytes of main memory that are read and
-            written; "collectives" (see `_messages`); "largest" (see `_largest`); and
+            written; "collectives" (see `_collective_rows`); "largest" (see `_largest`); and
             "unknown_loops".
         """
         split = self.split()
@@ -111,12 +111,12 @@ class Roofline:
             "native": native(self.kernels),
             "operations": {unit: count for unit, count in operations.items() if count},
             "memory_traffic": sum(kernel.times * kernel.moved for kernel in self.kernels),
-            "collectives": self._messages(),
+            "collectives": self._collective_rows(),
             "largest": self._largest(),
             "unknown_loops": self.unknown_loops,
         }
 
-    def _messages(self) -> list[dict[str, Any]]:
+    def _collective_rows(self) -> list[dict[str, Any]]:
         """Returns the collectives of one call, grouped by kind and by whether they overlap.
 
         Returns:

@@ -111,8 +111,8 @@ class Stages:
         if not self.has("sync"):
             return {}
         with jax.set_mesh(self.mesh):
-            made = quantize_policy.eval_shape(*self._sync())
-        return abstract(made, self.mesh, self.whole)
+            leaves = quantize_policy.eval_shape(*self._sync())
+        return abstract(leaves, self.mesh, self.whole)
 
     def chunks(self, groups: int) -> tuple[int, int]:
         """Returns the numbers of batches that an iteration explores and regenerates. A last batch
@@ -124,7 +124,7 @@ class Stages:
         """
         rollout = self.experiment.config.rollout
         prompts = self.experiment.config.train.num_prompts
-        rows = self._stage.chunk * groups
+        rows = self._sampler.chunk * groups
         return -(-prompts * rollout.candidates // rows), -(
             -prompts * rollout.kept * rollout.regenerate // rows
         )
@@ -143,7 +143,7 @@ class Stages:
         """
         experiment = self.experiment
         rollout = self.experiment.config.rollout
-        drafts, redone = self.chunks(row_groups(self.mesh))
+        explore_calls, regenerate_calls = self.chunks(row_groups(self.mesh))
         match stage:
             case "encode":
                 return [self._encode()]
@@ -158,7 +158,7 @@ class Stages:
                 return [
                     self._sample(
                         segments,
-                        drafts,
+                        explore_calls,
                         0 if rollout.regenerate else experiment.config.num_recorded_steps,
                     )
                 ]
@@ -166,7 +166,7 @@ class Stages:
                 return [
                     self._sample(
                         (Segment(self._policy({}), experiment.schedule(rollout.num_steps)),),
-                        redone,
+                        regenerate_calls,
                         experiment.config.num_recorded_steps,
                     )
                 ]
@@ -220,11 +220,11 @@ class Stages:
         tokens = backbone.pipeline.tokenize(
             [""] * encoders.chunk, model.max_sequence_length, backbone.instruction
         )
-        placed = abstract(tokens, mesh, sharding.rows(mesh))
+        token_shapes = abstract(tokens, mesh, sharding.rows(mesh))
         calls = (
             -(-self.experiment.config.train.num_prompts // encoders.chunk) + 1
         )  # and the empty prompt
-        return Program(mesh, encode_chunk, (encoders, self.encoders, placed), calls)
+        return Program(mesh, encode_chunk, (encoders, self.encoders, token_shapes), calls)
 
     def _sync(self) -> tuple[Any, ...]:
         """Returns the arguments of `quantize_policy`, the program that merges and quantizes the
@@ -248,7 +248,7 @@ class Stages:
         return self.mesh, base, self.state.old, experiment.scale, explorer.quantized, quantizer
 
     @property
-    def _stage(self) -> Sampler:
+    def _sampler(self) -> Sampler:
         """The sampler of regeneration, whose batch size and latent shape are read."""
         return self.experiment.explorer.calibration.sampler
 
@@ -261,7 +261,7 @@ class Stages:
             shape: The shape of one row, () for one number per sample.
             dtype: The dtype.
         """
-        rows = self._stage.chunk * row_groups(mesh)
+        rows = self._sampler.chunk * row_groups(mesh)
         return jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=sharding.rows(mesh))
 
     def _sample(self, segments: tuple[Segment, ...], calls: int, recorded: int) -> Program:
@@ -272,7 +272,7 @@ class Stages:
             calls: The number of calls per iteration.
             recorded: The number of stochastic steps whose states are recorded; 0 records none.
         """
-        noise = self._rows(self.mesh, self._stage.shape, jnp.float32)
+        noise = self._rows(self.mesh, self._sampler.shape, jnp.float32)
         rows = shaped(
             SeedBatch,
             self._rows(self.mesh, (), jnp.int32),
@@ -298,15 +298,15 @@ class Stages:
         experiment = self.experiment
         reward = self.experiment.reward
         mesh = self.rows_mesh
-        latents = self._rows(mesh, self._stage.shape, jnp.float32)
+        latents = self._rows(mesh, self._sampler.shape, jnp.float32)
         images = self._rows(mesh, (*experiment.size, 3), jnp.float32)
         decode = [
             Program(mesh, decode_chunk, (experiment.backbone.decoder, latents), calls)
         ] * reward.needs_images
         if reward.score is None:
             return decode
-        seen = reward.select_inputs(images, latents)
-        arguments = (reward, reward.params, seen, self.prepared, self._rows(mesh, (), jnp.int32))
+        inputs = reward.select_inputs(images, latents)
+        arguments = (reward, reward.params, inputs, self.prepared, self._rows(mesh, (), jnp.int32))
         return [*decode, Program(mesh, score_images, arguments, calls, meanwhile=latents)]
 
     def _update(self) -> Program:
@@ -323,13 +323,13 @@ class Stages:
             return jax.ShapeDtypeStruct((count, *shape), dtype, sharding=self.whole)
 
         numbers = (
-            of(self._stage.shape, jnp.float32),
+            of(self._sampler.shape, jnp.float32),
             of((), jnp.float32),
             of((), jnp.float32),
             of((), jnp.int32),
         )
         recorded = config.num_recorded_steps
-        states = of((recorded + 1, *self._stage.shape), jnp.float32) if recorded else None
+        states = of((recorded + 1, *self._sampler.shape), jnp.float32) if recorded else None
         batch = shaped(
             PolicyBatch, *numbers, of((2,), jnp.uint32), self.conditions.positive, states
         )

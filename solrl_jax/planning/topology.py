@@ -73,7 +73,7 @@ def _has_assembler() -> bool:
     wheels = [Path(folder) for folder in nvidia.submodule_search_locations or ()] if nvidia else []
     return bool(
         shutil.which("ptxas", path=os.pathsep.join([os.environ.get("PATH", ""), str(TOOLKIT)]))
-    ) or any(found for folder in wheels for found in folder.glob("*/bin/ptxas"))
+    ) or any(binary for folder in wheels for binary in folder.glob("*/bin/ptxas"))
 
 
 def _has_cudnn() -> bool:
@@ -113,13 +113,15 @@ def devices(target: Target, count: int, hosts: int) -> list[Any]:
                 "name more hosts"
             )
         layout = f"1x{hosts}x{count}"  # slices, hosts, devices
-        found = get_topology_desc(
+        topology_desc = get_topology_desc(
             platform="cuda", topology_name="", topology=layout, target_config=description(target)
         )
     else:
         name, host = tpu_topology(target, count, hosts)
-        found = get_topology_desc(platform="tpu", topology_name=name, chips_per_host_bounds=host)
-    return sorted(found.devices, key=lambda device: (device.process_index, device.id))
+        topology_desc = get_topology_desc(
+            platform="tpu", topology_name=name, chips_per_host_bounds=host
+        )
+    return sorted(topology_desc.devices, key=lambda device: (device.process_index, device.id))
 
 
 def tpu_topology(target: Target, count: int, hosts: int) -> tuple[str, tuple[int, int, int]]:
@@ -141,8 +143,8 @@ def tpu_topology(target: Target, count: int, hosts: int) -> tuple[str, tuple[int
             hosts of one chip are combined.
     """
     sizes = {
-        chips * target.cores: lie
-        for chips, lie in _TPU_HOSTS.items()
+        chips * target.cores: bounds
+        for chips, bounds in _TPU_HOSTS.items()
         if chips * target.cores <= target.on_host
     }
     if count not in sizes:

@@ -148,8 +148,8 @@ def find_prices(name: str) -> Prices:
         InputError: If there are no such prices, if the file cannot be read or is no plan, or if its
             seconds are not above 0 (of the sync: are below 0).
     """
-    if name in (there := carried()):
-        return there[name]
+    if name in (packaged := carried()):
+        return packaged[name]
     try:
         prices = prices_of(parse_json(read_text(name)))
         if not (
@@ -158,7 +158,7 @@ def find_prices(name: str) -> Prices:
             raise ValueError("its seconds must be above 0")
         return prices
     except FileNotFoundError:
-        raise InputError(f"prices={name}: no file, and none of {', '.join(there)}") from None
+        raise InputError(f"prices={name}: no file, and none of {', '.join(packaged)}") from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise InputError(
             f"prices={name}: not the JSON that `solrl plan` prints ({error})"

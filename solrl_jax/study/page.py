@@ -62,11 +62,13 @@ def refuse_foreign(folder: Path, logs: Iterable[Path] = ()) -> None:
         *(folder / name for name in (DATA, PAGE, FIGURE)),
         *(() if (folder / ".lock").exists() else logs),
     )
-    if there := [path for path in replaced if os.path.lexists(path)]:
+    if existing := [path for path in replaced if os.path.lexists(path)]:
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             if parse_json(read_text(folder / DATA))["plan"]["name"]:
                 return
-        raise InputError(f"out={there[0]}: exists, and no study wrote it; name another directory")
+        raise InputError(
+            f"out={existing[0]}: exists, and no study wrote it; name another directory"
+        )
 
 
 def markdown(study: Mapping[str, Any]) -> str:
@@ -235,12 +237,12 @@ def draw(path: Path, courses: Mapping[str, Sequence[Course]], sweeps: Sweeps, se
     Raises:
         RunError: If the disk refuses.
     """
-    there = {arm: of for arm, of in courses.items() if of}
-    faithful = {arm: of for arm, of in there.items() if of[0].fidelity}
+    arms = {arm: of for arm, of in courses.items() if of}
+    faithful = {arm: of for arm, of in arms.items() if of[0].fidelity}
     swept = {
         setting: points
         for setting, points in sweeps.items()
-        if any(arm in there for _, arm in points)
+        if any(arm in arms for _, arm in points)
     }
     panels = 2 + bool(faithful) + len(swept)
     figure = new_figure(9.0, 0.3 + 3.4 * -(-panels // 2))
@@ -248,11 +250,11 @@ def draw(path: Path, courses: Mapping[str, Sequence[Course]], sweeps: Sweeps, se
     axes = iter(figure.subplots(-(-panels // 2), 2).flat)
     looks = {
         arm: (COLORS[i % len(COLORS)], _STYLES[i // len(COLORS) % len(_STYLES)])
-        for i, arm in enumerate(there)
+        for i, arm in enumerate(arms)
     }
     for x, label in (("cost", "counted seconds"), ("iterations", "iteration")):
         panel = next(axes)
-        for arm, of in there.items():
+        for arm, of in arms.items():
             _band(
                 panel,
                 getattr(of[0], x),
@@ -261,9 +263,9 @@ def draw(path: Path, courses: Mapping[str, Sequence[Course]], sweeps: Sweeps, se
                 arm,
             )
         panel.set(xlabel=label, ylabel="held-out reward")
-    if there:
+    if arms:
         figure.axes[0].legend(
-            frameon=False, fontsize=8 if len(there) <= 6 else 6, ncols=-(-len(there) // 6)
+            frameon=False, fontsize=8 if len(arms) <= 6 else 6, ncols=-(-len(arms) // 6)
         )
     if faithful:
         panel = next(axes)
@@ -274,9 +276,9 @@ def draw(path: Path, courses: Mapping[str, Sequence[Course]], sweeps: Sweeps, se
     for setting, points in swept.items():
         panel = next(axes)
         known = [
-            (value, [course.reward[-1] for course in there[arm]])
+            (value, [course.reward[-1] for course in arms[arm]])
             for value, arm in points
-            if arm in there
+            if arm in arms
         ]
         error = [np.std(y, ddof=1) / len(y) ** 0.5 if len(y) > 1 else 0.0 for _, y in known]
         values = [str(value) for value, _ in known]

@@ -69,6 +69,14 @@ def test_a_result_of_zeros_nan_or_other_values_is_named(check):
     assert planted(lambda y: y.at[: len(y) // 8 or 1].mul(1.5)).startswith("differs from plain JAX")
 
 
+def test_a_twin_that_returns_nan_confirms_no_kernel():
+    def twin(*operands):
+        return jnp.nan * FP8_MATMUL.twin(*operands)
+
+    message = find_problem(dataclasses.replace(FP8_MATMUL, twin=twin))
+    assert message.startswith("differs from plain JAX by nan of its norm")
+
+
 def test_a_kernel_that_fails_is_reported_with_the_first_line_of_its_error():
     def fail(x, w):
         raise RuntimeError("CUDNN_STATUS_NOT_SUPPORTED\nwith a long trace")
