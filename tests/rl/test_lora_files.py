@@ -804,6 +804,11 @@ BAD = {
         {"r": 4, "lora_alpha": 8, "peft_type": "LOKR"},
         "not peft_type='LOKR'",
     ),
+    "a pattern that is no expression": (
+        valid(),
+        {"r": 4, "lora_alpha": 8, "alpha_pattern": {"to_q(": 8}},
+        r"the alpha_pattern 'to_q\('; accepted is a regular expression",
+    ),
     "nothing": ({}, None, "holds no adapter"),
     "an alpha alone": ({f"{Q0}.alpha": EIGHT}, None, "holds no adapter"),
 }

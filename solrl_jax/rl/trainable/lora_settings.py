@@ -33,8 +33,8 @@ class LoraSettings:
     """The rank and the alpha of a LoRA (arXiv 2106.09685).
 
     Attributes:
-        rank: The rank of the factors A and B.
-        alpha: The weight gains `alpha / rank * B A`.
+        rank: The rank of the factors A and B, at least 1.
+        alpha: The weight gains `alpha / rank * B A`. Above 0.
     """
 
     rank: int
@@ -50,9 +50,14 @@ def peft_config(modules: Iterable[str], settings: LoraSettings, table: Table) ->
     """The fields of PEFT's `LoraConfig` for an export.
 
     Args:
-        modules: The names of the modules that have an adapter.
-        settings: Rank and alpha.
+        modules: The diffusers names of the modules that have an adapter.
+        settings: Rank ("r") and alpha ("lora_alpha", an int if it is a whole number).
         table: The table of all parameters of the network.
+
+    Returns:
+        The fields by name, as values of JSON. "target_modules" is the sorted list of the names; or,
+        if PEFT would also find one of them at the end of another module's name, a regular
+        expression that matches whole names.
     """
     targets = sorted(modules)
     others = {name.rpartition(".")[0] for e in table for name in e.names} - set(targets)
@@ -79,17 +84,22 @@ def read_config(
 ) -> dict[str, Any] | None:
     """Reads the `LoraConfig` of a file.
 
+    It is read from `adapter_config.json` beside the file if the file has PEFT's name
+    (`adapter_model.safetensors`), or has keys with PEFT's prefix and such a file beside it;
+    otherwise from the header of the file, where diffusers writes it.
+
     Args:
         file: The file of tensors.
         keys: The keys of its tensors, which tell the format.
         metadata: The metadata in its header.
 
     Returns:
-        The fields, or None if the file has no such configuration.
+        The fields by name, without the prefix "transformer." of diffusers; None if the file has no
+        such configuration.
 
     Raises:
-        InputError: If it is not a JSON object, is not of plain LoRA, or if the file that PEFT
-            writes is missing beside a file that PEFT has named.
+        InputError: If it is not a JSON object, is not of plain LoRA (see `_check_config`), or if
+            `adapter_config.json` is missing beside a file with PEFT's name.
     """
     beside = file.with_name(PEFT_CONFIG)
     of_peft = any(key.startswith(PEFT) for key in keys)
@@ -110,6 +120,9 @@ def _fields(file: Path, text: str | None) -> dict[str, Any]:
     Args:
         file: The file that has them, also for messages.
         text: The JSON object, from the header of the file. None: all of the file is the object.
+
+    Returns:
+        The fields by name, not checked further.
 
     Raises:
         InputError: If the file is missing, or the text is not a JSON object.
@@ -132,9 +145,11 @@ def _check_config(file: Path, config: Mapping[str, Any]) -> None:
         config: The fields of the configuration.
 
     Raises:
-        InputError: For another `peft_type`, for DoRA, for an `init_lora_weights` that changes the
-            base (PiSSA, OLoRA, CorDA, LoftQ), for a `lora_alpha` that is missing or no number, and
-            for a `rank_pattern` or `alpha_pattern` that is no mapping.
+        InputError: For a `peft_type` other than "LORA" (which a missing one counts as), for DoRA,
+            for an `init_lora_weights` that changes the base (PiSSA, OLoRA, CorDA, LoftQ), for a
+            `lora_alpha` that is missing, for an alpha there or in `alpha_pattern` that is no number
+            or larger than 1e30 in magnitude, and for a `rank_pattern` or `alpha_pattern` that is no
+            mapping or has a key that is no regular expression.
     """
     if config.get("peft_type", "LORA") != "LORA" or config.get("use_dora"):
         raise InputError(
@@ -152,6 +167,14 @@ def _check_config(file: Path, config: Mapping[str, Any]) -> None:
             raise InputError(
                 f"{file}: its configuration has {name}={pattern!r}; accepted is a mapping"
             )
+        for key in pattern:
+            try:
+                re.compile(key)
+            except re.error as error:
+                raise InputError(
+                    f"{file}: its configuration has the {name} {key!r}; accepted is a regular "
+                    f"expression ({first_line(error)})"
+                ) from error
     alphas = [config.get("lora_alpha"), *(config.get("alpha_pattern") or {}).values()]
     for value in alphas:
         if type(value) not in (int, float) or abs(value) > MAX_ALPHA:
@@ -167,18 +190,20 @@ def layer_alpha(
 
     Args:
         file: The file of tensors, for error messages.
-        name: The name of the layer in the file, without the prefix of a program.
+        name: The name of the layer in the file, without the prefix of a program. `rank_pattern` and
+            `alpha_pattern` of the configuration are matched with it.
         rank: The rank of its factors.
-        stated: The value of its key `alpha`, if the file has one.
-        config: The fields of the file's `LoraConfig`, if it has one.
+        stated: The value of its key `alpha`. None: the file has none.
+        config: The fields of the file's `LoraConfig`, from `read_config`. None: the file has none.
 
     Returns:
-        The alpha of the key or of the configuration; the rank where neither has one, as diffusers
-        takes it.
+        The alpha of the key, which must equal that of the configuration if both have one; otherwise
+        the one that there is; the rank where neither has one, as diffusers takes it. The alpha of a
+        configuration with `use_rslora` is multiplied by sqrt(rank) first.
 
     Raises:
-        InputError: If the two differ, the alpha is not above 0, or the rank is not the configured
-            one.
+        InputError: If the two differ, the alpha is not finite and above 0, or the rank is not the
+            configured one.
     """
     configured = None
     if config is not None:
@@ -214,9 +239,12 @@ def _by_pattern(pattern: Mapping[str, Any], name: str, default: Any) -> Any:
     follows a dot, and the first key that matches counts.
 
     Args:
-        pattern: The values by regular expression.
+        pattern: The values by regular expression. `_check_config` has checked the expressions.
         name: The name of the module.
         default: The value if no key matches.
+
+    Returns:
+        The value of the first key that matches, or the default.
     """
     for key, value in pattern.items():
         if re.fullmatch(rf"(.*\.)?({key})", name):
