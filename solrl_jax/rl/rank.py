@@ -45,8 +45,9 @@ class Pools:
 
     Attributes:
         prompts: The prompts.
-        true: The rewards after regeneration, in the training precision with all steps.
-        proxies: The rewards after exploration with each setting.
+        true: The rewards after regeneration, in the training precision with all steps: one row per
+            prompt, one column per candidate. NaN where a candidate has none.
+        proxies: The rewards after exploration, in the same shape, by setting.
     """
 
     prompts: Sequence[str]
@@ -64,17 +65,23 @@ def sweep(
     """Lists every combination of recipes, formats and numbers of steps.
 
     Each list is given as text, separated by commas; None stands for the value of the run or of the
-    recipe.
+    recipe. Repeated entries count once.
 
     Args:
         config: The configuration of the run.
-        explore: Names of files in `configs/explore/`.
-        formats: Names of exploration formats. "auto" stands for the best one of this device.
-        steps: Numbers of exploration steps.
+        explore: Names of files in `configs/explore/`. None: the exploration options of `config`.
+        formats: Names of exploration formats, keys of `quant.formats.FORMATS`. "auto" stands for
+            the best one of this device. None: that of each recipe.
+        steps: Numbers of exploration steps, integers from 1 to 1000. None: that of each recipe.
+
+    Returns:
+        The settings: all of the first recipe first, in it all of the first format first, each in
+        the order in which it is listed. Without `explore`, the recipe of a setting is "".
 
     Raises:
-        InputError: If an entry is not accepted. Also ConfigError, if a recipe does not exist or a
-            run could not be configured in this way.
+        InputError: If an entry is empty or not accepted.
+        ConfigError: If a recipe does not exist or does not fit the run, or a run could not be
+            configured with a number of steps, for example more than `rollout.num_steps`.
     """
 
     def format_name(text: str) -> str:
@@ -109,13 +116,16 @@ def _parse_list(
 
     Args:
         name: The name of the argument, for the message.
-        text: The list. None stands for `default` alone.
-        default: The only entry if there is no list.
+        text: The list. Blanks around entries are ignored. None stands for `default` alone.
+        default: The only entry if there is no list. It is not parsed.
         parse: Parses an entry; raises ValueError or KeyError if it is not accepted.
         expected: What entries are accepted, for the message.
 
+    Returns:
+        The parsed entries in their order; of equal ones, the first.
+
     Raises:
-        InputError: If an entry is empty or not accepted.
+        InputError: If an entry is empty or not accepted. One that `parse` raises passes unchanged.
     """
     if text is None:
         return [default]
@@ -131,7 +141,17 @@ def _parse_list(
 
 
 def _step_count(text: str) -> int:
-    """Parses a number of steps. Raises ValueError if it is not an integer in 1..`MAX_STEPS`."""
+    """Parses a number of steps.
+
+    Args:
+        text: ASCII digits, without a sign.
+
+    Returns:
+        The number.
+
+    Raises:
+        ValueError: If it is not an integer from 1 to 1000 (`MAX_STEPS`).
+    """
     if not (is_number(text) and 1 <= int(text) <= MAX_STEPS):
         raise ValueError
     return int(text)
@@ -146,14 +166,24 @@ def explore_and_regenerate(
 ) -> Pools:
     """Computes the rewards of the candidates of some test prompts, regenerated and explored.
 
-    All candidates are generated `1 + len(settings)` times.
+    All candidates are generated `1 + len(settings)` times. The exploration options of each recipe
+    are measured once, when they are first needed.
 
     Args:
-        experiment: The run.
-        adapters: The trainable parameters of the policy.
-        prompts: The number of test prompts, counted from the first.
-        settings: How candidates are explored.
-        progress: Called as samples are generated.
+        experiment: The run. Each prompt has `rollout.candidates` candidates.
+        adapters: The trainable parameters of the policy by path.
+        prompts: The number of test prompts, counted from the first. If there are fewer, all.
+        settings: How candidates are explored. A setting that is listed twice is explored twice.
+        progress: Called with the phase ("regenerate" or "explore"), the number of samples of one
+            pass over all candidates, and the number of further samples that are done, as they are
+            generated.
+
+    Returns:
+        The rewards, with one entry of `proxies` per distinct setting.
+
+    Raises:
+        ConfigError: If a recipe does not exist or does not fit the run.
+        RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop".
     """
     prompt_batch, seed_batch = draw_candidates(experiment, prompts)
     regeneration = experiment.sampler("regenerate", adapters, experiment.config.rollout.num_steps)
@@ -173,11 +203,14 @@ def explore_and_regenerate(
 def draw_candidates(experiment: Experiment, prompts: int) -> tuple[PromptBatch, SeedBatch]:
     """Encodes the first test prompts, and draws the seeds of their candidates.
 
-    The seeds depend on `eval.seed`, not on the seed of the run.
+    The seeds depend on `eval.seed`, not on the seed of the run, so two runs draw the same noise.
 
     Args:
-        experiment: The run.
-        prompts: The number of test prompts.
+        experiment: The run. Each prompt has `rollout.candidates` candidates.
+        prompts: The number of test prompts. If there are fewer, all.
+
+    Returns:
+        The encoded prompts, prepared for the run's reward, and the candidates, prompt by prompt.
     """
     config = experiment.config
     chosen = experiment.test_prompts[:prompts]
@@ -193,14 +226,22 @@ def pool_rewards(
     seed_batch: SeedBatch,
     progress: Progress,
 ) -> Float[np.ndarray, "p n"]:
-    """Generates candidates and returns their rewards, one row per prompt.
+    """Generates candidates and returns their rewards.
 
     Args:
         experiment: The run, whose reward is computed.
         sampler: How the candidates are sampled.
         prompt_batch: The prompts, from `draw_candidates`.
         seed_batch: The candidates, from `draw_candidates`.
-        progress: Called as samples are generated.
+        progress: Called with the name of the sampler, the number of candidates, and the number of
+            further candidates that are done: with 0 at the start, then once per chunk.
+
+    Returns:
+        One row of rewards per prompt, one column per candidate. NaN where a candidate could not be
+        scored.
+
+    Raises:
+        RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop".
     """
     total = len(seed_batch)
     progress(sampler.name, total, 0)
@@ -218,9 +259,19 @@ def pool_rewards(
 def with_recipe(experiment: Experiment, recipe: str) -> Experiment:
     """Returns the same experiment with other exploration options.
 
+    The recipe may also change which linear layers are quantized, if the model has other rules for
+    it.
+
     Args:
-        experiment: The run.
+        experiment: The run. It is not changed.
         recipe: The name of a file in `configs/explore/`. "" returns `experiment` itself.
+
+    Returns:
+        An experiment with the same networks and an explorer of its own.
+
+    Raises:
+        ConfigError: If there is no such recipe, or it does not fit the configuration.
+        InputError: If its rules of quantization do not fit the network.
     """
     if not recipe:
         return experiment
@@ -237,19 +288,28 @@ def summarise(pools: Pools, setting: ExplorationSetting, kept: int) -> dict[str,
     Args:
         pools: The rewards of the candidates.
         setting: One of the settings of `pools`.
-        kept: How many candidates of each prompt a run keeps, one half from each end.
+        kept: How many candidates of each prompt a run keeps, one half from each end. The half is
+            rounded down, but is at least 1.
 
     Returns:
-        The setting ("explore", "precision", "steps"), the counts "candidates", "kept", "top_k" and
-        "prompts", and these means over prompts, which "per_prompt" has for each prompt:
+        The setting ("explore", which is the recipe, "precision", "steps"), the counts "candidates"
+        (per prompt), "kept", "top_k" (4) and "prompts", and these means over prompts. "per_prompt"
+        is a list with a dict for each prompt, of its text ("prompt") and the same figures:
 
         * "spearman", "kendall": The rank correlations of proxy and true rewards.
-        * "top_k_match": The share of the truly best `TOP` candidates among the kept / 2 best by
-          proxy. "bottom_k_match" is the same at the other end.
-        * "top_k_regret": The reward that the missed ones cost, see `fidelity.regret`.
+        * "top_k_match": The share of the truly best 4 candidates among the kept / 2 best by proxy.
+          "bottom_k_match" is the same at the other end.
+        * "top_k_regret": The reward that the missed ones cost, as a share of the range of the true
+          rewards, see `fidelity.regret`.
         * "true_rank_best", "true_rank_worst": The mean true rank of the kept / 2 best and worst by
-          proxy; rank 1 is the best. "perfect_rank_best" and "perfect_rank_worst" are those of a
-          perfect proxy.
+          proxy; rank 1 is the best. "perfect_rank_best" and "perfect_rank_worst", which are not in
+          "per_prompt", are those of a perfect proxy.
+
+        A figure that is not defined for a prompt is NaN there and left out of the mean, which is
+        NaN if it is defined for none.
+
+    Raises:
+        KeyError: If `pools` does not have the setting.
     """
     true = pools.true
     proxy = pools.proxies[setting]
@@ -289,13 +349,21 @@ def summarise(pools: Pools, setting: ExplorationSetting, kept: int) -> dict[str,
 
 
 def table(results: Sequence[dict[str, Any]], settings: Sequence[ExplorationSetting]) -> str:
-    """Formats results for a terminal: one line per setting.
+    """Formats results for a terminal: a header, one line per setting, and a line with the true
+    ranks of a perfect proxy.
 
-    If there is a single setting, one line per prompt comes before it.
+    If there is a single setting, one line per prompt comes before it. Names and prompts are cut
+    after 46 characters.
 
     Args:
-        results: The results of `summarise`.
-        settings: Their settings.
+        results: The results of `summarise`, at least one.
+        settings: The settings of these results, in the same order.
+
+    Returns:
+        The lines, joined by line feeds.
+
+    Raises:
+        ValueError: If the two differ in length.
     """
 
     def line(name: str, result: dict[str, Any]) -> str:

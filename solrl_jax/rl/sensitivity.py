@@ -26,9 +26,10 @@ class Sensitivity:
 
     Attributes:
         group: The name of the group, see `group_of`.
-        linears: The number of linear layers in it.
+        linears: The number of linear layers in it. Each layer of a stack counts.
         share: The share of all multiplications per token that is in these layers, in [0, 1].
-        spearman: The rank correlation with only this group quantized.
+        spearman: The rank correlation of explored and regenerated rewards with only this group
+            quantized, mean over prompts. NaN if it is defined for no prompt.
     """
 
     group: str
@@ -44,7 +45,12 @@ def group_of(path: str) -> str:
     `model.quantization.modules_to_not_convert`.
 
     Args:
-        path: The path of the layer's kernel.
+        path: The path of the layer's kernel, parts joined by "/".
+
+    Returns:
+        If the first part ends in "blocks", the second part between slashes, or the third if the
+        second is a number or a range such as "0-3", which names a part of a stack. Otherwise the
+        first part and a slash.
     """
     first, *others = path.split("/")
     if not first.endswith("blocks"):
@@ -58,21 +64,26 @@ def measure(
 ) -> tuple[float, list[Sensitivity]]:
     """Measures the rank correlation with each group of linear layers quantized alone.
 
-    The candidates of some test prompts are regenerated, and explored once per group with the
-    configured format and number of steps.
+    The candidates of some test prompts are regenerated, explored with nothing quantized, and
+    explored once per group with the configured format. All explorations take the configured number
+    of exploration steps and use the configured options. The rules of `model.quantization` are
+    ignored: every linear layer is in a group.
 
     Args:
-        experiment: The run.
-        adapters: The trainable parameters of the policy.
-        prompts: The number of test prompts, counted from the first.
-        progress: Called as samples are generated.
+        experiment: The run. It is not changed.
+        adapters: The trainable parameters of the policy by path.
+        prompts: The number of test prompts, counted from the first. If there are fewer, all.
+        progress: Called with the phase ("regenerate" or "explore"), the number of candidates, and
+            the number of further candidates that are done.
 
     Returns:
         The mean Spearman correlation over prompts if nothing is quantized, and the results of all
-        groups.
+        groups, in the order of the sorted paths of their first layers.
 
     Raises:
-        RunError: If the rewards of all candidates are equal.
+        RunError: If the correlation without quantization is defined for no prompt, for example
+            because the rewards of all candidates of each prompt are equal.
+        RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop".
     """
     config = experiment.config
     prompt_batch, seed_batch = draw_candidates(experiment, prompts)
@@ -121,13 +132,16 @@ def measure(
 def proposed(exact: float, groups: Sequence[Sensitivity], floor: float) -> list[str]:
     """Proposes the groups that should stay in the training precision.
 
-    Groups are quantized in the order of their loss of correlation per share of multiplications,
-    as long as the sum of the losses allows it. Losses are assumed to add up.
+    Groups are quantized in the order of their loss of correlation per share of multiplications, the
+    smallest first, each if the sum of the losses so far stays at most `exact - floor`. A group that
+    does not fit is skipped, and later ones may still fit. Losses are assumed to add up; a group
+    that raises the correlation has loss 0.
 
     Args:
         exact: The Spearman correlation with nothing quantized.
-        groups: The results of all groups.
-        floor: The smallest acceptable correlation.
+        groups: The results of all groups, with shares above 0. A group with a NaN correlation is
+            never quantized.
+        floor: The smallest acceptable correlation. Above `exact`, all groups are proposed.
 
     Returns:
         The value of `model.quantization.modules_to_not_convert`, sorted.
@@ -144,12 +158,16 @@ def proposed(exact: float, groups: Sequence[Sensitivity], floor: float) -> list[
 
 
 def table(exact: float, groups: Sequence[Sensitivity], skip: Sequence[str]) -> str:
-    """Formats the results for a terminal: one line per group, then the proposed setting.
+    """Formats the results for a terminal: a line for "nothing" quantized, one line per group, then
+    the proposed setting.
 
     Args:
         exact: The Spearman correlation with nothing quantized.
-        groups: The results of all groups.
+        groups: The results of all groups, in the order of the lines.
         skip: The groups that are proposed to stay in the training precision.
+
+    Returns:
+        The lines, joined by line feeds.
     """
     lines = [f"{'nothing':<24}{'':>36}spearman {exact:.3f}"]
     for g in groups:

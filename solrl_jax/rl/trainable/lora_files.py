@@ -47,12 +47,16 @@ Shapes = Mapping[str, tuple[int, ...]]  # the shapes of the tensors in a file, b
 def check_target(path: Path, form: Literal["diffusers", "peft"]) -> None:
     """Checks that a LoRA can be exported to a path. The exports call it themselves.
 
+    Nothing is written, and whether the disk takes the file is not checked.
+
     Args:
-        path: The file ("diffusers") or the directory ("peft") to be written.
+        path: The file ("diffusers"), which may exist, or the directory ("peft"), which may exist
+            with an earlier export: `adapter_model.safetensors` and `adapter_config.json`.
         form: The format of the export.
 
     Raises:
-        InputError: If the path does not suit the format, or is a directory with other files.
+        InputError: If a file of diffusers does not end in .safetensors or is a directory; or if a
+            directory of PEFT is a file or holds other files.
     """
     if form == "diffusers":
         if path.suffix != ".safetensors" or path.is_dir():
@@ -81,9 +85,13 @@ def export_diffusers(
 ) -> None:
     """Writes a file that `load_lora_weights` of the diffusers pipelines reads.
 
+    The file appears whole, by a rename; an earlier one stays if an error is raised. It is read back
+    and compared before. Layers whose two factors are zero are left out.
+
     Args:
-        path: The file to write. It ends in .safetensors and is replaced if it exists.
-        adapters: The trainable parameters, which must all be LoRA adapters.
+        path: The file to write. It ends in .safetensors and is replaced if it exists. Missing
+            parent directories are created.
+        adapters: The trainable parameters by path, which must all be LoRA adapters.
         settings: Rank and alpha.
         table: The table of all parameters of the network.
         dtype: The dtype of the tensors.
@@ -91,8 +99,10 @@ def export_diffusers(
             that ignore the header.
 
     Raises:
-        InputError: If the adapters do not fit the network, are not finite in `dtype`, or change
-            nothing.
+        InputError: If the path is not suitable (see `check_target`), a parameter is trained in
+            full, the adapters do not fit the network, are not finite in `dtype`, or change nothing:
+            every product B A is zero, or there is no adapter.
+        RunError: If the disk refuses, or the file does not read back as it was written.
     """
     check_target(path, "diffusers")
     lora = _lora_adapters(adapters)
@@ -117,17 +127,21 @@ def export_peft(
 ) -> None:
     """Writes a directory that `PeftModel.from_pretrained` reads onto the transformer.
 
-    The directory appears whole, by a rename. An earlier export in its place is replaced.
+    The directory appears whole, by a rename. An earlier export in its place is replaced; it stays
+    if an error is raised. Layers whose two factors are zero are left out.
 
     Args:
-        folder: The directory to write.
-        adapters: The trainable parameters, which must all be LoRA adapters.
+        folder: The directory to write. Missing parent directories are created.
+        adapters: The trainable parameters by path, which must all be LoRA adapters.
         settings: Rank and alpha.
         table: The table of all parameters of the network.
         dtype: The dtype of the tensors.
 
     Raises:
-        InputError: As `export_diffusers`, or if the directory holds other files.
+        InputError: If the path is a file or a directory with other files, a parameter is trained in
+            full, the adapters do not fit the network, are not finite in `dtype`, or change nothing:
+            every product B A is zero, or there is no adapter.
+        RunError: If the disk refuses, or the file does not read back as it was written.
     """
     folder = folder.absolute()
     check_target(folder, "peft")
@@ -147,25 +161,30 @@ def import_lora(
 ) -> tuple[dict[str, Adapter], LoraSettings]:
     """Reads a LoRA file of diffusers, kohya, ai-toolkit or ComfyUI, or a LoRA directory of PEFT.
 
-    Names and shapes are checked before any tensor is read. A linear layer that the file does not
+    Names and shapes are checked before any factor is read. A linear layer that the file does not
     mention gets no adapter. Where the file has only some layers of a stack, both factors of the
-    others are zero, which changes nothing; an export leaves them out again.
+    others are zero, which changes nothing; an export leaves them out again. A fused layer of the
+    file is split by its outputs among several linear layers, which share its factor A.
 
     Args:
-        path: The file or the directory.
+        path: The file, or a directory with one: `adapter_model.safetensors`,
+            `pytorch_lora_weights.safetensors`, or else its only .safetensors file.
         table: The table of all parameters of the network that the adapters are for.
         skip_text_encoders: Whether adapters of text encoders in the file are left out. They cannot
             be used here.
 
     Returns:
-        The adapters by path, float32, and their rank and alpha. If the layers of the file differ
-        in rank or alpha, smaller factors are padded with zeros to the largest rank, the scale
-        alpha / rank of every layer is multiplied into its factor B, and alpha equals the rank.
+        The adapters by path in sorted order, float32, and their rank and alpha. The alpha of a
+        layer is that of its key `alpha` or of the file's configuration, or the rank if there is
+        neither. If the layers of the file differ in rank or alpha, smaller factors are padded with
+        zeros to the largest rank, the scale alpha / rank of every layer is multiplied into its
+        factor B, and alpha equals the rank.
 
     Raises:
-        InputError: If keys belong to no linear layer of the network, shapes do not fit, or values
-            are not finite. Also for DoRA, trained biases, and adapters of text encoders that are
-            not skipped.
+        InputError: If the path or the file cannot be read; if keys belong to no linear layer of the
+            network, a factor is missing, shapes do not fit, or values are not finite; if rank or
+            alpha contradict the file's configuration; or if the file holds no adapter. Also for
+            DoRA, trained biases, and adapters of text encoders that are not skipped.
     """
     file = _find_file(path)
     slots = _slots(table)
@@ -231,6 +250,9 @@ def _scale_first(b: np.ndarray, n_in: int) -> np.ndarray:
     Args:
         b: The factor B, [outputs, rank].
         n_in: The number of inputs, which is the width of the network.
+
+    Returns:
+        The factor with its halves exchanged; `b` itself unless it has 2 * n_in outputs.
     """
     if len(b) != 2 * n_in:
         return b
@@ -238,12 +260,17 @@ def _scale_first(b: np.ndarray, n_in: int) -> np.ndarray:
 
 
 def _refuse_other_keys(file: Path, parsed: ParsedKeys, skip_text_encoders: bool) -> None:
-    """Raises InputError if a file holds anything but LoRA factors of the network's linear layers.
+    """Checks that a file holds nothing but LoRA factors of the network's linear layers.
 
     Args:
         file: The file, for messages.
-        parsed: Its keys.
+        parsed: The keys of the file.
         skip_text_encoders: Whether keys of text encoders are accepted.
+
+    Raises:
+        InputError: For the first that applies: keys of DoRA, of trained biases or whole weights,
+            keys that fit no linear layer, keys of text encoders that are not skipped, or no key of
+            a factor A or B at all.
     """
     where = f"{file} (names of {parsed.layout}):"
     if parsed.dora:
@@ -272,7 +299,14 @@ def _refuse_other_keys(file: Path, parsed: ParsedKeys, skip_text_encoders: bool)
 
 
 def _listed(keys: Sequence[str]) -> str:
-    """Returns the first keys, and how many more there are."""
+    """Joins keys by commas for a message.
+
+    Args:
+        keys: The keys.
+
+    Returns:
+        The first 5 keys, and "and N more" if there are more.
+    """
     more = f" and {len(keys) - MAX_LISTED} more" if len(keys) > MAX_LISTED else ""
     return ", ".join(keys[:MAX_LISTED]) + more
 
@@ -282,12 +316,13 @@ class _Slot:
     """Where the adapter of one linear layer of a file lies in our parameters.
 
     Attributes:
-        path: The path of our parameter.
+        path: The path of our parameter, such as `blocks/attn/to_q/kernel`.
         layer: The index of the layer in a stack, as a tuple of one; () where nothing is stacked.
         layers: The number of layers in the stack, as a tuple of one; () where nothing is stacked.
         n_in: The number of inputs.
         n_out: The number of outputs.
-        ones: The trailing axes of size one that a 1x1 convolution has in the file.
+        ones: The trailing axes that the factors have in the file: (1, 1) for a 1x1 convolution,
+            else ().
     """
 
     path: str
@@ -298,16 +333,38 @@ class _Slot:
     ones: tuple[int, ...]
 
     def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of our factors, with all layers of a stack."""
+        """The shapes of our factors, with all layers of a stack.
+
+        Args:
+            rank: The rank of the adapter.
+
+        Returns:
+            {"a": ([layers,] n_in, rank), "b": ([layers,] rank, n_out)}.
+        """
         return {"a": (*self.layers, self.n_in, rank), "b": (*self.layers, rank, self.n_out)}
 
     def torch_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of the factors A and B of one layer in a file."""
+        """The shapes of the factors A and B of one layer in a file.
+
+        Args:
+            rank: The rank of the adapter.
+
+        Returns:
+            {"a": (rank, n_in), "b": (n_out, rank)}, both followed by the trailing axes `ones`.
+        """
         return {"a": (rank, self.n_in, *self.ones), "b": (self.n_out, rank, *self.ones)}
 
 
 def _slots(table: Table) -> dict[str, _Slot]:
-    """The slot of every linear layer of the network, by its released module name."""
+    """The slot of every linear layer of a network, also of its 1x1 convolutions.
+
+    Args:
+        table: The table of all parameters of the network.
+
+    Returns:
+        The slots by the module name of diffusers, such as `transformer_blocks.0.attn.to_q`, in the
+        order of the table. A stack has one slot per layer.
+    """
     slots = {}
     for e in table:
         if e.layout in ("linear", "pointwise") and len(e.shape) == 2:
@@ -320,7 +377,18 @@ def _slots(table: Table) -> dict[str, _Slot]:
 
 
 def _lora_adapters(adapters: Trainable) -> dict[str, Adapter]:
-    """The LoRA adapters. Raises InputError if some parameters are trained in full."""
+    """Returns trainable parameters that are all LoRA adapters.
+
+    Args:
+        adapters: The trainable parameters by path.
+
+    Returns:
+        The same adapters, as a new dict.
+
+    Raises:
+        InputError: If some parameters are trained in full. The message has their number and the
+            first path.
+    """
     whole = [path for path, trained in adapters.items() if not isinstance(trained, dict)]
     if whole:
         raise InputError(
@@ -339,14 +407,16 @@ def _to_modules(
 
     Args:
         adapters: The adapters by path.
-        settings: Their rank is read.
+        settings: The rank is read, which all adapters must have.
         table: The table of all parameters of the network.
 
     Returns:
-        The factors A and B by module name.
+        By module name of diffusers, {"lora_A.weight": [rank, in], "lora_B.weight": [out, rank]} in
+        the dtype of the adapters, on the host; both with two further axes of size one for a 1x1
+        convolution.
 
     Raises:
-        InputError: If an adapter does not fit the network.
+        InputError: If the path of an adapter is no linear layer of the network, or a shape differs.
     """
     slots = _slots(table)
     out = {}
@@ -385,16 +455,19 @@ def _save(
 ) -> None:
     """Writes tensors to a file and checks them by reading them back.
 
+    The file is written even if the values are then refused, so `file` should be a temporary one.
+
     Args:
         file: The file to write.
         target: Where the file will appear in the end, for error messages.
-        modules: The two matrices of each module.
-        prefix: What goes before the module name in a key.
+        modules: The two matrices "lora_A.weight" and "lora_B.weight" of each module, by its name.
+        prefix: What precedes the module name in a key.
         dtype: The dtype of the tensors in the file.
-        metadata: Further entries of the header.
+        metadata: Further entries of the header, beside `format: pt`.
 
     Raises:
-        InputError: If a tensor is not finite in `dtype`, or the adapters change nothing.
+        InputError: If a tensor is not finite in `dtype`, or the adapters change nothing: no product
+            B A is nonzero.
         RunError: If the file does not read back as it was written.
     """
     with np.errstate(over="ignore"):  # values too large for `dtype` are reported below
@@ -427,8 +500,19 @@ def _save(
 
 
 def _find_file(path: Path) -> Path:
-    """The file of tensors at a path, which is that file or a directory with it. Raises
-    InputError.
+    """The file of tensors at a path.
+
+    Args:
+        path: That file, or a directory with it.
+
+    Returns:
+        The path itself if it is a file. In a directory, the one of `adapter_model.safetensors` and
+        `pytorch_lora_weights.safetensors` that is there; without either, the only file that ends in
+        .safetensors.
+
+    Raises:
+        InputError: If there is no such path, or the directory has both of these names, or neither
+            and not exactly one .safetensors file.
     """
     if path.is_dir():
         candidates = sorted(path.glob("*.safetensors"))
@@ -447,9 +531,19 @@ def _find_file(path: Path) -> Path:
 
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[tuple[Shapes, Any]]:
-    """Opens a safetensors file. Yields the shapes of its tensors and a handle that reads tensors.
+    """Opens a safetensors file for the body of a `with` statement.
 
-    Raises InputError if the file or the dtype of a tensor cannot be read.
+    Args:
+        file: The file.
+
+    Yields:
+        The shapes of its tensors by key, and an open handle of `safetensors`, whose
+        `get_tensor(key)` reads a tensor as a NumPy array.
+
+    Raises:
+        InputError: If the file cannot be read, or a tensor has a dtype other than BF16, F16, F32 or
+            F64. Also if the body raises SafetensorError, OSError, LookupError, TypeError or
+            AttributeError.
     """
     with in_one_line():
         tensors = read_header(file)
@@ -483,14 +577,16 @@ def _check_shapes(
     Args:
         file: The file, for messages.
         shapes: The shapes of its tensors, by key.
-        layers: Its linear layers, by their name in the file.
+        layers: Its linear layers, by their name in the file without the prefix of a program.
         slots: The slot of every linear layer of the network, by its diffusers name.
 
     Returns:
-        The rank of each layer.
+        The rank of each layer, by the same names.
 
     Raises:
-        InputError: If factors are missing or do not fit.
+        InputError: If a factor of a layer is missing, has another shape, has a rank below 1 or
+            above the largest width of the network, or an alpha is no scalar. The message has the
+            number of problems and the first 5.
     """
     # No matrix of the network has a higher rank.
     largest = max(max(slot.n_in, slot.n_out) for slot in slots.values())

@@ -138,10 +138,11 @@ class FileLayer:
 
     Attributes:
         modules: The diffusers modules that it stands for: one, or several fused ones, whose outputs
-            follow one another.
+            follow one another in this order.
         aliased: Whether the name is one of the model's authors, so that a modulation of two parts
             has the shift before the scale. diffusers has the scale first.
-        keys: The keys of its tensors, by part: "a", "b" and, if the file has one, "alpha".
+        keys: The keys of its tensors in the file, by part: "a", "b" and, if the file has one,
+            "alpha". `parse_keys` adds them one by one, so parts may be missing.
     """
 
     modules: tuple[str, ...]
@@ -151,15 +152,18 @@ class FileLayer:
 
 @dataclasses.dataclass(frozen=True)
 class ParsedKeys:
-    """The keys of a LoRA file.
+    """The keys of a LoRA file, each in one of five groups.
 
     Attributes:
-        layers: The linear layers, by the name without the prefix of the program.
-        layout: The program whose prefix the keys have, for messages.
-        text_encoders: Keys of text encoders.
+        layers: The linear layers with their keys, by the name in the file without the prefix of a
+            program (kohya's prefix stays).
+        layout: The program whose prefix the keys have, a value of `PREFIXES`, or "no prefix"; for
+            messages.
+        text_encoders: Keys of text encoders, sorted, as are the three lists below.
         dora: Keys of the magnitudes of DoRA.
         biases: Keys of trained biases and of whole weights.
-        unknown: Keys that fit no linear layer of the network, or repeat another key.
+        unknown: Keys that fit no linear layer of the network, or stand for the same part of a layer
+            as an earlier key.
     """
 
     layers: dict[str, FileLayer]
@@ -174,8 +178,12 @@ def parse_keys(keys: Iterable[str], modules: Collection[str]) -> ParsedKeys:
     """Sorts the keys of a LoRA file by the linear layers that they belong to.
 
     Args:
-        keys: The keys of the tensors in the file.
+        keys: The keys of the tensors in the file. They are iterated twice, so an iterator will not
+            do.
         modules: The diffusers names of all linear layers of the network.
+
+    Returns:
+        The keys in groups. Nothing is refused here: a layer may lack a part.
     """
     names = _file_names(modules)
     parsed = ParsedKeys({}, _layout(keys), [], [], [], [])
@@ -204,8 +212,18 @@ def parse_keys(keys: Iterable[str], modules: Collection[str]) -> ParsedKeys:
 
 
 def _file_names(modules: Collection[str]) -> dict[str, tuple[tuple[str, ...], bool]]:
-    """Returns what every accepted name in a file stands for: (diffusers modules, whether the name
-    is one of the model's authors).
+    """Returns what every accepted name of a linear layer in a file stands for.
+
+    Args:
+        modules: The diffusers names of all linear layers of the network.
+
+    Returns:
+        By name, ((diffusers modules), whether the name is one of the model's authors). The names
+        are those of diffusers, those of the authors in all `LAYOUTS` whose modules the network has,
+        and both in kohya's form: "lora_unet_" and the name with "_" for each dot. They have neither
+        another program's prefix nor the ending of a tensor such as ".lora_A.weight". A name of
+        diffusers stands for itself; a fused one for several modules, in the order of their outputs.
+        A name with several meanings has the first: diffusers, then the order of `LAYOUTS`.
     """
     names: dict[str, tuple[tuple[str, ...], bool]] = {
         module: ((module,), False) for module in modules
@@ -225,11 +243,12 @@ def _indices(pattern: str, modules: Collection[str]) -> list[str]:
     """Finds the numbers for which a pattern names a module.
 
     Args:
-        pattern: A module name in which `#` stands for a number.
+        pattern: A module name in which at most one `#` stands for a number.
         modules: The names of all modules.
 
     Returns:
-        The numbers as text; [""] for a pattern without `#`.
+        The numbers as text, in the order of `modules`. [""] for a pattern without `#`, whether or
+        not there is such a module.
     """
     if "#" not in pattern:
         return [""]
@@ -239,8 +258,14 @@ def _indices(pattern: str, modules: Collection[str]) -> list[str]:
 
 
 def _without_prefix(name: str) -> str:
-    """Returns the name of a module without the prefix of a program. kohya's stays, see
-    `_file_names`.
+    """Returns the name of a module without the prefix of a program.
+
+    Args:
+        name: The name in a file, without the ending of the tensor.
+
+    Returns:
+        The name after "transformer.", "base_model.model." or "diffusion_model.", one of which is
+        removed once. Other names stay as they are, also kohya's, see `_file_names`.
     """
     for prefix in PREFIXES:
         if prefix != KOHYA and name.startswith(prefix):
@@ -249,8 +274,14 @@ def _without_prefix(name: str) -> str:
 
 
 def _layout(keys: Iterable[str]) -> str:
-    """Returns the program that wrote the keys of a file: the value in `PREFIXES` of the prefix of
-    the first key that has one, or "no prefix".
+    """Returns the program that wrote the keys of a file.
+
+    Args:
+        keys: The keys.
+
+    Returns:
+        "diffusers", "PEFT", "ComfyUI" or "kohya": the value in `PREFIXES` of the prefix of the
+        first key that has one; "no prefix" if none has.
     """
     for key in keys:
         for prefix, program in PREFIXES.items():

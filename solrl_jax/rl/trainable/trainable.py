@@ -31,8 +31,9 @@ class Targets:
     """The parameters that are trained. No path is in both groups.
 
     Attributes:
-        adapted: The paths of the parameters that have a LoRA adapter, sorted.
-        whole: The paths of the parameters that are trained in full, sorted.
+        adapted: The paths of the parameters that have a LoRA adapter, sorted, such as
+            `blocks/attn/to_q/kernel`.
+        whole: The paths of the parameters that are trained in full, sorted. By default none.
     """
 
     adapted: tuple[str, ...]
@@ -47,11 +48,15 @@ def find_targets(transformer: Component, config: Config) -> Targets:
 
     Args:
         transformer: The transformer; its parameters need not be loaded.
-        config: `train.parameters` and `lora.target_modules` are read.
+        config: `train.parameters` and `lora.target_modules` are read. With "all" as
+            `train.parameters`, all parameters are trained in full and the targets are not read.
+
+    Returns:
+        The paths of both kinds.
 
     Raises:
-        ValueError: If a pattern matches nothing, or a LoRA target is not the kernel of a linear
-            layer.
+        ValueError: If `train.parameters` or a LoRA target is a pattern that matches no path, or if
+            a LoRA target matches a parameter that is not the kernel of a linear layer.
     """
     params = transformer.abstract_params("float32")
     chosen = config.train.parameters
@@ -80,10 +85,11 @@ def matching(params: Params, patterns: Sequence[str], field: str) -> list[str]:
         field: The field of the configuration that holds the patterns, for error messages.
 
     Returns:
-        The matching paths, sorted.
+        The paths that match at least one pattern, sorted, each once. Empty without patterns.
 
     Raises:
-        ValueError: If a pattern matches nothing, or a parameter that is not such a kernel.
+        ValueError: If a pattern matches no path, or one that does not end in "/kernel" or whose
+            parameter has more than three axes.
     """
     paths = flatten(params)
     matched: set[str] = set()
@@ -113,9 +119,17 @@ def init_adapters(
 
     Args:
         key: The key of the random numbers.
-        base: The parameters of the base.
-        targets: The paths of the adapted kernels. The order decides the random numbers of each.
+        base: The parameters of the base, or their shapes.
+        targets: The paths of the adapted kernels. The position of a path in this order decides its
+            random numbers.
         rank: The rank of the adapters.
+
+    Returns:
+        By path, {"a": [..., in, rank], "b": [..., rank, out]} in float32, with the leading axes of
+        the kernel [..., in, out].
+
+    Raises:
+        KeyError: If the base has no such path.
     """
     flat = flatten(base)
 
@@ -140,10 +154,17 @@ def attach(
 
     Args:
         base: The parameters of the base. They are not copied.
-        adapters: The trainable parameters. An adapter becomes a `LowRank` leaf, and a whole array
-            takes the place of the base's in the dtype of the base.
+        adapters: The trainable parameters by path. An adapter becomes a `LowRank` leaf, and a whole
+            array takes the place of the base's in the dtype of the base.
         scale: The factor of the product of LoRA factors, alpha / rank.
-        quantized: Merged and quantized leaves by path, which take precedence.
+        quantized: Merged and quantized leaves by path, which take precedence over `adapters`; paths
+            that the base does not have are ignored. None: there are none.
+
+    Returns:
+        A tree of the structure of `base`, whose other leaves are those of `base`.
+
+    Raises:
+        KeyError: If a path in `adapters` is not one of the base.
     """
     flat = flatten(base)
 
@@ -161,8 +182,12 @@ def within_bounds(trained: Trainable, table: Sequence[ParameterEntry]) -> Traina
     """Clips whole arrays to the bounds of their parameters, where these have any.
 
     Args:
-        trained: The trainable parameters.
+        trained: The trainable parameters by path. One that has bounds must be a whole array, not an
+            adapter.
         table: The table of all parameters of the network, which has their bounds.
+
+    Returns:
+        The parameters by the same paths. Values of parameters without bounds are the same objects.
     """
     bounds = {e.key: e.bounds for e in table if e.bounds is not None}
 
@@ -184,14 +209,16 @@ def map_layers(
     A stacked weight is processed one layer at a time, so that no float32 copy of the stack exists.
 
     Args:
-        f: Takes a weight [in, out], and one layer of each of the extra arrays.
+        f: Takes a float32 weight [in, out], and one layer of each of the extra arrays.
         w: The weight [in, out], or a stack of them [layers, in, out].
-        trained: The adapter of the weight, the array that replaces it, or None.
+        trained: The adapter of the weight, {"a": ..., "b": ...}, the array that replaces the
+            weight, or None to take the weight as it is.
         scale: The factor of the product of LoRA factors, alpha / rank.
-        *extra_arrays: Further arrays that `f` takes, stacked as `w` is.
+        *extra_arrays: Further arrays that `f` takes, with a leading axis of layers if `w` has one.
 
     Returns:
-        The result of `f`; the stacked results for a stacked weight.
+        What `f` returns, any tree of arrays; for a stacked weight the results stacked along a new
+        leading axis.
     """
     adapter: dict[str, Array] = {}
     if isinstance(trained, dict):
@@ -211,7 +238,14 @@ def map_layers(
 
 
 def flatten(params: Params) -> dict[str, Any]:
-    """The leaves of a tree of parameters by path, such as `blocks/attn/to_q/kernel`."""
+    """The leaves of a tree of parameters by path, such as `blocks/attn/to_q/kernel`.
+
+    Args:
+        params: Nested dicts. Leaves are not copied and may be of any kind.
+
+    Returns:
+        The leaves in the order of the tree, by their keys joined by "/".
+    """
     return {"/".join(map(str, path)): leaf for path, leaf in flatten_dict(params).items()}
 
 
@@ -219,8 +253,12 @@ def replace(params: Params, leaves: Mapping[str, Any]) -> Params:
     """Returns a copy of a tree of parameters in which some leaves are replaced.
 
     Args:
-        params: The tree.
-        leaves: The new leaves by path, such as `blocks/attn/to_q/kernel`. Other paths are ignored.
+        params: The tree, nested dicts. It is not changed.
+        leaves: The new leaves by path, such as `blocks/attn/to_q/kernel`. Paths that the tree does
+            not have are ignored.
+
+    Returns:
+        New dicts of the same structure, which share all other leaves with the tree.
     """
     flat = flatten_dict(params, keep_empty_nodes=True)
     return unflatten_dict(

@@ -32,8 +32,17 @@ MOST = 10 * 10**9  # largest bytes of tensors in one file, as in `save_pretraine
 
 
 def check_directory(folder: Path) -> None:
-    """Raises InputError if `export_transformer` cannot write to a path, or would remove other
-    files.
+    """Checks that `export_transformer` can write to a path and would remove no file of another
+    kind.
+
+    Args:
+        folder: The directory to be written. It need not exist. It may hold an earlier export: files
+            whose names begin with "diffusion_pytorch_model", `config.json` and
+            `pytorch_lora_weights.safetensors`.
+
+    Raises:
+        InputError: If the name ends in .safetensors, the path is a file, or the directory holds
+            other files.
     """
     if folder.suffix == SUFFIX or (folder.exists() and not folder.is_dir()):
         raise InputError(
@@ -67,16 +76,20 @@ def export_transformer(
     holds the tensors of one file at a time.
 
     Args:
-        folder: The directory to write.
-        backbone: The base, and the configuration of the transformer.
-        trained: The trainable parameters.
+        folder: The directory to write. Missing parent directories are created.
+        backbone: The base, and the directory whose `transformer/config.json` is copied.
+        trained: The trainable parameters by path: whole arrays take the place of the base's, and
+            adapters are written to a LoRA file of their own.
         settings: Rank and alpha of the adapters among them.
-        dtype: The dtype of the tensors.
-        most: The largest number of bytes of tensors in one file. A single larger tensor has a file
-            of its own.
+        dtype: The dtype of all tensors.
+        most: The largest number of bytes of tensors in one file, by default 10 GB (10^10). A single
+            larger tensor has a file of its own.
 
     Raises:
-        InputError: If values are not finite in `dtype`, or the directory cannot be written.
+        InputError: If the path is not suitable (see `check_directory`), a value is not finite in
+            `dtype`, or there are adapters that do not fit the network or that change nothing. An
+            earlier export is then left as it is.
+        RunError: If the disk refuses.
     """
     folder = folder.absolute()
     table = backbone.parameter_table()
@@ -120,14 +133,17 @@ def export_transformer(
 
 
 def divide(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
-    """Divides tensors over files, in their order.
+    """Divides tensors over files, in their order: a file is filled until the next tensor does not
+    fit.
 
     Args:
         sizes: The bytes of each tensor by name.
-        most: The largest number of bytes of one file.
+        most: The largest number of bytes of one file. A larger tensor has a file of its own.
 
     Returns:
-        The names of the tensors in each file, by the name of the file.
+        The names of the tensors in each file, by the name of the file:
+        `diffusion_pytorch_model.safetensors` if there is one file, else numbered from
+        `diffusion_pytorch_model-00001-of-00002.safetensors` on. Empty without tensors.
     """
     parts: list[list[str]] = []
     left = 0
