@@ -26,9 +26,12 @@ class Row(NamedTuple):
     """One entry of a prompt file.
 
     Attributes:
-        text: The text of the prompt, without white space around it.
-        metadata: Everything else that the file says about the prompt, as values of JSON by name.
-        position: Where it is in the file, e.g. "line 3".
+        text: The text of the prompt, without white space around it; not empty.
+        metadata: Everything else that the file says about the prompt: values of JSON by the name of
+            the column or key. Values of CSV and TSV files are text. Empty for a prompt without more
+            than its text.
+        position: The place in the file, counted from 1, e.g. "line 3", "item 3" of a JSON list or
+            "row 3" of a Parquet file.
     """
 
     text: str
@@ -40,11 +43,13 @@ def split_column(path: str) -> tuple[Path, str | None]:
     """Splits the name of a column from a path such as "prompts.csv:caption".
 
     Args:
-        path: A path, with or without a column. It has none if a file of this whole name exists, or
-            if the part before the last colon has no ending of `ENDINGS`.
+        path: A path, with or without a colon and a column at its end. It has no column if a file of
+            this whole name exists, if nothing follows the last colon, or if the part before it does
+            not end, in any case, with an ending of `ENDINGS` (.json, .jsonl, .ndjson, .jsonlines,
+            .csv, .tsv or .parquet).
 
     Returns:
-        The file and the name of the column, or None.
+        The file, which need not exist, and the name of the column or None.
     """
     file, colon, column = path.rpartition(":")
     has_column = colon and column and Path(file).suffix.lower() in ENDINGS
@@ -59,12 +64,18 @@ def read_rows(file: Path, column: str | None, where: str) -> list[Row]:
     Args:
         file: A .json, .jsonl, .ndjson, .jsonlines, .csv, .tsv or .parquet file. Any other file is
             read as text with one prompt per line.
-        column: The column or key of the prompt. None: the first of `PROMPT_COLUMNS` that is there.
+        column: The column or key of the prompt. None: the first of "prompt", "Prompt", "Prompts",
+            "caption" and "text" (`PROMPT_COLUMNS`) that the header or the first object has. It is
+            not read for text files.
         where: The setting and its value, for messages.
 
+    Returns:
+        The rows in the order of the file. Blank lines are left out; a blank file has no rows.
+
     Raises:
-        InputError: If the file does not exist, has another content than its ending says, has no
-            column with prompts or has too many rows.
+        InputError: If the file does not exist or cannot be read, has another content than its
+            ending says, has no column with prompts, has a row without a prompt, or has more than
+            2**20 rows (`MAX_PROMPTS`). Text files are limited to 64 MiB.
     """
     ending = file.suffix.lower()
     if ending == ".parquet":
@@ -87,18 +98,19 @@ def read_rows(file: Path, column: str | None, where: str) -> list[Row]:
 
 
 def read_file(file: Path, where: str, expected: str) -> str:
-    """Reads a text file.
+    """Reads a UTF-8 text file of at most 64 MiB.
 
     Args:
-        file: The file.
+        file: The file. Links are followed.
         where: The setting and its value, for messages.
-        expected: What the file should be, for messages.
+        expected: A description of the file that is expected, for the message if there is none.
 
     Returns:
-        Its content without a byte-order mark. Every line ends with a line feed.
+        Its content without a byte-order mark, in which line feeds stand for all line ends.
 
     Raises:
-        InputError: If the file does not exist or is not UTF-8 text.
+        InputError: If the file does not exist, is a directory or a pipe, is larger, cannot be
+            opened, or is not UTF-8 text.
     """
     try:
         return read_text(file)
@@ -109,10 +121,16 @@ def read_file(file: Path, where: str, expected: str) -> str:
 
 
 def _numbered_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yields the lines of a text that are not blank, with their numbers, without white space around
-    them.
+    """Yields the lines of a text that are not blank.
 
     `str.splitlines` would also split at characters such as U+2028, at which editors do not.
+
+    Args:
+        text: The text. Only a line feed ends a line.
+
+    Yields:
+        The number of the line, from 1 and with blank lines counted, and the line without white
+        space around it.
     """
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
@@ -126,8 +144,11 @@ def _read_lines(text: str, where: str) -> list[Row]:
         text: The content of the file.
         where: The setting and its value, for messages.
 
+    Returns:
+        One row without metadata per line that is not blank.
+
     Raises:
-        InputError: If the file looks like JSON.
+        InputError: If the first such line, or the whole text, is a list or an object of JSON.
     """
     rows = [Row(line, {}, f"line {number}") for number, line in _numbered_lines(text)]
     if rows and (_is_json(rows[0].text) or _is_json(text)):
@@ -139,7 +160,13 @@ def _read_lines(text: str, where: str) -> list[Row]:
 
 
 def _is_json(text: str) -> bool:
-    """Whether a text is a list or an object of JSON."""
+    """Whether a text is a list or an object of JSON.
+
+    It is false for other values of JSON, such as numbers.
+
+    Args:
+        text: Any text. White space around it does not matter.
+    """
     if not text.lstrip().startswith(("[", "{")):
         return False
     try:
@@ -150,12 +177,19 @@ def _is_json(text: str) -> bool:
 
 
 def _read_json(text: str, column: str | None, where: str) -> list[Row]:
-    """Reads a JSON list of texts or objects, or JSON lines in a file that ends in .json.
+    """Reads a file that ends in .json.
+
+    It may hold a list of texts or objects, one object, or JSON lines.
 
     Args:
         text: The content of the file.
-        column: The key of the prompt. None: the first of `PROMPT_COLUMNS` in the first object.
+        column: The key of the prompt in objects. None: the first of `PROMPT_COLUMNS` in the first
+            object.
         where: The setting and its value, for messages.
+
+    Returns:
+        One row per item or line, in order; none for an empty list. The position is "item N" or
+        "line N", from 1.
 
     Raises:
         InputError: If the text is neither, or if an entry has no prompt.
@@ -183,10 +217,11 @@ def _parse_lines(text: str, where: str) -> list[tuple[str, Any]]:
         where: The setting and its value, for messages.
 
     Returns:
-        The position (e.g. "line 3") and the value of each line that is not blank.
+        The position (e.g. "line 3") and the value of each line that is not blank. Any value of JSON
+        passes.
 
     Raises:
-        InputError: If a line is no JSON.
+        InputError: If a line is not JSON, or has a repeated key or a number that is not finite.
     """
     values = []
     for number, line in _numbered_lines(text):
@@ -201,12 +236,18 @@ def _rows_of_objects(items: list[tuple[str, Any]], column: str | None, where: st
     """Returns the rows of values of JSON.
 
     Args:
-        items: The position and the value of each row: an object, or a text without metadata.
-        column: The key of the prompt. None: it is found in the first object.
+        items: The position and the value of each row: an object with the prompt and metadata, or a
+            text without metadata. Objects are not changed.
+        column: The key of the prompt in all objects. None: the first of `PROMPT_COLUMNS` that the
+            first object has, or "prompt" if it has none.
         where: The setting and its value, for messages.
 
+    Returns:
+        One row per item. All keys of an object but `column` are metadata.
+
     Raises:
-        InputError: If a value is something else.
+        InputError: If an item is neither an object nor a text, if an object has no text under
+            `column`, or if the text is blank.
     """
     objects = [value for _, value in items if isinstance(value, dict)]
     if column is None and objects:
@@ -228,21 +269,36 @@ def _rows_of_objects(items: list[tuple[str, Any]], column: str | None, where: st
 def _read_table(text: str, ending: str, column: str | None, where: str) -> list[Row]:
     """Reads a CSV or TSV file with a header.
 
-    Quotation marks are read as in CSV. If a TSV file has others, they are ordinary characters.
+    Quotation marks are read as in CSV. If a TSV file has others, all its quotation marks are
+    ordinary characters. A row may have fewer values than the header; the missing ones are "". If
+    two columns have the same name, the later one is read.
 
     Args:
         text: The content of the file.
         ending: ".csv" or ".tsv".
-        column: The column of the prompt, or None.
+        column: The column of the prompt. None: the first of `PROMPT_COLUMNS` that is there.
         where: The setting and its value, for messages.
+
+    Returns:
+        One row per row of the table after the header, without blank ones. The metadata are the
+        texts of the other columns, by their names without white space around them. A blank file has
+        no rows.
+
+    Raises:
+        InputError: If quotation marks are not as in CSV, a value is too long, there is no column of
+            the prompt, a row has more values than the header, or a row has no text in the column of
+            the prompt.
     """
     delimiter = DELIMITERS[ending]
     try:
-        lines = _split_table(text, delimiter, csv.QUOTE_MINIMAL)
+        try:
+            lines = _split_table(text, delimiter, csv.QUOTE_MINIMAL)
+        except csv.Error:
+            if ending != ".tsv":
+                raise
+            lines = _split_table(text, delimiter, csv.QUOTE_NONE)
     except csv.Error as error:
-        if ending != ".tsv":
-            raise InputError(f"{where}: not CSV ({error})") from error
-        lines = _split_table(text, delimiter, csv.QUOTE_NONE)
+        raise InputError(f"{where}: not {ending[1:].upper()} ({error})") from error
     if not lines:
         return []
     _, header = lines[0]
@@ -270,10 +326,12 @@ def _split_table(text: str, delimiter: str, quoting: Any) -> list[tuple[int, lis
         quoting: `csv.QUOTE_MINIMAL`, or `csv.QUOTE_NONE` if quotation marks are plain characters.
 
     Returns:
-        For each row that is not blank: the number of its last line in the file, and its values.
+        For each row that is not blank, the header included: the number of its last line in the
+        file, from 1, and its values as they are written.
 
     Raises:
-        csv.Error: If quotation marks are not as in CSV.
+        csv.Error: If quotation marks are not as in CSV, or a value has more than 131,072
+            characters.
     """
     reader = csv.reader(
         io.StringIO(text, newline=""), delimiter=delimiter, quoting=quoting, strict=True
@@ -282,17 +340,22 @@ def _split_table(text: str, delimiter: str, quoting: Any) -> list[tuple[int, lis
 
 
 def _read_parquet(file: Path, column: str | None, where: str) -> list[Row]:
-    """Reads a Parquet file. Columns of other types than those of JSON, such as images, are left
-    out.
+    """Reads a Parquet file.
+
+    Columns of other types than those of JSON, such as images, are left out. Numbers that are not
+    finite become None.
 
     Args:
         file: The file.
         column: The column of the prompt. None: the first of `PROMPT_COLUMNS` that is there.
         where: The setting and its value, for messages.
 
+    Returns:
+        One row per row of the table. All other columns are metadata.
+
     Raises:
-        InputError: If the file cannot be read, has no such column, has more than `MAX_PROMPTS`
-            rows, or has a row without a text in the column.
+        InputError: If the file is missing or cannot be read, has no such column, has more than
+            2**20 rows (`MAX_PROMPTS`), or has a row without a text in the column.
     """
     import pyarrow as pa  # not at the top, because worker processes import this file
     import pyarrow.parquet as pq
@@ -320,7 +383,15 @@ def _read_parquet(file: Path, column: str | None, where: str) -> list[Row]:
 
 
 def _is_json_type(kind: Any) -> bool:
-    """Whether the values of a column of this type of pyarrow are values of JSON."""
+    """Whether the values of a column are values of JSON.
+
+    True for text, integers, floating-point numbers, Booleans and nulls, and for lists, structs and
+    dictionary encodings of such types. False for all others, such as binary data, dates, decimals,
+    maps and lists of a fixed size.
+
+    Args:
+        kind: The type of the column, a `pyarrow.DataType`.
+    """
     import pyarrow as pa
 
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
@@ -345,11 +416,12 @@ def _find_column(names: list[str], column: str | None, where: str) -> str:
 
     Args:
         names: The columns of the table.
-        column: The column that the user named, or None.
+        column: The column that the user named. None: the first of `PROMPT_COLUMNS` that is in
+            `names`.
         where: The setting and its value, for messages.
 
     Raises:
-        InputError: If it is not there.
+        InputError: If it is not there. The message lists `names`.
     """
     for name in PROMPT_COLUMNS if column is None else (column,):
         if name in names:
@@ -364,13 +436,17 @@ def _find_column(names: list[str], column: str | None, where: str) -> str:
 
 
 def _row_of_table(values: dict[str, Any], column: str, position: str, where: str) -> Row:
-    """Returns a row of a table. Raises InputError if it has no text in `column`.
+    """Returns a row of a table.
 
     Args:
-        values: The values of the row by column. The prompt is taken out.
+        values: The values of the row by column. The prompt is removed from this dict, which becomes
+            the metadata of the row.
         column: The column of the prompt.
-        position: Where the row is in the file.
+        position: The place of the row in the file, for messages.
         where: The setting and its value, for messages.
+
+    Raises:
+        InputError: If the row has no such column, or its value there is no text or blank.
     """
     text = values.pop(column, None)
     if not isinstance(text, str) or not text.strip():

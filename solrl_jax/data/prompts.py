@@ -23,20 +23,21 @@ EMBEDDED_FOLDER = Path(__file__).parents[1] / "assets" / "prompt_sets"
 class Prompt(str):
     """The text of a prompt, with metadata for rewards that need more than the text.
 
-    GenEval, for instance, needs the objects that it counts.
+    GenEval, for instance, needs the objects that it counts. As a `str`, a prompt is compared and
+    hashed by its text alone.
 
     Attributes:
-        metadata: Values of JSON by name.
+        metadata: Values of JSON by name; an empty mapping if there are none.
     """
 
     metadata: Mapping[str, Any]
 
     def __new__(cls, text: str, metadata: Mapping[str, Any] | None = None) -> "Prompt":
-        """Makes a prompt.
+        """Makes a prompt. The text is not checked.
 
         Args:
             text: The text.
-            metadata: Values of JSON by name. None: no metadata.
+            metadata: Values of JSON by name. The mapping is kept, not copied. None: no metadata.
         """
         prompt = super().__new__(cls, text)
         prompt.metadata = metadata or {}
@@ -49,17 +50,23 @@ def load_prompts(path: str, field: str, *, distinct: bool = True) -> list[Prompt
     A text file has one prompt per line. Files that end in .json, .jsonl, .ndjson, .jsonlines, .csv,
     .tsv or .parquet, in any case, are parsed: the prompt is under "prompt", "Prompt", "Prompts",
     "caption" or "text", or in the column that the path names, and everything else is metadata.
+    White space around a prompt is removed.
 
     Args:
         path: A file, "FILE:COLUMN" with the column or key of the prompts, or "embedded:NAME" for a
             set that is shipped with the package.
         field: The setting that names the file, for messages.
-        distinct: Whether a prompt that is repeated is returned only once. In a table (.csv, .tsv,
-            .parquet) the metadata of its first row counts; elsewhere it must be the same each time.
+        distinct: Whether a prompt that is repeated is returned only once, at its first place. In a
+            table (.csv, .tsv, .parquet) the metadata of its first row counts; elsewhere it must be
+            the same each time, even if all are returned.
+
+    Returns:
+        At least one prompt, with its metadata.
 
     Raises:
-        InputError: If the file does not exist, cannot be read, holds no prompt or too many, or
-            repeats one with other metadata.
+        InputError: If the file does not exist, cannot be read, holds no prompt or more than 2**20;
+            if an entry has no prompt, or one with control characters or more than 20,000 characters
+            (`check_text`); or if a file that is no table repeats a prompt with other metadata.
     """
     where = f"{field}={path!r}"
     if path.startswith(EMBEDDED):
@@ -83,17 +90,18 @@ def load_prompts(path: str, field: str, *, distinct: bool = True) -> list[Prompt
 
 
 def check_text(text: T, where: str) -> T:
-    """Returns `text` if it can be used as a prompt.
+    """Returns `text` itself if it can be used as a prompt.
 
     Control characters are refused, because prompts are printed and a terminal would obey them.
+    Those that are white space, such as tabs and line feeds, are accepted, and so is an empty text.
 
     Args:
         text: A prompt or an instruction.
-        where: Where the text comes from, for messages.
+        where: The place that the text comes from, for messages.
 
     Raises:
-        InputError: If the text is longer than 20,000 characters, or has control characters or
-            characters that UTF-8 cannot encode.
+        InputError: If the text is longer than 20,000 characters (`MAX_CHARACTERS`), or has control
+            characters or characters that UTF-8 cannot encode.
     """
     encodable = text.encode(errors="replace").decode() == text
     if len(text) > MAX_CHARACTERS or CONTROL_CHARACTERS.search(text) or not encodable:
@@ -105,14 +113,18 @@ def check_text(text: T, where: str) -> T:
 
 
 def load_instruction(path: str, field: str) -> str:
-    """Reads the instruction that precedes every prompt, without the end of its last line.
+    """Reads the instruction that precedes every prompt.
 
     Args:
         path: A text file.
         field: The setting that names the file, for messages.
 
+    Returns:
+        The text of the file without the line feed at its end. Other white space stays.
+
     Raises:
-        InputError: If the file does not exist, is not text, or is blank.
+        InputError: If the file does not exist, is not UTF-8 text or is blank, or if the text has
+            control characters or more than 20,000 characters.
     """
     where = f"{field}={path!r}"
     text = read_file(Path(path), where, "a text file with the instruction").removesuffix("\n")
@@ -130,9 +142,15 @@ def draw_prompts(prompts: Sequence[T], seed: int, iteration: int, count: int) ->
 
     Args:
         prompts: The prompt set, at least `count` prompts.
-        seed: The seed of the order.
+        seed: The seed of the order, not negative.
         iteration: The index of the iteration, from 0.
-        count: The number of prompts per iteration.
+        count: The number of prompts per iteration, at least 1.
+
+    Returns:
+        `count` prompts.
+
+    Raises:
+        ZeroDivisionError: If there are fewer than `count` prompts, or if `count` is 0.
     """
     iterations_per_epoch = len(prompts) // count
     epoch, position = divmod(iteration, iterations_per_epoch)
@@ -144,8 +162,11 @@ def _embedded_file(path: str, where: str) -> Path:
     """Returns the file of an embedded prompt set.
 
     Args:
-        path: The name of the set, with the prefix `EMBEDDED`.
+        path: The name of the set with the prefix "embedded:", e.g. "embedded:shapes-train".
         where: The setting and its value, for messages.
+
+    Returns:
+        The .txt or .jsonl file of this name in the package.
 
     Raises:
         InputError: If there is none of this name. The message lists the names.

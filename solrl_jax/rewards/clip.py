@@ -247,6 +247,9 @@ def unit(x: Float[Array, "b d"]) -> Float[Array, "b d"]:
     """Divides vectors by their Euclidean lengths.
 
     Args:
-        x: One vector per row. A row of zeros becomes NaN.
+        x: One vector per row.
+
+    Returns:
+        Vectors of length 1. A row of zeros becomes NaN.
     """
     return x / jnp.linalg.norm(x, axis=-1, keepdims=True)

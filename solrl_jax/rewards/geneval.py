@@ -262,10 +262,14 @@ def parse_request(prompt: str, metadata: Metadata, known: Vocabulary) -> Request
             ignored.
         known: The classes and colors that the detector can find.
 
+    Returns:
+        The request, with its clauses in the order of the metadata.
+
     Raises:
         ValueError: If "tag" is no text, "include" is missing or empty, "include" or "exclude" is no
-            list of mappings, or one of these is no valid clause (`_parse_clause`). The message
-            names the prompt, the field and what is accepted.
+            list of mappings, or one of these is no valid clause (an unknown key, a missing or wrong
+            value, or a class or color that is not in `known`). The message names the prompt, the
+            field and what is accepted.
     """
     tag = metadata.get("tag")
     include = _parse_clauses(prompt, metadata, "include", known)

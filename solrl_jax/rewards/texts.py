@@ -31,7 +31,8 @@ def open_tokenizer(folder: Path) -> Any:
         InputError: If the folder or its `tokenizer_config.json` is missing, or transformers cannot
             load the tokenizer.
     """
-    with in_one_line(lambda message: f"{folder}: {message}"):
+    prefix = f"{folder}: "
+    with in_one_line(lambda message: prefix + message.removeprefix(prefix)):
         return load_tokenizer(folder)
 
 
@@ -123,7 +124,10 @@ def clean(prompt: str) -> str:
     lower case.
 
     Args:
-        prompt: The text. A blank one becomes "".
+        prompt: The text.
+
+    Returns:
+        The cleaned text; "" for a blank one.
     """
     text = html.unescape(html.unescape(ftfy.fix_text(prompt)))
     return " ".join(text.split()).lower()

@@ -129,6 +129,7 @@ def test_brackets_and_quotation_marks_are_text(tmp_path):
         ("a.csv:words", "prompt\na dog\n", "no column 'words'; there are ['prompt']"),
         ("a.csv", "prompt,kind\na dog,x,y\n", "line 2: 3 values, but the header has 2"),
         ("a.csv", 'prompt\n"a dog\n', "not CSV ("),
+        ("a.tsv", "prompt\tkind\na dog\t" + "x" * 2**18, "not TSV (field larger than field limit"),
         ("a.csv", "prompt,kind\n,x\n", "line 2: expected text in the column 'prompt'"),
         ("a.csv", "prompt,kind\n", "holds no prompt"),
         ("a.json", "a dog\n", "not JSON ("),

@@ -97,3 +97,10 @@ def test_image_reward_adds_two_tokens_after_berts_own(tmp_path):
 def test_a_folder_without_a_tokenizer_is_named(tmp_path):
     with pytest.raises(InputError, match=r"tokenizer_config.json: no such file"):
         open_tokenizer(tmp_path)
+
+
+def test_a_missing_folder_is_named_once(tmp_path):
+    folder = tmp_path / "none"
+    with pytest.raises(InputError) as error:
+        open_tokenizer(folder)
+    assert str(error.value) == f"{folder}: no such tokenizer directory"

@@ -17,10 +17,15 @@ _NEIGHBOURS = ((-1, 0), (1, 0), (0, -1), (0, 1))
 def label_components(pixel_colour: Int[Array, "h w"]) -> Int[Array, "h w"]:
     """Labels each 4-connected component of equal colour by its largest flat index.
 
-    The background is labelled too.
+    The background is labelled too. The number of rounds is fixed: 4 in an image 32 wide, and one
+    more for each doubling of the longer side. A component with very long winding arms may therefore
+    stay in several pieces, each with a label of its own.
 
     Args:
         pixel_colour: The index of each pixel's colour, -1 for the background.
+
+    Returns:
+        For each pixel the flat index `row * w + column` of the last pixel of its component, int32.
     """
     labels = jnp.arange(pixel_colour.size).reshape(pixel_colour.shape)
     connected = [pixel_colour == _shift(pixel_colour, dy, dx, -2) for dy, dx in _NEIGHBOURS]
@@ -41,15 +46,18 @@ def label_components(pixel_colour: Int[Array, "h w"]) -> Int[Array, "h w"]:
 def largest_components(
     labels: Int[Array, "h w"], covered: Bool[Array, "h w"], count: int
 ) -> tuple[Int[Array, " k"], Int[Array, " k"]]:
-    """The areas in pixels and the labels of the largest components, the largest first.
+    """Returns the areas and the labels of the largest components, the largest first.
+
+    Among components of equal area, the one with the larger label comes first.
 
     Args:
-        labels: The label of the component of each pixel.
+        labels: The label of the component of each pixel, a flat index of the image.
         covered: Whether the pixel has a colour; others do not count.
-        count: The number k of components to return.
+        count: The number k of components to return, at least 1.
 
     Returns:
-        Areas and labels. An area of 0 or less means that there are no more components.
+        Areas in pixels and labels, int32 [k] each. An area of 0 or less means that there are no
+        more components; its label has no meaning.
     """
     counts = covered.ravel().astype(jnp.int32)
     remaining = jnp.zeros(labels.size, jnp.int32).at[labels.ravel()].add(counts)
@@ -66,7 +74,11 @@ def largest_components(
 
 
 def dilate(mask: Bool[Array, "k h w"]) -> Bool[Array, "k h w"]:
-    """The mask with the eight neighbours of each of its pixels."""
+    """Returns masks with the eight neighbours of each of their pixels.
+
+    Args:
+        mask: Boolean masks, one per component. Nothing is true beyond the edges of the image.
+    """
     rows = mask | _shift(mask, -1, 0, 0) | _shift(mask, 1, 0, 0)
     return rows | _shift(rows, 0, -1, 0) | _shift(rows, 0, 1, 0)
 
@@ -75,10 +87,13 @@ def _shift(x: Array, dy: int, dx: int, fill: int) -> Array:
     """Shifts images: the result at row i and column j is `x[..., i + dy, j + dx]`.
 
     Args:
-        x: The images, [..., h, w].
+        x: The images, [..., h, w], of any dtype.
         dy: The shift in rows: -1, 0 or 1.
         dx: The shift in columns: -1, 0 or 1.
-        fill: The value beyond the edge.
+        fill: The value where the index lies beyond the edge.
+
+    Returns:
+        An array of the shape and dtype of `x`.
     """
     h, w = x.shape[-2:]
     padded = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(1, 1), (1, 1)], constant_values=fill)

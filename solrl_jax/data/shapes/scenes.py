@@ -48,13 +48,16 @@ DIAMETERS: dict[str, tuple[float, ...]] = {"small": (6.0, 6.5, 7.0), "large": (1
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Objects of one kind. Raises ValueError for values that the grammar does not have.
+    """Objects of one kind in a caption, e.g. "two small red circles".
 
     Attributes:
         count: The number of objects, 1 to 3.
-        size: A name of `SIZES`, or None if the caption leaves it open.
-        colour: A name of `COLOURS`.
-        shape: A name of `SHAPES`.
+        size: "small" or "large" (`SIZES`), or None if the caption leaves it open.
+        colour: A name of `COLOURS`: "red", "green", "blue", "yellow", "purple" or "cyan".
+        shape: A name of `SHAPES`, in the singular: "circle", "square" or "triangle".
+
+    Raises:
+        ValueError: If a field has another value.
     """
 
     count: int
@@ -63,6 +66,11 @@ class Group:
     shape: str
 
     def __post_init__(self) -> None:
+        """Checks the fields.
+
+        Raises:
+            ValueError: If `count` is not 1, 2 or 3, or a name is not one of the grammar.
+        """
         valid_size = self.size is None or self.size in SIZES
         valid_kind = self.colour in COLOURS and self.shape in SHAPES
         if self.count not in (1, 2, 3) or not valid_size or not valid_kind:
@@ -71,27 +79,37 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """What a caption describes. Raises ValueError for what the grammar does not allow.
+    """The objects that a caption describes.
 
     Attributes:
         groups: One group, or two.
-        relation: A name of `RELATIONS` that says where the first group is relative to the second;
-            None for one group.
+        relation: "above", "below", "left of" or "right of" (`RELATIONS`): where the first group is
+            relative to the second. None for one group.
+
+    Raises:
+        ValueError: If the grammar does not allow the scene: one group with a relation, two without
+            one, two of the same colour and shape, more than 4 objects in two groups, or three large
+            shapes beside a second group.
     """
 
     groups: tuple[Group, ...]
     relation: str | None
 
     def __post_init__(self) -> None:
+        """Checks the fields together.
+
+        Raises:
+            ValueError: If the grammar does not allow the scene, see `_is_valid`.
+        """
         if not self._is_valid():
             raise ValueError(f"{self}: not a scene of the embedded world; expected {GRAMMAR}")
 
     def _is_valid(self) -> bool:
-        """Whether the grammar has this scene: one group without a relation, or two with a known
-        relation.
+        """Whether the grammar has this scene.
 
-        Two groups must differ in colour or shape, have at most `MAX_OBJECTS` objects together, and
-        none may consist of three large shapes.
+        It has one group without a relation, or two with a known relation. Two groups must differ in
+        colour or shape, have at most 4 (`MAX_OBJECTS`) objects together, and none may consist of
+        three shapes that are called large. A single group may.
         """
         if len(self.groups) == 1:
             return self.relation is None
@@ -107,10 +125,11 @@ class Scene:
 
 
 def parse(text: str) -> Scene:
-    """The scene that a caption describes.
+    """Returns the scene that a caption describes.
 
     Args:
-        text: The caption. Case and spaces do not matter, and "one" means "a".
+        text: The caption, e.g. "two small red circles above a blue square". Case and the amount of
+            white space do not matter, and "one" means "a".
 
     Raises:
         ValueError: If the caption does not follow the grammar. The message quotes both.
@@ -129,8 +148,17 @@ def parse(text: str) -> Scene:
 
 
 def _parse_group(text: str) -> Group:
-    """Parses the caption of one group, e.g. "two small red circles". The text is in lower case,
-    with single spaces. Raises ValueError if it does not follow the grammar.
+    """Parses the caption of one group, e.g. "two small red circles".
+
+    Args:
+        text: The caption, in lower case with single spaces: "a", "one", "two" or "three"; possibly
+            "small" or "large"; a colour; and a shape, with an "s" for two or three.
+
+    Returns:
+        The group. Its size is None if the caption has none.
+
+    Raises:
+        ValueError: If the text does not follow the grammar.
     """
     words = text.split(" ")
     size = words.pop(1) if len(words) == 4 else None

@@ -60,9 +60,10 @@ _WEIGHTS = {"objects": 0.4, "colours": 0.12, "shapes": 0.12, "relation": 0.26, "
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Targets:
-    """What n captions ask for, as indices. Without the axis n: what one caption asks for.
+    """The objects that n captions ask for, as indices. Without the axis n: those of one caption.
 
-    The axis of length 2 is for the two groups of a caption. A group with count 0 is absent.
+    The axis of length 2 is for the two groups of a caption. A group with count 0 is absent, and its
+    other indices are 0. All arrays are int32. It is a pytree.
 
     Attributes:
         count: The number of objects, 0 to 3.
@@ -80,11 +81,12 @@ class Targets:
 
 
 class Verdict(NamedTuple):
-    """The judgement of n images.
+    """The judgement of n images, or of one image without the axis n.
 
     Attributes:
-        score: Partial credit in [0, 1].
-        strict: Whether the image shows exactly what the caption asks for and nothing else.
+        score: Partial credit in [0, 1], float32.
+        strict: Whether the image shows exactly the objects that the caption asks for and nothing
+            else.
     """
 
     score: Float[Array, "*n"]
@@ -94,13 +96,16 @@ class Verdict(NamedTuple):
 class Detections(NamedTuple):
     """The objects in n images as the strict verdict sees them.
 
-    There are at most k per image, the largest first.
+    The k entries of an image are its 8 largest components, the largest first. An entry is an object
+    if its area is at least 8 pixels of an image 32 wide; otherwise colour, shape and size are -1,
+    and centre and diameter have no meaning.
 
     Attributes:
         colour: Index into `scenes.COLOURS`; -1 where no colour is clear or there is no object.
         shape: Index into `scenes.SHAPES`; -1 likewise.
         size: Index into `scenes.SIZES`; -1 where there is no object.
-        centre: (x, y) of the centre of the bounding box, in pixels of an image 32 wide.
+        centre: (x, y) of the centre of the bounding box, in pixels of an image 32 wide, with y
+            growing downwards.
         diameter: Width and height of the bounding box, in the same unit.
     """
 
@@ -112,17 +117,18 @@ class Detections(NamedTuple):
 
 
 class _Components(NamedTuple):
-    """Measurements of the k largest components of one image.
+    """Measurements of the k = 8 largest components of one image, the largest first.
 
-    Lengths are in pixels of an image 32 wide.
+    Lengths and areas are in pixels of an image of the area 32 x 32. Where the image has fewer
+    components, `area` and `present` are 0 or less, and the other measurements have no meaning.
 
     Attributes:
         area: The number of pixels with a cover above one half.
         present: How far the component is large enough to be an object, in [0, 1].
-        colour: How far the component has each colour, in [0, 1].
-        colour_distance: RGB distance from each colour.
-        peak: Cover of the most covered pixel.
-        iou: Intersection over union with each ideal shape.
+        colour: How far the component has each colour of `scenes.COLOURS`, in [0, 1].
+        colour_distance: Distance from each colour, in RGB with channels in [0, 1].
+        peak: Cover of the most covered pixel, in [0, 1].
+        iou: Intersection over union with an ideal circle, square and triangle (`scenes.SHAPES`).
         shape: How far the component has each shape, in [0, 1].
         diameter: Width of the bounding box.
         centre: (x, y) of the centre of the bounding box.
@@ -142,9 +148,16 @@ class _Components(NamedTuple):
 
 
 def parse_targets(captions: Sequence[str]) -> Targets:
-    """What captions ask for.
+    """Returns the objects that captions ask for, as indices.
 
-    Raises ValueError for a caption that does not follow the grammar of `scenes`.
+    Args:
+        captions: n captions; n may be 0.
+
+    Returns:
+        int32 arrays with one row per caption, [n, 2] for the two groups and [n] for the relation.
+
+    Raises:
+        ValueError: If a caption does not follow the grammar of `scenes`.
     """
     parsed = [scenes.parse(caption) for caption in captions]
     shape = (len(parsed), 2)
@@ -166,11 +179,15 @@ def parse_targets(captions: Sequence[str]) -> Targets:
 
 @jax.jit
 def verify(images: Float[Array, "n h w 3"], targets: Targets) -> Verdict:
-    """Judges each image against what its caption asks for.
+    """Judges each image against the objects that its caption asks for. Compiled for each shape.
 
     Args:
-        images: RGB in [0, 1].
-        targets: What the captions of the images ask for.
+        images: Finite RGB in [0, 1], of any floating-point dtype and size. Lengths are scaled as if
+            an image had the area 32 x 32.
+        targets: The objects that the captions of the images ask for, one row per image.
+
+    Returns:
+        The score in [0, 1] (float32) and the strict verdict (bool) of each image, [n].
     """
 
     def verify_one(image: Float[Array, "h w 3"], target: Targets) -> Verdict:
@@ -182,10 +199,15 @@ def verify(images: Float[Array, "n h w 3"], targets: Targets) -> Verdict:
 
 @jax.jit
 def detect(images: Float[Array, "n h w 3"]) -> Detections:
-    """Finds the objects in images, whatever their captions ask for.
+    """Finds the objects in images, whatever their captions ask for. Compiled for each shape.
 
     Args:
-        images: RGB in [0, 1].
+        images: Finite RGB in [0, 1], of any floating-point dtype and size. Lengths are scaled as if
+            an image had the area 32 x 32.
+
+    Returns:
+        The 8 largest components of each image, the largest first. Those that are no objects have
+        the colour, shape and size -1.
     """
 
     def detect_one(image: Float[Array, "h w 3"]) -> Detections:
@@ -201,6 +223,12 @@ def _measure(image: Float[Array, "h w 3"]) -> _Components:
     """Finds the components of one image and measures them.
 
     Lengths are scaled as if its area were 32 x 32 pixels.
+
+    Args:
+        image: RGB in [0, 1], float32.
+
+    Returns:
+        The measurements of the 8 largest components, the largest first, and the area of all others.
     """
     unit = math.sqrt(image.shape[0] * image.shape[1]) / scenes.BASE
     # One plane per channel, because arrays whose last axis is three long are slow.
@@ -253,14 +281,17 @@ def _measure(image: Float[Array, "h w 3"]) -> _Components:
 
 
 def _classify_pixels(offset: list[Float[Array, "h w"]]) -> Int[Array, "h w"]:
-    """The index of each pixel's colour; -1 where it covers at most half of the pixel.
+    """Returns the index of each pixel's colour; -1 where it covers at most half of the pixel.
 
-    The colour is the one whose line to the background is nearest to the pixel's RGB value. The
-    nearest colour would be wrong: a pixel at an edge is a mixture with the background, which is
-    close to some paler colour.
+    The colour is the one whose line to the background is nearest to the pixel's RGB value; among
+    equally near ones the first. The nearest colour would be wrong: a pixel at an edge is a mixture
+    with the background, which is close to some paler colour.
 
     Args:
-        offset: The image minus the background, one plane per channel.
+        offset: The image minus the background, one plane per channel (red, green, blue).
+
+    Returns:
+        Indices into `scenes.COLOURS`, int32. A pixel with NaN has -1.
     """
     colour = jnp.full(offset[0].shape, -1)
     cover = jnp.zeros(offset[0].shape)
@@ -282,14 +313,18 @@ def _classify_pixels(offset: list[Float[Array, "h w"]]) -> Int[Array, "h w"]:
 def _iou_with_shapes(
     mask: Float[Array, "k h w"], centroid: Float[Array, "k 2"], diameters: Float[Array, "k shapes"]
 ) -> Float[Array, "k shapes"]:
-    """Soft intersection over union of each mask with an ideal circle, square and triangle.
+    """Returns the soft intersection over union of each mask with ideal shapes.
 
-    It is the best over three widths of the ideal edge.
+    It is the best over three widths of the ideal edge (`_EDGE_WIDTHS`).
 
     Args:
         mask: The cover of each pixel by each component, in [0, 1].
         centroid: (x, y) of the centroid of each component in pixels, which the ideal shapes share.
-        diameters: Diameters in pixels of the ideal shapes, which have the area of the component.
+        diameters: Diameters in pixels of the ideal circle, square and triangle, which have the area
+            of the component.
+
+    Returns:
+        Values in [0, 1] for the circle, the square and the triangle, in this order.
     """
     ys, xs = (jnp.arange(side) + 0.5 for side in mask.shape[1:])
     x = (xs - centroid[:, :1])[:, None, :]
@@ -317,26 +352,47 @@ def _iou_with_shapes(
 
 
 def _edge_cover(inside: Array, width: float) -> Array:
-    """The cover of pixels near a straight edge.
+    """Returns the cover of pixels near a straight edge: 0 outside, 1 inside, linear between.
 
     Args:
         inside: Distance of the pixel's centre from the edge in pixels, positive within the shape.
-        width: Width of the edge in pixels.
+            At 0 the cover is one half.
+        width: Width of the edge in pixels, over which the cover rises from 0 to 1.
+
+    Returns:
+        Values in [0, 1], of the shape of `inside`.
     """
     return jnp.clip(0.5 + inside / width, 0, 1)
 
 
 def _ramp(x: Array, low: float, high: float) -> Array:
-    """About 0 at `low` and 1 at `high`, strictly rising; strictly falling if `low > high`."""
+    """A sigmoid that is 0.018 at `low`, 0.5 in the middle and 0.982 at `high`.
+
+    Args:
+        x: Any values.
+        low: The value where the ramp is about 0. If it is greater than `high`, the ramp falls.
+        high: The value where the ramp is about 1. It differs from `low`.
+
+    Returns:
+        Values between 0 and 1, of the shape of `x`.
+    """
     return jax.nn.sigmoid(8 * (x - (low + high) / 2) / (high - low))
 
 
 def _score(components: _Components, target: Targets) -> Float[Array, ""]:
-    """The soft score of one image in [0, 1].
+    """Returns the soft score of one image in [0, 1].
+
+    It is the weighted mean of terms in [0, 1]: the numbers of objects of each group ("objects"), of
+    each colour ("colours") and of each shape ("shapes"); whether the groups are complete and have
+    the relation ("relation"); and whether they are complete and there is nothing else ("alone").
+    `_WEIGHTS` has the weights. Without a relation, the weight of its term is 0.
 
     Args:
         components: Measurements of the components of the image.
         target: The objects that the caption asks for, without a batch axis.
+
+    Returns:
+        A scalar in float32.
     """
     asked = target.count > 0
     wanted = target.count.astype(jnp.float32)
@@ -382,9 +438,17 @@ def _score(components: _Components, target: Targets) -> Float[Array, ""]:
 def _strict_verdict(components: _Components, target: Targets) -> Bool[Array, ""]:
     """Whether one image shows exactly the objects that its caption asks for.
 
+    Every group must have its number of objects of the right colour, shape and, if it is given,
+    size. There must be no further object, and less than 8 pixels of specks (in an image 32 wide).
+    With a relation, every object of the first group must lie before every one of the second along
+    its axis, and their middles must be farther apart along this axis than across.
+
     Args:
         components: Measurements of the components of the image.
         target: The objects that the caption asks for, without a batch axis.
+
+    Returns:
+        A Boolean scalar.
     """
     is_object = components.area >= _MIN_AREA
     colour, shape, size = _classify_components(components)
@@ -409,7 +473,17 @@ def _strict_verdict(components: _Components, target: Targets) -> Bool[Array, ""]
 def _classify_components(
     components: _Components,
 ) -> tuple[Int[Array, " k"], Int[Array, " k"], Int[Array, " k"]]:
-    """Indices of each component's colour, shape and size; -1 where one is not clear."""
+    """Returns the indices of each component's colour, shape and size, int32 [k] each.
+
+    Args:
+        components: Measurements of the k components of one image.
+
+    Returns:
+        The nearest colour, or -1 if it is 0.3 or more away in RGB or no pixel is covered by more
+        than 0.6; the shape of the largest intersection over union, or -1 if it is at most 0.6; and
+        the size: 0 (small), or 1 (large) for a diameter above 8.5 pixels in an image 32 wide. The
+        size is never -1. Components of any area are classified.
+    """
     near = components.colour_distance.min(-1) < _COLOUR_STRICT
     coloured = near & (components.peak > _PEAK_STRICT)
     colour = jnp.where(coloured, jnp.argmin(components.colour_distance, -1), -1)
@@ -422,16 +496,17 @@ def _classify_components(
 def _displacement(
     member: Float[Array, "k 2"], centre: Float[Array, "k 2"], relation: Int[Array, ""]
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """How far the middles of the two groups are apart.
+    """Returns how far the middles of the two groups are apart.
 
     Args:
-        member: How far each component belongs to each group, in [0, 1].
+        member: How far each component belongs to each group, in [0, 1]. The middle of a group is
+            the mean of the centres with these weights; (0, 0) for a group without members.
         centre: (x, y) of each component.
-        relation: Index into `scenes.RELATIONS`.
+        relation: Index into `scenes.RELATIONS`. With -1 the result has no meaning.
 
     Returns:
-        The distance along the axis of the relation, positive if it is as asked, and the absolute
-        distance across it.
+        The distance along the axis of the relation, positive if the groups lie as asked, and the
+        absolute distance across it. Both have the unit of `centre`.
     """
     # A sum instead of a dot product, because accelerators round the operands of a float32 dot
     # product.

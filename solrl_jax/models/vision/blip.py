@@ -1,9 +1,8 @@
-"""ImageReward v1.0 (arXiv 2304.05977) in Flax NNX: BLIP (arXiv 2201.12086) with a head that gives
-one number.
+"""ImageReward v1.0 (arXiv 2304.05977): BLIP with a head that gives one number, in Flax NNX.
 
-A vision transformer encodes the image. BERT encodes the prompt and attends to the image tokens in
-every layer. The head maps the state of the prompt's first token to the reward. Attributes have the
-names of the released file.
+BLIP is arXiv 2201.12086. A vision transformer encodes the image. BERT encodes the prompt and
+attends to the image tokens in every layer. The head maps the state of the prompt's first token to
+the reward. Attributes have the names of the released file.
 """
 
 import dataclasses
@@ -34,10 +33,24 @@ STD = 1.0333394966054072
 class ImageRewardConfig:
     """The sizes of the released network, which none of its files holds completely.
 
+    The defaults are those of ImageReward v1.0.
+
     Attributes:
-        vocabulary: number of tokens of the text encoder.
-        positions: number of text positions.
-        tokens: number of tokens to which a prompt is padded or cut.
+        image_size: Side of the square images in pixels, a multiple of `patch_size`.
+        patch_size: Side of a patch in pixels.
+        vision_width: Features of an image token, a multiple of `vision_heads`. The MLP has four
+            times as many.
+        vision_layers: Number of layers of the vision transformer.
+        vision_heads: Number of its attention heads.
+        vision_eps: Added to the variance in its norms.
+        text_width: Features of a text token, a multiple of `text_heads`.
+        text_layers: Number of layers of the text encoder.
+        text_heads: Number of attention heads of its self-attention and cross-attention.
+        text_mlp: Hidden features of its MLP.
+        text_eps: Added to the variance in its norms.
+        vocabulary: Number of tokens of the text encoder.
+        positions: Number of text positions, at least `tokens`.
+        tokens: Number of tokens to which a prompt is padded or cut.
     """
 
     image_size: int = 224
@@ -57,7 +70,12 @@ class ImageRewardConfig:
 
 
 class ImageReward(nnx.Module):
-    """The reward network."""
+    """The reward network: a vision transformer, a text encoder and a head.
+
+    Args:
+        config: The sizes of the network.
+        rngs: Random number generators for the initial parameters.
+    """
 
     def __init__(self, config: ImageRewardConfig, *, rngs: nnx.Rngs):
         self.blip = nnx.Dict(
@@ -74,10 +92,16 @@ class ImageReward(nnx.Module):
     ) -> Float[Array, " b"]:
         """Returns the standardised reward of each image for its prompt.
 
+        It is the head's output, less its mean over ImageReward's training images and divided by its
+        standard deviation.
+
         Args:
-            pixels: normalised images with the network's own size.
-            input_ids: tokens of the prompts.
-            mask: true on tokens, false on padding.
+            pixels: Normalised images of the network's own size, `image_size` by `image_size` by 3.
+            input_ids: Tokens of the prompt of each image, at most `positions` per prompt.
+            mask: True on tokens, false on padding.
+
+        Returns:
+            The rewards [b], in the dtype of `pixels`.
         """
         image = self.blip.visual_encoder(pixels)
         text = self.blip.text_encoder(input_ids, mask, image)
@@ -87,7 +111,11 @@ class ImageReward(nnx.Module):
 class VisualEncoder(nnx.Module):
     """A vision transformer (arXiv 2010.11929) over patches and one class token.
 
-    It returns all tokens.
+    Learned position embeddings are added to the tokens. The last layer is followed by a norm.
+
+    Args:
+        config: The sizes of the network. The vision fields, `image_size` and `patch_size` are read.
+        rngs: Random number generators for the initial parameters.
     """
 
     def __init__(self, config: ImageRewardConfig, *, rngs: nnx.Rngs):
@@ -101,6 +129,16 @@ class VisualEncoder(nnx.Module):
         self.norm = LayerNorm(width, eps=config.vision_eps)
 
     def __call__(self, pixels: Float[Array, "b h w 3"]) -> Float[Array, "b n d"]:
+        """Returns all tokens: the class token, then one token per patch, row by row.
+
+        Args:
+            pixels: Normalised images, `image_size` by `image_size` by 3. Another number of patches
+                raises JAX's error for shapes that do not broadcast.
+
+        Returns:
+            The states [b, n, `vision_width`] after the last norm, with n = 1 + the number of
+            patches, in the dtype of `pixels`.
+        """
         patches = self.patch_embed.proj(pixels)
         dtype = patches.dtype
         width = patches.shape[-1]
@@ -113,7 +151,12 @@ class VisualEncoder(nnx.Module):
 
 
 class VisionBlock(nnx.Module):
-    """Attention, then an MLP. Each is normalised before, and added to its input."""
+    """Attention, then an MLP. Each is normalised before, and added to its input.
+
+    Args:
+        config: The sizes of the network. `vision_width`, `vision_heads` and `vision_eps` are read.
+        rngs: Random number generators for the initial weights.
+    """
 
     def __init__(self, config: ImageRewardConfig, *, rngs: nnx.Rngs):
         width = config.vision_width
@@ -123,13 +166,25 @@ class VisionBlock(nnx.Module):
         self.mlp = MLP(width, 4 * width, "gelu", rngs=rngs)
 
     def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
+        """Applies the block to image tokens.
+
+        Args:
+            x: The tokens: batch, tokens, features.
+
+        Returns:
+            The tokens, of the same shape.
+        """
         x = x + self.attn(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
 
 class VisionAttention(nnx.Module):
-    """Softmax self-attention with one linear layer for queries, keys and values, of width `d` and
-    with `heads` heads.
+    """Softmax self-attention with one linear layer for queries, keys and values.
+
+    Args:
+        d: Features of a token.
+        heads: Number of heads, a divisor of `d`.
+        rngs: Random number generators for the initial weights.
     """
 
     def __init__(self, d: int, heads: int, *, rngs: nnx.Rngs):
@@ -138,6 +193,14 @@ class VisionAttention(nnx.Module):
         self.heads = heads
 
     def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
+        """Applies attention. Every token attends to all tokens of its image.
+
+        Args:
+            x: The tokens: batch, tokens, features.
+
+        Returns:
+            The attended tokens, of the same shape. `x` is not added.
+        """
         qkv = self.qkv(x).reshape(*x.shape[:2], 3, self.heads, -1)
         q, k, v = jnp.moveaxis(qkv, 2, 0)
         return self.proj(attention_forward(q, k, v).reshape(x.shape))
@@ -146,7 +209,13 @@ class VisionAttention(nnx.Module):
 class TextEncoder(nnx.Module):
     """BERT (arXiv 1810.04805) with cross-attention to the image in every layer.
 
-    Token and position embeddings are added and normalised first.
+    Token and position embeddings are added and normalised before the first layer. Self-attention is
+    not causal.
+
+    Args:
+        config: The sizes of the network. The text fields, `vocabulary`, `positions` and
+            `vision_width` are read.
+        rngs: Random number generators for the initial parameters.
     """
 
     def __init__(self, config: ImageRewardConfig, *, rngs: nnx.Rngs):
@@ -162,12 +231,16 @@ class TextEncoder(nnx.Module):
     def __call__(
         self, input_ids: Int[Array, "b l"], mask: Bool[Array, "b l"], image: Float[Array, "b n e"]
     ) -> Float[Array, "b l d"]:
-        """Returns the state of each token.
+        """Returns the state of each token after the last layer.
 
         Args:
-            input_ids: tokens of the prompts.
-            mask: true on tokens, false on padding.
-            image: image tokens from `VisualEncoder`.
+            input_ids: Tokens of the prompts, at most `positions` per prompt. A longer text gets no
+                error, and its last tokens get the wrong position.
+            mask: True on tokens, false on padding, to which no token attends.
+            image: Image tokens from `VisualEncoder`, all of which every token attends to.
+
+        Returns:
+            The states [b, l, `text_width`], padding included, in the dtype of `image`.
         """
         embeddings = self.embeddings
         positions = jnp.arange(input_ids.shape[1])
@@ -181,6 +254,10 @@ class TextLayer(nnx.Module):
     """Self-attention, cross-attention to the image, then an MLP.
 
     Each is added to its input and normalised after.
+
+    Args:
+        config: The sizes of the network. The text fields and `vision_width` are read.
+        rngs: Random number generators for the initial weights.
     """
 
     def __init__(self, config: ImageRewardConfig, *, rngs: nnx.Rngs):
@@ -194,9 +271,15 @@ class TextLayer(nnx.Module):
     def __call__(
         self, x: Float[Array, "b l d"], mask: Bool[Array, "b 1 1 l"], image: Float[Array, "b n e"]
     ) -> Float[Array, "b l d"]:
-        """Applies the layer to text tokens `x`.
+        """Applies the layer to text tokens.
 
-        `mask` is true on tokens, `image` are the image tokens.
+        Args:
+            x: The text tokens: batch, tokens, features.
+            mask: True on tokens, false on padding, to which no token attends.
+            image: The image tokens, all of which are attended to.
+
+        Returns:
+            The text tokens, of the shape and dtype of `x`.
         """
         x = self.attention(x, x, mask)
         x = self.crossattention(x, image, None)
@@ -207,8 +290,9 @@ class TextAttention(nnx.Module):
     """Attention of text tokens to text or image tokens, added to the text tokens and normalised.
 
     Args:
-        config: sizes of the text encoder.
-        source_width: features of the tokens that are attended to.
+        config: The sizes of the network. `text_width`, `text_heads` and `text_eps` are read.
+        source_width: Features of the tokens that are attended to.
+        rngs: Random number generators for the initial weights.
     """
 
     def __init__(self, config: ImageRewardConfig, source_width: int, *, rngs: nnx.Rngs):
@@ -228,9 +312,16 @@ class TextAttention(nnx.Module):
         source: Float[Array, "b s e"],
         mask: Bool[Array, "b 1 1 s"] | None,
     ) -> Float[Array, "b l d"]:
-        """Applies attention of `x` to `source`.
+        """Applies attention to `source`, adds the text tokens and normalises the sum.
 
-        `mask` is true on the tokens of `source`; None: all of them.
+        Args:
+            x: The text tokens: batch, tokens, features.
+            source: The tokens that are attended to: batch, tokens, `source_width` features. `x`
+                itself for self-attention.
+            mask: True on the tokens of `source` that may be attended to. None: all of them.
+
+        Returns:
+            The text tokens, of the shape of `x`.
         """
         projections = getattr(self, "self")  # noqa: B009
 
@@ -247,9 +338,10 @@ class NormedProjection(nnx.Module):
     """A linear layer whose output is added to the residual stream, and the sum normalised.
 
     Args:
-        n_in: input features.
-        n_out: features of the stream.
-        eps: epsilon of the normalisation.
+        n_in: Input features.
+        n_out: Features of the stream.
+        eps: Added to the variance in the norm.
+        rngs: Random number generators for the initial weight.
     """
 
     def __init__(self, n_in: int, n_out: int, eps: float, *, rngs: nnx.Rngs):
@@ -259,4 +351,13 @@ class NormedProjection(nnx.Module):
     def __call__(
         self, x: Float[Array, "b l n_in"], stream: Float[Array, "b l n_out"]
     ) -> Float[Array, "b l n_out"]:
+        """Returns the normalised sum of the stream and the projected `x`.
+
+        Args:
+            x: The input of the linear layer: batch, tokens, features.
+            stream: The residual stream, with the same tokens.
+
+        Returns:
+            The new stream, of the shape of `stream`.
+        """
         return self.LayerNorm(self.dense(x) + stream)

@@ -30,13 +30,23 @@ from solrl_jax.models.loading.config_file import ReleasedConfig
 
 
 def quick_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns `x sigmoid(1.702 x)`, computed in float32 and rounded once."""
+    """Returns `x sigmoid(1.702 x)`, computed in float32 and rounded once, to the dtype of `x`.
+
+    Args:
+        x: Activations of any shape and floating-point dtype.
+    """
     x32 = x.astype(jnp.float32)
     return (x32 * jax.nn.sigmoid(1.702 * x32)).astype(x.dtype)
 
 
 def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns the exact GELU (by the error function), computed in float32 and rounded once."""
+    """Returns the exact GELU (by the error function) in the dtype of `x`.
+
+    It is computed in float32 and rounded once.
+
+    Args:
+        x: Activations of any shape and floating-point dtype.
+    """
     return jax.nn.gelu(x.astype(jnp.float32), approximate=False).astype(x.dtype)
 
 
@@ -46,9 +56,18 @@ ACTIVATIONS = {"quick_gelu": quick_gelu, "gelu": gelu}
 
 @dataclasses.dataclass(frozen=True)
 class TowerConfig(ReleasedConfig):
-    """The fields of both towers.
+    """The fields that the text tower and the vision tower have in common.
 
-    As below, the defaults are those of fields that a `config.json` may leave out.
+    The defaults, here and in the subclasses, are those of fields that a `config.json` may leave
+    out. Errors are ValueErrors that name the field.
+
+    Attributes:
+        hidden_size: Features of a token, a multiple of `num_attention_heads`.
+        intermediate_size: Hidden features of the MLP.
+        num_hidden_layers: Number of layers.
+        num_attention_heads: Number of attention heads.
+        hidden_act: Activation of the MLP: "quick_gelu" or "gelu" (`ACTIVATIONS`).
+        layer_norm_eps: Added to the variance in the norms.
     """
 
     hidden_size: int
@@ -59,7 +78,12 @@ class TowerConfig(ReleasedConfig):
     layer_norm_eps: float = 1e-5
 
     def check(self) -> None:
-        """Raises ValueError if a field has a value that this port does not support."""
+        """Checks the values of the fields.
+
+        Raises:
+            ValueError: If `hidden_act` is neither "quick_gelu" nor "gelu", or if
+                `num_attention_heads` does not divide `hidden_size`. The message names the field.
+        """
         self.require_one_of("hidden_act", tuple(ACTIVATIONS))
         self.require(
             self.hidden_size % self.num_attention_heads == 0,
@@ -73,7 +97,18 @@ class CLIPTextConfig(TowerConfig):
     """The text tower's part of a `config.json`, or the whole file of a text encoder.
 
     Attributes:
-        projection_dim: width of the shared space, read only if the tower stands alone.
+        hidden_size: Features of a token, a multiple of `num_attention_heads`.
+        intermediate_size: Hidden features of the MLP.
+        num_hidden_layers: Number of layers.
+        num_attention_heads: Number of attention heads.
+        hidden_act: Activation of the MLP: "quick_gelu" or "gelu" (`ACTIVATIONS`).
+        layer_norm_eps: Added to the variance in the norms.
+        vocab_size: Number of tokens of the vocabulary.
+        max_position_embeddings: The most tokens of a text.
+        eos_token_id: The end-of-text token. 2 means the token with the highest id of a text, as in
+            files older than transformers 4.31.
+        projection_dim: Features of the space that texts and images share. It is read only if the
+            tower stands alone; a `CLIPConfig` has its own.
     """
 
     network = "CLIPTextModel"
@@ -91,7 +126,19 @@ class CLIPTextConfig(TowerConfig):
 
 @dataclasses.dataclass(frozen=True)
 class CLIPVisionConfig(TowerConfig):
-    """The vision tower's part of a `config.json`."""
+    """The vision tower's part of a `config.json`.
+
+    Attributes:
+        hidden_size: Features of a token, a multiple of `num_attention_heads`.
+        intermediate_size: Hidden features of the MLP.
+        num_hidden_layers: Number of layers.
+        num_attention_heads: Number of attention heads.
+        hidden_act: Activation of the MLP: "quick_gelu" or "gelu" (`ACTIVATIONS`).
+        layer_norm_eps: Added to the variance in the norms.
+        num_channels: Number of channels of an image.
+        image_size: Side of the square images in pixels, a multiple of `patch_size`.
+        patch_size: Side of a patch in pixels.
+    """
 
     network = "CLIPVisionModel"
     model_type = "clip_vision_model"
@@ -105,7 +152,13 @@ class CLIPVisionConfig(TowerConfig):
     patch_size: int = 32
 
     def check(self) -> None:
-        """Raises ValueError if a field has a value that this port does not support."""
+        """Checks the values of the fields.
+
+        Raises:
+            ValueError: If `hidden_act` is neither "quick_gelu" nor "gelu", if `num_attention_heads`
+                does not divide `hidden_size`, or if `patch_size` does not divide `image_size`. The
+                message names the field.
+        """
         super().check()
         self.require(
             self.image_size % self.patch_size == 0,
@@ -116,7 +169,13 @@ class CLIPVisionConfig(TowerConfig):
 
 @dataclasses.dataclass(frozen=True)
 class CLIPConfig(ReleasedConfig):
-    """A released `config.json`, of transformers 4 or 5."""
+    """A released `config.json` of a whole CLIP, of transformers 4 or 5.
+
+    Attributes:
+        text_config: The fields of the text tower.
+        vision_config: The fields of the vision tower.
+        projection_dim: Features of the space that texts and images share.
+    """
 
     network = "CLIPModel"
     model_type = "clip"
@@ -127,8 +186,16 @@ class CLIPConfig(ReleasedConfig):
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "CLIPConfig":
-        """Makes a configuration from the contents of a `config.json`. Those of both towers are
-        parsed too.
+        """Makes a configuration from the contents of a `config.json`. Both towers are parsed too.
+
+        Args:
+            fields: The contents, with a mapping for each tower. Missing fields, also a missing
+                tower, have their defaults; unknown ones are ignored.
+
+        Raises:
+            ValueError: If a field of the file or of a tower is not supported, `model_type` is
+                another one, or `quantization_config` is set. The message names the field.
+            AttributeError: If the value for a tower is not empty and is no mapping.
         """
         text = CLIPTextConfig.from_dict(_tower_fields(fields, "text_config"))
         vision = CLIPVisionConfig.from_dict(_tower_fields(fields, "vision_config"))
@@ -138,11 +205,17 @@ class CLIPConfig(ReleasedConfig):
 def _tower_fields(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Returns the fields of one tower of a `CLIPConfig`.
 
-    In the oldest files, `..._config_dict` replaces all of them, as in transformers.
+    In the oldest files, the key `NAME_dict` has them, such as "text_config_dict". If it is there
+    and not null, it replaces all fields under `NAME`, as in transformers.
 
     Args:
-        fields: contents of the whole `config.json`.
+        fields: Contents of the whole `config.json`.
         name: "text_config" or "vision_config".
+
+    Returns:
+        The value under `NAME_dict`, even an empty one, or else under `NAME`, as it is: neither
+        copied nor checked. A new empty dict if the file has neither, or if the value under `NAME`
+        is null or empty.
     """
     oldest = fields.get(f"{name}_dict")
     if oldest is not None:
@@ -151,7 +224,14 @@ def _tower_fields(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 class CLIPModel(nnx.Module):
-    """Both towers, and the projections of both to the shared space."""
+    """Both towers of a CLIP, and the projections of both to the shared space.
+
+    The parameter `logit_scale`, a scalar, is the logarithm of the factor of the cosines.
+
+    Args:
+        config: The sizes of the network.
+        rngs: Random number generators for the initial parameters.
+    """
 
     def __init__(self, config: CLIPConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -172,8 +252,15 @@ class CLIPModel(nnx.Module):
         """Returns texts in the shared space, not normalised, in the dtype of the token embedding.
 
         Args:
-            input_ids: tokens, at most `max_position_embeddings` per text.
-            attention_mask: true on tokens, false on padding.
+            input_ids: Tokens, at most `max_position_embeddings` per text. Each text has an
+                end-of-text token.
+            attention_mask: True on tokens, false on padding.
+
+        Returns:
+            One vector per text, [b, `projection_dim`].
+
+        Raises:
+            ValueError: If there are more tokens.
         """
         return self.text_projection(self.text_model(input_ids, attention_mask))
 
@@ -181,20 +268,27 @@ class CLIPModel(nnx.Module):
         """Returns images in the shared space, not normalised, in the dtype of `pixels`.
 
         Args:
-            pixels: images with the tower's own size, normalised by the mean and the standard
-                deviation of CLIP's training images.
+            pixels: Images of the tower's own size, `image_size` by `image_size`, normalised by the
+                mean and the standard deviation of CLIP's training images.
+
+        Returns:
+            One vector per image, [b, `projection_dim`].
+
+        Raises:
+            ValueError: If the images have another size or number of channels.
         """
         return self.visual_projection(self.vision_model(pixels))
 
 
 class CLIPTextOutput(NamedTuple):
-    """The states of a text tower.
+    """The states of a text tower for b texts of l tokens.
 
     Attributes:
-        penultimate: states before the last layer, not normalised: `hidden_states[-2]` in
-            transformers.
-        last: states after the last layer, normalised.
-        pooled: `last` at the end-of-text token, projected if the model has a projection.
+        penultimate: States before the last layer, not normalised: `hidden_states[-2]` in
+            transformers. [b, l, d].
+        last: States after the last layer, normalised. [b, l, d].
+        pooled: `last` at the first end-of-text token: [b, d], or [b, `projection_dim`] if the model
+            has a projection.
     """
 
     penultimate: Float[Array, "b l d"]
@@ -203,7 +297,12 @@ class CLIPTextOutput(NamedTuple):
 
 
 class CLIPTextModel(nnx.Module):
-    """The text tower alone. Padding needs no mask: it comes last, and the tower is causal."""
+    """The text tower alone. Padding needs no mask: it comes last, and the tower is causal.
+
+    Args:
+        config: The sizes of the tower. `projection_dim` is not read.
+        rngs: Random number generators for the initial parameters.
+    """
 
     def __init__(self, config: CLIPTextConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -213,8 +312,14 @@ class CLIPTextModel(nnx.Module):
         """Returns all states, in the dtype of the token embedding.
 
         Args:
-            input_ids: tokens, at most `max_position_embeddings` per text. Each text has an
-                end-of-text token.
+            input_ids: Tokens, at most `max_position_embeddings` per text. Each text has an
+                end-of-text token, and any padding follows it.
+
+        Returns:
+            The states before the last layer, those after it, and those that stand for the texts.
+
+        Raises:
+            ValueError: If there are more tokens.
         """
         tower = self.text_model
         mask = causal_mask(input_ids.shape[1])
@@ -231,8 +336,11 @@ class CLIPTextModel(nnx.Module):
 
 
 class CLIPTextModelWithProjection(CLIPTextModel):
-    """The text tower, with a projection of the pooled state to the space that texts and images
-    share.
+    """The text tower, with a projection of the pooled state to the space of texts and images.
+
+    Args:
+        config: The sizes of the tower. `projection_dim` is read.
+        rngs: Random number generators for the initial parameters.
     """
 
     def __init__(self, config: CLIPTextConfig, *, rngs: nnx.Rngs):
@@ -242,7 +350,19 @@ class CLIPTextModelWithProjection(CLIPTextModel):
         )
 
     def __call__(self, input_ids: Int[Array, "b l"]) -> CLIPTextOutput:
-        """Returns all states; see `CLIPTextModel`."""
+        """Returns all states, in the dtype of the token embedding.
+
+        Args:
+            input_ids: Tokens, at most `max_position_embeddings` per text. Each text has an
+                end-of-text token, and any padding follows it.
+
+        Returns:
+            The states as of `CLIPTextModel`, but with `pooled` projected to [b, `projection_dim`].
+            It is not normalised.
+
+        Raises:
+            ValueError: If there are more tokens.
+        """
         output = super().__call__(input_ids)
         return output._replace(pooled=self.text_projection(output.pooled))
 
@@ -250,7 +370,11 @@ class CLIPTextModelWithProjection(CLIPTextModel):
 class TextModel(nnx.Module):
     """A causal transformer over tokens.
 
-    The end-of-text token attends to all others and stands for the text.
+    The end-of-text token attends to all tokens before it and stands for the text.
+
+    Args:
+        config: The sizes of the tower.
+        rngs: Random number generators for the initial parameters.
     """
 
     def __init__(self, config: CLIPTextConfig, *, rngs: nnx.Rngs):
@@ -262,8 +386,18 @@ class TextModel(nnx.Module):
     def __call__(
         self, input_ids: Int[Array, "b l"], attention_mask: Bool[Array, "b l"]
     ) -> Float[Array, "b d"]:
-        """Returns the normalised state of each end-of-text token; see `CLIPModel.encode_text` for
-        the arguments.
+        """Returns the normalised state of each end-of-text token.
+
+        Args:
+            input_ids: Tokens, at most `max_position_embeddings` per text. Each text has an
+                end-of-text token.
+            attention_mask: True on tokens, false on padding.
+
+        Returns:
+            One state per text, [b, `hidden_size`], in the dtype of the token embedding.
+
+        Raises:
+            ValueError: If there are more tokens.
         """
         mask = causal_mask(input_ids.shape[1]) & attention_mask[:, None, None, :]
         x = self.embeddings(input_ids)
@@ -275,9 +409,15 @@ class TextModel(nnx.Module):
     ) -> Float[Array, "b d"]:
         """Returns the state at each text's first end-of-text token.
 
+        If `eos_token_id` is 2, this is the first token with the highest id of the text. The first
+        state of all is returned for a text without an end-of-text token.
+
         Args:
-            x: states of all tokens.
-            input_ids: the tokens.
+            x: States of all tokens.
+            input_ids: The tokens.
+
+        Returns:
+            One state per text, in the dtype of `x`.
         """
         end = self.config.eos_token_id
         # Files older than transformers 4.31 have a wrong id, 2. Their end-of-text token is the one
@@ -288,7 +428,12 @@ class TextModel(nnx.Module):
 
 
 class VisionModel(nnx.Module):
-    """A transformer over patches and one class token, which stands for the image."""
+    """A transformer over patches and one class token, which stands for the image.
+
+    Args:
+        config: The sizes of the tower.
+        rngs: Random number generators for the initial parameters.
+    """
 
     def __init__(self, config: CLIPVisionConfig, *, rngs: nnx.Rngs):
         self.embeddings = VisionEmbeddings(config, rngs=rngs)
@@ -298,8 +443,17 @@ class VisionModel(nnx.Module):
         self.post_layernorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def __call__(self, pixels: Float[Array, "b h w c"]) -> Float[Array, "b d"]:
-        """Returns the normalised state of the class token; see `CLIPModel.encode_image` for
-        `pixels`.
+        """Returns the normalised state of the class token, in the dtype of `pixels`.
+
+        Args:
+            pixels: Images of the tower's own size, `image_size` by `image_size`, normalised by the
+                mean and the standard deviation of CLIP's training images.
+
+        Returns:
+            One state per image, [b, `hidden_size`].
+
+        Raises:
+            ValueError: If the images have another size or number of channels.
         """
         x = self.pre_layrnorm(self.embeddings(pixels))
         x = scan_blocks(self.encoder.layers, lambda layer, x: layer(x, None), x)
@@ -307,7 +461,13 @@ class VisionModel(nnx.Module):
 
 
 class TextEmbeddings(nnx.Module):
-    """Token embeddings plus learned position embeddings."""
+    """Token embeddings plus learned position embeddings.
+
+    Args:
+        config: The sizes of the tower. `vocab_size`, `hidden_size` and `max_position_embeddings`
+            are read.
+        rngs: Random number generators for the initial tables.
+    """
 
     def __init__(self, config: CLIPTextConfig, *, rngs: nnx.Rngs):
         width = config.hidden_size
@@ -316,6 +476,17 @@ class TextEmbeddings(nnx.Module):
         self.position_embedding = Embedding(self.max_length, width, rngs=rngs)
 
     def __call__(self, input_ids: Int[Array, "b l"]) -> Float[Array, "b l d"]:
+        """Embeds tokens, in the dtype of the token embedding.
+
+        Args:
+            input_ids: Tokens, from the position 0 on.
+
+        Returns:
+            One vector per token, [b, l, `hidden_size`].
+
+        Raises:
+            ValueError: If a text has more than `max_position_embeddings` tokens, padding included.
+        """
         length = input_ids.shape[1]
         if length > self.max_length:  # JAX would clamp the index without an error
             raise ValueError(f"CLIPModel: {length} tokens; accepted: up to {self.max_length}")
@@ -324,7 +495,13 @@ class TextEmbeddings(nnx.Module):
 
 
 class VisionEmbeddings(nnx.Module):
-    """One class token and one token per patch, row by row, plus learned position embeddings."""
+    """One class token and one token per patch, row by row, plus learned position embeddings.
+
+    Args:
+        config: The sizes of the tower. `image_size`, `patch_size`, `num_channels` and `hidden_size`
+            are read.
+        rngs: Random number generators for the initial parameters.
+    """
 
     def __init__(self, config: CLIPVisionConfig, *, rngs: nnx.Rngs):
         width = config.hidden_size
@@ -337,6 +514,17 @@ class VisionEmbeddings(nnx.Module):
         self.image_shape = (config.image_size, config.image_size, config.num_channels)
 
     def __call__(self, pixels: Float[Array, "b h w c"]) -> Float[Array, "b n d"]:
+        """Embeds images, in the dtype of `pixels`.
+
+        Args:
+            pixels: Images, `image_size` by `image_size` by `num_channels`.
+
+        Returns:
+            The class token, then the patches: [b, 1 + number of patches, `hidden_size`].
+
+        Raises:
+            ValueError: If the images have another size or number of channels.
+        """
         if pixels.shape[1:] != self.image_shape:
             raise ValueError(
                 f"CLIPModel: images of shape {pixels.shape[1:]}; accepted: {self.image_shape}"
@@ -354,22 +542,35 @@ def make_encoder(config: TowerConfig, rngs: nnx.Rngs) -> nnx.Dict:
     """Makes the layers of a tower, as a module with the name that they have in the released files.
 
     Args:
-        config: configuration of the tower.
-        rngs: random number generators of the initial parameters.
+        config: The sizes of the tower.
+        rngs: Random number generators for the initial parameters.
+
+    Returns:
+        A module with the stack of layers under "layers", for `scan_blocks`.
     """
     layers = stack(config.num_hidden_layers, lambda rngs: EncoderLayer(config, rngs=rngs), rngs)
     return nnx.Dict(layers=layers)
 
 
 def causal_mask(length: int) -> Bool[Array, "1 1 l l"]:
-    """Returns a mask that is true where a query attends to a key: at its own position and
-    before.
+    """Returns a mask that is true where a query attends to a key: at its own position and before.
+
+    Args:
+        length: Number l of tokens.
+
+    Returns:
+        A Boolean matrix over queries and keys, with axes for batch and heads in front.
     """
     return jnp.tril(jnp.ones((length, length), bool))[None, None]
 
 
 class EncoderLayer(nnx.Module):
-    """Attention, then an MLP. Each is normalised before, and added to its input."""
+    """Attention, then an MLP. Each is normalised before, and added to its input.
+
+    Args:
+        config: The sizes of the tower.
+        rngs: Random number generators for the initial weights.
+    """
 
     def __init__(self, config: TowerConfig, *, rngs: nnx.Rngs):
         width = config.hidden_size
@@ -381,13 +582,27 @@ class EncoderLayer(nnx.Module):
     def __call__(
         self, x: Float[Array, "b l d"], mask: Bool[Array, "#b 1 l l"] | None
     ) -> Float[Array, "b l d"]:
-        """Applies the layer. `mask` is true where a query attends to a key; None: everywhere."""
+        """Applies the layer.
+
+        Args:
+            x: The tokens: batch, tokens, features.
+            mask: True where a query (third axis) attends to a key (last axis), the same for all
+                heads. None: everywhere.
+
+        Returns:
+            The tokens, of the same shape and dtype.
+        """
         x = x + self.self_attn(self.layer_norm1(x), mask)
         return x + self.mlp(self.layer_norm2(x))
 
 
 class Attention(nnx.Module):
-    """Softmax self-attention."""
+    """Softmax self-attention with separate linear layers for queries, keys, values and the output.
+
+    Args:
+        config: The sizes of the tower. `hidden_size` and `num_attention_heads` are read.
+        rngs: Random number generators for the initial weights.
+    """
 
     def __init__(self, config: TowerConfig, *, rngs: nnx.Rngs):
         width = config.hidden_size
@@ -400,7 +615,16 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "b l d"], mask: Bool[Array, "#b 1 l l"] | None
     ) -> Float[Array, "b l d"]:
-        """Applies attention. `mask` is true where a query attends to a key; None: everywhere."""
+        """Applies attention.
+
+        Args:
+            x: The tokens: batch, tokens, features.
+            mask: True where a query (third axis) attends to a key (last axis), the same for all
+                heads. None: everywhere.
+
+        Returns:
+            The attended tokens, of the same shape. `x` is not added.
+        """
 
         def heads(y):
             return y.reshape(*y.shape[:2], self.heads, -1)
@@ -415,9 +639,10 @@ class MLP(nnx.Module):
     """Two linear layers with an activation between them.
 
     Args:
-        d: input and output features.
-        hidden: features between the layers.
-        activation: key of `ACTIVATIONS`.
+        d: Input and output features.
+        hidden: Features between the layers.
+        activation: "quick_gelu" or "gelu", a key of `ACTIVATIONS`; others raise KeyError.
+        rngs: Random number generators for the initial weights.
     """
 
     def __init__(self, d: int, hidden: int, activation: str, *, rngs: nnx.Rngs):
@@ -426,4 +651,12 @@ class MLP(nnx.Module):
         self.activation = ACTIVATIONS[activation]
 
     def __call__(self, x: Float[Array, "b l d"]) -> Float[Array, "b l d"]:
+        """Applies the layers to each token.
+
+        Args:
+            x: The tokens: batch, tokens, features.
+
+        Returns:
+            The tokens, of the same shape. `x` is not added.
+        """
         return self.fc2(self.activation(self.fc1(x)))

@@ -1,15 +1,13 @@
-"""Preprocessing of images for a vision tower: resizing, cropping or padding to a square, and
-normalisation.
+"""Preprocessing of images for a vision tower: resizing, cropping or padding, and normalisation.
 
 The released scorers were used with two libraries, whose results differ by more than rounding:
 
 * Pillow resizes 8-bit images, first along rows, then along columns, and rounds to 8 bits after each
-  (`eight_bit`). This
-  port is exact, in integers. (Since version 13.0, Pillow starts with the columns where that is less
-  work, which matters for tall images. The scorers were released with the other order.)
+  (`eight_bit`). This port is exact, in integers. (Since version 13.0, Pillow starts with the
+  columns where that is less work, which matters for tall images. The scorers were released with the
+  other order.)
 * PyTorch (torchvision's antialiased `resize` of a float tensor) rounds nothing, and keeps the
-  overshoots of the bicubic
-  kernel.
+  overshoots of the bicubic kernel.
 
 Both weight the same inputs by the same kernel, which is widened where the image shrinks. So a
 resize is a multiplication by two small dense matrices. They are computed on the host in float64 and
@@ -40,13 +38,15 @@ class Preprocessing:
     """Converts images [b, H, W, 3] in [0, 1] to normalised pixels [b, size, size, 3], float32.
 
     Attributes:
-        size: side of the result in pixels.
-        kernel: resampling kernel.
-        eight_bit: whether to round to 8 bits as Pillow does; otherwise the result is PyTorch's.
+        size: Side of the result in pixels.
+        kernel: Resampling kernel: "bilinear" or "bicubic".
+        eight_bit: Whether to clip and round to 8 bits as Pillow does; otherwise the result is
+            PyTorch's, which is not clipped.
         fit: "crop": the shorter edge becomes `size` and the centre is kept. "pad": the longer edge
-            becomes `size`, with black around.
-        odd: how half a pixel to crop is rounded: "down" as in transformers, "even" as in
-            torchvision.
+            becomes `size`, with black around the image, which is in the centre.
+        odd: How half a pixel at the left or top edge of a crop is rounded: "down" as in
+            transformers, "even" (to the even number of pixels) as in torchvision. It is not read
+            with "pad".
     """
 
     size: int
@@ -56,6 +56,16 @@ class Preprocessing:
     odd: Literal["down", "even"] = "even"
 
     def __call__(self, images: Float[Array, "b H W 3"]) -> Float[Array, "b size size 3"]:
+        """Resizes images, crops or pads them to a square, and normalises them.
+
+        Args:
+            images: RGB in [0, 1], of any floating-point dtype. With `eight_bit`, other values are
+                clipped.
+
+        Returns:
+            The pixels, float32, less the mean of CLIP's training images and divided by their
+            standard deviation, by channel.
+        """
         height, width = images.shape[1:3]
         resized_height, resized_width = self.resized(height, width)
         row_matrix = self._matrix(height, resized_height)
@@ -73,9 +83,12 @@ class Preprocessing:
     def resized(self, height: int, width: int) -> tuple[int, int]:
         """Returns height and width in pixels after resizing, before cropping or padding.
 
+        The longer edge is rounded down with "crop". With "pad" both are rounded to the nearest
+        integer.
+
         Args:
-            height: height of the image in pixels.
-            width: width of the image in pixels.
+            height: Height of the image in pixels.
+            width: Width of the image in pixels.
         """
         if self.fit == "pad":
             scale = self.size / max(height, width)
@@ -87,8 +100,13 @@ class Preprocessing:
         """Returns the matrix that resizes one axis and then crops or pads it to `size` pixels.
 
         Args:
-            n_in: number of pixels of the image along the axis.
-            n_out: number of pixels to resize to, before cropping or padding.
+            n_in: Number of pixels of the image along the axis.
+            n_out: Number of pixels to resize to, before cropping or padding: at least `size` with
+                "crop", at most `size` with "pad".
+
+        Returns:
+            The weights of the input pixels in each output pixel, float64. A row for padding is
+            zero.
         """
         matrix = resize_matrix(n_in, n_out, self.kernel)
         if self.fit == "pad":
@@ -100,17 +118,19 @@ class Preprocessing:
 
 
 def resize_matrix(n_in: int, n_out: int, kernel: Kernel) -> Float[np.ndarray, "n_out n_in"]:
-    """Returns the weight of each input pixel in each output pixel along one axis, float64. Rows sum
-    to 1.
+    """Returns the weight of each input pixel in each output pixel along one axis.
 
     The centre of output i is at `(i + 1/2) n_in / n_out`. Where the image shrinks, the kernel is
     widened by the same factor (antialiasing). At the border the kernel is cut off, and the
     remaining weights are scaled up.
 
     Args:
-        n_in: number of input pixels.
-        n_out: number of output pixels.
-        kernel: resampling kernel.
+        n_in: Number of input pixels.
+        n_out: Number of output pixels.
+        kernel: Resampling kernel: "bilinear" or "bicubic".
+
+    Returns:
+        The weights in float64. Rows sum to 1. Some are negative for "bicubic".
     """
     scale = n_in / n_out
     widening = max(scale, 1.0)
@@ -125,12 +145,15 @@ def resize_matrix(n_in: int, n_out: int, kernel: Kernel) -> Float[np.ndarray, "n
 
 
 def _kernel(x: np.ndarray, kernel: Kernel) -> np.ndarray:
-    """Returns the weights of a resampling kernel.
+    """Returns the weights of a resampling kernel, not yet scaled to the sum 1.
 
     Args:
-        x: distances in pixels, not negative.
+        x: Distances in pixels of the kernel, not negative, of any shape.
         kernel: "bilinear", or "bicubic", which is Keys' kernel with a = -1/2 (doi
-            10.1109/TASSP.1981.1163711).
+            10.1109/TASSP.1981.1163711). They are zero from the distance 1 or 2 on.
+
+    Returns:
+        An array of the shape of `x`. The weight at the distance 0 is 1.
     """
     if kernel == "bilinear":
         return np.maximum(1 - x, 0)
@@ -143,9 +166,12 @@ def _resample(x: Array, matrix: np.ndarray, axes: str) -> Array:
     """Multiplies images by a resizing matrix along one axis, in full float32 on every backend.
 
     Args:
-        x: images.
-        matrix: the resizing matrix, [pixels out, pixels in].
-        axes: the einsum of image and matrix, which says the axis.
+        x: Images in float32.
+        matrix: The resizing matrix, [pixels out, pixels in]. It is rounded to float32.
+        axes: The einsum of image and matrix, which says the axis, e.g. "bHWc,wW->bHwc".
+
+    Returns:
+        The images in float32, with the number of output pixels along this axis.
     """
     # in full float32, also on backends whose default is less
     return jnp.einsum(axes, x, matrix.astype(np.float32), precision=jax.lax.Precision.HIGHEST)
@@ -158,9 +184,13 @@ def _resample_8bit(x: Array, matrix: np.ndarray, axes: str) -> Array:
     the weights do. They are exact in any order, hence the same on every backend and in every batch.
 
     Args:
-        x: images with values 0, 1, ..., 255.
-        matrix: the resizing matrix, [pixels out, pixels in].
-        axes: the einsum of image and matrix, which says the axis.
+        x: Images with values 0, 1, ..., 255 in float32.
+        matrix: The resizing matrix, [pixels out, pixels in]. Its weights are rounded to multiples
+            of 2**-22, as Pillow's are.
+        axes: The einsum of image and matrix, which says the axis, e.g. "bHWc,wW->bHwc".
+
+    Returns:
+        The images, rounded and clipped to 0, 1, ..., 255, in float32.
     """
     weights = np.trunc(matrix * 2**PILLOW_BITS + np.copysign(0.5, matrix))
     upper = np.round(weights / LOW_PART)

@@ -1,9 +1,9 @@
-"""Reads the files of OpenCLIP (the layout of HPS v2.1) as parameters of
-`models.vision.clip.CLIPModel`.
+"""Reads the files of OpenCLIP (the layout of HPS v2.1) as parameters of `CLIPModel`.
 
-OpenCLIP has other names than transformers, which `CLIPModel` follows. It also holds queries, keys
-and values in one tensor, whose thirds are contiguous in the file, and stores the projections to the
-shared space as [in, out]. So the mapping is a table of names, and nothing is computed.
+OpenCLIP has other names than transformers, which `models.vision.clip.CLIPModel` follows. It also
+holds queries, keys and values in one tensor, whose thirds are contiguous in the file, and stores
+the projections to the shared space as [in, out]. So the mapping is a table of names, and nothing is
+computed.
 """
 
 import dataclasses
@@ -55,19 +55,23 @@ TRANSPOSED = ("text_projection.weight", "visual_projection.weight")
 def locate_open_clip_tensors(
     file: Path, state: nnx.State
 ) -> tuple[list[ParameterEntry], dict[str, StoredTensor]]:
-    """Finds the tensors of a `CLIPModel` in a file of OpenCLIP, from its header. A `TensorLocator`.
+    """Finds the tensors of a `CLIPModel` in a file of OpenCLIP. A `TensorLocator`.
+
+    Only the header of the file is read.
 
     Args:
-        file: a safetensors file.
-        state: abstract state of the `CLIPModel`.
+        file: A safetensors file, not a directory.
+        state: Abstract state of the `CLIPModel`.
 
     Returns:
         The parameter table of the network, and the position of each of its tensors by its name in
-        transformers.
+        transformers. For queries, keys and values it is the position of their third of a tensor.
+        The projections to the shared space have the layout "same" in the table.
 
     Raises:
-        ValueError: tensors are missing, unexpected, of another shape or not floating-point. The
-            message lists all of them by their names in the file.
+        ValueError: If the file is missing or cannot be read, or if tensors are missing, unexpected,
+            of another shape or of a dtype other than BF16, F16, F32 and F64. The message lists all
+            such tensors by their names in the file.
     """
     table = parameter_table(state)
     expected: dict[str, tuple[int, ...]] = {}
@@ -98,13 +102,16 @@ def open_clip_name(name: str) -> tuple[str, int | None]:
     """Returns OpenCLIP's name for a tensor of transformers' CLIP.
 
     Args:
-        name: name of the tensor in transformers.
+        name: Name of the tensor in transformers, e.g. "text_model.encoder.layers.0.mlp.fc1.bias".
 
     Returns:
-        The name in OpenCLIP, and which third of that tensor it is (0, 1 or 2); None: all of it.
+        The name in OpenCLIP, e.g. "transformer.resblocks.0.mlp.c_fc.bias", and which third of that
+        tensor it is: 0 (query), 1 (key) or 2 (value); None: all of it.
 
     Raises:
-        ValueError: transformers' CLIP has no such tensor.
+        ValueError: If the name is neither in `NAMES` nor that of a weight or bias in a layer of one
+            of the towers.
+        KeyError: If it is in such a layer, but the layers of CLIP have no such module.
     """
     if name in NAMES:
         return NAMES[name], None
@@ -119,11 +126,16 @@ def open_clip_name(name: str) -> tuple[str, int | None]:
 
 
 def _third(tensor: StoredTensor, index: int) -> StoredTensor:
-    """Returns one of the three parts of a fused query-key-value tensor. Its bytes are contiguous.
+    """Returns the position of one third of a fused query-key-value tensor.
+
+    The bytes of a third are contiguous in the file.
 
     Args:
-        tensor: position of the whole tensor in its file.
+        tensor: Position of the whole tensor in its file. Its leading axis is divided by 3.
         index: 0 for the query, 1 for the key, 2 for the value.
+
+    Returns:
+        A position with the same file and name, a third of the shape, and the start of its bytes.
     """
     shape = (tensor.shape[0] // len(THIRDS), *tensor.shape[1:])
     size = math.prod(shape) * np.dtype(STORED_DTYPES[tensor.dtype]).itemsize

@@ -1,5 +1,6 @@
-"""The head of ImageReward (arXiv 2304.05977) and of the LAION aesthetic predictor: one number from
-a feature vector.
+"""The head of ImageReward and of the LAION aesthetic predictor: one number per feature vector.
+
+ImageReward is arXiv 2304.05977.
 """
 
 from flax import nnx
@@ -13,9 +14,13 @@ INDICES = (0, 2, 4, 6, 7)
 
 
 class ScoreHead(nnx.Module):
-    """Five linear layers in a row.
+    """Five linear layers in a row, with 1024, 128, 64, 16 and 1 output features.
 
     There is no activation between them, so that the whole is one affine map.
+
+    Args:
+        features: Number of features of the input.
+        rngs: Random number generators for the initial weights.
     """
 
     def __init__(self, features: int, *, rngs: nnx.Rngs):
@@ -26,6 +31,14 @@ class ScoreHead(nnx.Module):
         self.layers = nnx.Dict(layers)
 
     def __call__(self, x: Float[Array, "b d"]) -> Float[Array, " b"]:
+        """Maps each feature vector to one number, in the dtype of `x`.
+
+        Args:
+            x: One vector per row.
+
+        Returns:
+            One number per row, [b].
+        """
         for index in INDICES:
             x = self.layers[str(index)](x)
         return x[:, 0]
