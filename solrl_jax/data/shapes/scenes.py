@@ -87,9 +87,9 @@ class Scene:
             relative to the second. None for one group.
 
     Raises:
-        ValueError: If the grammar does not allow the scene: one group with a relation, two without
-            one, two of the same colour and shape, more than 4 objects in two groups, or three large
-            shapes beside a second group.
+        ValueError: If the grammar does not allow the scene: no group or more than two, one group
+            with a relation, two without one, two of the same colour and shape, two with more than 4
+            objects together, or three shapes that are called large beside a second group.
     """
 
     groups: tuple[Group, ...]

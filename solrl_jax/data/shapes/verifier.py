@@ -119,7 +119,9 @@ class Detections(NamedTuple):
 class _Components(NamedTuple):
     """Measurements of the k = 8 largest components of one image, the largest first.
 
-    Lengths and areas are in pixels of an image of the area 32 x 32. Where the image has fewer
+    A component is a connected set of pixels of one colour. The cover of a pixel is the share of it,
+    in [0, 1], that the component covers, as its RGB value between the background and the colour
+    says. Lengths and areas are in pixels of an image of the area 32 x 32. Where the image has fewer
     components, `area` and `present` are 0 or less, and the other measurements have no meaning.
 
     Attributes:
@@ -132,7 +134,8 @@ class _Components(NamedTuple):
         shape: How far the component has each shape, in [0, 1].
         diameter: Width of the bounding box.
         centre: (x, y) of the centre of the bounding box.
-        specks: Area of all components that are too small for an object or not among the k largest.
+        specks: Area of all components that have fewer than 8 pixels (too small for an object) or
+            are not among the k largest.
     """
 
     area: Float[Array, " k"]
@@ -220,9 +223,10 @@ def detect(images: Float[Array, "n h w 3"]) -> Detections:
 
 
 def _measure(image: Float[Array, "h w 3"]) -> _Components:
-    """Finds the components of one image and measures them.
+    """Finds the components of one image, connected sets of pixels of one colour, and measures them.
 
-    Lengths are scaled as if its area were 32 x 32 pixels.
+    The mask of a component is soft: it includes the background pixels around it, as far as its
+    colour covers them. Lengths are scaled as if the area of the image were 32 x 32 pixels.
 
     Args:
         image: RGB in [0, 1], float32.
@@ -281,9 +285,9 @@ def _measure(image: Float[Array, "h w 3"]) -> _Components:
 
 
 def _classify_pixels(offset: list[Float[Array, "h w"]]) -> Int[Array, "h w"]:
-    """Returns the index of each pixel's colour; -1 where it covers at most half of the pixel.
+    """Returns the index of each pixel's colour; -1 where a colour covers at most half of the pixel.
 
-    The colour is the one whose line to the background is nearest to the pixel's RGB value; among
+    The colour is the one whose line to the background in RGB is nearest to the pixel's value; among
     equally near ones the first. The nearest colour would be wrong: a pixel at an edge is a mixture
     with the background, which is close to some paler colour.
 
@@ -313,12 +317,12 @@ def _classify_pixels(offset: list[Float[Array, "h w"]]) -> Int[Array, "h w"]:
 def _iou_with_shapes(
     mask: Float[Array, "k h w"], centroid: Float[Array, "k 2"], diameters: Float[Array, "k shapes"]
 ) -> Float[Array, "k shapes"]:
-    """Returns the soft intersection over union of each mask with ideal shapes.
+    """Returns the soft intersection over union of the mask of each component with ideal shapes.
 
-    It is the best over three widths of the ideal edge (`_EDGE_WIDTHS`).
+    It is the best over three widths of the ideal edge: 1, 1.7 and 2.4 pixels (`_EDGE_WIDTHS`).
 
     Args:
-        mask: The cover of each pixel by each component, in [0, 1].
+        mask: The share of each pixel that each of the k components covers, in [0, 1].
         centroid: (x, y) of the centroid of each component in pixels, which the ideal shapes share.
         diameters: Diameters in pixels of the ideal circle, square and triangle, which have the area
             of the component.
@@ -352,12 +356,14 @@ def _iou_with_shapes(
 
 
 def _edge_cover(inside: Array, width: float) -> Array:
-    """Returns the cover of pixels near a straight edge: 0 outside, 1 inside, linear between.
+    """Returns the share of each pixel near a straight edge that a shape covers.
+
+    It is 0 outside and 1 inside, and linear between.
 
     Args:
         inside: Distance of the pixel's centre from the edge in pixels, positive within the shape.
-            At 0 the cover is one half.
-        width: Width of the edge in pixels, over which the cover rises from 0 to 1.
+            At 0 the share is one half.
+        width: Width of the edge in pixels, over which the share rises from 0 to 1.
 
     Returns:
         Values in [0, 1], of the shape of `inside`.
@@ -382,10 +388,17 @@ def _ramp(x: Array, low: float, high: float) -> Array:
 def _score(components: _Components, target: Targets) -> Float[Array, ""]:
     """Returns the soft score of one image in [0, 1].
 
-    It is the weighted mean of terms in [0, 1]: the numbers of objects of each group ("objects"), of
-    each colour ("colours") and of each shape ("shapes"); whether the groups are complete and have
-    the relation ("relation"); and whether they are complete and there is nothing else ("alone").
-    `_WEIGHTS` has the weights. Without a relation, the weight of its term is 0.
+    It is the weighted mean of these terms, with the weights 0.4, 0.12, 0.12, 0.26 and 0.1
+    (`_WEIGHTS`). A caption without a relation has no fourth term.
+
+      1. "objects": 1 less the relative error of the number of objects of a group, at least 0; the
+         mean over the groups. Numbers are sums of soft memberships.
+      2. "colours": the same for the objects of the group's colour, whatever their shape.
+      3. "shapes": the same for the objects of the group's shape, whatever their colour.
+      4. "relation": how far the middles of the groups lie as asked, times how complete the groups
+         are.
+      5. "alone": `exp(-n)` times the mean completeness of the groups, where n is the number of
+         further objects plus the area of specks over 20.
 
     Args:
         components: Measurements of the components of the image.
