@@ -24,6 +24,7 @@ class Explorer:
     """Exploration as `config.Explore` describes it, with its options applied.
 
     What the options measure on the base is measured when it is first needed, and once per object.
+    The schedules and quantizers that were asked for are kept.
 
     Attributes:
         explore: The configuration of exploration.
@@ -52,7 +53,9 @@ class Explorer:
 
     @cached_property
     def settings(self) -> tuple[ExplorationSetting, ...]:
-        """The settings that the monitor chooses from; index 0 is the configured one."""
+        """The settings that the monitor chooses from, see `setting_ladder`. Index 0 is the
+        configured one, the last is the most faithful.
+        """
         return setting_ladder(
             self.format,
             self.explore.num_steps,
@@ -62,7 +65,7 @@ class Explorer:
 
     @property
     def calibrates(self) -> bool:
-        """Whether the options measure anything on the base."""
+        """Whether an active option measures anything on the base for the configured setting."""
         steps = self.calibration.schedule.steps
         quantizes = self.format.quantize is not None
         return any(
@@ -73,9 +76,13 @@ class Explorer:
     def schedule(self, steps: int, noise_start: int = 0) -> Schedule:
         """Returns the schedule to explore on; the same object for the same arguments.
 
+        The first call with some arguments lets the options change the schedule, which may sample
+        from the base.
+
         Args:
             steps: The number of solver steps.
-            noise_start: The first step of the full schedule that adds noise.
+            noise_start: The first step of the full schedule that adds noise, if the solver is
+                stochastic.
         """
         if (steps, noise_start) not in self._schedules:
             schedule = self.make_schedule(steps, noise_start)
@@ -87,18 +94,34 @@ class Explorer:
     def quantizer(self, precision: str) -> Quantizer | None:
         """Returns how linear layers are quantized; the same object for the same argument.
 
+        The first call with a format lets the options change the quantizer, which may measure on the
+        base. They measure on the schedule of the configured number of steps, whatever the setting.
+
         Args:
-            precision: The name of a format.
+            precision: The name of a format, a key of `quant.formats.FORMATS`.
 
         Returns:
             The quantizer; None for a format that quantizes nothing.
+
+        Raises:
+            KeyError: If there is no such format.
         """
         if precision not in self._quantizers:
             self._quantizers[precision] = self._make_quantizer(precision)
         return self._quantizers[precision]
 
     def _make_quantizer(self, precision: str) -> Quantizer | None:
-        """Applies the options to the quantizer of a format. None if it quantizes nothing."""
+        """Applies the active options, in the order of the registry, to the quantizer of a format.
+
+        Args:
+            precision: The name of a format, a key of `quant.formats.FORMATS`.
+
+        Returns:
+            The quantizer; None for a format that quantizes nothing.
+
+        Raises:
+            KeyError: If there is no such format.
+        """
         quantize = FORMATS[precision].quantize
         if quantize is None:
             return None
@@ -111,7 +134,10 @@ class Explorer:
         return quantizer
 
     def calibrate(self) -> None:
-        """Measures everything that the configured setting needs, and waits for it."""
+        """Measures everything that the configured setting needs, and waits for it.
+
+        The results are kept in this object for `schedule` and `quantizer`.
+        """
         self.schedule(self.explore.num_steps)
         jax.block_until_ready(self.quantizer(self.format.name))
 
@@ -119,9 +145,14 @@ class Explorer:
         """Returns the parameters of the policy that explores ("sync" in the paper).
 
         Args:
-            adapters: The trainable parameters of the policy.
-            precision: The name of a format. If it quantizes, adapters are merged into the quantized
-                linear layers.
+            adapters: The trainable parameters of the policy by path.
+            precision: The name of a format, a key of `quant.formats.FORMATS`. If it quantizes,
+                adapters are merged into the linear layers of `quantized`, and these are quantized.
+                All other parameters, and all for other formats, stay in the training precision with
+                their adapters beside them.
+
+        Raises:
+            KeyError: If there is no such format.
         """
         backbone = self.calibration.backbone
         quantizer = self.quantizer(precision)
@@ -134,11 +165,20 @@ class Explorer:
     ) -> Sampler:
         """Returns the sampler that candidates are explored with.
 
+        Also allocates the quantized policy on the devices, which is freed with the sampler.
+
         Args:
-            adapters: The trainable parameters of the policy.
+            adapters: The trainable parameters of the policy by path.
             setting: The format and the number of steps. Its recipe is not read: the options are
                 those of this explorer.
-            noise_start: As in `schedule`.
+            noise_start: The first step of the full schedule that adds noise, if the solver is
+                stochastic.
+
+        Returns:
+            The sampler of the calibration with the name "explore" and the segments of this policy.
+
+        Raises:
+            KeyError: If there is no format of the setting's name.
         """
         segment = Segment(
             self.policy(adapters, setting.precision), self.schedule(setting.steps, noise_start)
@@ -156,7 +196,14 @@ class Explorer:
         Args:
             segment: The policy that explores, on the whole schedule.
             exact: The parameters of the policy that regenerates.
-            precision: The name of the format of `segment`. Options apply only if it quantizes.
+            precision: The name of the format of `segment`. Options change the segments only if it
+                quantizes.
+
+        Returns:
+            At least one segment, in the order in which they are followed.
+
+        Raises:
+            KeyError: If there is no such format.
         """
         segments: tuple[Segment, ...] = (segment,)
         if FORMATS[precision].quantize is not None:

@@ -33,7 +33,8 @@ def setting_ladder(
     """Lists the settings that the monitor chooses from, the most faithful one last.
 
     The configured setting is followed by the same format with all steps, and then by finer formats
-    with all steps, up to the training precision.
+    with all steps: FP8, if it has more bits per weight than the configured format, and the training
+    precision, if that has.
 
     Args:
         form: The configured format.
@@ -42,7 +43,7 @@ def setting_ladder(
         training_precision: The name of the training precision, "bf16" or "fp32".
 
     Returns:
-        The settings, each once.
+        The settings, each once, with the recipe "". At least one.
     """
     finer = [
         name
@@ -60,17 +61,20 @@ def setting_ladder(
 def next_setting(history: Sequence[tuple[int, float]], floor: float, last: int) -> int:
     """Chooses the setting of the next iteration.
 
-    The index rises by one when the median of the last `WINDOW` correlations with that setting is
-    below `floor`. It falls by one, as a trial, after `FIRST_RETURN` good iterations.
+    The index rises by one when the median of the last 3 correlations with that setting is below
+    `floor`. It falls by one, as a trial, when that median is at least `floor` and the setting has
+    had 10 correlations. If the index rises again from a setting that was returned to as a trial,
+    the next trial comes after twice as many.
 
     Args:
         history: For each iteration so far, from the first: the index of its setting and the
-            Spearman correlation that it reported. Non-finite correlations are left out.
+            Spearman correlation that it reported. Non-finite correlations are left out. If the
+            setting is not the one that the rules gave, it replaces that.
         floor: The smallest acceptable correlation.
         last: The index of the most faithful setting.
 
     Returns:
-        The index of the setting in the `setting_ladder`.
+        The index of the setting in the `setting_ladder`, from 0 to `last`. 0 for an empty history.
     """
     index = 0
     patience = FIRST_RETURN

@@ -30,11 +30,11 @@ class Calibration:
     it began with.
 
     Attributes:
-        backbone: The loaded pipeline.
+        backbone: The networks and the mesh.
         sampler: The regeneration sampler of the base policy.
         prompts: The prompts that are measured on.
         prompt_batch: Returns the encoded prompts. Called only when something is measured.
-        seed_batch: One sample per prompt.
+        seed_batch: One sample per prompt, in the order of the prompts.
         micro_batch: The largest number of samples that a device differentiates at once.
     """
 
@@ -47,20 +47,20 @@ class Calibration:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of the regeneration."""
+        """The full schedule: that of the regeneration."""
         return self.sampler.segments[0].schedule
 
     def generate(
         self, schedule: Schedule, noise: Float[np.ndarray, "b h w c"] | None = None
     ) -> Float[np.ndarray, "b h w c"]:
-        """Samples the latents of `seed_batch` with the base policy.
+        """Samples the latents of `seed_batch` with the base policy, in the training precision.
 
         Args:
             schedule: The steps to take.
-            noise: The initial latents. None: those of the seeds.
+            noise: The initial latents, float32. None: those of the seeds.
 
         Returns:
-            The clean latents, float32.
+            The latents after the last step, float32, on the host: one per prompt.
         """
         segments = (Segment(self.backbone.transformer, schedule),)
         sampler = dataclasses.replace(self.sampler, segments=segments)
@@ -71,15 +71,21 @@ class Calibration:
 class ExplorationOption(abc.ABC):
     """Changes the schedule, the quantizer or the segments of exploration.
 
-    Every method but `active` has a default that changes nothing.
+    Every method but `active` has a default that changes nothing. Options have no state. They are
+    called only if `active` returns True for the configuration.
     """
 
     @abc.abstractmethod
     def active(self, explore: Explore) -> bool:
-        """Returns whether the configuration asks for this option."""
+        """Returns whether the configuration asks for this option.
+
+        Args:
+            explore: The configuration of exploration, of which the option reads its own field.
+        """
 
     def measures(self, explore: Explore, full_steps: int, quantizes: bool) -> bool:
-        """Returns whether the option needs a measurement on the base policy.
+        """Returns whether the option needs a measurement on the base policy. By default it does
+        not.
 
         Args:
             explore: The configuration of exploration.
@@ -89,12 +95,12 @@ class ExplorationOption(abc.ABC):
         return False
 
     def schedule(self, explore: Explore, calibration: Calibration, schedule: Schedule) -> Schedule:
-        """Returns the schedule to explore on.
+        """Returns the schedule to explore on. By default the one that is given.
 
         Args:
             explore: The configuration of exploration.
-            calibration: What to measure on.
-            schedule: The configured schedule with as many steps.
+            calibration: The base policy and the samples to measure on.
+            schedule: The schedule without this option. The result has as many steps.
         """
         return schedule
 
@@ -106,33 +112,38 @@ class ExplorationOption(abc.ABC):
         quantizer: Quantizer,
         schedule: Schedule,
     ) -> Quantizer:
-        """Returns the quantizer of the exploration policy.
+        """Returns the quantizer of the exploration policy. By default the one that is given.
+
+        It is called only for formats that quantize.
 
         Args:
             explore: The configuration of exploration.
-            calibration: What to measure on.
+            calibration: The base policy and the samples to measure on.
             paths: The parameter paths of the quantized linear layers.
             quantizer: The quantizer without this option.
-            schedule: The schedule that is explored on.
+            schedule: The schedule that is explored on, with the configured number of steps.
         """
         return quantizer
 
     def segments(
         self, explore: Explore, segments: tuple[Segment, ...], exact: Params
     ) -> tuple[Segment, ...]:
-        """Returns the segments to explore in.
+        """Returns the segments to explore in. By default those that are given.
+
+        It is called only for formats that quantize.
 
         Args:
             explore: The configuration of exploration.
-            segments: The segments without this option.
-            exact: The unquantized policy that regenerates.
+            segments: The segments without this option, at least one.
+            exact: The parameters of the unquantized policy that regenerates.
         """
         return segments
 
     def abstract_quantizer(
         self, explore: Explore, weights: dict[str, jax.ShapeDtypeStruct], quantizer: Quantizer
     ) -> Quantizer:
-        """Returns the quantizer with shapes in the place of arrays, for plans and reports.
+        """Returns the quantizer with shapes in the place of arrays, for plans and reports. By
+        default the one that is given.
 
         Nothing is measured.
 

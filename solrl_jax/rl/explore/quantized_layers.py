@@ -37,9 +37,11 @@ class LinearLayer:
         layers: The number of layers in the stack; 1 if it is not a stack.
         n_in: The number of inputs.
         n_out: The number of outputs.
-        kept: Why the parameter stays in the training precision; "" if it is quantized.
-        bytes_before: The bytes of the parameter in the training precision.
-        bytes_after: The bytes that it takes during exploration.
+        kept: Why the parameter stays in the training precision: the rule, such as "skip proj_out"
+            or "min_dim 2240", or the name of a format that quantizes nothing. "" if it is
+            quantized.
+        bytes_before: The bytes of the parameter in the training precision, all layers together.
+        bytes_after: The bytes that it takes during exploration, all layers together.
         errors: For each layer, |quantized - exact| / |exact| in the Frobenius norm. Empty if it was
             not measured.
     """
@@ -60,7 +62,8 @@ def quantized_paths(params: Params, rules: Quantization, form: Format) -> tuple[
     Args:
         params: The parameters of the network, or their shapes.
         rules: The rules of the model.
-        form: The exploration format.
+        form: The exploration format. A format that quantizes nothing gives the same paths, and may
+            leave none.
 
     Raises:
         ValueError: If a rule matches no linear layer, or if the format quantizes and the rules
@@ -77,15 +80,22 @@ def quantized_paths(params: Params, rules: Quantization, form: Format) -> tuple[
 def why_kept(params: Params, rules: Quantization) -> dict[str, str]:
     """Applies the rules to every linear layer.
 
+    A name in `modules_to_not_convert` comes before the width. A layer is kept for its width if the
+    larger of its inputs and outputs (of all fused layers together) is at most `min_width_ratio`
+    times the width of the network. That width is the smallest larger side of a single weight among
+    the stacked layers, or among all layers if nothing is stacked.
+
     Args:
-        params: The parameters of the network, or their shapes.
+        params: The parameters of the network, or their shapes. At least one linear layer.
         rules: The rules of the model.
 
     Returns:
-        By path, sorted, the rule that keeps a layer in the training precision; "" if none does.
+        By path, sorted, the rule that keeps a layer in the training precision: "skip NAME" with the
+        first name that is a part of the path, or "min_dim WIDTH" with the largest width that is
+        kept; "" if none does.
 
     Raises:
-        ValueError: If a rule matches no linear layer.
+        ValueError: If a rule matches no linear layer, or there is none.
     """
     kernels = _linear_kernels(params)
     for name in rules.modules_to_not_convert:
@@ -126,14 +136,17 @@ def report(
     Nothing is loaded or computed.
 
     Args:
-        params: The parameters of the network, or their shapes.
+        params: The parameters of the network, or their shapes, in the training precision.
         rules: The rules of the model.
         form: The exploration format.
         explore: The configuration of exploration, whose options may store arrays beside the codes.
             None: no options.
 
+    Returns:
+        One entry per parameter, sorted by path, without errors.
+
     Raises:
-        ValueError: If a rule matches no linear layer.
+        ValueError: If a rule matches no linear layer, or there is none.
     """
     kernels = _linear_kernels(params)
     reasons = why_kept(params, rules)
@@ -170,8 +183,11 @@ def _quantized_bytes(quantizer: Quantizer, path: str, shape: jax.ShapeDtypeStruc
 
     Args:
         quantizer: How it is quantized.
-        path: Its path, by which its extra arrays are found.
-        shape: Its shape and dtype.
+        path: The path of the parameter, by which its extra arrays are found.
+        shape: The shape [in, out] or [layers, in, out] and the dtype of the parameter.
+
+    Returns:
+        The bytes of all arrays of the quantized leaf: codes, scales and what options add.
     """
 
     def quantize(w: Array, *extra_arrays: Array) -> Any:
@@ -185,15 +201,18 @@ def with_errors(
 ) -> list[LinearLayer]:
     """Adds to a report the error that quantization causes in each matrix.
 
+    The error is that of the format alone, without exploration options.
+
     Args:
         layers: The report.
         params: The parameters of the base.
-        adapters: The trainable parameters, which are merged first.
+        adapters: The trainable parameters by path, which are merged first.
         scale: The factor of the product of LoRA factors, alpha / rank.
-        form: The exploration format.
+        form: The exploration format. It must quantize if a layer of the report is quantized.
 
     Returns:
-        The report with `errors`, measured in float32. Layers that are not quantized have none.
+        The report with `errors`, measured in float32: one number per layer of a stack, NaN for a
+        matrix of zeros. Parameters that are not quantized have none.
     """
 
     def error(w: Array) -> Array:
@@ -214,9 +233,14 @@ def with_errors(
 def totals(layers: Sequence[LinearLayer]) -> dict[str, int]:
     """Sums up a report.
 
+    Args:
+        layers: The report.
+
     Returns:
-        The number of linear layers ("linears", each layer of a stack counts) and of quantized ones
-        ("quantized"), and the bytes of both before and after ("bytes_before", ...).
+        Integers by name: the number of linear layers ("linears", each layer of a stack counts) and
+        of quantized ones ("quantized"); the bytes of all before and after ("bytes_before",
+        "bytes_after"); and the bytes of the quantized ones ("quantized_bytes_before",
+        "quantized_bytes_after").
     """
     quantized = [layer for layer in layers if not layer.kept]
     return {
@@ -233,8 +257,14 @@ def table(layers: Sequence[LinearLayer], form: Format) -> str:
     """Formats a report for a terminal: one line per parameter, then the totals.
 
     Args:
-        layers: The report.
+        layers: The report, at least one parameter.
         form: The exploration format.
+
+    Returns:
+        The lines, joined by line feeds.
+
+    Raises:
+        ValueError: If the report is empty.
     """
     width = max(len(layer.path) for layer in layers)
     lines = [_line(layer, form, width) for layer in layers]
@@ -249,12 +279,17 @@ def table(layers: Sequence[LinearLayer], form: Format) -> str:
 
 
 def _line(layer: LinearLayer, form: Format, width: int) -> str:
-    """Formats one line of the `table`.
+    """Formats one line of the `table`: the path, the shape, the sizes and what becomes of the
+    layer.
 
     Args:
         layer: The parameter.
-        form: The exploration format.
+        form: The exploration format, of which the name is read.
         width: The number of columns for the path.
+
+    Returns:
+        The line. For a quantized parameter with errors it ends with the smallest and the largest,
+        for one that is not quantized with the reason.
     """
     shape = f"{layer.layers} x {layer.n_in} -> {layer.n_out}"
     if layer.kept:
@@ -268,7 +303,15 @@ def _line(layer: LinearLayer, form: Format, width: int) -> str:
 
 
 def _linear_kernels(params: Params) -> dict[str, Any]:
-    """The kernels of all linear layers by path, sorted."""
+    """The kernels of all linear layers: parameters whose path ends in "/kernel" and that have two
+    axes, or three in a stack.
+
+    Args:
+        params: The parameters of the network, or their shapes.
+
+    Returns:
+        The kernels by path, sorted.
+    """
     flat = flatten(params)
     return {
         path: flat[path]
@@ -282,9 +325,13 @@ def _widths(kernels: Mapping[str, Shaped], fused: Sequence[str]) -> dict[str, in
 
     Args:
         kernels: The kernels by path.
-        fused: Patterns of layers that are one layer in the released implementation, such as keys
-            and values. Layers of the same module that match one pattern count as one layer with all
-            their outputs.
+        fused: Regular expressions of whole paths, for layers that are one layer in the released
+            implementation, such as keys and values. Layers of the same module (the path without its
+            last two parts) that match one pattern count as one layer with all their outputs. The
+            first pattern that matches counts.
+
+    Returns:
+        The width of each layer, by path. Fused layers have the width of the joined one.
     """
 
     def group(path: str) -> Any:
@@ -300,10 +347,19 @@ def _widths(kernels: Mapping[str, Shaped], fused: Sequence[str]) -> dict[str, in
 
 
 def _change(before: int, after: int) -> str:
-    """Formats two sizes in bytes as "1.000 MB -> 0.300 MB"."""
+    """Formats two sizes for a line of totals, as "1.000 MB -> 0.300 MB" (1 MB is 10^6 bytes).
+
+    Args:
+        before: A number of bytes.
+        after: A number of bytes.
+    """
     return f"{_megabytes(before).strip()} -> {_megabytes(after).strip()}"
 
 
 def _megabytes(size: int) -> str:
-    """Formats a size in bytes in MB (10^6 bytes), padded on the left for columns."""
+    """Formats a size in MB (10^6 bytes) with three decimals, padded on the left to 13 characters.
+
+    Args:
+        size: A number of bytes.
+    """
     return f"{size / 1e6:10.3f} MB"

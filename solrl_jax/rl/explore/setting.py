@@ -7,6 +7,8 @@ import dataclasses
 class ExplorationSetting:
     """How candidates are explored.
 
+    Settings are hashable and compared by their fields.
+
     Attributes:
         precision: The name of a format, a key of `quant.formats.FORMATS`.
         steps: The number of solver steps.

@@ -23,11 +23,14 @@ from solrl_jax.rl.trainable.trainable import Params, Trainable, attach, flatten,
 class Quantizer:
     """How linear layers are quantized.
 
+    A quantizer is a pytree: the extra arrays are its leaves, and the function is static.
+
     Attributes:
         quantize: (weight [in, out] in float32, *extra arrays) -> leaf. It is static: pass the same
             function object during a whole run, otherwise programs recompile.
-        extra_arrays: By parameter path, the arrays that `quantize` takes after the weight. For a
-            stack of layers they have a leading axis of layers too.
+        extra_arrays: By parameter path, the arrays that `quantize` takes after the weight, or their
+            shapes. For a stack of layers they have a leading axis of layers too. Paths that are
+            missing have none; by default all are.
     """
 
     quantize: Callable[..., Quantized]
@@ -54,13 +57,17 @@ def quantize_policy(
         mesh: The mesh, which must also be the ambient mesh; static. The codes are sharded over it
             as the weights are.
         base: The parameters of the base.
-        adapters: The trainable parameters of the policy.
+        adapters: The trainable parameters of the policy by path. An adapter is merged, a whole
+            array takes the place of the base's; other layers are quantized as they are in the base.
         scale: The factor of the product of LoRA factors, alpha / rank; static.
         paths: The paths of the linear layers to quantize, as a tuple; static.
         quantizer: How they are quantized.
 
     Returns:
-        The quantized leaves by path.
+        The quantized leaves by path, one for each of `paths`.
+
+    Raises:
+        KeyError: If the base has no parameter of a path.
     """
     flat = flatten(base)
     codes: dict[str, Any] = {
@@ -89,11 +96,19 @@ def sync_policy(
     takes no memory.
 
     Args:
-        backbone: The base and its mesh.
-        adapters: The trainable parameters of the policy.
+        backbone: The base and its mesh, which is made the ambient mesh.
+        adapters: The trainable parameters of the policy by path.
         scale: The factor of the product of LoRA factors, alpha / rank.
         paths: The paths of the linear layers to quantize.
         quantizer: How they are quantized.
+
+    Returns:
+        A tree of the structure of the base, with `Quantized` leaves at `paths`, `LowRank` leaves at
+        other adapted weights, and whole arrays, in the dtype of the base, at other parameters that
+        are trained in full.
+
+    Raises:
+        KeyError: If the base has no parameter of a path in `paths` or `adapters`.
     """
     with jax.set_mesh(backbone.mesh):
         codes = quantize_policy(

@@ -34,17 +34,22 @@ def awm(
 
         l     = mean((v - (noise - x0))^2)
         log p = -sigma ((l + 1e-10)^(1/4) - 1e-10^(1/4)) 4
-        R     = p / p_old                            the advantage A is in [-1, 1]
+        R     = p / p_old                            A = 2 q - 1, in [-1, 1]
         loss  = max(-A R, -A clip(R, 1 - c, 1 + c))
                 + kl_coef mean((v - v_ref)^2) + mean((v - v_old)^2)
 
+    Means are over the dimensions of a sample.
+
     Args:
-        velocities: What the trained, the old and the reference policy predict.
-        target: The noised samples that are trained on.
+        velocities: What the trained, the old and the reference policy predict. Only the first has a
+            gradient.
+        target: The noised samples that are trained on, with their optimality q.
         algorithm: `clip_range` (c) and `kl_coef` are read.
 
     Returns:
-        One loss per sample, and metrics with one value per sample.
+        One loss per sample, and metrics with one value per sample: "loss/policy" (the first term),
+        "ratio" (R), "ratio/clipped" (1 if R differs from 1 by more than c, else 0), "loss/kl" and
+        "loss/drift" (the distances to reference and old policy, without weights).
     """
     v = velocities.trained
     v_old, v_ref = map(jax.lax.stop_gradient, velocities[1:])
@@ -67,7 +72,8 @@ def _error_near(
 
     It is computed from the difference of the two losses, so that it equals `error_old` exactly
     where the velocities are equal. That sum cancels where `v` fits much better than `v_old`, and
-    can then round below 0, where the fourth root is NaN. There, the loss is computed by itself.
+    can then round below 0, where the fourth root is NaN. Where the loss of `v` is less than half of
+    `error_old`, it is therefore computed by itself.
 
     Args:
         error_old: The flow-matching loss of `v_old`.
@@ -76,7 +82,7 @@ def _error_near(
         target: The noised samples.
 
     Returns:
-        The loss, at least 0.
+        One loss per sample, at least 0.
     """
     by_itself = matching_error(v, target)
     by_difference = error_old + matching_gap(v, v_old, target)

@@ -20,17 +20,25 @@ def dance_grpo(
     """Makes the steps to good samples more probable, and those to bad ones less probable.
 
         R    = p(after | x) / p_old(after | x)       mean over dimensions of the log-densities
+        A    = adv_clip_max (2 q - 1)
         loss = max(-A R, -A clip(R, 1 - c, 1 + c)) + kl_coef mean((v - v_ref)^2)
 
     The paper has no KL term, so its settings have `kl_coef` 0.
 
     Args:
-        velocities: What the trained, the old and the reference policy predict.
-        target: The recorded steps that are trained on.
+        velocities: What the trained, the old and the reference policy predict. Only the first has a
+            gradient.
+        target: The recorded steps that are trained on, with the optimality q of their samples.
         algorithm: `clip_range` (c), `adv_clip_max` and `kl_coef` are read.
 
     Returns:
-        One loss per sample, and metrics with one value per sample.
+        One loss per sample, and metrics with one value per sample: "loss/policy" (the first term),
+        "ratio" (R), "ratio/clipped" (1 if R differs from 1 by more than c, else 0), "loss/kl" (the
+        distance to the reference, without its weight) and "loss/drift" (mean((v - v_old)^2), which
+        is not trained on).
+
+    Raises:
+        AssertionError: If the target has no recorded step.
     """
     v = velocities.trained
     v_old, v_ref = map(jax.lax.stop_gradient, velocities[1:])

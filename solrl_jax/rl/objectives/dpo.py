@@ -24,14 +24,17 @@ def dpo(
     As in the released code, beta stands for the paper's beta, number of steps and weight together.
 
     Args:
-        velocities: What the trained, the old and the reference policy predict.
+        velocities: What the trained, the old and the reference policy predict. Only the first has a
+            gradient.
         target: The pairs that are trained on: the better sample in row 2 i, the worse one in row
-            2 i + 1.
+            2 i + 1. The number of rows must be even. The optimality is not read.
         algorithm: `beta` and `kl_coef` are read.
 
     Returns:
-        One loss per sample, and metrics with one value per sample. Both samples of a pair have the
-        same preference term.
+        One loss per sample, and metrics with one value per sample: "loss/policy" (the preference
+        term), "loss/kl" (the distance to the reference, without its weight), "loss/drift"
+        (mean((v - v_old)^2), which is not trained on) and "preferred" (1 if d_better < d_worse,
+        else 0). Both samples of a pair have the same preference term and "preferred".
     """
     v = velocities.trained
     v_old, v_ref = map(jax.lax.stop_gradient, velocities[1:])

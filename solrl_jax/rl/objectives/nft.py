@@ -24,12 +24,14 @@ def nft(
     """The objective of Sol-RL: `nft_loss` with the configured weights.
 
     Args:
-        velocities: What the trained, the old and the reference policy predict.
+        velocities: What the trained, the old and the reference policy predict. Only the first has a
+            gradient.
         target: The noised samples that are trained on.
         algorithm: `beta`, `kl_coef` and `adv_clip_max` are read.
 
     Returns:
-        One loss per sample, and metrics with one value per sample.
+        One loss per sample, and metrics with one value per sample: "loss/policy", "loss/drift" and,
+        unless `kl_coef` is 0, "loss/kl".
     """
     return nft_loss(
         velocities,
@@ -58,18 +60,20 @@ def nft_loss(
         loss  = adv_clip_max (q l(v_pos) + (1 - q) l(v_neg)) / beta + kl_coef mean((v - v_ref)^2)
 
     The denominator of l has no gradient. It weights a sample by its error, which replaces a
-    hand-made weight on sigma.
+    hand-made weight on sigma. Means are over the dimensions of a sample.
 
     Args:
-        velocities: What the trained, the old and the reference policy predict.
-        target: The noised samples that are trained on.
-        beta: The mixing weight of the paper.
+        velocities: What the trained, the old and the reference policy predict. Only the first has a
+            gradient.
+        target: The noised samples that are trained on, with their optimality q.
+        beta: The mixing weight of the paper, above 0.
         kl_coef: The weight of the distance to the reference. With 0 the reference is not computed.
         adv_clip_max: The scale of the advantages.
 
     Returns:
-        One loss per sample, and as metrics its terms. The KL term is among them only if it has a
-        weight.
+        One loss per sample, and metrics with one value per sample: "loss/policy" (the first term),
+        "loss/drift" (mean((v - v_old)^2), which is not trained on) and, unless `kl_coef` is 0,
+        "loss/kl" (the distance to the reference, without its weight).
     """
     v = velocities.trained
     v_old, v_ref = map(jax.lax.stop_gradient, velocities[1:])
@@ -91,11 +95,11 @@ def _self_weighted(target: TrainingTarget, velocity: Latents) -> PerSample:
 
     Args:
         target: The noised samples.
-        velocity: The velocity at `target.x`.
+        velocity: The velocity at `target.x`. It predicts the clean latents `x - sigma velocity`.
 
     Returns:
         One value per sample. Both errors are means over dimensions. The divisor has no gradient and
-        is at least `SMALLEST_DENOMINATOR`.
+        is at least 1e-5.
     """
     error = target.x - along(target.sigma, target.x) * velocity - target.x0
     weight = jax.lax.stop_gradient(

@@ -13,7 +13,10 @@ from solrl_jax.rl.sampler import Segment
 
 
 class Attention(ExplorationOption):
-    """Makes the network attend in FP8 during exploration."""
+    """Makes the network attend in FP8 during exploration.
+
+    Segments of a format that quantizes nothing stay as they are.
+    """
 
     def active(self, explore: Explore) -> bool:
         """Returns whether `explore.attention` is "fp8"."""
@@ -22,5 +25,11 @@ class Attention(ExplorationOption):
     def segments(
         self, explore: Explore, segments: tuple[Segment, ...], exact: Params
     ) -> tuple[Segment, ...]:
-        """Returns the segments with FP8 attention. See `ExplorationOption.segments`."""
+        """Returns the same segments with FP8 attention.
+
+        Args:
+            explore: The configuration of exploration. Not read.
+            segments: The segments without this option.
+            exact: The parameters of the policy that regenerates. Not read.
+        """
         return tuple(dataclasses.replace(segment, fp8_attention=True) for segment in segments)

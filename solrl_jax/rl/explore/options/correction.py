@@ -55,9 +55,11 @@ Bases: TypeAlias = dict[str, Float[Array | np.ndarray, "... n_in r"]]
 class Corrected(Quantized):
     """A quantized weight matrix [in, out] with an unquantized low-rank branch.
 
+    It may have a leading axis of layers; `matmul` takes a single matrix.
+
     Attributes:
-        remainder: `W - U U^T W` in a low-precision format.
-        basis: U, in the training precision.
+        remainder: `W - U U^T W`, a leaf in a low-precision format.
+        basis: U, orthonormal columns in the training precision.
         basis_weight: `U^T W`, in the training precision.
     """
 
@@ -70,11 +72,12 @@ class Corrected(Quantized):
     def matmul(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
         """Returns `x @ w` in the dtype of `x`, where w is the weight that the leaf represents.
 
-        The part of `x` along the basis is multiplied exactly by `basis_weight`, the rest of `x` by
-        the quantized remainder. The outputs may stay sharded over the mesh axis `tensor`.
+        The part of `x` along the basis is multiplied by `basis_weight` in the dtype of `x`, the
+        rest of `x` by the quantized remainder. The outputs may stay sharded over the mesh axis
+        `tensor`.
 
         Args:
-            x: Inputs.
+            x: Inputs of a floating-point dtype.
         """
         basis = self.basis.astype(x.dtype)
         inner = x @ basis
@@ -84,7 +87,7 @@ class Corrected(Quantized):
         return matmul_sharded(rest, self.remainder) + inner @ basis_weight
 
     def dequantize(self) -> Float[Array, "... n_in n_out"]:
-        """The matrix that the leaf represents, in float32."""
+        """The matrix that the leaf represents, `remainder + U (U^T W)`, in float32."""
         along_basis = self.basis.astype(jnp.float32) @ self.basis_weight.astype(jnp.float32)
         return dequantize(self.remainder) + along_basis
 
@@ -102,6 +105,10 @@ def correct(
         quantize: Quantizes a float32 matrix.
         w: The weight, float32.
         basis: The directions, orthonormal columns in the training precision.
+
+    Returns:
+        The quantized remainder, the basis as it is given, and the part of the weight along it in
+        the dtype of the basis.
     """
     exact = basis.astype(jnp.float32)
     w = sharding.replicate(w)
@@ -117,7 +124,7 @@ class Probe(Leaf):
     """A weight that measures its inputs: its `basis` has the gradient `X^T X basis`.
 
     X [rows, in] are all inputs that the weight multiplies. The gradient is not a derivative: it is
-    the same for any loss. The matmul is that of the plain weight.
+    the same for any loss. The matmul is that of the plain weight, whose own gradient is zero.
 
     Attributes:
         weight: The matrix [..., in, out].
@@ -130,7 +137,12 @@ class Probe(Leaf):
     basis: Float[Array, "... n_in r"]
 
     def matmul(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
-        """`x @ weight`. Its gradient with respect to `basis` is `x^T x basis`."""
+        """Returns `x @ weight` in the dtype of `x`. Its gradient with respect to `basis` is
+        `x^T x basis`, float32.
+
+        Args:
+            x: Inputs of a floating-point dtype.
+        """
         return _probe(x, self.weight.astype(x.dtype), self.basis)
 
     def dequantize(self) -> Float[Array, "... n_in n_out"]:
@@ -142,19 +154,43 @@ class Probe(Leaf):
 def _probe(
     x: Float[Array, "rows n_in"], w: Float[Array, "n_in n_out"], basis: Float[Array, "n_in r"]
 ) -> Float[Array, "rows n_out"]:
-    """`x @ w`. The custom gradients are 0 for `w` and `x^T x basis` for `basis`, see `Probe`."""
+    """Returns `x @ w`, with custom gradients.
+
+    In the backward pass, `x` gets its true gradient, `w` gets zeros, and `basis` gets
+    `x^T x basis` in float32, whatever the gradient of the result is.
+
+    Args:
+        x: Inputs.
+        w: A weight in the dtype of `x`.
+        basis: Directions of the inputs, float32.
+    """
     return x @ w
 
 
 def _probe_forward(x, w, basis):
-    """The forward pass of `_probe`: its result, and its arguments for the backward pass."""
+    """The forward pass of `_probe`.
+
+    Args:
+        x: Inputs [rows, n_in].
+        w: The weight [n_in, n_out].
+        basis: Directions of the inputs [n_in, r].
+
+    Returns:
+        `x @ w`, and the three arguments for the backward pass.
+    """
     return x @ w, (x, w, basis)
 
 
 def _probe_backward(residuals, g):
-    """The backward pass of `_probe`: the gradient of `x` from that of the result, `g`; zeros for
-    `w`; and the second moments of the inputs times the basis, float32, in place of the gradient of
-    `basis`.
+    """The backward pass of `_probe`.
+
+    Args:
+        residuals: The arguments (x, w, basis) of the forward pass.
+        g: The gradient of the result [rows, n_out].
+
+    Returns:
+        The gradient of `x` (`g w^T`); zeros for `w`; and `x^T x basis` [n_in, r] in float32, the
+        second moments of the inputs times the basis, in place of the gradient of `basis`.
     """
     x, w, basis = residuals
     # Without these constraints, the partitioner splits a matmul along its contraction, and the sum
@@ -168,14 +204,23 @@ _probe.defvjp(_probe_forward, _probe_backward)
 
 
 class Correction(ExplorationOption):
-    """Wraps the quantizer of every linear layer in `correct`."""
+    """Wraps the quantizer of every linear layer in `correct`.
+
+    Formats that quantize nothing are not changed.
+    """
 
     def active(self, explore: Explore) -> bool:
         """Returns whether `explore.correction_rank` is above 0."""
         return explore.correction_rank > 0
 
     def measures(self, explore: Explore, full_steps: int, quantizes: bool) -> bool:
-        """Returns whether the format quantizes: then the inputs of the layers are measured."""
+        """Returns whether the format quantizes: then the inputs of the layers are measured.
+
+        Args:
+            explore: The configuration of exploration. Not read.
+            full_steps: The number of steps of the regeneration. Not read.
+            quantizes: Whether the exploration format quantizes weights.
+        """
         return quantizes
 
     def quantizer(
@@ -186,9 +231,18 @@ class Correction(ExplorationOption):
         quantizer: Quantizer,
         schedule: Schedule,
     ) -> Quantizer:
-        """Measures the principal inputs, and wraps the quantizer in `correct`.
+        """Measures the principal inputs of the layers on the base, and wraps the quantizer in
+        `correct`.
 
-        See `ExplorationOption.quantizer` for the arguments.
+        Args:
+            explore: `correction_rank` is read, the number of directions.
+            calibration: The base policy and the samples to measure on.
+            paths: The parameter paths of the quantized linear layers.
+            quantizer: The quantizer without this option. Its extra arrays are not kept.
+            schedule: The schedule that is explored on, whose sigmas are measured.
+
+        Returns:
+            The quantizer, with one extra array per path: the basis, in the dtype of the backbone.
         """
         bases = principal_inputs(calibration, paths, explore.correction_rank, schedule)
         return Quantizer(
@@ -200,7 +254,14 @@ class Correction(ExplorationOption):
     ) -> Quantizer:
         """Wraps the quantizer in `correct`, with the shapes of the bases in the place of arrays.
 
-        See `ExplorationOption.abstract_quantizer` for the arguments.
+        Args:
+            explore: `correction_rank` is read, the number of directions.
+            weights: The shapes of the quantized weights [..., in, out] by parameter path.
+            quantizer: The quantizer without this option. Its extra arrays are not kept.
+
+        Returns:
+            The quantizer, with the shape of one basis per path: [..., in, min(correction_rank, in)]
+            in the dtype of the weight.
         """
 
         def basis(w: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -217,15 +278,19 @@ def principal_inputs(
 ) -> Bases:
     """Measures the directions in which the inputs of linear layers have most energy.
 
+    Samples with the base, then differentiates it three times per batch and sigma (orthogonal
+    iteration on three times as many directions as are returned).
+
     Args:
         calibration: The base and the samples to measure on.
         paths: The paths of the linear layers.
-        rank: The number of directions. A layer has at most as many as inputs.
+        rank: The number of directions, at least 1. A layer has at most as many as inputs.
         schedule: The base is sampled on it, and inputs at all of its sigmas are measured.
 
     Returns:
-        The directions in the dtype of the backbone, on every device. A stack of layers
-        [layers, in, out] has directions [layers, in, rank].
+        By path, the directions as orthonormal columns, the one with most energy first, in the dtype
+        of the backbone, on every device. A weight [in, out] has directions [in, rank], a stack of
+        layers [layers, in, out] has directions [layers, in, rank].
     """
     backbone = calibration.backbone
     seed_batch = calibration.seed_batch
@@ -262,9 +327,15 @@ def _random_directions(base: Params, paths: tuple[str, ...], count: int) -> dict
     """Draws the directions that the iteration starts from, which are the same in every run.
 
     Args:
-        base: The parameters of the transformer.
-        paths: The paths of the linear layers.
+        base: The parameters of the transformer, of which the shapes are read.
+        paths: The paths of the linear layers. The draws depend on their order.
         count: The number of directions. A layer has at most as many as inputs.
+
+    Returns:
+        By path, orthonormal columns [..., in, count], float32, on the host.
+
+    Raises:
+        KeyError: If the base has no such path.
     """
     flat = flatten(base)
     rng = np.random.default_rng(0)
@@ -278,8 +349,14 @@ def _random_directions(base: Params, paths: tuple[str, ...], count: int) -> dict
 def _orthonormal(x: Float[np.ndarray, "... n r"]) -> Float[np.ndarray, "... n r"]:
     """Orthonormal columns with the span of those of `x`, the largest directions first.
 
-    They are computed on the host. In jaxlib 0.10, several stacks of factorizations in one program
-    can deadlock on few CPU cores.
+    They are the left singular vectors, computed on the host in float64. In jaxlib 0.10, several
+    stacks of factorizations in one program can deadlock on few CPU cores.
+
+    Args:
+        x: A matrix, or a stack of them, with at most as many columns as rows.
+
+    Returns:
+        Columns in the shape of `x`, float32.
     """
     return np.linalg.svd(x.astype(np.float64), full_matrices=False)[0].astype(np.float32)
 
@@ -296,15 +373,21 @@ def input_moments(
 ) -> Bases:
     """Computes `X^T X U` for the inputs X of each linear layer at every sigma of a schedule.
 
+    X are the inputs for all samples at all sigmas, with one noise for each sample and sigma. It is
+    compiled and needs the mesh of the backbone as the ambient one.
+
     Args:
         backbone: The networks; static.
         batch_size: How many samples are noised to one sigma at a time. It divides their number;
             static.
         base: The parameters of the transformer.
-        conditioning: The prompt embeddings.
-        bases: The directions U of each linear layer.
+        conditioning: The prompt embeddings, one row per prompt.
+        bases: The directions U of each linear layer, float32.
         clean: The samples, with their clean latents in the place of the noise.
         schedule: The sigmas and timesteps.
+
+    Returns:
+        By path, sums in the shape of the directions, float32, on every device.
     """
     flat = flatten(base)
     steps = schedule.steps

@@ -14,7 +14,10 @@ from solrl_jax.rl.sampler import Segment
 
 
 class ExactSteps(ExplorationOption):
-    """Splits the first segment in two, of which the first uses the unquantized policy."""
+    """Splits the first segment in two, of which the first uses the unquantized policy.
+
+    Segments of a format that quantizes nothing stay as they are.
+    """
 
     def active(self, explore: Explore) -> bool:
         """Returns whether `explore.exact_steps` is above 0."""
@@ -25,7 +28,15 @@ class ExactSteps(ExplorationOption):
     ) -> tuple[Segment, ...]:
         """Returns the segments, of which the first now begins with exact steps.
 
-        See `ExplorationOption.segments` for the arguments.
+        Args:
+            explore: `exact_steps` is read, the number of these steps.
+            segments: The segments without this option. The first has more steps than that.
+            exact: The parameters of the policy that regenerates, which the exact steps follow with
+                attention in the training precision.
+
+        Returns:
+            One segment more: the exact steps, the remaining steps of the first segment, and the
+            others.
         """
         count = explore.exact_steps
         first, *others = segments

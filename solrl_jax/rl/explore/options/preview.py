@@ -28,20 +28,39 @@ DIGITS = 6
 
 
 class Preview(ExplorationOption):
-    """Replaces the schedule of exploration."""
+    """Replaces the schedule of exploration by the first sigmas of the full one and long fitted
+    steps.
+
+    It applies to all formats. The fit samples from the base.
+    """
 
     def active(self, explore: Explore) -> bool:
         """Returns whether `explore.sigmas` is "first"."""
         return explore.sigmas == "first"
 
     def measures(self, explore: Explore, full_steps: int, quantizes: bool) -> bool:
-        """Returns whether there are fewer steps than in the regeneration: then some are fitted."""
+        """Returns whether there are fewer steps than in the regeneration: then some are fitted.
+
+        Args:
+            explore: `num_steps` is read.
+            full_steps: The number of steps of the regeneration.
+            quantizes: Whether the exploration format quantizes weights. Not read.
+        """
         return explore.num_steps < full_steps
 
     def schedule(self, explore: Explore, calibration: Calibration, schedule: Schedule) -> Schedule:
         """Returns the schedule with the first sigmas and the fitted steps.
 
-        See `ExplorationOption.schedule` for the arguments. With all steps, it is the full schedule.
+        Also samples with the base, on the full schedule and on the result, unless both are the same.
+
+        Args:
+            explore: The configuration of exploration. Not read.
+            calibration: The base policy and the samples that the steps are fitted to.
+            schedule: The schedule without this option, of which only the number of steps is read.
+
+        Returns:
+            A schedule of as many steps, with the guidance of the full one. The full schedule itself
+            if it does not have more steps.
         """
         full = calibration.schedule
         if schedule.steps >= full.steps:
@@ -64,15 +83,17 @@ class Preview(ExplorationOption):
 def first_sigmas(
     full: Float[np.ndarray, " full_plus_one"], steps: int
 ) -> Float[np.ndarray, " steps_plus_one"]:
-    """Selects sigmas of a full schedule: half of them from its start, the others evenly spaced.
+    """Selects sigmas of a full schedule: half of them from its start, the others evenly spaced
+    among the indices of the rest.
 
     Args:
         full: The sigmas of the full schedule, including the final 0.
-        steps: The number of steps of the selection. Half of them, rounded down, are the first steps
-            of the full schedule.
+        steps: The number of steps of the selection, at least 1. Half of them, rounded down, are the
+            first steps of the full schedule.
 
     Returns:
-        The sigmas, including the final 0; `full` itself if it does not have more steps.
+        The sigmas, including the first of `full` and the final 0; `full` itself if it does not have
+        more steps.
     """
     last = len(full) - 1
     if steps >= last:
@@ -101,14 +122,20 @@ def fitted_table(
     suffice.
 
     Args:
-        predict: (latents, their sigma) -> data predictions of the base.
+        predict: (latents, their sigma) -> data predictions of the base, the clean latents x0. It is
+            called once per step of the full schedule, and once per step on the few sigmas that
+            starts after the first ones that both share.
         noise: The initial latents.
         full: The sigmas of the full schedule, including the final 0.
         table: The coefficients of the solver on the full schedule, without noise.
         sigmas: Some of `full`, including its first and its last.
 
     Returns:
-        The coefficients of each step, float32. See `diffusion.solver` for the columns.
+        The coefficients (a, b, c, d, 0) of each step, float32; fitted ones are rounded to six
+        decimals.
+
+    Raises:
+        KeyError: If a fitted step ends at a sigma that is not in `full`.
     """
     x = noise
     history = (np.zeros_like(noise),) * 3  # the last three data predictions, the newest first
@@ -144,9 +171,12 @@ def _step(row: Float[np.ndarray, " 5"], x: Latents, history: Sequence[Latents]) 
     """Takes one solver step without noise.
 
     Args:
-        row: The coefficients of the step.
+        row: The coefficients (a, b, c, d, e) of the step; e is not read.
         x: The latents before the step.
         history: The last three data predictions, the newest first.
+
+    Returns:
+        The latents after the step: `a x + b history[0] + c history[1] + d history[2]`.
     """
     return row[0] * x + row[1] * history[0] + row[2] * history[1] + row[3] * history[2]
 
@@ -155,11 +185,12 @@ def _fit(terms: Sequence[Latents], target: Latents) -> Float[np.ndarray, " 5"]:
     """Fits the linear combination of some latents that is nearest to others (least squares).
 
     Args:
-        terms: The latents to combine.
+        terms: The four latents to combine.
         target: The latents to approximate.
 
     Returns:
-        The weights of the terms, and 0 for the noise. Terms that are zero get weight 0.
+        The weights of the terms, rounded to six decimals, and 0 for the noise. Terms that are zero
+        get weight 0; of terms that depend on each other linearly, the weights of smallest norm.
     """
     terms = [term.astype(np.float64).reshape(-1) for term in terms]
     gram = np.array([[a @ b for b in terms] for a in terms])

@@ -19,7 +19,11 @@ OPTIONS: tuple[ExplorationOption, ...] = (
 
 
 def active_options(explore: Explore) -> tuple[ExplorationOption, ...]:
-    """Returns the options that a configuration asks for."""
+    """Returns the options that a configuration asks for, in the order of `OPTIONS`.
+
+    Args:
+        explore: The configuration of exploration.
+    """
     return tuple(option for option in OPTIONS if option.active(explore))
 
 
@@ -34,6 +38,9 @@ def shaped_quantizer(
         explore: The configuration of exploration.
         quantizer: The quantizer without options.
         weights: The shapes of the quantized weights by parameter path.
+
+    Returns:
+        The quantizer with all active options applied; `quantizer` itself if none changes it.
     """
     for option in active_options(explore):
         quantizer = option.abstract_quantizer(explore, weights, quantizer)
