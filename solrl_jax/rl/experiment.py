@@ -476,8 +476,11 @@ def select_parameters(
 
 
 def local_device() -> DeviceInfo:
-    """The platform, kind and CUDA capability of the first device that JAX lists (of any host). Also
-    starts JAX's backend if nothing has done so before.
+    """Reads the properties of the first device that JAX lists (of any host). Also starts JAX's
+    backend if nothing has done so before.
+
+    Returns:
+        The platform, the kind and the CUDA compute capability of the device.
     """
     return DeviceInfo.from_jax(jax.devices()[0])
 

@@ -317,7 +317,14 @@ def reward_metrics(
 
 
 def _finite_mean(x: np.ndarray) -> float:
-    """The mean of the finite elements of an array of any shape, or NaN if there are none."""
+    """The mean of the finite elements of an array.
+
+    Args:
+        x: Numbers, in any shape.
+
+    Returns:
+        The mean in float64; NaN if no element is finite, also for an empty array.
+    """
     finite = np.isfinite(x)
     return float(np.mean(x[finite], dtype=float)) if finite.any() else float("nan")
 

@@ -176,11 +176,14 @@ def _requests(
 
 
 def device_memory() -> int:
-    """The bytes of memory of one device, as its allocator counts them; on a CPU, those of the
-    machine.
+    """Finds the memory of one device.
 
-    With several hosts it is the smallest of all, and every process must call it. The first local
-    device of each process stands for its others.
+    With several hosts, every process must call it. The first local device of each process stands
+    for its others.
+
+    Returns:
+        The bytes, as the allocator of the device counts them; on a CPU, those of the machine. With
+        several hosts, the smallest number of all.
     """
     stats = jax.local_devices()[0].memory_stats() or {}
     return min(hosts.everyones(stats.get("bytes_limit") or hosts.memory()))

@@ -74,15 +74,18 @@ class Explorer:
         )
 
     def schedule(self, steps: int, noise_start: int = 0) -> Schedule:
-        """Returns the schedule to explore on; the same object for the same arguments.
+        """Returns the schedule to explore on.
 
-        The first call with some arguments lets the options change the schedule, which may sample
-        from the base.
+        The first call with some arguments lets the active options change the configured schedule,
+        which may sample from the base. The result is kept.
 
         Args:
             steps: The number of solver steps.
             noise_start: The first step of the full schedule that adds noise, if the solver is
                 stochastic.
+
+        Returns:
+            A schedule of that many steps; the same object for the same arguments.
         """
         if (steps, noise_start) not in self._schedules:
             schedule = self.make_schedule(steps, noise_start)
@@ -92,16 +95,18 @@ class Explorer:
         return self._schedules[steps, noise_start]
 
     def quantizer(self, precision: str) -> Quantizer | None:
-        """Returns how linear layers are quantized; the same object for the same argument.
+        """Returns how linear layers are quantized.
 
-        The first call with a format lets the options change the quantizer, which may measure on the
-        base. They measure on the schedule of the configured number of steps, whatever the setting.
+        The first call with a format lets the active options change the quantizer, which may measure
+        on the base. They measure on the schedule of the configured number of steps, whatever the
+        setting. The result is kept.
 
         Args:
             precision: The name of a format, a key of `quant.formats.FORMATS`.
 
         Returns:
-            The quantizer; None for a format that quantizes nothing.
+            The quantizer, the same object for the same format; None for a format that quantizes
+            nothing.
 
         Raises:
             KeyError: If there is no such format.
@@ -144,12 +149,17 @@ class Explorer:
     def policy(self, adapters: Trainable, precision: str) -> Params:
         """Returns the parameters of the policy that explores ("sync" in the paper).
 
+        The first call with a format may measure on the base, see `quantizer`.
+
         Args:
             adapters: The trainable parameters of the policy by path.
-            precision: The name of a format, a key of `quant.formats.FORMATS`. If it quantizes,
-                adapters are merged into the linear layers of `quantized`, and these are quantized.
-                All other parameters, and all for other formats, stay in the training precision with
-                their adapters beside them.
+            precision: The name of a format, a key of `quant.formats.FORMATS`.
+
+        Returns:
+            A tree of the structure of the base. If the format quantizes, the linear layers of
+            `quantized` are new `Quantized` leaves into which the adapters are merged. All other
+            parameters, and all for other formats, stay in the training precision with their
+            adapters beside them, and share the arrays of the base.
 
         Raises:
             KeyError: If there is no such format.

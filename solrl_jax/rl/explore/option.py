@@ -81,26 +81,34 @@ class ExplorationOption(abc.ABC):
 
         Args:
             explore: The configuration of exploration, of which the option reads its own field.
+
+        Returns:
+            False if the field has its default, at which the option does nothing.
         """
 
     def measures(self, explore: Explore, full_steps: int, quantizes: bool) -> bool:
-        """Returns whether the option needs a measurement on the base policy. By default it does
-        not.
+        """Returns whether the option needs a measurement on the base policy.
 
         Args:
             explore: The configuration of exploration.
             full_steps: The number of steps of the regeneration.
             quantizes: Whether the exploration format quantizes weights.
+
+        Returns:
+            False unless an option overrides it.
         """
         return False
 
     def schedule(self, explore: Explore, calibration: Calibration, schedule: Schedule) -> Schedule:
-        """Returns the schedule to explore on. By default the one that is given.
+        """Returns the schedule to explore on.
 
         Args:
             explore: The configuration of exploration.
             calibration: The base policy and the samples to measure on.
-            schedule: The schedule without this option. The result has as many steps.
+            schedule: The schedule without this option.
+
+        Returns:
+            A schedule with as many steps. By default `schedule` itself.
         """
         return schedule
 
@@ -112,9 +120,8 @@ class ExplorationOption(abc.ABC):
         quantizer: Quantizer,
         schedule: Schedule,
     ) -> Quantizer:
-        """Returns the quantizer of the exploration policy. By default the one that is given.
-
-        It is called only for formats that quantize.
+        """Returns the quantizer of the exploration policy. It is called only for formats that
+        quantize.
 
         Args:
             explore: The configuration of exploration.
@@ -122,28 +129,32 @@ class ExplorationOption(abc.ABC):
             paths: The parameter paths of the quantized linear layers.
             quantizer: The quantizer without this option.
             schedule: The schedule that is explored on, with the configured number of steps.
+
+        Returns:
+            The quantizer with this option. By default `quantizer` itself.
         """
         return quantizer
 
     def segments(
         self, explore: Explore, segments: tuple[Segment, ...], exact: Params
     ) -> tuple[Segment, ...]:
-        """Returns the segments to explore in. By default those that are given.
-
-        It is called only for formats that quantize.
+        """Returns the segments to explore in. It is called only for formats that quantize.
 
         Args:
             explore: The configuration of exploration.
             segments: The segments without this option, at least one.
             exact: The parameters of the unquantized policy that regenerates.
+
+        Returns:
+            The segments with this option, in the order in which they are followed. By default
+            `segments` itself.
         """
         return segments
 
     def abstract_quantizer(
         self, explore: Explore, weights: dict[str, jax.ShapeDtypeStruct], quantizer: Quantizer
     ) -> Quantizer:
-        """Returns the quantizer with shapes in the place of arrays, for plans and reports. By
-        default the one that is given.
+        """Returns the quantizer with shapes in the place of arrays, for plans and reports.
 
         Nothing is measured.
 
@@ -151,5 +162,8 @@ class ExplorationOption(abc.ABC):
             explore: The configuration of exploration.
             weights: The shapes of the quantized weights by parameter path.
             quantizer: The quantizer without this option.
+
+        Returns:
+            The quantizer with this option. By default `quantizer` itself.
         """
         return quantizer

@@ -57,13 +57,16 @@ class LinearLayer:
 
 
 def quantized_paths(params: Params, rules: Quantization, form: Format) -> tuple[str, ...]:
-    """Returns the paths of the linear layers that the rules leave to be quantized, sorted.
+    """Finds the linear layers that the rules leave to be quantized.
 
     Args:
         params: The parameters of the network, or their shapes.
         rules: The rules of the model.
         form: The exploration format. A format that quantizes nothing gives the same paths, and may
-            leave none.
+            be left with none.
+
+    Returns:
+        The paths of their kernels, sorted.
 
     Raises:
         ValueError: If a rule matches no linear layer, or if the format quantizes and the rules

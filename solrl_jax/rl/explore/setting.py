@@ -22,6 +22,8 @@ class ExplorationSetting:
 
     @property
     def name(self) -> str:
-        """The setting in a few words, e.g. "nvfp4, 6 steps" or "best: nvfp4, 6 steps"."""
+        """The setting in a few words for messages and tables, e.g. "nvfp4, 6 steps", or with a
+        recipe "best: nvfp4, 6 steps".
+        """
         recipe = f"{self.recipe}: " if self.recipe else ""
         return f"{recipe}{self.precision}, {self.steps} steps"

@@ -42,7 +42,7 @@ class LoraSettings:
 
     @property
     def scale(self) -> float:
-        """The factor of the product of the LoRA factors: alpha / rank."""
+        """The factor of the product of the LoRA factors: `alpha / rank`."""
         return self.alpha / self.rank
 
 

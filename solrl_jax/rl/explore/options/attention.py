@@ -19,17 +19,20 @@ class Attention(ExplorationOption):
     """
 
     def active(self, explore: Explore) -> bool:
-        """Returns whether `explore.attention` is "fp8"."""
+        """Returns whether the configuration `explore` has "fp8" as `attention`."""
         return explore.attention == "fp8"
 
     def segments(
         self, explore: Explore, segments: tuple[Segment, ...], exact: Params
     ) -> tuple[Segment, ...]:
-        """Returns the same segments with FP8 attention.
+        """Switches the segments to FP8 attention.
 
         Args:
             explore: The configuration of exploration. Not read.
             segments: The segments without this option.
             exact: The parameters of the policy that regenerates. Not read.
+
+        Returns:
+            The same segments, with `fp8_attention` set in each.
         """
         return tuple(dataclasses.replace(segment, fp8_attention=True) for segment in segments)

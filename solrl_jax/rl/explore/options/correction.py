@@ -70,14 +70,17 @@ class Corrected(Quantized):
     basis_weight: Float[Array, "... r n_out"]
 
     def matmul(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
-        """Returns `x @ w` in the dtype of `x`, where w is the weight that the leaf represents.
+        """Multiplies inputs by the weight w that the leaf represents.
 
         The part of `x` along the basis is multiplied by `basis_weight` in the dtype of `x`, the
-        rest of `x` by the quantized remainder. The outputs may stay sharded over the mesh axis
-        `tensor`.
+        rest of `x` by the quantized remainder.
 
         Args:
             x: Inputs of a floating-point dtype.
+
+        Returns:
+            An approximation of `x @ w` in the dtype of `x`. The outputs may stay sharded over the
+            mesh axis `tensor`.
         """
         basis = self.basis.astype(x.dtype)
         inner = x @ basis
@@ -146,7 +149,7 @@ class Probe(Leaf):
         return _probe(x, self.weight.astype(x.dtype), self.basis)
 
     def dequantize(self) -> Float[Array, "... n_in n_out"]:
-        """The plain weight, in float32."""
+        """The plain weight, in float32. The basis plays no part."""
         return self.weight.astype(jnp.float32)
 
 
@@ -210,7 +213,7 @@ class Correction(ExplorationOption):
     """
 
     def active(self, explore: Explore) -> bool:
-        """Returns whether `explore.correction_rank` is above 0."""
+        """Returns whether the configuration `explore` has a `correction_rank` above 0."""
         return explore.correction_rank > 0
 
     def measures(self, explore: Explore, full_steps: int, quantizes: bool) -> bool:

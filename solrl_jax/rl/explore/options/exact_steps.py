@@ -20,7 +20,7 @@ class ExactSteps(ExplorationOption):
     """
 
     def active(self, explore: Explore) -> bool:
-        """Returns whether `explore.exact_steps` is above 0."""
+        """Returns whether the configuration `explore` has `exact_steps` above 0."""
         return explore.exact_steps > 0
 
     def segments(

@@ -35,7 +35,7 @@ class Preview(ExplorationOption):
     """
 
     def active(self, explore: Explore) -> bool:
-        """Returns whether `explore.sigmas` is "first"."""
+        """Returns whether the configuration `explore` has "first" as `sigmas`."""
         return explore.sigmas == "first"
 
     def measures(self, explore: Explore, full_steps: int, quantizes: bool) -> bool:
@@ -51,7 +51,7 @@ class Preview(ExplorationOption):
     def schedule(self, explore: Explore, calibration: Calibration, schedule: Schedule) -> Schedule:
         """Returns the schedule with the first sigmas and the fitted steps.
 
-        Also samples with the base, on the full schedule and on the result, unless both are the same.
+        Also samples with the base on the full schedule and on the result, unless both are the same.
 
         Args:
             explore: The configuration of exploration. Not read.

@@ -19,10 +19,13 @@ OPTIONS: tuple[ExplorationOption, ...] = (
 
 
 def active_options(explore: Explore) -> tuple[ExplorationOption, ...]:
-    """Returns the options that a configuration asks for, in the order of `OPTIONS`.
+    """Returns the options that a configuration asks for.
 
     Args:
         explore: The configuration of exploration.
+
+    Returns:
+        The active options in the order of `OPTIONS`, in which they are applied. Possibly none.
     """
     return tuple(option for option in OPTIONS if option.active(explore))
 
