@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Num
 from solrl_jax.rl.fidelity import overlap, rank_correlations, regret
 
 # The functions check the shapes themselves, with messages that say what is accepted.
-Given: TypeAlias = Num[Array | np.ndarray, "..."]
+Values: TypeAlias = Num[Array | np.ndarray, "..."]
 Bound: TypeAlias = float | int | np.floating | Float[Array, ""]
 Rewards: TypeAlias = Float[Array, "p n"]  # p prompts, n candidates each
 
@@ -29,8 +29,8 @@ NVFP4_BLOCK_ERROR = (1 + 1 / 16) / 6
 
 
 def assert_ranking_preserved(
-    proxy: Given,
-    true: Given,
+    proxy: Values,
+    true: Values,
     *,
     spearman: Bound | None = None,
     kendall: Bound | None = None,
@@ -40,28 +40,36 @@ def assert_ranking_preserved(
 ) -> None:
     """Asserts that proxy rewards order the candidates of each prompt as the true rewards do.
 
-    Each figure is a mean over prompts. At least one of `spearman`, `kendall` and `top_k` is needed.
+    Each figure is a mean over prompts, computed on the host from float32 rewards. At least one of
+    `spearman`, `kendall` and `top_k` is needed. Prompts for which a figure is undefined are left
+    out; if it is undefined for all, the assertion fails.
 
     Args:
         proxy: The rewards of the exploration [prompts, candidates].
         true: The true rewards of the same candidates.
         spearman: The smallest accepted rank correlation (rho). Pairs with a non-finite value are
-            left out, and so are prompts whose rewards are all equal on either side.
+            left out, and so are prompts whose rewards are all equal on either side. None: not
+            checked.
         kendall: The same for tau-b.
-        top_k: How many of the truly best candidates are looked for.
-        within: Among how many of the best candidates by proxy. None means `top_k`.
-        match: The smallest accepted share of them that is found there. None means 1. The paper's
-            Top-4 match is `top_k=4, within=kept / 2` (Sol-RL, arXiv 2604.06916).
+        top_k: How many of the truly best candidates are looked for, at least 1. None: not checked.
+        within: Among how many of the best candidates by proxy, from `top_k` to the number of
+            candidates. None means `top_k`.
+        match: The smallest accepted share of them, in [0, 1], that is among these. None means 1. A
+            non-finite reward is never among the best, and of equal rewards the earlier candidate
+            is. The paper's Top-4 match is `top_k=4, within=kept / 2` (Sol-RL, arXiv 2604.06916).
 
     Raises:
-        AssertionError: If a figure is below its bound.
-        ValueError: If shapes or numbers are not as described.
+        AssertionError: If a figure is below its bound. The first one fails, in the order Spearman,
+            Kendall, match.
+        ValueError: If the rewards are not two arrays of one shape [prompts, candidates] with at
+            least one entry, nothing is asked for, `within` or `match` comes without `top_k`, or not
+            1 <= top_k <= within <= candidates.
     """
     proxy, true = _pools(proxy, true)
     if top_k is None and not (match is within is None):
-        given = f"match={match}, within={within}"
+        settings = f"match={match}, within={within}"
         raise ValueError(
-            f"assert_ranking_preserved: {given} without top_k; "
+            f"assert_ranking_preserved: {settings} without top_k; "
             "accepted: top_k, at least 1, beside them"
         )
     if spearman is None and kendall is None and top_k is None:
@@ -77,53 +85,59 @@ def assert_ranking_preserved(
     if top_k is not None:
         match = 1.0 if match is None else match
         count = _within(top_k, within, proxy)
-        found = _mean(lambda x, y: overlap(x, y, top_k, count), proxy, true)
-        _check(found >= match, "Top-k match {} is below {}", found, match)
+        share = _mean(lambda x, y: overlap(x, y, top_k, count), proxy, true)
+        _check(share >= match, "Top-k match {} is below {}", share, match)
 
 
 def assert_top_k_regret(
-    proxy: Given, true: Given, *, top_k: int, within: int | None = None, bound: Bound
+    proxy: Values, true: Values, *, top_k: int, within: int | None = None, bound: Bound
 ) -> None:
     """Asserts that the candidates chosen by the proxy are nearly as good as the truly best ones.
 
     The best `top_k` among the proxy's `within` best are compared with the best `top_k` of all by
-    their mean true reward, relative to the range of the true rewards (`rl.fidelity.regret`).
-    Other than a match, this accepts a missed candidate if others are as good.
+    their mean true reward, relative to the range of the true rewards (`rl.fidelity.regret`). Unlike
+    a match, this accepts a missed candidate if others are as good. A candidate with a non-finite
+    reward cannot be chosen, and prompts without a finite true reward are left out; if no prompt is
+    left, the assertion fails.
 
     Args:
         proxy: The rewards of the exploration [prompts, candidates].
         true: The true rewards of the same candidates.
-        top_k: How many candidates are chosen.
-        within: Among how many of the best candidates by proxy. None means `top_k`.
-        bound: The largest accepted regret, in the mean over prompts.
+        top_k: How many candidates are chosen, at least 1.
+        within: Among how many of the best candidates by proxy, from `top_k` to the number of
+            candidates. None means `top_k`.
+        bound: The largest accepted regret, in [0, 1], in the mean over prompts.
 
     Raises:
         AssertionError: If the regret is above the bound.
-        ValueError: If shapes or numbers are not as described.
+        ValueError: If the rewards are not two arrays of one shape [prompts, candidates] with at
+            least one entry, or not 1 <= top_k <= within <= candidates.
     """
     proxy, true = _pools(proxy, true)
     count = _within(top_k, within, proxy)
-    lost = _mean(lambda x, y: regret(x, y, top_k, count), proxy, true)
-    _check(lost <= bound, "Top-k regret {} is above {}", lost, bound)
+    mean_regret = _mean(lambda x, y: regret(x, y, top_k, count), proxy, true)
+    _check(mean_regret <= bound, "Top-k regret {} is above {}", mean_regret, bound)
 
 
-def assert_selection_range(proxy: Given, true: Given, *, kept: int, delta: Bound) -> None:
+def assert_selection_range(proxy: Values, true: Values, *, kept: int, delta: Bound) -> None:
     """Asserts that the selected candidates span nearly the true range of all candidates.
 
     For every prompt, the kept/2 best and the kept/2 worst by proxy must span the true range of all
     candidates minus `4 delta`. If proxy and true reward differ by at most `delta`, which is
-    asserted too, this is a theorem: two deltas at each end (Sol-RL, section 3). If only the range
+    asserted first, this is a theorem: two deltas at each end (Sol-RL, section 3). If only the range
     fails, the rewards were not selected by this proxy.
 
     Args:
-        proxy: The rewards of the exploration [prompts, candidates].
+        proxy: The rewards of the exploration [prompts, candidates]. Of equal ones the earlier
+            candidate counts as better.
         true: The true rewards of the same candidates.
-        kept: How many candidates are selected per prompt; even.
-        delta: The largest accepted |proxy - true|.
+        kept: How many candidates are selected per prompt; even, from 2 to the number of candidates.
+        delta: The largest accepted |proxy - true|, in the unit of the rewards.
 
     Raises:
-        AssertionError: If a difference or a missing range is too large.
-        ValueError: If shapes or numbers are not as described.
+        AssertionError: If a difference or a missing range is too large, or a reward is not finite.
+        ValueError: If the rewards are not two arrays of one shape [prompts, candidates] with at
+            least one entry, or `kept` is odd or out of range.
     """
     proxy, true = _pools(proxy, true)
     if not 2 <= kept <= proxy.shape[1] or kept % 2:
@@ -151,18 +165,23 @@ def assert_selection_range(proxy: Given, true: Given, *, kept: int, delta: Bound
 
 
 def assert_block_error(
-    x: Given, quantized: Given, *, bound: Bound = NVFP4_BLOCK_ERROR, block: int = 16, axis: int = -1
+    x: Values,
+    quantized: Values,
+    *,
+    bound: Bound = NVFP4_BLOCK_ERROR,
+    block: int = 16,
+    axis: int = -1,
 ) -> None:
     """Asserts that the largest error in every block is small compared with its largest magnitude.
 
-    A block with a value that is not finite fails.
+    A block with a value that is not finite fails, and so does a block of zeros with an error.
 
     Args:
-        x: The values before quantization.
+        x: The values before quantization, of any shape with at least one axis.
         quantized: The values that the codes stand for, of the same shape.
-        bound: The largest accepted ratio. The default is that of NVFP4, for blocks whose scale is a
-            normal number in E4M3.
-        block: The number of values in a block. The last block may be shorter.
+        bound: The largest accepted ratio. The default, (1 + 1/16) / 6 = 0.177, is that of NVFP4,
+            for blocks whose scale is a normal number in E4M3.
+        block: The number of values in a block, at least 1. The last block may be shorter.
         axis: The axis that blocks lie along.
 
     Raises:
@@ -194,8 +213,8 @@ def assert_block_error(
     )
 
 
-def _pools(proxy: Given, true: Given) -> tuple[Rewards, Rewards]:
-    """Returns proxy and true rewards as float32 arrays.
+def _pools(proxy: Values, true: Values) -> tuple[Rewards, Rewards]:
+    """Returns proxy and true rewards as float32 arrays of JAX, in this order.
 
     Args:
         proxy: The proxy rewards, [prompts, candidates].
@@ -219,8 +238,8 @@ def _within(top_k: int, within: int | None, proxy: Rewards) -> int:
 
     Args:
         top_k: The number of best candidates by true reward.
-        within: The number of best candidates by proxy reward.
-        proxy: The proxy rewards, whose number n of candidates is read.
+        within: The number of best candidates by proxy reward, or None.
+        proxy: The proxy rewards [prompts, n], of which only the number n of candidates is read.
 
     Raises:
         ValueError: Unless 1 <= top_k <= within <= n.
@@ -236,10 +255,14 @@ def _within(top_k: int, within: int | None, proxy: Rewards) -> int:
 def _mean(
     figure: Callable[[np.ndarray, np.ndarray], Any], proxy: Rewards, true: Rewards
 ) -> Float[Array, ""]:
-    """Returns the mean over prompts of a measure of rank fidelity; NaN if it is undefined for all.
+    """Returns the mean over prompts of a measure of rank fidelity, a float32 scalar.
+
+    The measure is computed on the host by a callback, so that traced arrays are accepted.
 
     Args:
-        figure: A function of `rl.fidelity`, computed on the host.
+        figure: A function of NumPy arrays (proxy, true) that returns one number or one per prompt,
+            for instance of `rl.fidelity`. Non-finite numbers are left out of the mean; it is NaN if
+            none is left.
         proxy: The proxy rewards, [prompts, candidates].
         true: The true rewards, of the same shape.
     """
@@ -258,9 +281,13 @@ def _check(holds: Any, message: str, *values: Bound) -> None:
     """Asserts a scalar truth value through chex, for concrete and for traced arrays alike.
 
     Args:
-        holds: The truth value.
-        message: The message of the failure, a format string.
-        values: The values for the format string.
+        holds: The truth value, a Boolean scalar.
+        message: The message of the failure, a format string with one `{}` per value.
+        *values: The scalars for the format string.
+
+    Raises:
+        AssertionError: If `holds` is false. For traced arrays it is raised when the function that
+            `chex.chexify` wrapped runs.
     """
     chex.assert_trees_all_equal(
         jnp.asarray(holds), jnp.asarray(True), include_default_message=False,
