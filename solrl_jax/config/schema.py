@@ -445,6 +445,10 @@ class Algorithm(Section):
             objectives do not read it.
         kl_coef: Weight, at least 0, of the distance to the base model: of velocities, or of the
             means of stochastic steps (beta of Flow-GRPO and TRL).
+        kl_fraction: Fraction in (0, 1] of the terms at which that distance is computed, drawn at
+            random and rounded up to whole terms of a micro-batch; the others skip the base model.
+            The distance is scaled up, so its mean has the same expectation. 1 with dpo and with
+            objectives of yours. Ours.
         clip_range: Above 0. flow_grpo, mix_grpo, dance_grpo and awm: the probability ratio of
             trained to old policy is clipped to 1 +- this. Other objectives do not read it.
         adv_clip_max: Advantages are clipped to +- this, in standard deviations; above 0.
@@ -463,6 +467,7 @@ class Algorithm(Section):
     objective: Annotated[str, AfterValidator(_check_objective)] = "nft"
     beta: Positive = 1.0
     kl_coef: NonNegative = 1e-4
+    kl_fraction: Annotated[Number, Field(gt=0, le=1)] = 1.0
     clip_range: Positive = 1e-4
     adv_clip_max: Positive = 5.0
     adv_mode: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = "all"
@@ -470,6 +475,15 @@ class Algorithm(Section):
     timestep_fraction: Annotated[Number, Field(gt=0, le=1)] = 0.6
     decay_type: Annotated[Integer, Field(ge=0, le=3)] = 1
     ema_decay: Decay = 0.9
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError if an objective needs the reference of every term."""
+        if self.kl_fraction < 1 and (self.objective == "dpo" or is_plugin(self.objective)):
+            accepted = (
+                f"must be 1 with algorithm.objective={self.objective}, "
+                "which may read the base model's velocity of every term"
+            )
+            raise ConfigError.of_field("algorithm.kl_fraction", self.kl_fraction, accepted)
 
     @property
     def trains_on(self) -> str:

@@ -26,7 +26,7 @@ STREAMS = {
     # A stream of a run: the order of the image sizes that iterations train on.
     "sizes": 10,
     # Streams of a candidate.
-    "initial": 1, "solver": 2, "sigmas": 3, "training": 4, "calibration": 5,
+    "initial": 1, "solver": 2, "sigmas": 3, "training": 4, "calibration": 5, "reference": 11,
 }  # fmt: skip
 
 Seeds = UInt32[Array | np.ndarray, "b 2"]  # one threefry key, which is two words, per row

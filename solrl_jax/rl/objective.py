@@ -36,12 +36,17 @@ class Velocities(NamedTuple):
     Attributes:
         trained: Of the policy that is trained. The only one whose gradient is used.
         old: Of the old policy, which generated the samples.
-        reference: Of the base model, without adapters or trained arrays.
+        reference: Of the base model, without adapters or trained arrays. For terms at which it was
+            not evaluated (`algorithm.kl_fraction` below 1), that of the trained policy.
+        reference_weight: The weight of each term's distance to the reference: 0 where it was not
+            evaluated, and the inverse of the evaluated fraction elsewhere, so that a mean over
+            terms is unbiased. None means 1 for every term.
     """
 
     trained: Latents
     old: Latents
     reference: Latents
+    reference_weight: PerSample | None = None
 
 
 class Step(NamedTuple):
@@ -170,6 +175,25 @@ def along(values: PerSample, x: Latents) -> Float[Array, " b *ones"]:
         The values [b, 1, ..., 1], with as many axes as `x`.
     """
     return values.reshape(-1, *(1,) * (x.ndim - 1))
+
+
+def distance_to_reference(velocities: Velocities) -> PerSample:
+    """The KL term of an objective: the mean squared distance to the velocity of the reference.
+
+    The reference has no gradient. With `algorithm.kl_fraction` below 1, terms at which the
+    reference was not evaluated are 0 and the others are scaled up, so the mean over all terms of an
+    update has the same expectation.
+
+    Args:
+        velocities: What the trained and the reference policy predict, and the reference's weights.
+
+    Returns:
+        One value per sample, at least 0.
+    """
+    reference = jax.lax.stop_gradient(velocities.reference)
+    distance = mean_per_sample(jnp.square(velocities.trained - reference))
+    weight = velocities.reference_weight
+    return distance if weight is None else weight * distance
 
 
 def matching_error(velocity: Latents, target: TrainingTarget) -> PerSample:

@@ -4,6 +4,7 @@ See docs/method.md, sections 4 and 5, and DiffusionNFT (arXiv 2509.16117).
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
@@ -355,22 +356,49 @@ def _micro_batch_loss(
     scale = config.lora.alpha / config.lora.rank
     guidance = jnp.asarray(problem.schedule.embedded_guidance)
 
-    def velocity(params):
-        return problem.backbone.velocity(params, target.x, conditioning, time, guidance).astype(
-            jnp.float32
-        )
+    def velocity(params, some: Int[Array, " n"] | slice = slice(None)):
+        of_some = jax.tree.map(lambda c: c[some], conditioning)
+        v = problem.backbone.velocity(params, target.x[some], of_some, time[some], guidance)
+        return v.astype(jnp.float32)
 
-    velocities = Velocities(
-        velocity(attach(problem.base, adapters, scale)),
-        velocity(attach(problem.base, problem.old, scale)),
-        velocity(problem.base),
-    )
+    trained = velocity(attach(problem.base, adapters, scale))
+    old = velocity(attach(problem.base, problem.old, scale))
+    if config.algorithm.kl_fraction == 1:
+        velocities = Velocities(trained, old, velocity(problem.base))
+    else:
+        some = reference_terms(batch.seeds[row], slot, config.algorithm.kl_fraction)
+        reference = jax.lax.stop_gradient(trained).at[some].set(velocity(problem.base, some))
+        reference_weight = jnp.zeros(len(terms)).at[some].set(len(terms) / len(some))
+        velocities = Velocities(trained, old, reference, reference_weight)
     losses, metrics = problem.objective(velocities, target, config.algorithm)
 
     def mean(values):
         return jnp.where(weight > 0, values, 0.0).sum() / total
 
     return mean(losses), {name: mean(values) for name, values in metrics.items()}
+
+
+def reference_terms(
+    seeds: UInt32[Array, "m 2"], slot: Int[Array, " m"], fraction: float
+) -> Int[Array, " n"]:
+    """Draws the terms of a micro-batch at which the reference policy is evaluated.
+
+    Every subset of n of the m terms is equally probable. Micro-batches are the same on every mesh,
+    so the draw is, too.
+
+    Args:
+        seeds: The seed of the sample of each term.
+        slot: The slot of each term, which tells apart the terms of one sample.
+        fraction: The fraction of the terms, in (0, 1]. n is `fraction * m` rounded up.
+
+    Returns:
+        The indices of these terms, int32, in no particular order.
+    """
+    size = len(slot)
+    count = math.ceil(round(fraction * size, 9))
+    # The place in the micro-batch tells apart terms that share a seed: pairs, and padding.
+    number = slot * size + jnp.arange(size)
+    return jnp.argsort(normal(seeds, "reference", (), number))[:count]
 
 
 def _target(

@@ -119,7 +119,14 @@ def test_streams_are_distinct():
         "training": 4,
         "calibration": 5,
     }  # of runs on disk
-    new = {"evaluation": 6, "ranking": 7, "calibration seeds": 8, "adapters": 9, "sizes": 10}
+    new = {
+        "evaluation": 6,
+        "ranking": 7,
+        "calibration seeds": 8,
+        "adapters": 9,
+        "sizes": 10,
+        "reference": 11,
+    }
     assert {**old, **new} == STREAMS
     root = jax.random.wrap_key_data(seeds()[0, 0])
     draws = np.stack(

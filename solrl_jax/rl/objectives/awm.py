@@ -15,6 +15,7 @@ from solrl_jax.rl.objective import (
     TrainingTarget,
     Velocities,
     clipped_policy,
+    distance_to_reference,
     matching_error,
     matching_gap,
     mean_per_sample,
@@ -52,12 +53,12 @@ def awm(
         "loss/drift" (the distances to reference and old policy, without weights).
     """
     v = velocities.trained
-    v_old, v_ref = map(jax.lax.stop_gradient, velocities[1:])
+    v_old = jax.lax.stop_gradient(velocities.old)
     error_old = matching_error(v_old, target)
     error = _error_near(error_old, v, v_old, target)
     log_r = -target.sigma * ((error + FLOOR) ** POWER - (error_old + FLOOR) ** POWER) / POWER
     loss, metrics = clipped_policy(log_r, target, algorithm, 1.0)
-    kl = mean_per_sample(jnp.square(v - v_ref))
+    kl = distance_to_reference(velocities)
     drift = mean_per_sample(jnp.square(v - v_old))
     return loss + algorithm.kl_coef * kl + ANCHOR * drift, metrics | {
         "loss/kl": kl,

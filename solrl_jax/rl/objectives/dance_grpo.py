@@ -9,6 +9,7 @@ from solrl_jax.rl.objective import (
     TrainingTarget,
     Velocities,
     clipped_policy,
+    distance_to_reference,
     log_ratio,
     mean_per_sample,
 )
@@ -41,11 +42,11 @@ def dance_grpo(
         AssertionError: If the target has no recorded step.
     """
     v = velocities.trained
-    v_old, v_ref = map(jax.lax.stop_gradient, velocities[1:])
+    v_old = jax.lax.stop_gradient(velocities.old)
     loss, metrics = clipped_policy(
         log_ratio(v, v_old, target), target, algorithm, algorithm.adv_clip_max
     )
-    kl = mean_per_sample(jnp.square(v - v_ref))
+    kl = distance_to_reference(velocities)
     return loss + algorithm.kl_coef * kl, metrics | {
         "loss/kl": kl,
         "loss/drift": mean_per_sample(jnp.square(v - v_old)),

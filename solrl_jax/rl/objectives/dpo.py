@@ -8,6 +8,7 @@ from solrl_jax.rl.objective import (
     PerSample,
     TrainingTarget,
     Velocities,
+    distance_to_reference,
     matching_gap,
     mean_per_sample,
 )
@@ -41,7 +42,7 @@ def dpo(
     gap = matching_gap(v, v_ref, target)
     margin = -algorithm.beta / 2 * (gap[::2] - gap[1::2])
     loss = -jax.nn.log_sigmoid(margin).repeat(2)
-    kl = mean_per_sample(jnp.square(v - v_ref))
+    kl = distance_to_reference(velocities)
     preferred = (margin > 0).astype(jnp.float32).repeat(2)
     parts = {
         "loss/policy": loss,

@@ -13,6 +13,7 @@ from solrl_jax.rl.objective import (
     TrainingTarget,
     Velocities,
     clipped_policy,
+    distance_to_reference,
     log_ratio,
     mean_per_sample,
 )
@@ -45,14 +46,14 @@ def flow_grpo(
         AssertionError: If the target has no recorded step.
     """
     v = velocities.trained
-    v_old, v_ref = map(jax.lax.stop_gradient, velocities[1:])
+    v_old = jax.lax.stop_gradient(velocities.old)
     step = target.step
     assert step is not None
     loss, metrics = clipped_policy(
         log_ratio(v, v_old, target), target, algorithm, algorithm.adv_clip_max
     )
     kl = (
-        mean_per_sample(jnp.square(v - v_ref))
+        distance_to_reference(velocities)
         * (step.b * target.sigma) ** 2
         * step.length
         / (2 * step.std**2)

@@ -12,6 +12,7 @@ from solrl_jax.rl.objective import (
     TrainingTarget,
     Velocities,
     along,
+    distance_to_reference,
     mean_per_sample,
 )
 
@@ -76,7 +77,7 @@ def nft_loss(
         "loss/kl" (the distance to the reference, without its weight).
     """
     v = velocities.trained
-    v_old, v_ref = map(jax.lax.stop_gradient, velocities[1:])
+    v_old = jax.lax.stop_gradient(velocities.old)
     positive = _self_weighted(target, beta * v + (1 - beta) * v_old)
     negative = _self_weighted(target, (1 + beta) * v_old - beta * v)
     policy = (
@@ -85,7 +86,7 @@ def nft_loss(
     parts = {"loss/policy": policy, "loss/drift": mean_per_sample(jnp.square(v - v_old))}
     if kl_coef == 0:  # nothing reads the reference, so XLA does not compute it
         return policy, parts
-    kl = mean_per_sample(jnp.square(v - v_ref))
+    kl = distance_to_reference(velocities)
     return policy + kl_coef * kl, parts | {"loss/kl": kl}
 
 
