@@ -38,7 +38,8 @@ def dpo(
         else 0). Both samples of a pair have the same preference term and "preferred".
     """
     v = velocities.trained
-    v_old, v_ref = map(jax.lax.stop_gradient, velocities[1:])
+    v_old = jax.lax.stop_gradient(velocities.old)
+    v_ref = jax.lax.stop_gradient(velocities.reference)
     gap = matching_gap(v, v_ref, target)
     margin = -algorithm.beta / 2 * (gap[::2] - gap[1::2])
     loss = -jax.nn.log_sigmoid(margin).repeat(2)
