@@ -110,6 +110,11 @@ class TrainingInterrupted(KeyboardInterrupt):
     """
 
     def __init__(self, summary: dict[str, Any]) -> None:
+        """Creates the exception, with a message that names the run and the iteration.
+
+        Args:
+            summary: What `train` would have returned, with "interrupted" True.
+        """
         super().__init__(
             f"{summary['run']}: saved after iteration {summary['iterations']}; the same call "
             "resumes"

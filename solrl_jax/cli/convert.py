@@ -482,10 +482,13 @@ def _write(path: Path, tensors: Tensors) -> None:
 
 
 def _spec(t: Any) -> TensorSpec:
-    """Describes a tensor for safetensors: dtype, shape, address and bytes.
+    """Describes a tensor for safetensors.
 
     Args:
         t: A contiguous tensor of PyTorch on the CPU. It must stay alive while the result is used.
+
+    Returns:
+        The dtype, the shape, the address of the first byte and the number of bytes.
 
     Raises:
         SafetensorError: If safetensors lacks the dtype.

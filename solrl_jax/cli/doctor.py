@@ -337,6 +337,9 @@ def _numbers(version: str) -> tuple[int, ...]:
     Args:
         version: Integers with dots between them, e.g. "9.10.1".
 
+    Returns:
+        The integers in order, e.g. (9, 10, 1).
+
     Raises:
         ValueError: If a part is no integer.
     """

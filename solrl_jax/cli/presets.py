@@ -65,11 +65,14 @@ def command(show: str | None, show_all: bool, overrides: tuple[str, ...], as_jso
 
 
 def format_table(rows: list[dict[str, str]]) -> str:
-    """Formats rows as text in aligned columns below a line with the names of the columns.
+    """Formats rows as text in aligned columns.
 
     Args:
         rows: At least one row: text by the name of the column. All rows have the same columns, in
             the same order.
+
+    Returns:
+        A line with the names of the columns and one line per row, without spaces at their ends.
     """
     names = list(rows[0])
     lines = [dict(zip(names, names, strict=True)), *rows]
@@ -135,12 +138,15 @@ def describe_prompts(config: Config) -> dict[str, Any]:
 
 
 def format_prompts(preset: str, prompts: Mapping[str, Any]) -> str:
-    """Formats the prompts of a preset as text for a terminal: one line about the sets, then one
-    line per prompt of the first iteration with its metadata, if it has any.
+    """Formats the prompts of a preset as text for a terminal.
 
     Args:
         preset: The name of the preset.
         prompts: The result of `describe_prompts`.
+
+    Returns:
+        One line about the sets, then one line per prompt of the first iteration, with its metadata
+        as JSON if it has any.
     """
     files = prompts["files"]
     sizes = ", ".join(

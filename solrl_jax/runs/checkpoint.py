@@ -381,8 +381,12 @@ def _zeros(leaf: Any, where: jax.sharding.Sharding) -> jax.Array:
     """Makes an array of zeros, also on a mesh of several processes.
 
     Args:
-        leaf: An array or `jax.ShapeDtypeStruct`, whose shape and dtype the result has.
-        where: The sharding of the result. The zeros are first made in full on the host.
+        leaf: An array or `jax.ShapeDtypeStruct`.
+        where: The sharding of the result.
+
+    Returns:
+        A jax array with the shape and dtype of `leaf`. The zeros are first made in full on the
+        host.
     """
     values = np.zeros(leaf.shape, leaf.dtype)
     return jax.make_array_from_callback(leaf.shape, where, lambda index: values[index])
@@ -453,13 +457,16 @@ def _read_header(path: Path) -> dict[str, Any]:
 
 @functools.cache
 def orbax() -> tuple[Any, Any]:
-    """Returns the modules `orbax.checkpoint` and `etils.epath`, imported at the first call.
+    """Imports `orbax.checkpoint` and `etils.epath` at the first call, because the import is slow.
 
-    The import is slow. It also mutes three outputs, which would show a stack trace for each error
-    that orbax raises here anyway: the log of absl, which orbax uses, for records that come from
-    orbax; the log of asyncio for exceptions in tasks of orbax, and for errors of the disk in
+    The first call also mutes three outputs of this process, which would show a stack trace for each
+    error that orbax raises here anyway: the log of absl, which orbax uses, for records that come
+    from orbax; the log of asyncio for exceptions in tasks of orbax, and for errors of the disk in
     futures of its C++ library, which have no stack trace; and "Event loop is closed", from threads
     of that library that outlive a failure.
+
+    Returns:
+        The two modules.
     """
     import absl.logging
 

@@ -303,7 +303,7 @@ def _removed_on_failure(temporary: Path) -> Iterator[None]:
 
 
 def _run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Runs a coroutine in a new thread, waits for it and returns its result, or raises its error.
+    """Runs a coroutine in a new thread and waits for it.
 
     The thread of the caller may have a running event loop, as that of a notebook has. `asyncio.run`
     cannot be used: before it returns, it goes through the tasks of all threads, and some of them
@@ -311,6 +311,9 @@ def _run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
     Args:
         coroutine: The coroutine, not yet started.
+
+    Returns:
+        The result of the coroutine. What it raises is raised here.
     """
     loop = asyncio.new_event_loop()
     try:

@@ -198,6 +198,9 @@ def read_run(path: str | Path) -> Config:
     Args:
         path: The run directory.
 
+    Returns:
+        The configuration that the run was started with.
+
     Raises:
         InputError: If `path` is no run directory, or if its `config.yaml` cannot be read as text.
         ConfigError: If the configuration is invalid. The message begins with the file's path.

@@ -234,15 +234,17 @@ class LargestDifferences:
     ) -> "LargestDifferences":
         """Finds the images whose rewards differ most, in either direction.
 
-        Images without two finite rewards come last. Among equal differences the earlier one comes
-        first.
-
         Args:
             first: The evaluation of one policy.
             second: The evaluation of another one on the same prompts and seeds.
             num_prompts: The largest number of prompts. If there are fewer, all are returned.
             num_images: The largest number of images per prompt. If there are fewer, all are
                 returned.
+
+        Returns:
+            The positions of the prompts and images with the largest absolute differences of
+            "reward", and the signed differences. Images without two finite rewards come last. Among
+            equal differences the earlier one comes first.
         """
         gains = first.scores["reward"] - second.scores["reward"]
         size = np.where(np.isfinite(gains), np.abs(gains), -1.0)

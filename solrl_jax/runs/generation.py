@@ -321,15 +321,16 @@ def _image_size(
 ) -> tuple[int, int]:
     """Determines the height and width of the images in pixels.
 
-    They are those of `latents` if there are any, then those of the request, then those of the run's
-    evaluation or the model's default.
-
     Args:
         request: `size` is read.
         config: The configuration of the run. None: `pipeline` is a model directory.
         pipeline: The model.
         latents: The initial noise that the user gave, or None. A latent pixel stands for
             `pipeline.compression` pixels in each direction.
+
+    Returns:
+        Height and width: those of `latents` if there are any, then those of the request, then those
+        of the run's evaluation or the model's default.
 
     Raises:
         InputError: If the model does not support the size, if a side is above `MAX_SIDE` (16,384)
@@ -473,6 +474,9 @@ def _load_backbone(
         config: The configuration of the run, or None for a model directory.
         pipeline: The model.
         precision: The dtype of the transformer: "bf16" or "fp32".
+
+    Returns:
+        The networks with their parameters, and the mesh of all devices.
 
     Raises:
         InputError: If a file of the model or the instruction cannot be read.

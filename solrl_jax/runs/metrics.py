@@ -148,6 +148,9 @@ class Metrics:
         The file is written anew without the rows after the iteration `resume_after`. A damaged file
         is moved aside first, and its readable rows are kept.
 
+        Returns:
+            The record itself, whose `rows` and `set_aside` are now set.
+
         Raises:
             InputError: If Weights & Biases is configured and cannot start.
             RunError: If the disk refuses. Outputs that were opened are closed again.

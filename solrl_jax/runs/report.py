@@ -247,10 +247,13 @@ def _describe_run(folder: Path, name: str, max_rows: int) -> dict[str, Any]:
 
 
 def _by_dotted_name(config: Config) -> dict[str, Any]:
-    """Flattens a configuration to a dict from dotted name to value, e.g. "rollout.kept".
+    """Flattens a configuration.
 
     Args:
         config: The configuration. Settings that are dicts are flattened too, unless they are empty.
+
+    Returns:
+        The values of all settings by dotted name, e.g. "rollout.kept".
     """
 
     def walk(value: Any, path: str) -> Iterator[tuple[str, Any]]:
