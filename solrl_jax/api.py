@@ -436,6 +436,12 @@ def export(
     """
     run = Path(expand_home(str(run)))
     out = Path(expand_home(str(out)))
+    for name, value, accepted in (
+        ("form", form, ("diffusers", "peft")),
+        ("dtype", dtype, ("fp32", "bf16")),
+    ):
+        if value not in accepted:
+            raise InputError(f"{name}={brief_repr(value)}: accepted: {', '.join(accepted)}")
     config = read_run(run)
     if fold_alpha and form == "peft":
         raise InputError("fold_alpha=True: PEFT always reads alpha; leave it out")

@@ -71,6 +71,14 @@ BAD = {  # unwrapped where the types are wrong, which these tests check before
         lambda e: unwrap(solrl.export_lora)(e, {}, "x.safetensors", "xyz"),
         "form='xyz': accepted: diffusers, peft",
     ),
+    "another form of a run": (
+        lambda _: unwrap(solrl.export)("run", "x.safetensors", form="xyz"),
+        "form='xyz': accepted: diffusers, peft",
+    ),
+    "another dtype": (
+        lambda _: unwrap(solrl.export)("run", "x.safetensors", dtype="fp16"),
+        "dtype='fp16': accepted: fp32, bf16",
+    ),
     "no prompt": (lambda e: solrl.rank(e, {}, prompts=0), "prompts=0: must be from 1 to 26"),
     "more prompts than there are": (
         lambda e: solrl.rank(e, {}, prompts=27),

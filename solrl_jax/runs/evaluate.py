@@ -5,6 +5,8 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, UInt32
 
@@ -14,7 +16,7 @@ from solrl_jax.rl.experiment import Experiment
 from solrl_jax.rl.explore.setting import ExplorationSetting
 from solrl_jax.rl.generate import Samples, SeedBatch, generate
 from solrl_jax.rl.sampler import Sampler
-from solrl_jax.rl.trainable.trainable import Trainable
+from solrl_jax.rl.trainable.trainable import Trainable, flatten
 
 # Called with the number of samples that are done since the last call.
 Progress = Callable[[int], None]
@@ -209,6 +211,26 @@ def sample_grid(experiment: Experiment, adapters: Trainable) -> ImageGrid:
     num_prompts = min(num_images // per_prompt, len(experiment.test_prompts))
     prompts, seeds = _held_out(experiment, num_prompts, per_prompt)
     return _generate_grid(experiment, adapters, prompts, seeds)
+
+
+def untrained(experiment: Experiment, trained: Trainable) -> Trainable:
+    """Returns the trainable parameters of the base model, in the structure of a trained policy.
+
+    Because of the equal structure, the programs that are compiled for one serve the other.
+
+    Args:
+        experiment: The experiment, whose base model is read.
+        trained: The trainable parameters of a policy by path. Only their structure matters.
+
+    Returns:
+        Parameters by the same paths. The factors of LoRA adapters are zero, and a parameter that is
+        trained in full is the base model's own array, in the dtype of the base.
+    """
+    base = flatten(experiment.backbone.transformer)
+    return {
+        path: jax.tree.map(jnp.zeros_like, value) if isinstance(value, dict) else base[path]
+        for path, value in trained.items()
+    }
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,7 +39,7 @@ from solrl_jax.rl.iteration import iterate
 from solrl_jax.rl.state import TrainState
 from solrl_jax.runs import checkpoint, image_files, ledger, profiling, record
 from solrl_jax.runs.checkpoint_writer import Saver
-from solrl_jax.runs.evaluate import evaluate, sample_grid
+from solrl_jax.runs.evaluate import evaluate, sample_grid, untrained
 from solrl_jax.runs.hacking import hacking_alarms
 from solrl_jax.runs.identity import claim, fingerprint, refuse_another_run
 from solrl_jax.runs.inputs import hash_inputs, refuse_changed_inputs
@@ -774,12 +774,20 @@ def _save_after_stop(this: _Run, cause: BaseException) -> None:
 
 
 def _save_before_after(this: _Run) -> None:
-    """Writes `pictures/before-after.png`: images of the base model and of the trained one."""
+    """Writes `pictures/before-after.png`: images of the base model and of the trained one.
+
+    The trained one is the averaged policy (EMA). Every process calls this; the first one writes.
+    Nothing happens if `eval.num_grid_images` is 0.
+
+    Args:
+        this: The run.
+
+    Raises:
+        RunError: If the disk refuses.
+    """
     if not this.config.eval.num_grid_images:
         return
-    # Zero adapters give the base model, by the program that is compiled already.
-    untrained = jax.tree.map(jnp.zeros_like, this.state.ema)
-    before = sample_grid(this.experiment, untrained)
+    before = sample_grid(this.experiment, untrained(this.experiment, this.state.ema))
     after = sample_grid(this.experiment, this.state.ema)
     path = this.folder / "pictures" / "before-after.png"
     hosts.write(

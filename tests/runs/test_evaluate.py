@@ -15,6 +15,7 @@ from solrl_jax.rl.experiment import fresh_state
 from solrl_jax.rl.generate import Samples, SeedBatch, generate
 from solrl_jax.rl.iteration import iterate
 from solrl_jax.rl.phase_timer import PhaseTimer
+from solrl_jax.rl.trainable.trainable import flatten
 from solrl_jax.runs.evaluate import (
     Evaluation,
     LargestDifferences,
@@ -23,9 +24,10 @@ from solrl_jax.runs.evaluate import (
     pool_images,
     sample_grid,
     setting,
+    untrained,
 )
 from tests.cases import first_is_quick
-from tests.toys import toy_experiment
+from tests.toys import KERNELS, toy_experiment
 
 OVERRIDES = (
     "eval.num_prompts=3",
@@ -39,6 +41,19 @@ DARK = 0.565  # as the mean of a picture; some pictures of a prompt are darker, 
 @pytest.fixture(scope="module")
 def toy():
     return toy_experiment(*OVERRIDES)
+
+
+def test_a_policy_before_training_is_the_base_model(toy):
+    adapted, whole = KERNELS
+    trained = {
+        adapted: jax.tree.map(lambda x: x + 0.1, fresh_state(toy).ema[adapted]),
+        whole: flatten(toy.backbone.transformer)[whole].astype(jnp.float32) + 0.1,
+    }
+    before = untrained(toy, trained)
+    assert jax.tree.structure(before) == jax.tree.structure(trained)
+    images = sample_grid(toy, before).images
+    np.testing.assert_array_equal(images, sample_grid(toy, {}).images)
+    assert np.abs(images - sample_grid(toy, trained).images).max() > 0.01
 
 
 def judge(*, strict=True) -> Reward:
