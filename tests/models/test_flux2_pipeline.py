@@ -155,6 +155,12 @@ def test_a_missing_component_is_refused_by_name(missing, copy):
     assert "\n" not in str(refused.value)
 
 
+def test_a_tokenizer_without_a_template_is_refused(copy):
+    (copy / "tokenizer" / "chat_template.jinja").unlink()
+    with pytest.raises(InputError, match=r"tokenizer: no usable chat template \("):
+        load_backbone(str(copy), "fp32", make_mesh(1, 1))
+
+
 @pytest.fixture(scope="module")
 def encoders(folders):
     pipeline = open_pipeline(folders["distilled"][0])

@@ -15,6 +15,7 @@ from solrl_jax.models.pipeline import Conditioning, Pipeline, Tokens, TracedToke
 from solrl_jax.models.text_encoders.qwen3 import Qwen3Config, open_qwen3
 from solrl_jax.models.text_encoders.tokenizers import (
     chat,
+    check_chat_template,
     check_vocabulary,
     load_tokenizer,
     tokenize,
@@ -74,9 +75,9 @@ class Flux2KleinPipeline(Pipeline):
 
         Raises:
             FileNotFoundError: a configuration or the tokenizer is missing.
-            ValueError: a configuration is unsupported, the tokenizer cannot be loaded or does not
-                fit the text encoder, the components do not fit together, or `is_distilled` is
-                neither true nor false.
+            ValueError: a configuration is unsupported; the tokenizer cannot be loaded, has no chat
+                template (InputError) or does not fit the text encoder; the components do not fit
+                together; or `is_distilled` is neither true nor false.
         """
         super().__init__(folder, remat)
         config = Flux2Config.read(folder / "transformer")
@@ -89,6 +90,7 @@ class Flux2KleinPipeline(Pipeline):
             folder, "transformer joint_attention_dim", config.joint_attention_dim, text_width
         )
         self.tokenizer = folder / "tokenizer"
+        check_chat_template(self.tokenizer)
         check_vocabulary(self.tokenizer, text_config.vocab_size)
 
         self.transformer = Component.from_builder(
