@@ -10,7 +10,8 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-BITS = {"pred": 8, "token": 0, "opaque": 0}  # other types say their bits: f32, u8, f4e2m1fn
+# The bits of types whose names do not contain them, as f32, u8 and f4e2m1fn do.
+BITS = {"pred": 8, "token": 0, "opaque": 0}
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _END = re.compile(r"^\}($|, )")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = ")
@@ -60,9 +61,8 @@ class Instruction:
     name: str
     opcode: str
     arrays: tuple[Array, ...]
-    operands: tuple["Instruction", ...] = dataclasses.field(
-        repr=False
-    )  # what they are made of would be shown, too
+    # Without repr=False, their operands would be printed, too.
+    operands: tuple["Instruction", ...] = dataclasses.field(repr=False)
     literal: str
     attributes: str
     is_root: bool

@@ -14,7 +14,7 @@ from typing import Literal
 
 from solrl_jax.planning.hlo import Array, Instruction, Module
 
-# names for what is there already
+# Instructions that only name data, and run no kernel.
 FREE = {
     "parameter",
     "constant",
@@ -33,23 +33,22 @@ COLLECTIVES = (
     "collective-permute",
     "ragged-all-to-all",
 )
-SLICES = ("slice", "dynamic-slice", "gather")  # read as much of their first operand as they return
-FUSIONS = ("fusion", "fusion-start")  # the second goes on beside the kernels that follow
-UPDATES = {
-    "dynamic-update-slice": 1,
-    "scatter": 2,
-}  # write, in place, as much as this operand holds
-# products of flash attention: its gradient makes the scores again, and four gradients
+# They read as much of their first operand as they return.
+SLICES = ("slice", "dynamic-slice", "gather")
+# A fusion-start runs beside the kernels that follow it.
+FUSIONS = ("fusion", "fusion-start")
+# In-place updates, with the index of the operand whose size they write.
+UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+# The number of matmuls of flash attention. Its gradient computes the scores again, and four
+# gradients.
 FORWARD = 2
 BACKWARD = 5
 TPU_KERNEL = "tpu_custom_call"
 PALLAS = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2", TPU_KERNEL)
 _ATTENTION = re.compile("flash|splash|attention")
-_PARTS = {
-    "dkv": 4,
-    "dq": 3,
-    "": 2,
-}  # products of JAX's attention for TPUs: its two gradients, and what gives the output
+# The number of matmuls of the kernels of JAX's attention for TPUs: its two gradients, and the
+# forward pass.
+_PARTS = {"dkv": 4, "dq": 3, "": 2}
 Kind = Literal["products", "attention", "memory"]
 Unit = Literal["fp4", "fp8", "bf16", "tf32", "fp32"]
 
@@ -163,7 +162,7 @@ def _kernel(step: Instruction, times: int, memory: "_Memory") -> Kernel:
         memory: Counts the bytes of the program's instructions.
     """
     inside = memory.module.computations[step.value("calls")] if step.opcode in FUSIONS else []
-    # a library's function may be fused with the slices that it reads and writes (XLA of JAX 0.11)
+    # XLA of JAX 0.11 may fuse a library function with the slices that it reads and writes.
     work = next((inner for inner in inside if inner.opcode == "custom-call"), step)
     name = work.opcode
     operations = (0.0, "bf16")
@@ -190,7 +189,7 @@ def _kernel(step: Instruction, times: int, memory: "_Memory") -> Kernel:
     return Kernel(name, kind, unit(operand), result, source, times, count, memory.moved(step, name))
 
 
-# --- operations, and the type of what is multiplied ---
+# --- operations, and the types of the operands of matmuls ---
 
 
 def _inside(steps: Sequence[Instruction], module: Module) -> tuple[float, str]:

@@ -30,21 +30,21 @@ from solrl_jax.rl.gradient_checkpointing import open_for_training
 from solrl_jax.storage import hub
 from solrl_jax.storage.files import atomic_write, writable_directory
 
-# of a device's memory: the rest is the runtime's and the libraries', and lost between buffers
+# The part of a device's memory that arrays may take. The rest is for the runtime and the
+# libraries, and is lost between buffers.
 USABLE = 0.92
 COPY = "quantised copy"
 ENCODERS = "text encoders"
 CONDITIONING = "conditioning"
 ROLLOUT = ("sync", "explore", "regenerate")
-SETTINGS = {  # what a stage takes less memory with
+# The settings with which a stage takes less memory.
+SETTINGS = {
     "encode": ("`solrl encode PRESET` beforehand",),
     "sync": ("mesh.fsdp",),
     "explore": ("rollout.per_device_batch_size", "mesh.fsdp", "model.prompt_cache_dir=''"),
     "regenerate": ("rollout.per_device_batch_size", "mesh.fsdp", "model.prompt_cache_dir=''"),
-    "score": (
-        "mesh.fsdp",
-        "model.prompt_cache_dir=''",
-    ),  # images are decoded a few at a time, whatever the chunk
+    # Images are decoded a few at a time, whatever the batch size.
+    "score": ("mesh.fsdp", "model.prompt_cache_dir=''"),
     "evaluate": ("mesh.fsdp", "model.prompt_cache_dir=''", "eval.size"),
     "update": (
         "model.gradient_checkpointing=blocks",
@@ -231,7 +231,7 @@ class Planner:
         absent = {"encode": (COPY, CONDITIONING), "sync": (COPY,)}.get(stage, ())
         if (
             stage != "encode" and self.config.model.prompt_cache_dir is not None
-        ):  # encoded ahead, and freed
+        ):  # the prompts were encoded ahead, and the encoders freed
             absent = (*absent, ENCODERS)
         parts = {name: tree for name, tree in self.parts().items() if name not in absent} | {
             "latents": program.meanwhile

@@ -16,8 +16,9 @@ from solrl_jax.planning.kernels import Kernel, kernels, native
 from solrl_jax.planning.links import Collective, collectives
 from solrl_jax.planning.targets import Target
 
-KINDS = ("products", "attention", "memory", "links")  # what time goes into
-LARGEST = 8  # kernels that are listed
+# What limits the time of kernels and collectives.
+KINDS = ("products", "attention", "memory", "links")
+LARGEST = 8  # the number of groups of kernels that are listed
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ is that of its reference systems (DGX); the 18 hosts of a GB200 NVL72 share thei
 import dataclasses
 from typing import Literal
 
-CUDNN = "9.12.0"  # the oldest that jax 0.10's plug-in for CUDA 13 takes
+CUDNN = "9.12.0"  # the oldest version that the CUDA 13 plug-in of jax 0.10 accepts
 
 
 @dataclasses.dataclass(frozen=True)

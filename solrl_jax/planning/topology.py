@@ -15,10 +15,11 @@ from typing import Any
 from solrl_jax.errors import InputError
 from solrl_jax.planning.targets import Target, description
 
-WHEELS = {"gpu": ("jax_cuda13_plugin", "jax_cuda12_plugin"), "tpu": ("libtpu",)}  # any of them
-TOOLKIT = Path("/usr/local/cuda/bin")  # where CUDA's own tools are, if they are installed
+# The modules that contain the compiler of a platform. One of them suffices.
+WHEELS = {"gpu": ("jax_cuda13_plugin", "jax_cuda12_plugin"), "tpu": ("libtpu",)}
+TOOLKIT = Path("/usr/local/cuda/bin")  # where CUDA installs its own tools
 EXTRAS = {"gpu": "plan-cuda", "tpu": "plan-tpu"}
-# No device is asked for anything, and no program is kept, since none can be loaded. libtpu looks
+# JAX uses no device, and caches no compiled program, since it could not be loaded here. libtpu looks
 # for no TPU and writes no log.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -31,11 +32,13 @@ ENVIRONMENT = {
     "TPU_STDERR_LOG_LEVEL": "3",
     "TPU_MIN_LOG_LEVEL": "3",
 }
-# Nothing can be tuned without a device: products in Triton would get tiles that no one measured, or
-# none that fit.
+# Nothing can be tuned without a device: matmuls in Triton would get tile sizes that were not
+# measured, or that do not fit.
 OPTIONS: dict[str, dict[str, Any]] = {"gpu": {"xla_gpu_enable_triton_gemm": False}, "tpu": {}}
-_TPU_HOSTS = {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 4, 1)}  # how the chips of a host lie
-_MOST_CHIPS = {2: 256, 3: 8192}  # of a slice, by its axes
+# The arrangement of the chips of a host, by their number.
+_TPU_HOSTS = {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 4, 1)}
+# The largest number of chips of a slice, by the number of its axes.
+_MOST_CHIPS = {2: 256, 3: 8192}
 
 
 def prepare(target: Target) -> None:

@@ -35,11 +35,11 @@ class Prices:
         synced: The seconds to merge and quantize the policy, once per iteration.
     """
 
-    name: str  # MODEL-DEVICE
-    network: Mapping[str, float]  # a network evaluation, by format
-    scored: float  # a picture, decoded and scored
-    trained: float  # a term of the update: three predictions and a gradient
-    synced: float  # merging and quantising the policy, once an iteration
+    name: str
+    network: Mapping[str, float]
+    scored: float
+    trained: float
+    synced: float
 
     def of_iteration(self, config: Config, precision: str, steps: int) -> float:
         """Returns the seconds of an iteration; NaN if a format that it computes in has no price.

@@ -20,8 +20,9 @@ FIGURE = "study.png"
 DATA = "study.json"
 PAGE = "study.md"
 UNKNOWN = "–"
-_STYLES = ("-", "--", ":")  # of lines: arms beyond the number of colours
-Sweeps = Mapping[str, Sequence[tuple[Any, str]]]  # by a setting: its value in an arm, and the arm
+_STYLES = ("-", "--", ":")  # line styles, for arms beyond the number of colours
+# By the name of a setting: pairs of its value in an arm and the name of the arm.
+Sweeps = Mapping[str, Sequence[tuple[Any, str]]]
 
 
 def write(
