@@ -362,6 +362,11 @@ class _Memory:
     """
 
     def __init__(self, module: Module):
+        """Stores the program. Nothing is counted yet.
+
+        Args:
+            module: The program whose instructions are counted.
+        """
         self.module = module
         self._parameter_reads: dict[tuple[str, int], float] = {}
 

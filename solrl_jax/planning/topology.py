@@ -19,8 +19,8 @@ from solrl_jax.planning.targets import Target, description
 WHEELS = {"gpu": ("jax_cuda13_plugin", "jax_cuda12_plugin"), "tpu": ("libtpu",)}
 TOOLKIT = Path("/usr/local/cuda/bin")  # where CUDA installs its own tools
 EXTRAS = {"gpu": "plan-cuda", "tpu": "plan-tpu"}
-# JAX uses no device, and caches no compiled program, since it could not be loaded here. libtpu looks
-# for no TPU and writes no log.
+# JAX uses no device, and caches no compiled program, since it could not be loaded here. libtpu
+# looks for no TPU and writes no log.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "JAX_ENABLE_COMPILATION_CACHE": "false",
