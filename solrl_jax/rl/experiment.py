@@ -177,6 +177,7 @@ class Experiment:
 
         Raises:
             ValueError: If the model does not support the size of the images.
+            KeyError: If a path in `trained` is not one of the base.
         """
         backbone = self.backbone
         rollout = self.config.rollout

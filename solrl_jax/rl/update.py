@@ -435,7 +435,7 @@ def _target(
     table = jnp.asarray(schedule.table)
     a, b, _, _, std = table[step].T
     number = step - jnp.argmax(table[:, 4] > 0)  # counted from the first recorded step
-    taken = Step(
+    step_taken = Step(
         clean(batch.states[row, number + 1]), a, b, std, sigma - jnp.append(sigmas, 0.0)[step + 1]
     )
-    return time, TrainingTarget(clean(batch.states[row, number]), x0, sigma, optimality, taken)
+    return time, TrainingTarget(clean(batch.states[row, number]), x0, sigma, optimality, step_taken)

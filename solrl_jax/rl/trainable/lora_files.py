@@ -164,21 +164,23 @@ def import_lora(
     Names and shapes are checked before any factor is read. A linear layer that the file does not
     mention gets no adapter. Where the file has only some layers of a stack, both factors of the
     others are zero, which changes nothing; an export leaves them out again. A fused layer of the
-    file is split by its outputs among several linear layers, which share its factor A.
+    file is split by its outputs among several linear layers, which share its factor A. The final
+    modulation under its authors' name has shift and scale exchanged, since diffusers has the scale
+    first.
 
     Args:
         path: The file, or a directory with one: `adapter_model.safetensors`,
             `pytorch_lora_weights.safetensors`, or else its only .safetensors file.
         table: The table of all parameters of the network that the adapters are for.
         skip_text_encoders: Whether adapters of text encoders in the file are left out. They cannot
-            be used here.
+            be used here, so otherwise such a file is refused.
 
     Returns:
-        The adapters by path in sorted order, float32, and their rank and alpha. The alpha of a
-        layer is that of its key `alpha` or of the file's configuration, or the rank if there is
-        neither. If the layers of the file differ in rank or alpha, smaller factors are padded with
-        zeros to the largest rank, the scale alpha / rank of every layer is multiplied into its
-        factor B, and alpha equals the rank.
+        The adapters by path in sorted order, {"a": [..., in, rank], "b": [..., rank, out]} in
+        float32, and their rank and alpha. The alpha of a layer is that of its key `alpha` or of the
+        file's configuration, or the rank if there is neither. If the layers of the file differ in
+        rank or alpha, smaller factors are padded with zeros to the largest rank, the scale
+        alpha / rank of every layer is multiplied into its factor B, and alpha equals the rank.
 
     Raises:
         InputError: If the path or the file cannot be read; if keys belong to no linear layer of the
@@ -206,14 +208,14 @@ def import_lora(
                 }
                 for name, layer in parsed.layers.items()
             }
-    endless = [
+    nonfinite = [
         parsed.layers[name].keys[part]
         for name, factors in tensors.items()
         for part, tensor in factors.items()
         if not np.isfinite(tensor).all()
     ]
-    if endless:
-        raise InputError(f"{file}: {len(endless)} tensor(s) are not finite: {_listed(endless)}")
+    if nonfinite:
+        raise InputError(f"{file}: {len(nonfinite)} tensor(s) are not finite: {_listed(nonfinite)}")
 
     rank = max(ranks.values())
     mixed = len(set(ranks.values())) > 1 or len(set(alphas.values())) > 1
@@ -483,10 +485,10 @@ def _save(
         read[k].tobytes() != t.tobytes() for k, t in tensors.items()
     ):
         raise RunError(f"{target}: does not read back as it was written")
-    if endless := sorted(k for k, t in read.items() if not np.isfinite(t).all()):
+    if nonfinite := sorted(k for k, t in read.items() if not np.isfinite(t).all()):
         raise InputError(
-            f"{target}: {len(endless)} adapter(s) are not finite in {jnp.dtype(dtype)}: "
-            f"{', '.join(endless)}"
+            f"{target}: {len(nonfinite)} adapter(s) are not finite in {jnp.dtype(dtype)}: "
+            f"{', '.join(nonfinite)}"
         )
     pairs = [(read[f"{prefix}{m}.{_A}"], read[f"{prefix}{m}.{_B}"]) for m in modules]
     # A product B A is not zero if a nonzero row of A meets a nonzero column of B.
@@ -547,12 +549,12 @@ def _opened(file: Path) -> Iterator[tuple[Shapes, Any]]:
     """
     with in_one_line():
         tensors = read_header(file)
-    if strange := [
+    if refused := [
         f"{tensor.name} is {tensor.dtype}"
         for tensor in tensors
         if tensor.dtype not in STORED_DTYPES
     ]:
-        raise InputError(f"{file}: {', '.join(strange)}; accepted: {', '.join(STORED_DTYPES)}")
+        raise InputError(f"{file}: {', '.join(refused)}; accepted: {', '.join(STORED_DTYPES)}")
     shapes = {tensor.name: tensor.shape for tensor in tensors}
     try:
         with safe_open(file, framework="numpy") as handle:

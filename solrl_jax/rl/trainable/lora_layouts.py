@@ -202,8 +202,8 @@ def parse_keys(keys: Iterable[str], modules: Collection[str]) -> ParsedKeys:
         else:
             part = PARTS[match["part"]]
             layer = parsed.layers.setdefault(name, FileLayer(*names[name], {}))
-            taken = [module for module in layer.modules if (module, part) in claimed]
-            if taken:
+            repeated = [module for module in layer.modules if (module, part) in claimed]
+            if repeated:
                 parsed.unknown.append(key)
             else:
                 claimed |= {(module, part): name for module in layer.modules}

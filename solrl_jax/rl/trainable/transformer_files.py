@@ -49,14 +49,14 @@ def check_directory(folder: Path) -> None:
             f"{folder}: a transformer with parameters trained in full is a directory; name one"
         )
 
-    def mine(name):
+    def is_exported(name):
         return name.startswith(NAME) or name in ("config.json", DIFFUSERS_FILE)
 
     if folder.is_dir() and (
-        strange := sorted(f.name for f in folder.iterdir() if not mine(f.name))
+        others := sorted(f.name for f in folder.iterdir() if not is_exported(f.name))
     ):
         raise InputError(
-            f"{folder}: holds {', '.join(strange)}, which an export would remove; name another "
+            f"{folder}: holds {', '.join(others)}, which an export would remove; name another "
             "directory"
         )
 
