@@ -301,8 +301,8 @@ def prompt_seeds(
 def build(config: Config, *, force: bool = False) -> Experiment:
     """Builds the experiment of a configuration.
 
-    First come the checks that need no network, then the rewards are loaded, then the model is
-    opened and checked against the configuration, and its weights are loaded last. Also imports the
+    First come the checks that load nothing, then the rewards are loaded, then the model is opened
+    and checked against the configuration, and its weights are loaded last. Also imports the
     functions that the configuration names outside the package, may download models, starts the
     workers of rewards outside JAX, connects the hosts of a run, and lets the rewards score or trace
     one prompt of each set.

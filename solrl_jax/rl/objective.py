@@ -178,7 +178,8 @@ def along(values: PerSample, x: Latents) -> Float[Array, " b *ones"]:
 
 
 def distance_to_reference(velocities: Velocities) -> PerSample:
-    """The KL term of an objective: the mean squared distance to the velocity of the reference.
+    """The KL term of an objective: the mean over dimensions of the squared distance between the
+    velocities of the trained and the reference policy, times `reference_weight`.
 
     The reference has no gradient. With `algorithm.kl_fraction` below 1, terms at which the
     reference was not evaluated are 0 and the others are scaled up, so the mean over all terms of an
@@ -186,6 +187,7 @@ def distance_to_reference(velocities: Velocities) -> PerSample:
 
     Args:
         velocities: What the trained and the reference policy predict, and the reference's weights.
+            The old policy is not read.
 
     Returns:
         One value per sample, at least 0.

@@ -325,8 +325,9 @@ def _micro_batch_loss(
 ) -> tuple[Float[Array, ""], Metrics]:
     """The share of one micro-batch in the mean loss over all terms of an optimizer step.
 
-    The three policies are evaluated at the same latents. Terms of samples of weight 0 and padding
-    contribute 0, also to the gradient.
+    The three policies are evaluated at the same latents; the reference only at the fraction
+    `algorithm.kl_fraction` of the terms. Terms of samples of weight 0 and padding contribute 0,
+    also to the gradient.
 
     Args:
         problem: The samples, the policies and the objective.
@@ -387,12 +388,12 @@ def reference_terms(
     so the draw is, too.
 
     Args:
-        seeds: The seed of the sample of each term.
+        seeds: The seed of the sample of each term, the two words of a key.
         slot: The slot of each term, which tells apart the terms of one sample.
         fraction: The fraction of the terms, in (0, 1]. n is `fraction * m` rounded up.
 
     Returns:
-        The indices of these terms, int32, in no particular order.
+        The indices of n different terms in the micro-batch, int32, in no particular order.
     """
     size = len(slot)
     count = math.ceil(round(fraction * size, 9))

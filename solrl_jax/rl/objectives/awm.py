@@ -39,7 +39,8 @@ def awm(
         loss  = max(-A R, -A clip(R, 1 - c, 1 + c))
                 + kl_coef mean((v - v_ref)^2) + mean((v - v_old)^2)
 
-    Means are over the dimensions of a sample.
+    Means are over the dimensions of a sample. The distance to v_ref is `distance_to_reference`:
+    with `kl_fraction` below 1, it is 0 or scaled up for a sample.
 
     Args:
         velocities: What the trained, the old and the reference policy predict. Only the first has a
@@ -50,7 +51,7 @@ def awm(
     Returns:
         One loss per sample, and metrics with one value per sample: "loss/policy" (the first term),
         "ratio" (R), "ratio/clipped" (1 if R differs from 1 by more than c, else 0), "loss/kl" and
-        "loss/drift" (the distances to reference and old policy, without weights).
+        "loss/drift" (the distances to reference and old policy, without coefficients).
     """
     v = velocities.trained
     v_old = jax.lax.stop_gradient(velocities.old)

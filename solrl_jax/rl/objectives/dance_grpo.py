@@ -24,7 +24,8 @@ def dance_grpo(
         A    = adv_clip_max (2 q - 1)
         loss = max(-A R, -A clip(R, 1 - c, 1 + c)) + kl_coef mean((v - v_ref)^2)
 
-    The paper has no KL term, so its settings have `kl_coef` 0.
+    The paper has no KL term, so its settings have `kl_coef` 0. The distance to v_ref is
+    `distance_to_reference`: with `kl_fraction` below 1, it is 0 or scaled up for a sample.
 
     Args:
         velocities: What the trained, the old and the reference policy predict. Only the first has a
@@ -35,7 +36,7 @@ def dance_grpo(
     Returns:
         One loss per sample, and metrics with one value per sample: "loss/policy" (the first term),
         "ratio" (R), "ratio/clipped" (1 if R differs from 1 by more than c, else 0), "loss/kl" (the
-        distance to the reference, without its weight) and "loss/drift" (mean((v - v_old)^2), which
+        distance to the reference, without `kl_coef`) and "loss/drift" (mean((v - v_old)^2), which
         is not trained on).
 
     Raises:

@@ -30,6 +30,9 @@ def flow_grpo(
                + kl_coef mean((m - m_ref)^2) length / (2 std^2)
         m    = a x + b (x - sigma v)                 the mean of the step
 
+    The distance to m_ref follows from `distance_to_reference`: with `kl_fraction` below 1, it is 0
+    or scaled up for a sample.
+
     Args:
         velocities: What the trained, the old and the reference policy predict. Only the first has a
             gradient.

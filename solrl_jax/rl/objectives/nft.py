@@ -61,7 +61,8 @@ def nft_loss(
         loss  = adv_clip_max (q l(v_pos) + (1 - q) l(v_neg)) / beta + kl_coef mean((v - v_ref)^2)
 
     The denominator of l has no gradient. It weights a sample by its error, which replaces a
-    hand-made weight on sigma. Means are over the dimensions of a sample.
+    hand-made weight on sigma. Means are over the dimensions of a sample. The distance to v_ref is
+    `distance_to_reference`: with `kl_fraction` below 1, it is 0 or scaled up for a sample.
 
     Args:
         velocities: What the trained, the old and the reference policy predict. Only the first has a
@@ -74,7 +75,7 @@ def nft_loss(
     Returns:
         One loss per sample, and metrics with one value per sample: "loss/policy" (the first term),
         "loss/drift" (mean((v - v_old)^2), which is not trained on) and, unless `kl_coef` is 0,
-        "loss/kl" (the distance to the reference, without its weight).
+        "loss/kl" (the distance to the reference, without `kl_coef`).
     """
     v = velocities.trained
     v_old = jax.lax.stop_gradient(velocities.old)

@@ -164,9 +164,9 @@ def import_lora(
     Names and shapes are checked before any factor is read. A linear layer that the file does not
     mention gets no adapter. Where the file has only some layers of a stack, both factors of the
     others are zero, which changes nothing; an export leaves them out again. A fused layer of the
-    file is split by its outputs among several linear layers, which share its factor A. The final
-    modulation under its authors' name has shift and scale exchanged, since diffusers has the scale
-    first.
+    file is split by its outputs among several linear layers, which share its factor A. A
+    modulation of two parts under its authors' name has shift and scale exchanged, since diffusers
+    has the scale first.
 
     Args:
         path: The file, or a directory with one: `adapter_model.safetensors`,
