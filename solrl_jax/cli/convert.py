@@ -77,9 +77,9 @@ def convert(
     """
     _check_paths(file, out, base, force)
     torch = _torch()
-    tensors, took, left = _unwrap(file, _load(torch, file), torch)
+    tensors, container, left_out = _unwrap(file, _load(torch, file), torch)
     _check_tensors(file, tensors, torch)
-    summary = {"out": str(out), "took": took, "left_out": left}
+    summary = {"out": str(out), "took": container, "left_out": left_out}
     if native.is_native(tensors):
         if base is None:
             raise InputError(
@@ -109,8 +109,8 @@ def describe(summary: Mapping[str, Any]) -> str:
         SANA checkpoint, and the number and gigabytes of the tensors with the path.
     """
     lines = [f"took {summary['took']}"] if summary["took"] else []
-    left = [*summary["left_out"], *summary.get("ignored", [])]
-    lines += [f"left out {', '.join(left)}"] if left else []
+    left_out = [*summary["left_out"], *summary.get("ignored", [])]
+    lines += [f"left out {', '.join(left_out)}"] if left_out else []
     if summary["kind"] == "sana":
         layers = summary["config"]["num_layers"]
         lines.append(
@@ -164,7 +164,7 @@ def _check_paths(file: Path, out: Path, base: Path | None, force: bool) -> None:
     if file.suffix == ".safetensors":
         raise InputError(f"{file}: is a safetensors file already")
     if base is not None:
-        with in_one_line(lambda said: f"--base {base}: {said}"):
+        with in_one_line(lambda message: f"--base {base}: {message}"):
             kind = read_json(base / INDEX).get("_class_name")
         if kind != "SanaPipeline":
             raise InputError(
@@ -194,32 +194,28 @@ def _load(torch: Any, file: Path) -> Any:
         InputError: If the file is damaged or compressed, or if reading it might run code.
     """
     try:
-        if zipfile.is_zipfile(
-            file
-        ):  # PyTorch does not compress; what is compressed could be a thousand times larger
+        if zipfile.is_zipfile(file):
+            # PyTorch does not compress. A compressed file could unpack to 1000 times its size.
             with zipfile.ZipFile(file) as archive:
                 if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
                     raise ValueError("it is compressed, which torch.save does not do")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they warn of what is refused below
+            warnings.simplefilter("ignore")  # about pickles that are refused below
             return torch.load(
                 file, weights_only=True, mmap=zipfile.is_zipfile(file), map_location="cpu"
             )
     except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL ([\w.]+)|Unsupported operand \d+", str(error))
-        what = (
-            f"it asks for {found[1]}"
-            if found and found[1]
-            else found[0]
-            if found
-            else "of an unknown form"
-        )
+        match = re.search(r"GLOBAL ([\w.]+)|Unsupported operand \d+", str(error))
+        detail = "of an unknown form"
+        if match:
+            detail = f"it asks for {match[1]}" if match[1] else match[0]
         raise InputError(
-            f"{file}: refused, because reading it may run code ({what}); accepted are tensors alone"
+            f"{file}: refused, because reading it may run code ({detail}); accepted are tensors "
+            "alone"
         ) from error
-    except (
-        Exception
-    ) as error:  # a damaged file raises a dozen unrelated kinds, some with advice that is not ours
+    except Exception as error:
+        # A damaged file raises a dozen unrelated types, some with advice of PyTorch's that does not
+        # apply here. The first sentence is kept.
         reason = first_line(error).split(". ")[0]
         raise InputError(
             f"{file}: not a readable torch file ({type(error).__name__}: {reason})"
@@ -229,8 +225,9 @@ def _load(torch: Any, file: Path) -> Any:
 def _unwrap(file: Path, value: Any, torch: Any) -> tuple[Tensors, str | None, list[str]]:
     """Finds the tensors in the value of a pickle.
 
-    As long as the value is a dictionary with a known key of `CONTAINERS` that holds a dictionary,
-    or with a single key that holds one with tensors, that inner dictionary is taken.
+    As long as the value is a dictionary with a usual key such as "state_dict" or "model"
+    (`CONTAINERS`) that holds a dictionary, or with a single key that holds one with tensors, that
+    inner dictionary is taken.
 
     Args:
         file: The pickle, for messages.
@@ -246,13 +243,13 @@ def _unwrap(file: Path, value: Any, torch: Any) -> tuple[Tensors, str | None, li
             `MOST_NESTED` (8) levels deep, or an entry beside the tensors is neither a tensor with a
             usable name nor None, a boolean, a number or text. The message lists such entries.
     """
-    took = ""
-    left = []
+    prefix = ""
+    left_out = []
     while isinstance(value, Mapping) and (key := _container(value, torch)) is not None:
-        if took.count(".") > MOST_NESTED:
+        if prefix.count(".") > MOST_NESTED:
             raise InputError(f"{file}: its dictionaries are more than {MOST_NESTED} levels deep")
-        left += [f"{took}{k} ({type(v).__name__})" for k, v in value.items() if k != key]
-        took = f"{took}{key}."
+        left_out += [f"{prefix}{k} ({type(v).__name__})" for k, v in value.items() if k != key]
+        prefix = f"{prefix}{key}."
         value = value[key]
     if not isinstance(value, Mapping):
         raise InputError(
@@ -261,17 +258,17 @@ def _unwrap(file: Path, value: Any, torch: Any) -> tuple[Tensors, str | None, li
     tensors = {
         k: v.detach() for k, v in value.items() if isinstance(v, torch.Tensor) and _is_name(k)
     }
-    others = {f"{took}{k} ({type(v).__name__})": v for k, v in value.items() if k not in tensors}
-    if strange := [shown for shown, v in others.items() if not isinstance(v, HARMLESS)]:
+    others = {f"{prefix}{k} ({type(v).__name__})": v for k, v in value.items() if k not in tensors}
+    if refused := [name for name, v in others.items() if not isinstance(v, HARMLESS)]:
         raise InputError(
-            f"{file}: {len(strange)} entries are no named tensors: {', '.join(strange)}"
+            f"{file}: {len(refused)} entries are no named tensors: {', '.join(refused)}"
         )
-    left += others
+    left_out += others
     if not tensors:
         raise InputError(
-            f"{file}: holds no tensor{'; there is ' + ', '.join(left) if left else ''}"
+            f"{file}: holds no tensor{'; there is ' + ', '.join(left_out) if left_out else ''}"
         )
-    return tensors, took.removesuffix(".") or None, left
+    return tensors, prefix.removesuffix(".") or None, left_out
 
 
 def _is_name(key: Any) -> bool:
@@ -296,9 +293,9 @@ def _container(value: Mapping[Any, Any], torch: Any) -> str | None:
         torch: The imported PyTorch module.
 
     Returns:
-        The first of `CONTAINERS` that holds a dictionary. Otherwise the only key that holds a
-        dictionary with tensors, if there is exactly one and `value` itself has no tensors. None in
-        all other cases.
+        The first of `CONTAINERS` ("state_dict", "model" and others, in this order) that holds a
+        dictionary. Otherwise the only key that holds a dictionary with tensors, if there is exactly
+        one and `value` itself has no tensors. None in all other cases.
     """
     if known := [key for key in CONTAINERS if isinstance(value.get(key), Mapping)]:
         return known[0]
@@ -331,21 +328,21 @@ def _check_tensors(file: Path, tensors: Tensors, torch: Any) -> None:
         raise InputError(
             f"{file}: its tensors claim {total} bytes, and the file has {file.stat().st_size}"
         )
-    strange = []
+    refused = []
     for name, t in tensors.items():
         try:
             if t.layout != torch.strided or t.device.type != "cpu":
-                strange.append(f"{name} is {t.layout} on {t.device}")
+                refused.append(f"{name} is {t.layout} on {t.device}")
             else:
                 _spec(t)
         except (
             SafetensorError,
             RuntimeError,
         ):  # the latter for nested tensors, which have no shape
-            strange.append(f"{name} is {t.dtype}")
-    if strange:
+            refused.append(f"{name} is {t.dtype}")
+    if refused:
         raise InputError(
-            f"{file}: {len(strange)} tensor(s) that safetensors cannot hold: {', '.join(strange)}"
+            f"{file}: {len(refused)} tensor(s) that safetensors cannot hold: {', '.join(refused)}"
         )
 
 
@@ -370,9 +367,9 @@ def _write_sana(file: Path, out: Path, base: Path, tensors: Tensors) -> dict[str
             holds other files than it would have. Then `out` is as it was.
         RunError: If the disk refuses.
     """
-    with in_one_line(lambda said: f"--base {base}: {said}"):
+    with in_one_line(lambda message: f"--base {base}: {message}"):
         config = SanaConfig.read(base / TRANSFORMER)
-    with in_one_line(lambda said: f"{file}: {said}"):
+    with in_one_line(lambda message: f"{file}: {message}"):
         plan = native.plan_conversion({name: tuple(t.shape) for name, t in tensors.items()}, config)
     copied = _component_files(base)
     fields = {"_class_name": plan.config.network, **dataclasses.asdict(plan.config)}
@@ -385,12 +382,12 @@ def _write_sana(file: Path, out: Path, base: Path, tensors: Tensors) -> dict[str
             for name, source in copied.items():
                 _copy(source, folder / name)
         # checked before the weights are written, which takes long
-        with in_one_line(lambda said: said.replace(str(folder), str(base))):
+        with in_one_line(lambda message: message.replace(str(folder), str(base))):
             network = open_pipeline(folder).transformer
         # views: no weight is read yet
         parts = {p.name: tensors[p.source][p.start : p.stop].reshape(p.shape) for p in plan.parts}
         _write(folder / TRANSFORMER / WEIGHTS, parts)
-        with in_one_line(lambda said: said.replace(str(folder), str(out))):
+        with in_one_line(lambda message: message.replace(str(folder), str(out))):
             network.check_files()
     return {
         "kind": "sana",
@@ -412,10 +409,10 @@ def _component_files(base: Path) -> dict[str, Path]:
     Returns:
         The files by their path in that directory, with "/" between folders.
     """
-    there = {path.relative_to(base).as_posix(): path for path in base.rglob("*") if path.is_file()}
+    paths = {path.relative_to(base).as_posix(): path for path in base.rglob("*") if path.is_file()}
     return {
-        name: there[name]
-        for name in pipeline_files(list(there))
+        name: paths[name]
+        for name in pipeline_files(list(paths))
         if not name.startswith(f"{TRANSFORMER}/")
     }
 
@@ -433,9 +430,9 @@ def _check_directory(out: Path, names: set[str]) -> None:
     """
     if out.suffix == ".safetensors" or (out.exists() and not out.is_dir()):
         raise InputError(f"--out {out}: a native SANA checkpoint becomes a directory; name one")
-    if out.is_dir() and (strange := sorted({path.name for path in out.iterdir()} - names)):
+    if out.is_dir() and (refused := sorted({path.name for path in out.iterdir()} - names)):
         raise InputError(
-            f"--out {out}: holds {', '.join(strange)}, which would be removed; name another "
+            f"--out {out}: holds {', '.join(refused)}, which would be removed; name another "
             "directory"
         )
 

@@ -168,9 +168,9 @@ def needs(config: Config) -> dict[str, Any]:
         ("prompts.test", config.prompts.test, config.eval.num_prompts),
     ):
         with noted():
-            if len(found := load_prompts(path, field)) < least:
+            if (count := len(load_prompts(path, field))) < least:
                 raise InputError(
-                    f"{field}={path!r}: has {len(found)} distinct prompts; the preset takes "
+                    f"{field}={path!r}: has {count} distinct prompts; the preset takes "
                     f"{least} at once"
                 )
     with noted():
@@ -218,14 +218,14 @@ def sizes(config: Config) -> dict[str, int]:
     pipeline = open_configurations(config.model.path)
     dtype = DTYPES[config.rollout.precision]
     encoders = sum(part.num_parameters for part in pipeline.text_encoders.values())
-    found = {
+    part_sizes = {
         "transformer": pipeline.transformer.num_parameters * dtype.itemsize,
         "text encoders": encoders * dtype.itemsize,
     }
-    found["vae"] = pipeline.vae.num_parameters * (pipeline.vae_dtype or dtype).itemsize
+    part_sizes["vae"] = pipeline.vae.num_parameters * (pipeline.vae_dtype or dtype).itemsize
     mesh = open_mesh(config)
     memory = device_memory()
-    share = found["transformer"] / (mesh.shape["fsdp"] * mesh.shape["tensor"])
+    share = part_sizes["transformer"] / (mesh.shape["fsdp"] * mesh.shape["tensor"])
     if share > memory:
         raise InputError(
             f"mesh.fsdp={config.mesh.fsdp}: a device would hold {share / 1e9:.3g} GB of the "
@@ -234,7 +234,7 @@ def sizes(config: Config) -> dict[str, int]:
         )
     targets, _ = select_parameters(config, pipeline, local_device())
     refuse_what_cannot_fit(config, pipeline, targets)
-    return found
+    return part_sizes
 
 
 def _check_weights(path: str) -> None:
@@ -363,9 +363,9 @@ def _folder(path: Path) -> dict[str, Any]:
         "folder" (the path as text), "free" (bytes on its disk) and "writable". If it does not
         exist, the last two are those of the nearest parent that does.
     """
-    there = next(parent for parent in (path, *path.parents) if parent.exists())
-    writable = there.is_dir() and os.access(there, os.W_OK)
-    return {"folder": str(path), "free": shutil.disk_usage(there).free, "writable": writable}
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    writable = existing.is_dir() and os.access(existing, os.W_OK)
+    return {"folder": str(path), "free": shutil.disk_usage(existing).free, "writable": writable}
 
 
 def table(summary: dict[str, Any]) -> str:
@@ -381,7 +381,7 @@ def table(summary: dict[str, Any]) -> str:
     versions = summary["versions"]
     devices = summary["devices"]
     emulated = [name for name, native in summary["formats"].items() if not native]
-    own = DeviceInfo(devices["platform"], devices["kind"], tuple(devices["capability"]))
+    device = DeviceInfo(devices["platform"], devices["kind"], tuple(devices["capability"]))
 
     def state(folder):
         return "" if folder["writable"] else ", read-only"
@@ -393,14 +393,14 @@ def table(summary: dict[str, Any]) -> str:
     if summary["checks"]:
         checks = f"{', '.join(checked) or 'no kernel'}: the same as plain JAX"
     else:
-        checks = f"nothing to try on {own.kind}; only GPUs have kernels to compare"
+        checks = f"nothing to try on {device.kind}; only GPUs have kernels to compare"
     extras = [
-        f"{name} {'installed' if there else 'not installed'}"
-        for name, there in summary["extras"].items()
+        f"{name} {'installed' if is_installed else 'not installed'}"
+        for name, is_installed in summary["extras"].items()
     ]
     rows = [
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
-        ("devices", f"{devices['count']} x {own.kind}, {devices['memory'] / 1e9:.3g} GB each"),
+        ("devices", f"{devices['count']} x {device.kind}, {devices['memory'] / 1e9:.3g} GB each"),
         ("native", ", ".join(name for name, native in summary["formats"].items() if native)),
         (
             "emulated",
@@ -408,11 +408,11 @@ def table(summary: dict[str, Any]) -> str:
             if emulated
             else "nothing",
         ),
-        ("auto", f"rollout.explore.precision=auto is {FORMATS[summary['auto']].describe(own)}"),
+        ("auto", f"rollout.explore.precision=auto is {FORMATS[summary['auto']].describe(device)}"),
         (
             "cuDNN",
             summary["cudnn"]
-            or ("not found" if own.platform == "gpu" else "not used by this device"),
+            or ("not found" if device.platform == "gpu" else "not used by this device"),
         ),
         ("checks", checks),
         ("hub cache", where(summary["hub"]) + (", offline" if summary["hub"]["offline"] else "")),

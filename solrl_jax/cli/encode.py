@@ -35,8 +35,8 @@ def command(preset: str, overrides: tuple[str, ...], as_json: bool) -> None:
         InputError: If there is no cache, or the model or a prompt file cannot be used.
         RunError: If the cache cannot be written.
     """
-    with bar(None, "encode", "prompt") as shown:
-        summary = fill_cache(resolve(preset, overrides), shown.update)
+    with bar(None, "encode", "prompt") as progress:
+        summary = fill_cache(resolve(preset, overrides), progress.update)
     size = f"{summary['bytes_each'] / 1e6:.2g} MB each"
     finish(
         summary,

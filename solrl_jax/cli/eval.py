@@ -211,8 +211,8 @@ def _evaluate(experiment: Experiment, adapters: Trainable) -> Evaluation:
         The scores of all images, with their means and standard errors.
     """
     config = experiment.config.eval
-    with bar(config.num_prompts * config.num_images_per_prompt, "evaluate") as shown:
-        return evaluate(experiment, adapters, shown.update)
+    with bar(config.num_prompts * config.num_images_per_prompt, "evaluate") as progress:
+        return evaluate(experiment, adapters, progress.update)
 
 
 def _draw(

@@ -95,10 +95,10 @@ def command(
         if sensitivity > available:
             raise InputError(f"sensitivity={sensitivity}: there are {available} test prompts")
         experiment, adapters, _ = api.open_policy(target, *overrides, trust=trust)
-        with bar(None, "sensitivity") as shown:
+        with bar(None, "sensitivity") as progress:
 
             def show(phase: str, images: int, done: int) -> None:
-                shown.update(done)
+                progress.update(done)
 
             exact, groups = measure(experiment, adapters, sensitivity, show)
         skip = proposed(exact, groups, exact - (DROP if drop is None else drop))

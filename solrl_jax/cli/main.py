@@ -113,7 +113,8 @@ class Commands(click.Group):
         """Runs the called command.
 
         Messages of its InputErrors and RunErrors name settings as the command's options
-        (`with_options`). Ctrl-C ends the process with exit code `INTERRUPTED` (130).
+        (`with_options`). Ctrl-C ends the process with exit code `INTERRUPTED` (130). All other
+        errors pass unchanged.
 
         Args:
             ctx: The context of click, with the arguments.
@@ -122,9 +123,10 @@ class Commands(click.Group):
             What the command returns.
 
         Raises:
-            InputError: If the command raised it. The type may be a subclass, such as that of a
-                missing file.
-            RunError: If the command raised it or a subclass.
+            InputError: If the command raised it, with the changed message. A subclass keeps its
+                type.
+            RunError: If the command raised it, with the changed message. A subclass keeps its type.
+            SystemExit: With code 130, if the command was interrupted.
         """
         try:
             return super().invoke(ctx)

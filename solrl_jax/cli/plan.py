@@ -61,11 +61,11 @@ def command(
         ConfigError: If the preset or an override is invalid.
         InputError: If the compiler is not installed, or the configuration does not fit the devices.
     """
-    with bar(None, "plan", "program") as shown:
+    with bar(None, "plan", "program") as progress:
 
         def show(program: str) -> None:
-            shown.set_postfix_str(program)
-            shown.update()
+            progress.set_postfix_str(program)
+            progress.update()
 
         summary = plan(
             preset,

@@ -100,10 +100,10 @@ def command(
 
     experiment, adapters, _ = api.open_policy(target, *overrides, trust=trust)
     total = (1 + len(settings)) * prompts * config.rollout.candidates
-    with bar(total, "rank") as shown:
+    with bar(total, "rank") as progress:
 
         def show(phase: str, images: int, done: int) -> None:
-            shown.update(done)
+            progress.update(done)
 
         results = api.rank(
             experiment,

@@ -75,11 +75,11 @@ def command(
     """
     if compare_only and processes is not None:
         raise InputError(f"processes={processes}: --compare-only starts none; leave it out")
-    opened = read_plan(plan)
-    found_prices = find_prices(prices)
+    study_plan = read_plan(plan)
+    price_table = find_prices(prices)
     name = Path(plan).stem + ("-quick" if quick else "")
     folder = out or Path("runs") / f"study-{name}"
-    runs = runs_of(opened, folder, quick, overrides)
+    runs = runs_of(study_plan, folder, quick, overrides)
     failed = {}
     writable_directory(folder, "--out")
     page.refuse_foreign(folder, () if compare_only else map(log_of, runs))
@@ -87,8 +87,8 @@ def command(
         with only_user(folder):
             workers = processes or os.cpu_count() or 1
             failed = dict(train(runs, folder, workers, _print_progress))
-    study, courses = summary.summarise(name, opened, runs, found_prices, failed)
-    page.write(folder, study, courses, summary.sweeps(opened, runs))
+    study, courses = summary.summarise(name, study_plan, runs, price_table, failed)
+    page.write(folder, study, courses, summary.sweeps(study_plan, runs))
     result = {"out": str(folder), **study}
     message = ""
     if failed:

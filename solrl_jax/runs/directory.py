@@ -82,7 +82,8 @@ def configuration(
 def _refuse_other_parameters(target: str, saved: Config, config: Config) -> None:
     """Checks that overrides did not change which parameters a run trains.
 
-    Compared are all settings of the section `lora` and those in `_TRAINED`.
+    Compared are `train.parameters`, the settings of `model.attention` and MHLA, and all of the
+    section `lora`, in this order.
 
     Args:
         target: The run directory, for the message.

@@ -333,8 +333,8 @@ def pool_images(
         iteration: Its number, from 1.
 
     Returns:
-        The candidates and their images. Prompts of which nothing was kept are shown by their best
-        candidates by rank.
+        The candidates and their images. For a prompt of which nothing was kept, the `rollout.kept`
+        best candidates by rank stand for the kept ones.
     """
     experiment = experiment.for_iteration(iteration)
     config = experiment.config

@@ -57,11 +57,13 @@ def refuse_another_run(folder: Path, config: Config) -> None:
         config: The resolved configuration of the run that is about to start.
 
     Raises:
-        InputError: If the directory has no `config.yaml` but one of `RECORDS`; if it holds a run
+        InputError: If the directory has no `config.yaml` but one of the other files of a run
+            (`RECORDS`, such as `metrics.jsonl` or `checkpoints` with content); if it holds a run
             with another `fingerprint`, also one whose format "auto" stood for another one than on
             these devices; if it holds this very run without the checkpoints that it had; or if its
             `config.yaml` cannot be read. The message lists the settings that differ.
         ConfigError: If the directory's `config.yaml` is not a configuration.
+        RunError: If the directory of checkpoints cannot be read.
     """
     name = f"run.dir={str(folder)!r}"
     if not is_run(folder):
@@ -181,9 +183,10 @@ def _read_facts(folder: Path) -> dict[str, Any]:
 def fingerprint(config: Config, explore_format: str) -> str:
     """Hashes all settings that the trained parameters depend on.
 
-    A run may resume another with the same fingerprint. Left out are the settings in `FREE`, the
-    paths and options of rewards that are only watched, and settings that have their default value,
-    so that a new field with a default does not change the fingerprint of older runs.
+    A run may resume another with the same fingerprint. Left out are the settings in `FREE` (such as
+    the run directory, the evaluation, the mesh and the number of iterations), the paths and options
+    of rewards that are only watched, and settings that have their default value, so that a new
+    field with a default does not change the fingerprint of older runs.
 
     Args:
         config: The resolved configuration.
@@ -202,8 +205,9 @@ def fingerprint(config: Config, explore_format: str) -> str:
 def _bound_settings(config: Config) -> dict[str, Any]:
     """Returns the settings of a configuration that may not differ between the starts of a run.
 
-    These are all settings without `FREE`, and without the paths and options of rewards that are
-    only watched.
+    These are all settings but those in `FREE` (the sections `run`, `eval` and `mesh`, the name of
+    the preset, the test prompts, the number of iterations, the prompt cache, and how rewards are
+    watched and run), and but the paths and options of rewards that are only watched.
 
     Args:
         config: The resolved configuration.

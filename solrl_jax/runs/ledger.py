@@ -74,10 +74,10 @@ def write(root: Path, iteration: int, columns: Mapping[str, Any]) -> Path:
     Args:
         root: The directory of the ledger. It is created if necessary.
         iteration: The number of the iteration, from 1, which becomes the column "iteration".
-        columns: For every other name of `SCHEMA` an array [rows], or one value for all rows; "kept"
-            must be an array. Other names are ignored. A column is null where a masked array
-            (numpy.ma) masks it, or everywhere if it is None; only "regenerated_reward" and
-            "advantage" may be null. NaN stays NaN.
+        columns: For every other column of `SCHEMA` (see `read`) an array [rows], or one value for
+            all rows; "kept" must be an array. Other names are ignored. A column is null where a
+            masked array (numpy.ma) masks it, or everywhere if it is None; only "regenerated_reward"
+            and "advantage" may be null. NaN stays NaN.
 
     Returns:
         The path of the file.

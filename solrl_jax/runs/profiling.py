@@ -32,17 +32,17 @@ def refuse(profile: Collection[int], folder: Path, iterations: int) -> None:
         RunError: If the directory of checkpoints cannot be read.
     """
 
-    def shown(found):
-        return ",".join(map(str, found))
+    def join(numbers: Collection[int]) -> str:
+        return ",".join(map(str, numbers))
 
     if outside := sorted(i for i in profile if not 1 <= i <= iterations):
-        raise InputError(f"profile={shown(outside)}: must be in 1..{iterations} (train.iterations)")
+        raise InputError(f"profile={join(outside)}: must be in 1..{iterations} (train.iterations)")
     newest = next(checkpoint.intact(folder / "checkpoints"), None) if profile else None
     if newest is not None and (
         done := sorted(i for i in profile if i <= (checkpoint.iteration_of(newest) or 0))
     ):
         raise InputError(
-            f"profile={shown(done)}: done already, see {newest}; name later ones or another run.dir"
+            f"profile={join(done)}: done already, see {newest}; name later ones or another run.dir"
         )
 
 

@@ -323,7 +323,7 @@ def _read_plan(path: Path) -> dict[str, Any]:
             ]
             numbers = (stage["seconds"], *seconds, stage["peak"])
             stages.append([str(stage["name"]), *map(_to_float, numbers)])
-        shown = (
+        names = (
             "preset",
             "device",
             "devices",
@@ -335,7 +335,7 @@ def _read_plan(path: Path) -> dict[str, Any]:
             "naive_scaling",
             "fits",
         )
-        entries = {name: plan.get(name) for name in shown}
+        entries = {name: plan.get(name) for name in names}
         checked = {name: _to_float(plan[name]) for name in ("usable", "seconds")}
         return entries | checked | {"stages": stages}
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
@@ -369,9 +369,10 @@ def _read_ledger(root: Path, max_rows: int) -> dict[str, Any]:
 
     Returns:
         "iterations" (the numbers of all iterations, ascending), "shown" (how many of the newest
-        were read), "texts" (the distinct prompts and precisions), and "columns": for each name of
-        `_LEDGER` a list of values for JSON, oldest iteration first. A prompt or precision is its
-        index in "texts". All lists are empty if there is no ledger.
+        were read), "texts" (the distinct prompts and precisions), and "columns": for each column of
+        the ledger but "prompt_uid" and "policy_revision" a list of values for JSON, oldest
+        iteration first. A prompt or precision is its index in "texts". All lists are empty if there
+        is no ledger.
 
     Raises:
         InputError: If a file of the ledger cannot be read.
@@ -558,7 +559,8 @@ def _line(index: int, run: Mapping[str, Any], metric: str, *, named: bool) -> Li
 
 
 def _titles(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
-    """Lists all figures: first the evaluated scores, then those of `_FIGURES`.
+    """Lists all figures: first the evaluated scores, then the fixed ones of `_FIGURES` (rewards of
+    the explored and kept samples, rank correlations, the update, and times).
 
     The evaluated scores are the metrics of any run that have a standard error. If a run trains on a
     single reward, its own score equals "reward" and has no figure.

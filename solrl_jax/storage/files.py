@@ -42,16 +42,17 @@ def disk_reason(error: BaseException) -> str | None:
     """Returns why the disk refused an operation, in a few words such as "disk full".
 
     Every OSError counts as a refusal. Libraries in C++ raise errors of other types that quote the
-    system's message, so the message of any other error is searched for one of those in `_REASONS`,
-    and for "RESOURCE_EXHAUSTED", which counts as a full disk.
+    system's message, so the message of any other error is searched for those of a full disk, a
+    used-up quota, a file that is too large, a read-only file system and a lack of permission, and
+    for "RESOURCE_EXHAUSTED", which counts as a full disk.
 
     Args:
         error: The error that an operation on a file raised.
 
     Returns:
-        The reason. For an OSError this is the phrase of `_REASONS` for its number, or else the
-        system's message, or else the first line of the error's message. None if the error is no
-        OSError and quotes no such message, which means that the disk is not the cause.
+        The reason. An OSError of another kind has the system's message, or the first line of its
+        own. None if the error is no OSError and quotes no such message, which means that the disk
+        is not the cause.
     """
     if isinstance(error, OSError):
         return _REASONS.get(error.errno or 0) or error.strerror or first_line(error)
