@@ -289,8 +289,8 @@ def generate(
             FLUX.1, whose latents are packed. None: drawn from the seed.
         lora: A LoRA of diffusers, kohya, ai-toolkit or ComfyUI (a .safetensors file) or PEFT (a
             directory) to apply. A run has its own and accepts none. None: no LoRA.
-        precision: The number format of all steps: "bf16", "fp32", "fp8", "nvfp4", or "auto" for the
-            fastest one that the device runs natively.
+        precision: The number format of all steps: "bf16", "fp32", "int8", "fp8", "nvfp4", or "auto"
+            for the fastest one that the device runs natively.
         max_sequence_length: The number of tokens to which prompts are padded or cut, 1 to 2048.
             None: the run's, or the model's default.
         instruction: The text that precedes every prompt, for SANA. None: the run's, or none.
@@ -371,7 +371,7 @@ def quantize(w: Matrix, precision: str = "nvfp4") -> Quantized:
     Args:
         w: Real matrices [..., in, out], not empty. Anything that `jnp.asarray` accepts. They should
             be finite, which is not checked.
-        precision: A quantizing number format, "nvfp4" or "fp8".
+        precision: A quantizing number format, "nvfp4", "fp8" or "int8".
 
     Returns:
         The quantized matrices, a leaf of a parameter tree.

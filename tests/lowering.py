@@ -1,4 +1,4 @@
-"""Programs as text for a GPU that is not here."""
+"""Programs as text for devices that are not here."""
 
 from typing import Any
 from unittest import mock
@@ -8,6 +8,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from solrl_jax.models.layers import attention
 
 H100 = AbstractDevice(device_kind="NVIDIA H100", num_cores=None, platform="gpu")
+V6E = AbstractDevice(device_kind="TPU v6 lite", num_cores=1, platform="tpu")
 
 
 def cuda_text(function: Any, *arguments: Any) -> str:
@@ -24,3 +25,14 @@ def cuda_text(function: Any, *arguments: Any) -> str:
     no_cudnn = mock.patch.object(attention, "cudnn_fits", return_value=False)
     with use_abstract_mesh(mesh), no_cudnn:
         return function.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def tpu_text(function: Any, *arguments: Any) -> str:
+    """Traces a jitted function and lowers it for a TPU v6e.
+
+    Returns:
+        The program as StableHLO text.
+    """
+    mesh = AbstractMesh((), (), abstract_device=V6E)
+    with use_abstract_mesh(mesh):
+        return function.trace(*arguments).lower(lowering_platforms=("tpu",)).as_text()

@@ -7,7 +7,7 @@ _READERS = {
     "beta": ("nft", "dpo"),
     "clip_range": ("awm", "flow_grpo", "mix_grpo", "dance_grpo"),
 }
-_QUANTIZING = ("auto", "nvfp4", "fp8")  # values of `rollout.explore.precision`
+_UNQUANTIZED = ("bf16", "fp32")  # values of `rollout.explore.precision`
 
 
 def inert_fields(config: Config) -> set[str]:
@@ -32,7 +32,7 @@ def inert_fields(config: Config) -> set[str]:
     rollout = config.rollout
     if config.model.attention != "mhla":
         inert |= {"model.mhla_blocks", "model.mhla_released", "model.mhla_norm"}
-    if rollout.explore.precision not in _QUANTIZING:
+    if rollout.explore.precision in _UNQUANTIZED:
         inert |= {"model.quantization", "rollout.explore.correction_rank"}
     if rollout.noise_level == 0:
         inert |= {"rollout.sde_window_size", "rollout.sde_window_every"}

@@ -63,7 +63,7 @@ OBJECTIVES = {
 
 # Number format of an exploration: a name of `quant.formats.FORMATS`, or "auto" for the fastest one
 # that the device runs natively.
-Precision = Literal["auto", "nvfp4", "fp8", "bf16", "fp32"]
+Precision = Literal["auto", "nvfp4", "fp8", "int8", "bf16", "fp32"]
 Solver = Literal["euler", "dpm1", "dpm2", "ddim", "flow_sde", "dance_sde"]
 STOCHASTIC_SOLVERS = ("ddim", "flow_sde", "dance_sde")
 

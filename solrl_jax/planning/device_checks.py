@@ -18,7 +18,7 @@ from solrl_jax.errors import first_line
 from solrl_jax.models.layers import attention_fp8
 from solrl_jax.models.layers.attention import attention
 from solrl_jax.parallel import sharding
-from solrl_jax.quant import fp8, nvfp4
+from solrl_jax.quant import fp8, int8, nvfp4
 from solrl_jax.quant.formats import FORMATS, DeviceInfo
 from solrl_jax.quant.matmul import matmul
 
@@ -63,6 +63,8 @@ def checks_for(device: DeviceInfo) -> tuple[DeviceCheck, ...]:
             checks.append(NVFP4_MATMUL)
         if FORMATS["fp8"].is_native(device):
             checks.append(FP8_MATMUL)
+        if FORMATS["int8"].is_native(device):
+            checks.append(INT8_MATMUL)
         if device.is_cuda_from((8, 0)):
             checks.append(BF16_ATTENTION)
         if device.is_cuda_from((9, 0)):
@@ -234,10 +236,17 @@ def _fp8_operands() -> tuple[Any, ...]:
     """Returns random activations in BF16 [256, 512] and a random weight [512, 384] quantized to
     FP8. They are the same ones each time.
     """
+    x, w = _random_matrices()
+    return x, fp8.quantize(w)
+
+
+def _random_matrices() -> tuple[Array, Array]:
+    """Returns random activations in BF16 [256, 512] and a random weight in float32 [512, 384]. They
+    are the same ones each time.
+    """
     rng = np.random.default_rng(1)
     x = jnp.asarray(rng.standard_normal((ROWS, N_IN)), jnp.bfloat16)
-    w = jnp.asarray(rng.standard_normal((N_IN, N_OUT)), jnp.float32)
-    return x, fp8.quantize(w)
+    return x, jnp.asarray(rng.standard_normal((N_IN, N_OUT)), jnp.float32)
 
 
 def _fp8_twin(x: Float[Array, "rows n_in"], w: fp8.FP8Tensor) -> Float[Array, "rows n_out"]:
@@ -248,6 +257,18 @@ def _fp8_twin(x: Float[Array, "rows n_in"], w: fp8.FP8Tensor) -> Float[Array, "r
         w: The quantized weight [n_in, n_out].
     """
     codes, scales = fp8.encode([x.astype(jnp.float32)])
+    return _plain_dot(codes[0].astype(jnp.float32) * scales[0], w.dequantize().T)
+
+
+def _int8_operands() -> tuple[Any, ...]:
+    """Random activations in BF16, and a random weight in INT8."""
+    x, w = _random_matrices()
+    return x, int8.quantize(w)
+
+
+def _int8_twin(x: Float[Array, "rows n_in"], w: int8.INT8Tensor) -> Float[Array, "rows n_out"]:
+    """`x @ w` with activations that are quantized to INT8, and multiplied in float32."""
+    codes, scales = int8.encode([x.astype(jnp.float32)])
     return _plain_dot(codes[0].astype(jnp.float32) * scales[0], w.dequantize().T)
 
 
@@ -352,6 +373,7 @@ NVFP4_MATMUL = DeviceCheck(
     "NVFP4 matmul", _nvfp4_kernel, _nvfp4_twin, _nvfp4_operands, tolerance=0.01
 )
 FP8_MATMUL = DeviceCheck("FP8 matmul", matmul, _fp8_twin, _fp8_operands, tolerance=0.01)
+INT8_MATMUL = DeviceCheck("INT8 matmul", matmul, _int8_twin, _int8_operands, tolerance=0.01)
 BF16_ATTENTION = DeviceCheck(
     "BF16 attention", _attention_kernel, _attention_twin, _attention_operands, tolerance=0.03
 )

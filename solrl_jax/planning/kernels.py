@@ -50,7 +50,7 @@ _ATTENTION = re.compile("flash|splash|attention")
 # forward pass.
 _PARTS = {"dkv": 4, "dq": 3, "": 2}
 Kind = Literal["products", "attention", "memory"]
-Unit = Literal["fp4", "fp8", "bf16", "tf32", "fp32"]
+Unit = Literal["fp4", "fp8", "int8", "bf16", "tf32", "fp32"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,8 +146,10 @@ def unit(kind: str) -> Unit:
     """
     if kind.startswith("f4"):
         return "fp4"
-    if kind.startswith(("f8", "s8", "u8")):
+    if kind.startswith("f8"):
         return "fp8"
+    if kind in ("s8", "u8"):
+        return "int8"
     return "tf32" if kind == "tf32" else "fp32" if kind in ("f32", "f64") else "bf16"
 
 

@@ -3,8 +3,9 @@
 Figures are those of one device, per second and dense (without sparsity); links are counted in one
 direction. The sources are the makers': data sheets and white papers of NVIDIA's A100, H100 (SXM),
 H200, HGX B200, GB200 NVL72 and RTX PRO 6000 Blackwell; the pages of TPU v5e, v5p, v6e and TPU7x in
-Google Cloud's documentation. NVIDIA states no network: one 200 Gb/s (A100) or 400 Gb/s card per GPU
-is that of its reference systems (DGX); the 18 hosts of a GB200 NVL72 share their links.
+Google Cloud's documentation, which state INT8 for all but TPU7x. NVIDIA states no network: one 200
+Gb/s (A100) or 400 Gb/s card per GPU is that of its reference systems (DGX); the 18 hosts of a GB200
+NVL72 share their links.
 """
 
 import dataclasses
@@ -41,6 +42,7 @@ class Peaks:
 
     Attributes:
         bf16: Matmuls in BF16.
+        int8: Matmuls in INT8; equal to `bf16` where there are no units.
         fp8: Matmuls in FP8; equal to `bf16` where there are no units.
         fp4: Matmuls in FP4; equal to `bf16` on GPUs and to `fp8` on TPUs where there are no units.
         fp32: Matmuls in float32. On TPUs these are six passes of BF16.
@@ -51,6 +53,7 @@ class Peaks:
     """
 
     bf16: float
+    int8: float
     fp8: float
     fp4: float
     fp32: float
@@ -107,16 +110,24 @@ def _gpu(
         kind: JAX's `device_kind`.
         major: The first number of its compute capability. The second is 0.
         memory: MiB of memory, as the driver reports it.
-        rates: Six peak rates of one device: teraflops in BF16, FP8 and FP4, then TB/s of memory,
-            GB/s of links and of the network.
+        rates: Seven peak rates of one device: teraflops in BF16, INT8, FP8 and FP4, then TB/s of
+            memory, GB/s of links and of the network.
         chip: The figures that XLA asks for.
         on_host: The largest number of devices of one host.
     """
-    bf16, fp8, fp4, bandwidth, link, network = rates
+    bf16, int8, fp8, fp4, bandwidth, link, network = rates
     fp32 = 2e9 * chip.units * chip.cores * chip.clock
     tf32 = bf16 / 2 * 1e12
     peaks = Peaks(
-        bf16 * 1e12, fp8 * 1e12, fp4 * 1e12, fp32, tf32, bandwidth * 1e12, link * 1e9, network * 1e9
+        bf16=bf16 * 1e12,
+        int8=int8 * 1e12,
+        fp8=fp8 * 1e12,
+        fp4=fp4 * 1e12,
+        fp32=fp32,
+        tf32=tf32,
+        memory=bandwidth * 1e12,
+        link=link * 1e9,
+        network=network * 1e9,
     )
     return Target(name, "gpu", kind, (major, 0), memory * 2.0**20, peaks, on_host, chip)
 
@@ -133,16 +144,24 @@ def _tpu(
         name: Its name in commands.
         kind: JAX's `device_kind`.
         memory: GB (10^9 bytes) of memory of a chip.
-        rates: Four peak rates of a chip: teraflops in BF16 and FP8, then TB/s of memory and GB/s of
-            links.
+        rates: Five peak rates of a chip: teraflops in BF16, INT8 and FP8, then TB/s of memory and
+            GB/s of links.
         axes: The number of axes of the torus, 2 or 3.
         cores: The number of JAX devices of one chip.
     """
-    bf16, fp8, bandwidth, link = (rate / cores for rate in rates)
+    bf16, int8, fp8, bandwidth, link = (rate / cores for rate in rates)
     fp32 = bf16 / 6 * 1e12
     tf32 = bf16 / 3 * 1e12
     peaks = Peaks(
-        bf16 * 1e12, fp8 * 1e12, fp8 * 1e12, fp32, tf32, bandwidth * 1e12, link * 1e9, link * 1e9
+        bf16=bf16 * 1e12,
+        int8=int8 * 1e12,
+        fp8=fp8 * 1e12,
+        fp4=fp8 * 1e12,
+        fp32=fp32,
+        tf32=tf32,
+        memory=bandwidth * 1e12,
+        link=link * 1e9,
+        network=link * 1e9,
     )
     return Target(
         name,
@@ -168,16 +187,16 @@ _PRO = Chip(188, 2.6, 128 * _MIB, 100 * _KIB, threads=1536)
 TARGETS = {
     target.name: target
     for target in (
-        _gpu("a100", "NVIDIA A100", 8, 81157, (312, 312, 312, 2.039, 300, 25), _A100),
-        _gpu("h100", "NVIDIA H100", 9, 81007, (989, 1979, 989, 3.35, 450, 50), _HOPPER),
-        _gpu("h200", "NVIDIA H200", 9, 144384, (989, 1979, 989, 4.8, 450, 50), _HOPPER),
-        _gpu("b200", "NVIDIA B200", 10, 182642, (2250, 4500, 9000, 8.0, 900, 50), _B200),
+        _gpu("a100", "NVIDIA A100", 8, 81157, (312, 624, 312, 312, 2.039, 300, 25), _A100),
+        _gpu("h100", "NVIDIA H100", 9, 81007, (989, 1979, 1979, 989, 3.35, 450, 50), _HOPPER),
+        _gpu("h200", "NVIDIA H200", 9, 144384, (989, 1979, 1979, 989, 4.8, 450, 50), _HOPPER),
+        _gpu("b200", "NVIDIA B200", 10, 182642, (2250, 4500, 4500, 9000, 8.0, 900, 50), _B200),
         _gpu(
             "gb200",
             "NVIDIA GB200",
             10,
             188730,
-            (2500, 5000, 10000, 8.0, 900, 900),
+            (2500, 5000, 5000, 10000, 8.0, 900, 900),
             _GB200,
             on_host=4,
         ),
@@ -186,13 +205,13 @@ TARGETS = {
             "NVIDIA RTX PRO 6000 Blackwell",
             12,
             98304,
-            (504, 1008, 2015, 1.792, 64, 50),
+            (504, 1008, 1008, 2015, 1.792, 64, 50),
             _PRO,
         ),
-        _tpu("tpu-v5e", "TPU v5 lite", 16, (197, 197, 0.819, 200), axes=2),
-        _tpu("tpu-v5p", "TPU v5", 95, (459, 459, 2.765, 600), axes=3),
-        _tpu("tpu-v6e", "TPU v6 lite", 32, (918, 918, 1.638, 400), axes=2),
-        _tpu("tpu7x", "TPU7x", 192, (2307, 4614, 7.38, 600), axes=3, cores=2),
+        _tpu("tpu-v5e", "TPU v5 lite", 16, (197, 394, 197, 0.819, 200), axes=2),
+        _tpu("tpu-v5p", "TPU v5", 95, (459, 918, 459, 2.765, 600), axes=3),
+        _tpu("tpu-v6e", "TPU v6 lite", 32, (918, 1836, 918, 1.638, 400), axes=2),
+        _tpu("tpu7x", "TPU7x", 192, (2307, 2307, 4614, 7.38, 600), axes=3, cores=2),
     )
 }
 

@@ -1,6 +1,7 @@
 """The number formats that exploration can run in.
 
-Sources: NVFP4 (arXiv 2509.25149), FP8 (arXiv 2209.05433). `docs/choices.md` explains why the MX
+Sources: NVFP4 (arXiv 2509.25149), FP8 (arXiv 2209.05433), INT8 by channels and tokens (arXiv
+2208.07339). `docs/choices.md` explains why the MX
 formats are not among them.
 """
 
@@ -12,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from solrl_jax.quant import fp8, nvfp4
+from solrl_jax.quant import fp8, int8, nvfp4
 from solrl_jax.quant.leaf import Quantized
 
 AUTO = "auto"  # accepted by `resolve_format` and `scoring_dtypes` in place of a name
@@ -72,8 +73,8 @@ class Format:
         quantize: Converts weights [..., in, out] to a leaf. None for formats that quantize nothing.
         cuda_capability: The lowest CUDA compute capability with matmul units for the format. None
             if every device runs the format natively.
-        tpu_kind: The prefix of the `device_kind` of TPUs with matmul units for the format. None if
-            no TPU has them.
+        tpu_kinds: The prefixes of the `device_kind` of TPUs that multiply in the format faster than
+            in BF16.
     """
 
     name: str
@@ -81,7 +82,7 @@ class Format:
     bits_per_weight: float
     quantize: Callable[[Array], Quantized] | None = None
     cuda_capability: tuple[int, int] | None = None
-    tpu_kind: str | None = None
+    tpu_kinds: tuple[str, ...] = ()
 
     def is_native(self, device: DeviceInfo) -> bool:
         """Whether a device has matmul units for the format.
@@ -93,12 +94,12 @@ class Format:
 
         Returns:
             True for formats with `cuda_capability=None` on every device. Otherwise whether `device`
-            is of a kind that begins with `tpu_kind`, or an NVIDIA GPU of at least
+            is of a kind that begins with one of `tpu_kinds`, or an NVIDIA GPU of at least
             `cuda_capability`; a CPU never is.
         """
         if self.cuda_capability is None:
             return True
-        if self.tpu_kind is not None and device.kind.startswith(self.tpu_kind):
+        if device.kind.startswith(self.tpu_kinds):
             return True
         return device.is_cuda_from(self.cuda_capability)
 
@@ -128,7 +129,15 @@ _FORMATS = (
         bits_per_weight=8.0,
         quantize=fp8.quantize,
         cuda_capability=(8, 9),  # Ada, Hopper and later
-        tpu_kind="TPU7",  # earlier TPUs multiply BF16 and integers only
+        tpu_kinds=("TPU7",),  # earlier TPUs multiply BF16 and integers only
+    ),
+    Format(
+        "int8",
+        "weights and activations in INT8, one scale per channel and per token",
+        bits_per_weight=8.0,
+        quantize=int8.quantize,
+        cuda_capability=(8, 0),  # Ampere and later
+        tpu_kinds=("TPU v5", "TPU v6"),  # v5e, v5p and v6e; a v4 has the same rate as in BF16
     ),
     Format(
         "nvfp4",
@@ -139,15 +148,15 @@ _FORMATS = (
     ),
 )
 FORMATS = {format.name: format for format in _FORMATS}
-_FASTEST_FIRST = ("nvfp4", "fp8")
+_FASTEST_FIRST = ("nvfp4", "fp8", "int8")
 
 
 def resolve_format(name: str, device: DeviceInfo) -> Format:
     """Looks up a format.
 
     Args:
-        name: A key of `FORMATS` ("fp32", "bf16", "fp8" or "nvfp4"), or "auto" for the fastest
-            format that `device` runs natively: NVFP4, else FP8, else BF16.
+        name: A key of `FORMATS` ("fp32", "bf16", "int8", "fp8" or "nvfp4"), or "auto" for the fastest
+            format that `device` runs natively: NVFP4, else FP8, else INT8, else BF16.
         device: The device that the program will run on. It matters only for "auto": a named format
             is returned even if `device` emulates it.
 

@@ -2,9 +2,9 @@
 
 A quantized matmul reads codes and scales. Without help, XLA writes the input of the matmul in BF16,
 reads it to find the largest magnitude of each row, and reads it again to compute the codes. Here
-one Triton kernel (written in Pallas) computes a row of the input, for example a modulated norm or a
-GELU, keeps it in registers, and writes only codes and scales. On other platforms `reference`
-computes the same in plain JAX.
+one kernel (written in Pallas, for Triton on GPUs and for Mosaic on TPUs) computes a row of the
+input, for example a modulated norm or a GELU, keeps it on the chip, and writes only codes and
+scales. On other platforms `reference` computes the same in plain JAX.
 
 Only `quant` and `models.layers` use this module. Networks call layers, and a layer passes a lazy
 activation to the next layer.
@@ -37,6 +37,9 @@ MIN_ROW_WIDTH = 64  # the kernel pads a row to at least this many values
 VALUES_PER_WARP = 1024  # values of a row that the registers of one warp hold
 MIN_WARPS = 4
 MAX_WARPS = 16
+LANES = 128  # the columns of a TPU's vector registers; blocks of columns start at multiples of it
+TPU_ROWS = 128  # rows that one step of the TPU kernel computes
+TPU_VMEM = 48 * 2**20  # bytes of on-chip memory that the TPU kernel may use
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +137,12 @@ class LazyActivation:
 
     @classmethod
     def from_array(
-        cls, x: Float[Array, "b s n"], rows: tuple[int, int] | None = None, dtype: Any = None
+        cls,
+        x: Float[Array, "b s n"],
+        rows: tuple[int, int] | None = None,
+        dtype: Any = None,
+        *,
+        exact: bool = True,
     ) -> "LazyActivation":
         """Wraps an array that exists in memory.
 
@@ -143,11 +151,12 @@ class LazyActivation:
             rows: The first row (along s) to read and the row after the last one. None reads all
                 rows.
             dtype: The dtype of the activation. None: the dtype of `x`.
+            exact: Whether `x` was computed without a quantized matmul, see `LazyPart`.
 
         Returns:
             The lazy activation with one exact part that returns `x` itself.
         """
-        return cls((LazyPart(_identity, (x,), True, *(rows or ())),), dtype or x.dtype)
+        return cls((LazyPart(_identity, (x,), exact, *(rows or ())),), dtype or x.dtype)
 
     def map(self, f: Callable[..., Array], *more: Array) -> "LazyActivation":
         """Applies a function of rows. Nothing is computed yet.
@@ -297,7 +306,11 @@ class LazyActivation:
             They are computed once per encoder and kept, however many matmuls read them.
         """
         if encode not in self._encodings:
-            self._encodings[encode] = encode_in_one_pass(encode, [self])
+            if compile_target.platform() == "tpu" and tpu_kernel_takes(self):
+                outputs = _encode_on_tpu(encode, self)
+            else:
+                outputs = encode_in_one_pass(encode, [self])
+            self._encodings[encode] = outputs
         return self._encodings[encode]
 
 
@@ -402,11 +415,30 @@ def encode_in_one_pass(encode: Encode, pieces: Sequence[LazyActivation]) -> tupl
     def kernel_on(*arrays: Array) -> tuple[Array, ...]:
         return triton_kernel(encode, _replace_arrays(parts, iter(arrays)))
 
-    if not compile_target.triton_converts_fp8():
+    outputs = jax.eval_shape(reference_on, *_arrays(parts))
+    writes_fp8 = any(
+        x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating) for x in outputs
+    )
+    if writes_fp8 and not compile_target.triton_converts_fp8():
         return reference_on(*_arrays(parts))
     return jax.lax.platform_dependent(
         *_arrays(parts), cuda=shard_map_kernel(kernel_on), default=reference_on
     )
+
+
+def _encode_on_tpu(encode: Encode, x: LazyActivation) -> tuple[Array, ...]:
+    """Encodes the rows of an activation with `tpu_kernel`, each device its own rows.
+
+    Args:
+        encode: The encoder of a row.
+        x: An activation that `tpu_kernel_takes`.
+    """
+
+    def kernel_on(*arrays: Array) -> tuple[Array, ...]:
+        (parts,) = _replace_arrays([x.parts], iter(arrays))
+        return tpu_kernel(encode, parts)
+
+    return shard_map_kernel(kernel_on)(*_arrays([x.parts]))
 
 
 def _arrays(pieces: Sequence[Sequence[LazyPart]]) -> list[Array]:
@@ -603,3 +635,127 @@ def _encode_row(
                 end = ref.shape[0]
             plgpu.store(ref.at[column], piece, mask=column < end)
             start = end
+
+
+def tpu_kernel_takes(x: LazyActivation) -> bool:
+    """Whether `tpu_kernel` takes an activation: every part starts at a multiple of `LANES`
+    columns.
+    """
+    shapes = [jax.eval_shape(part.compute) for part in x.parts]
+    return all(shape.shape[-1] % LANES == 0 for shape in shapes[:-1])
+
+
+def tpu_kernel(
+    encode: Encode, parts: Sequence[LazyPart], *, interpret: bool = False
+) -> tuple[Array, ...]:
+    """Computes and encodes every row in one pass over memory, on a TPU.
+
+    One step of the kernel handles up to `TPU_ROWS` rows of one sample, in float32.
+
+    Args:
+        encode: The encoder of a row.
+        parts: The parts of the activation. The widths of all but the last are multiples of `LANES`.
+        interpret: Whether to run the kernel in Pallas' interpreter, which needs no TPU.
+
+    Returns:
+        The outputs of the encoder, each [b, s, m].
+    """
+    from jax.experimental import pallas as pl  # imported here because the import takes a second
+    from jax.experimental.pallas import tpu as pltpu
+
+    def encode_reference(arrays: list[Array]) -> tuple[Array, ...]:
+        return reference(encode, _replace_arrays([parts], iter(arrays)))
+
+    outs = jax.eval_shape(encode_reference, _arrays([parts]))
+    batch, num_rows, _ = outs[0].shape
+    if num_rows == 1 and batch > 1:  # computed as the rows of one sample
+        swapped = (x.swapaxes(0, 1) for x in _arrays([parts]))
+        (parts,) = _replace_arrays([parts], swapped)
+        return tuple(y.swapaxes(0, 1) for y in tpu_kernel(encode, parts, interpret=interpret))
+    parts = [_in_whole_blocks(part) for part in parts]
+    block_rows = min(TPU_ROWS, num_rows)
+
+    def body(*refs: Any) -> None:
+        remaining = iter(refs)
+        values = []
+        for part in parts:
+            blocks = [next(remaining)[...].astype(jnp.float32) for _ in part.arrays]
+            values.append(part.function(*blocks))
+        for columns, ref, out in zip(encode(values), remaining, outs, strict=True):
+            if out.shape[2] == 1:
+                ref[...] = columns[0].reshape(1, block_rows)
+                continue
+            start = 0
+            for piece in columns:
+                stop = start + piece.shape[-1]
+                ref[:, start:stop] = piece
+                start = stop
+
+    def in_spec(x: Array | ColumnView, skipped: int) -> Any:
+        """A block of the rows of `x`, after `skipped` blocks."""
+        has_rows = x.shape[1] > 1
+        column = _column_block(x) if isinstance(x, ColumnView) else 0
+
+        def index(b: Any, s: Any) -> tuple[Any, Any, Any]:
+            return (b if x.shape[0] > 1 else 0, s + skipped if has_rows else 0, column)
+
+        return pl.BlockSpec((None, block_rows if has_rows else 1, x.shape[2]), index)
+
+    def out_spec(x: jax.ShapeDtypeStruct) -> Any:
+        if x.shape[2] == 1:
+            return pl.BlockSpec((None, 1, block_rows), lambda b, s: (b, 0, s))
+        return pl.BlockSpec((None, block_rows, x.shape[2]), lambda b, s: (b, s, 0))
+
+    def out_shape(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        # One number per row lies along the lanes. As a column, it would fill one lane in 128.
+        shape = (batch, 1, num_rows) if x.shape[2] == 1 else x.shape
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    call = pl.pallas_call(
+        body,
+        grid=(batch, pl.cdiv(num_rows, block_rows)),
+        in_specs=[
+            in_spec(x, part.start // TPU_ROWS if i == 0 else 0)
+            for part in parts
+            for i, x in enumerate(part.arrays)
+        ],
+        out_specs=list(map(out_spec, outs)),
+        out_shape=list(map(out_shape, outs)),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=TPU_VMEM
+        ),
+        interpret=interpret,
+        name="one_pass",
+    )
+    return tuple(
+        y.swapaxes(1, 2) if x.shape[2] == 1 else y
+        for x, y in zip(outs, call(*_arrays([parts])), strict=True)
+    )
+
+
+def _in_whole_blocks(part: LazyPart) -> LazyPart:
+    """Copies the arrays of a part whose rows or columns do not start at a block of `tpu_kernel`.
+
+    Args:
+        part: The part.
+
+    Returns:
+        A part with the same value.
+    """
+    first, *others = (
+        x.value if isinstance(x, ColumnView) and _column_block(x) is None else x
+        for x in part.arrays
+    )
+    if part.stop is None or (part.stop - part.start >= TPU_ROWS and part.start % TPU_ROWS == 0):
+        return dataclasses.replace(part, arrays=(first, *others))
+    rows = first.value if isinstance(first, ColumnView) else first
+    rows = rows[:, part.start : part.stop]
+    return dataclasses.replace(part, arrays=(rows, *others), start=0, stop=None)
+
+
+def _column_block(view: ColumnView) -> int | None:
+    """The index of a view among blocks of its own width. None if the view is no such block, or
+    starts between two multiples of `LANES`.
+    """
+    width = view.stop - view.start
+    return view.start // width if width % LANES == 0 and view.start % width == 0 else None

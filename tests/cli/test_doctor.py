@@ -53,7 +53,13 @@ def test_it_says_what_the_machine_has(diagnosed):
     assert said["versions"]["jax"] == jax.__version__
     assert said["devices"]["count"] == jax.device_count()
     assert said["devices"]["memory"] == memory_check.device_memory()
-    assert said["formats"] == {"fp32": True, "bf16": True, "fp8": False, "nvfp4": False}
+    assert said["formats"] == {
+        "fp32": True,
+        "bf16": True,
+        "fp8": False,
+        "int8": False,
+        "nvfp4": False,
+    }
     assert (said["auto"], said["cudnn"]) == ("bf16", None)
     assert (said["checks"], said["warnings"]) == ({}, [])
     assert "\nchecks     nothing to try on cpu; only GPUs have" in doctor.table(said)

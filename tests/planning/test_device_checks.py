@@ -12,13 +12,14 @@ from solrl_jax.planning.device_checks import (
     BF16_ATTENTION,
     FP8_ATTENTION,
     FP8_MATMUL,
+    INT8_MATMUL,
     NVFP4_MATMUL,
     find_problem,
 )
 from solrl_jax.quant.formats import DeviceInfo
 from tests.lowering import cuda_text
 
-CHECKS = (NVFP4_MATMUL, FP8_MATMUL, BF16_ATTENTION, FP8_ATTENTION)
+CHECKS = (NVFP4_MATMUL, FP8_MATMUL, INT8_MATMUL, BF16_ATTENTION, FP8_ATTENTION)
 BLACKWELL = DeviceInfo("gpu", "NVIDIA B200", (10, 0))
 HOPPER = DeviceInfo("gpu", "NVIDIA H100", (9, 0))
 AMPERE = DeviceInfo("gpu", "NVIDIA A100", (8, 0))
@@ -37,10 +38,16 @@ def test_a_device_is_checked_for_the_kernels_that_it_has():
         )
     }
     assert names == {
-        "NVIDIA B200": ["NVFP4 matmul", "FP8 matmul", "BF16 attention", "FP8 attention"],
-        "NVIDIA H100": ["FP8 matmul", "BF16 attention", "FP8 attention"],
-        "NVIDIA L40S": ["FP8 matmul", "BF16 attention"],
-        "NVIDIA A100": ["BF16 attention"],
+        "NVIDIA B200": [
+            "NVFP4 matmul",
+            "FP8 matmul",
+            "INT8 matmul",
+            "BF16 attention",
+            "FP8 attention",
+        ],
+        "NVIDIA H100": ["FP8 matmul", "INT8 matmul", "BF16 attention", "FP8 attention"],
+        "NVIDIA L40S": ["FP8 matmul", "INT8 matmul", "BF16 attention"],
+        "NVIDIA A100": ["INT8 matmul", "BF16 attention"],
         "cpu": [],
         "TPU7x": [],
     }
@@ -111,3 +118,6 @@ def test_on_a_gpu_the_matmuls_are_those_of_cudnn_and_cublas():
     fp8 = cuda_text(jax.jit(FP8_MATMUL.kernel), *FP8_MATMUL.make_operands())
     (product,) = (line for line in fp8.splitlines() if "stablehlo.dot_general" in line)
     assert product.count("f8E4M3FN>") == 2
+    int8 = cuda_text(jax.jit(INT8_MATMUL.kernel), *INT8_MATMUL.make_operands())
+    (product,) = (line for line in int8.splitlines() if "stablehlo.dot_general" in line)
+    assert product.count("xi8>") == 2

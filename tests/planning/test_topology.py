@@ -164,7 +164,7 @@ def test_targets_are_consistent():
         peaks = target.peaks
         assert target.name == name
         assert (
-            peaks.fp8
+            min(peaks.int8, peaks.fp8)
             >= peaks.bf16
             > peaks.tf32
             > peaks.fp32

@@ -66,5 +66,5 @@ MAKE: dict[str, Callable[[jax.Array], Leaf]] = {
 }
 # error of a product with gaussian activations, of the product's size: that of the activations in
 # the format; else none
-BOUND = {"nvfp4": 0.11, "corrected": 0.11, "fp8": 0.03}
+BOUND = {"nvfp4": 0.11, "corrected": 0.11, "fp8": 0.03, "int8": 0.01}
 EXACT = 1e-6

@@ -2,6 +2,7 @@
 quantised product reads is materialize_heads once.
 """
 
+import re
 import warnings
 from functools import cache, partial
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 
 from solrl_jax.models.layers.norm import RMSNorm, layer_norm
 from solrl_jax.parallel.sharding import jit
-from solrl_jax.quant import compile_target, fp8, nvfp4
+from solrl_jax.quant import compile_target, fp8, int8, nvfp4
 from solrl_jax.quant.formats import FORMATS
 from solrl_jax.quant.lazy import (
     ColumnView,
@@ -21,17 +22,20 @@ from solrl_jax.quant.lazy import (
     LazyPart,
     materialize_heads,
     reference,
+    tpu_kernel,
+    tpu_kernel_takes,
     triton_kernel,
 )
 from solrl_jax.quant.matmul import lazy_matmul, matmul
 from tests.cases import first_is_quick
-from tests.lowering import cuda_text
+from tests.lowering import cuda_text, tpu_text
 
 B = 2
 S = 3
 ENCODERS = {
     "nvfp4": nvfp4.encode,
     "fp8": fp8.encode,
+    "int8": int8.encode,
     "bf16": lambda parts: ([x.astype(jnp.bfloat16) for x in parts],),
 }
 
@@ -160,6 +164,66 @@ def test_the_kernel_is_its_twin_bit_for_bit(encoder, form, n, dtype):
             )
 
 
+TPU_FORMS = {  # of the forms, those of one stretch; with other rows than one, beside
+    **{name: form for name, (form, _) in FORMS.items() if name != "two stretches"},
+    "a row a sample": lambda x, v: [modulated(x.reshape(-1, 1, x.shape[-1]), v[:1])[0]],
+    "the last rows": lambda x, v: [LazyActivation.from_array(x, rows=(2, 3)).map(jnp.add, v)],
+    "whole blocks": lambda x, v: [
+        LazyActivation.from_array(jnp.tile(x, (1, 150, 1)), rows=(128, 450)).concat(
+            modulated(jnp.tile(x, (1, 150, 1))[:, 128:], v)[0]
+        )
+    ],
+    "aligned columns": lambda x, v: (
+        LazyActivation.from_array(x).map(jnp.add, v).split_columns(128, 128)[1:]
+    ),
+}
+
+
+@pytest.mark.parametrize("form", TPU_FORMS)
+@pytest.mark.parametrize(
+    "encoder", ["int8", pytest.param("fp8", marks=pytest.mark.exhaustive), "bf16"]
+)
+def test_the_kernel_for_tpus_is_its_twin_bit_for_bit(encoder, form):
+    """Beyond one part, 128 columns lie in the first, as the kernel takes them."""
+
+    def parts(x, v):
+        return TPU_FORMS[form](x, v)[0].parts
+
+    def run(make):
+        return jit(lambda x, v: make(ENCODERS[encoder], parts(x, v)))
+
+    of_kernel = run(partial(tpu_kernel, interpret=True))
+    of_twin = run(lambda encode, parts: reference(encode, [parts]))
+    n = 256
+    v = jnp.asarray(normal(B, 1, n, seed=2), jnp.bfloat16)
+    for name, x in inputs(n).items():
+        x = jnp.asarray(x, jnp.bfloat16)
+        for a, b in zip(of_kernel(x, v), of_twin(x, v), strict=True):
+            assert (a.shape, a.dtype) == (b.shape, b.dtype)
+            np.testing.assert_array_equal(
+                np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8), err_msg=name
+            )
+
+
+def test_on_tpus_one_kernel_writes_what_the_product_reads():
+    """And none where a second part would start between two registers."""
+    w = FORMATS["int8"].quantize(normal(192, 64, seed=3))
+
+    def network(width, x, v):
+        left, right = (LazyActivation.from_array(y).map(jnp.add, y) for y in (x, v))
+        both = left.split_columns(width, 128 - width)[0].concat(
+            right.split_columns(192 - width, width - 64)[0]
+        )
+        assert tpu_kernel_takes(both) == (width == 128)
+        return lazy_matmul(both, w).value
+
+    x = jax.ShapeDtypeStruct((B, 256, 128), jnp.bfloat16)
+    for width, kernels in ((128, 1), (96, 0)):
+        text = tpu_text(jax.jit(partial(network, width)), x, x)
+        assert text.count("tpu_custom_call") == kernels
+        assert re.search(r"dot_general.*: \(tensor<.*xi8>, tensor<.*xi8>\) -> tensor<.*xi32>", text)
+
+
 def test_a_kernel_for_cuda_is_lowered_without_a_warning():
     """JAX warns when it lowers a kernel, from 0.11 on; the second warning stands for it in older
     versions.
@@ -211,7 +275,7 @@ def test_columns_joined_are_the_function_of_the_columns():
     np.testing.assert_array_equal(jnp.concatenate([part.value for part in whole], axis=-1), x)
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "fp8"])
+@pytest.mark.parametrize("name", ["nvfp4", "fp8", "int8"])
 def test_products_of_one_input_encode_it_once(name):
     x = LazyActivation.from_array(jnp.asarray(normal(B, S, 128)))
     w = FORMATS[name].quantize(normal(128, 64, seed=3))
@@ -227,7 +291,7 @@ def test_products_of_one_input_encode_it_once(name):
     np.testing.assert_array_equal(lazy_matmul(x, w).value, matmul(x.value, w))
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "fp8"])
+@pytest.mark.parametrize("name", ["nvfp4", "fp8", "int8"])
 def test_on_cuda_one_kernel_writes_what_the_product_reads(name):
     w = FORMATS[name].quantize(normal(128, 64, seed=3))
     up = FORMATS[name].quantize(normal(64, 128, seed=4))
@@ -253,18 +317,20 @@ def test_on_cuda_one_kernel_writes_what_the_product_reads(name):
     )
 
 
-def test_a_gpu_that_cannot_convert_to_fp8_takes_the_twin(monkeypatch):
-    w = FORMATS["fp8"].quantize(normal(128, 64, seed=3))
+@pytest.mark.parametrize(
+    ("name", "capability", "kernels"), [("fp8", "8.0", 0), ("fp8", "9.0", 1), ("int8", "8.0", 1)]
+)
+def test_a_gpu_that_cannot_convert_to_fp8_takes_the_twin(monkeypatch, name, capability, kernels):
+    w = FORMATS[name].quantize(normal(128, 64, seed=3))
 
     def lower():
         return cuda_text(jax.jit(lambda x: matmul(x, w)), normal(4, 128))
 
-    for capability, kernels in (("8.0", 0), ("9.0", 1)):
-        device = SimpleNamespace(platform="gpu", compute_capability=capability)
-        with monkeypatch.context() as patch:
-            patch.setattr(jax, "devices", lambda device=device: [device])
-            assert compile_target.triton_converts_fp8() == bool(kernels)
-            assert lower().count("__gpu$xla.gpu.triton") == kernels
+    device = SimpleNamespace(platform="gpu", compute_capability=capability)
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "devices", lambda device=device: [device])
+        assert compile_target.triton_converts_fp8() == (capability == "9.0")
+        assert lower().count("__gpu$xla.gpu.triton") == kernels
 
 
 def test_nibbles_are_the_codes_of_four_bits():

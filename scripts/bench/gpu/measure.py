@@ -192,5 +192,5 @@ class Gauge:
         """
         if self.target is None:
             return None
-        element = {"nvfp4": "f4", "fp8": "f8", "bf16": "bf16", "fp32": "f32"}[form]
+        element = {"nvfp4": "f4", "fp8": "f8", "int8": "s8", "bf16": "bf16", "fp32": "f32"}[form]
         return round(count / seconds / getattr(self.target.peaks, unit(element)), 4)
