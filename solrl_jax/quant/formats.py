@@ -155,8 +155,8 @@ def resolve_format(name: str, device: DeviceInfo) -> Format:
     """Looks up a format.
 
     Args:
-        name: A key of `FORMATS` ("fp32", "bf16", "int8", "fp8" or "nvfp4"), or "auto" for the fastest
-            format that `device` runs natively: NVFP4, else FP8, else INT8, else BF16.
+        name: A key of `FORMATS` ("fp32", "bf16", "int8", "fp8" or "nvfp4"), or "auto" for the
+            fastest format that `device` runs natively: NVFP4, else FP8, else INT8, else BF16.
         device: The device that the program will run on. It matters only for "auto": a named format
             is returned even if `device` emulates it.
 

@@ -25,6 +25,8 @@ from solrl_jax.quant.leaf import Matrix, QuantizedWithInput
 
 CODE_MAX = 127
 SMALLEST_SCALE = 2.0**-126  # smaller float32 numbers are subnormal, and XLA flushes them to zero
+ROUNDER = 1.5 * 2.0**23  # the distance between float32 numbers of this size is 1
+ROUNDER_BITS = 0x4B400000  # the bits of `ROUNDER`
 MAX_INPUTS = (2**31 - 1) // CODE_MAX**2  # longer sums of products of codes could exceed INT32
 
 
@@ -71,7 +73,7 @@ def quantize(w: Matrix) -> INT8Tensor:
     """Quantizes weight matrices [..., in, out] to INT8, with one scale per output channel.
 
     Raises:
-        ValueError: If the matrices have more than `MAX_INPUTS` (133,152) inputs.
+        ValueError: If the matrices have more than `MAX_INPUTS` (133,144) inputs.
     """
     if w.shape[-2] > MAX_INPUTS:
         raise ValueError(
@@ -99,5 +101,16 @@ def encode(
     # one division per row: a TPU divides in several instructions
     factor = jnp.where(scale >= SMALLEST_SCALE, CODE_MAX / amax, 0.0)
     # amax * factor exceeds 127 by rounding alone, so that its code is 127
-    codes = [jnp.round(x * factor).astype(jnp.int8) for x in parts]
-    return codes, [scale]
+    return [_round(x * factor) for x in parts], [scale]
+
+
+def _round(x: Float[Array, "..."]) -> Int8[Array, "..."]:
+    """Rounds to the nearest integer, ties to even, by the rounding of a float32 sum.
+
+    Triton has no instruction for it. The last bits of `x + ROUNDER` are the integer.
+
+    Args:
+        x: Float32 numbers from -127 to 127. The result is arbitrary for all others and for NaN.
+    """
+    bits = jax.lax.bitcast_convert_type(x + ROUNDER, jnp.int32)
+    return (bits - ROUNDER_BITS).astype(jnp.int8)

@@ -415,12 +415,10 @@ def encode_in_one_pass(encode: Encode, pieces: Sequence[LazyActivation]) -> tupl
     def kernel_on(*arrays: Array) -> tuple[Array, ...]:
         return triton_kernel(encode, _replace_arrays(parts, iter(arrays)))
 
-    outputs = jax.eval_shape(reference_on, *_arrays(parts))
-    writes_fp8 = any(
-        x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating) for x in outputs
-    )
-    if writes_fp8 and not compile_target.triton_converts_fp8():
-        return reference_on(*_arrays(parts))
+    if not compile_target.triton_converts_fp8():
+        outputs = jax.eval_shape(reference_on, *_arrays(parts))
+        if any(x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating) for x in outputs):
+            return reference_on(*_arrays(parts))
     return jax.lax.platform_dependent(
         *_arrays(parts), cuda=shard_map_kernel(kernel_on), default=reference_on
     )
@@ -666,13 +664,13 @@ def tpu_kernel(
     def encode_reference(arrays: list[Array]) -> tuple[Array, ...]:
         return reference(encode, _replace_arrays([parts], iter(arrays)))
 
+    parts = [_in_whole_blocks(part) for part in parts]
     outs = jax.eval_shape(encode_reference, _arrays([parts]))
     batch, num_rows, _ = outs[0].shape
     if num_rows == 1 and batch > 1:  # computed as the rows of one sample
         swapped = (x.swapaxes(0, 1) for x in _arrays([parts]))
         (parts,) = _replace_arrays([parts], swapped)
         return tuple(y.swapaxes(0, 1) for y in tpu_kernel(encode, parts, interpret=interpret))
-    parts = [_in_whole_blocks(part) for part in parts]
     block_rows = min(TPU_ROWS, num_rows)
 
     def body(*refs: Any) -> None:

@@ -210,7 +210,7 @@ def test_nothing_but_zeros_gives_zeros(name):
 ERRORS = {  # of a matrix and of a product, relative
     "nvfp4": (0.0950, 0.135),
     "fp8": (0.0265, 0.037),
-    "int8": (0.0065, 0.0092),
+    "int8": (0.0070, 0.0100),
 }
 
 
@@ -282,11 +282,11 @@ def test_int8_sums_do_not_depend_on_their_order():
 
 
 def test_int8_refuses_sums_that_could_exceed_int32():
-    """133,152 squares of 127 are less than 2^31, one more is not."""
-    assert int8.MAX_INPUTS == 133152
-    jax.eval_shape(int8.quantize, jax.ShapeDtypeStruct((133152, 1), jnp.float32))
-    with pytest.raises(ValueError, match=r"^w has 133153 inputs; INT8 accumulates at most 133152 "):
-        jax.eval_shape(int8.quantize, jax.ShapeDtypeStruct((133153, 1), jnp.float32))
+    """133,144 squares of 127 are less than 2^31, one more is not."""
+    assert int8.MAX_INPUTS == 133144
+    jax.eval_shape(int8.quantize, jax.ShapeDtypeStruct((133144, 1), jnp.float32))
+    with pytest.raises(ValueError, match=r"^w has 133145 inputs; INT8 accumulates at most 133144 "):
+        jax.eval_shape(int8.quantize, jax.ShapeDtypeStruct((133145, 1), jnp.float32))
 
 
 # --- leaves ---
@@ -339,8 +339,8 @@ def test_the_product_is_that_of_the_dequantised_operands(name):
 
     for row in range(len(x)):
         assert relative(got[row], operand[row].astype(np.float64) @ matrix) < 1e-6
-        assert relative(got[row], x[row] @ matrix) > 3e-3  # activations are quantised
-        assert relative(got[row], operand[row] @ w) > 3e-3  # and so are weights
+        assert relative(got[row], x[row] @ matrix) > 1e-3  # activations are quantised
+        assert relative(got[row], operand[row] @ w) > 1e-3  # and so are weights
 
 
 def test_stacked_leaves_on_eight_devices_compute_what_they_do_on_one():
