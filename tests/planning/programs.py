@@ -61,6 +61,12 @@ def fp8(x, ws):
     return jax.lax.scan(layer, x, ws)
 
 
+def int8(x, w, rows, columns):
+    """Codes [512, 256] by [256, 256], summed in INT32 and scaled."""
+    sums = jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
+    return (sums.astype(jnp.float32) * rows * columns).astype(BF16)
+
+
 def attend(q, k, v):
     """The gradient of flash attention."""
 
@@ -97,11 +103,15 @@ def batched(x, ws):
 
 
 _ATTENDED = ((2, 256, 4, 64), BF16)
+_CODES = ((512, 256), jnp.int8), ((256, 256), jnp.int8)
+_SCALES = ((512, 1), jnp.float32), ((1, 256), jnp.float32)
 _TRAINED = ((5, 512, 512), BF16, (None, "fsdp", "tensor")), ((16, 512), BF16, ("fsdp",))
 PROGRAMS = {
     "nvfp4-b200": Program("b200", nvfp4, (((128, 256), BF16), ((64, 256), BF16))),
     "nvfp4-h200": Program("h200", nvfp4, (((128, 256), BF16), ((64, 256), BF16))),
     "fp8-h200": Program("h200", fp8, (((128, 256), BF16), ((3, 256, 256), E4M3))),
+    "int8-a100": Program("a100", int8, (*_CODES, *_SCALES)),
+    "int8-tpu-v5e": Program("tpu-v5e", int8, (*_CODES, *_SCALES)),
     "attend-b200": Program("b200", attend, (_ATTENDED, _ATTENDED, _ATTENDED)),
     "convolve-h200": Program("h200", convolve, (((2, 32, 32, 16), BF16), ((3, 3, 16, 32), BF16))),
     "train-h200": Program("h200", train, _TRAINED, 8),

@@ -46,6 +46,22 @@ def test_products_of_a_loop_are_counted_as_often_as_they_run():
     assert kernel.moved == 128 * 256 + 256 * 256 + 4 * 128 * 256 + 8  # and two scales
 
 
+@pytest.mark.parametrize(
+    ("name", "product", "moved"),
+    [
+        ("int8-a100", "__cublas$lt$matmul s8", 512 * 256 + 256 * 256 + 4 * 512 * 256),
+        ("int8-tpu-v5e", "fusion s8", 256 * 256 + 4 * (512 + 256) + 2 * 512 * 256),
+    ],
+)
+def test_a_product_of_int8_is_counted_at_its_own_rate(name, product, moved):
+    """cuBLAS writes sums of four bytes. The compiler of TPUs scales them in the fusion of the
+    product, whose activations are in the TPU's own memory.
+    """
+    (kernel,) = [kernel for kernel in read(name) if kernel.kind == "products"]
+    assert (kernel.name, kernel.unit, kernel.times) == (product, "int8", 1)
+    assert (kernel.operations, kernel.moved) == (2 * 512 * 256 * 256, moved)
+
+
 def test_a_loop_reads_a_slice_of_what_is_stacked_and_writes_a_slice():
     """Of three matrices [256, 256] one, and of three results [128, 256] one; the number of the turn
     comes on top.
