@@ -306,7 +306,7 @@ class LazyActivation:
             They are computed once per encoder and kept, however many matmuls read them.
         """
         if encode not in self._encodings:
-            if compile_target.platform() == "tpu" and tpu_kernel_takes(self):
+            if compile_target.platform() == "tpu" and tpu_kernel_takes(encode, self):
                 outputs = _encode_on_tpu(encode, self)
             else:
                 outputs = encode_in_one_pass(encode, [self])
@@ -635,12 +635,19 @@ def _encode_row(
             start = end
 
 
-def tpu_kernel_takes(x: LazyActivation) -> bool:
-    """Whether `tpu_kernel` takes an activation: every part starts at a multiple of `LANES`
-    columns.
+def tpu_kernel_takes(encode: Encode, x: LazyActivation) -> bool:
+    """Whether `tpu_kernel` can encode an activation.
+
+    Args:
+        encode: The encoder. Its outputs must be of dtypes that all TPUs compute with: INT8, BF16 or
+            float32. Those of NVFP4 and FP8 are not.
+        x: The activation. Each of its parts must start at a multiple of `LANES` columns.
     """
-    shapes = [jax.eval_shape(part.compute) for part in x.parts]
-    return all(shape.shape[-1] % LANES == 0 for shape in shapes[:-1])
+    widths = [jax.eval_shape(part.compute).shape[-1] for part in x.parts]
+    outputs = jax.eval_shape(lambda: reference(encode, [x.parts]))
+    return all(width % LANES == 0 for width in widths[:-1]) and all(
+        y.dtype in (jnp.int8, jnp.bfloat16, jnp.float32) for y in outputs
+    )
 
 
 def tpu_kernel(

@@ -214,7 +214,7 @@ def test_on_tpus_one_kernel_writes_what_the_product_reads():
         both = left.split_columns(width, 128 - width)[0].concat(
             right.split_columns(192 - width, width - 64)[0]
         )
-        assert tpu_kernel_takes(both) == (width == 128)
+        assert tpu_kernel_takes(int8.encode, both) == (width == 128)
         return lazy_matmul(both, w).value
 
     x = jax.ShapeDtypeStruct((B, 256, 128), jnp.bfloat16)
@@ -222,6 +222,15 @@ def test_on_tpus_one_kernel_writes_what_the_product_reads():
         text = tpu_text(jax.jit(partial(network, width)), x, x)
         assert text.count("tpu_custom_call") == kernels
         assert re.search(r"dot_general.*: \(tensor<.*xi8>, tensor<.*xi8>\) -> tensor<.*xi32>", text)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp8"])
+def test_on_tpus_other_formats_are_encoded_by_xla(name):
+    """Mosaic has no types of four bits, and TPUs before TPU7x have none of FP8."""
+    w = FORMATS[name].quantize(normal(128, 64, seed=3))
+    x = jax.ShapeDtypeStruct((B, 256, 128), jnp.bfloat16)
+    text = tpu_text(jax.jit(lambda x: lazy_matmul(LazyActivation.from_array(x), w).value), x)
+    assert "tpu_custom_call" not in text
 
 
 def test_a_kernel_for_cuda_is_lowered_without_a_warning():
