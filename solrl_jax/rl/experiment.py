@@ -71,7 +71,9 @@ class Experiment:
 
     @property
     def scale(self) -> float:
-        """The factor of the product of LoRA factors: `lora.alpha / lora.rank`."""
+        """The scale of the adapters, `lora.alpha / lora.rank`: a weight W with the adapter (A, B)
+        acts as `W + scale A B`.
+        """
         return self.config.lora.alpha / self.config.lora.rank
 
     @cached_property
@@ -150,7 +152,8 @@ class Experiment:
 
         Returns:
             The schedule, as arrays on the host. With fewer steps than the full schedule it adds the
-            same noise between the same sigmas.
+            same noise between the same sigmas; with more, its noise is its own. The last step never
+            adds noise.
         """
         pipeline = self.backbone.pipeline
         tokens = pipeline.image_tokens(*self.size)
@@ -164,16 +167,18 @@ class Experiment:
         """A sampler in the training precision, for regeneration, evaluation and calibration.
 
         Args:
-            name: The name of the phase, for progress.
+            name: The name of the phase, for progress, e.g. "regenerate" or "evaluate".
             trained: The trainable parameters of the policy by path. An empty mapping gives the
                 base.
-            steps: The number of solver steps.
-            noise_start: The first step of the full schedule that adds noise. None: no step does.
+            steps: The number of solver steps, at least 1.
+            noise_start: The first step of the full schedule that adds noise, as in `schedule`.
+                None: no step does.
 
         Returns:
-            A sampler of one segment that records no steps. Its chunk is
-            `rollout.per_device_batch_size`, or the share of one group of devices in all candidates
-            of an iteration if that is smaller.
+            A sampler of one segment that records no steps, with attention in the training
+            precision. Its chunk is `rollout.per_device_batch_size`, or, if that is smaller, the
+            number of candidates of an iteration divided by the number of groups of devices that
+            share samples (the mesh axes `data` and `fsdp`), rounded up.
 
         Raises:
             ValueError: If the model does not support the size of the images.
@@ -196,7 +201,11 @@ class Experiment:
         """How candidates are explored. Made at the first access and kept.
 
         The explorer measures what its options need on the base, with one sample of each of the
-        first 16 training prompts. It does so when a measurement is first needed, and once.
+        first 16 training prompts. It does so when a measurement is first needed, and once. The
+        experiments of other image sizes (`with_size`) have explorers of their own.
+
+        Raises:
+            ValueError: If the model does not support the size of the images.
         """
         config = self.config
         prompts = self.train_prompts[:CALIBRATION_PROMPTS]
@@ -223,16 +232,24 @@ class Experiment:
     ) -> PromptBatch:
         """Encodes prompts, and prepares them for a reward.
 
-        Also loads the text encoders if the cache of prompts lacks a prompt, and writes to that
-        cache. The negative prompt of classifier-free guidance is the empty one. Prompts are padded
-        or cut to `model.max_sequence_length` tokens.
+        Also loads the text encoders if there is no cache of prompts or it lacks one, writes to that
+        cache, and leaves the encoders loaded. The negative prompt of classifier-free guidance is
+        the empty one. Prompts are padded or cut to `model.max_sequence_length` tokens. Every
+        process of a run must call it.
 
         Args:
             prompts: The prompts, at least one.
             reward: The reward that will score their samples. None: they will not be scored.
 
         Returns:
-            The embeddings on the devices, and what the reward prepared, None without a reward.
+            The prompts, their embeddings and that of the negative prompt on every device, and what
+            the reward prepared for them (None without a reward).
+
+        Raises:
+            InputError: If the tokenizer fails or cannot make `model.max_sequence_length` tokens, or
+                if a file of a text encoder does not fit.
+            FileNotFoundError: If the directory of a tokenizer is missing.
+            RunError: If the disk refuses an entry of the cache.
         """
         return prepare(self.backbone, reward, prompts, self.config.model.max_sequence_length)
 
@@ -255,7 +272,7 @@ class Experiment:
             stream: The use of the seeds, a name of `diffusion.seeds.STREAMS`.
             prompts: The prompts.
             candidates: The number of candidates of each prompt.
-            seed: The root seed. None: that of the run.
+            seed: The root seed, from 0 to 2**31 - 1. None: that of the run.
             iteration: The number of the iteration; 0 outside the iterations.
 
         Returns:
@@ -279,7 +296,7 @@ def prompt_seeds(
     of the candidate, and on nothing else.
 
     Args:
-        root: The root seed.
+        root: The root seed, from 0 to 2**31 - 1.
         stream: The use of the seeds, a name of `diffusion.seeds.STREAMS`.
         prompts: The prompts. Equal ones get equal seeds.
         candidates: The number of candidates of each prompt.
@@ -305,7 +322,7 @@ def build(config: Config, *, force: bool = False) -> Experiment:
     and checked against the configuration, and its weights are loaded last. Also imports the
     functions that the configuration names outside the package, may download models, starts the
     workers of rewards outside JAX, connects the hosts of a run, and lets the rewards score or trace
-    one prompt of each set.
+    one prompt of each set. Every process of a run must call it.
 
     Args:
         config: The configuration.
@@ -320,7 +337,8 @@ def build(config: Config, *, force: bool = False) -> Experiment:
             not support, patterns that match no parameter, or arrays that cannot fit into memory.
         ConfigError: If settings do not fit what an objective `module:function` trains on.
         RewardError: If a reward outside JAX fails on the trial image and `reward.on_failure` is
-            "stop".
+            "stop". It is a RunError.
+        RunError: If another process of the run gives no answer.
     """
     model = config.model
     rollout = config.rollout
@@ -422,10 +440,12 @@ def _check_scoring(
 def _check_transitions(config: Config, pipeline: Pipeline) -> None:
     """Checks that an objective that trains on transitions has no classifier-free guidance.
 
-    The recorded steps would then not be those of the trained policy alone.
+    Transitions are recorded steps of a stochastic solver. With guidance they would not be steps of
+    the trained policy alone.
 
     Args:
-        config: The configuration of the run.
+        config: The configuration of the run. Its objective must be importable, if it is
+            `module:function`.
         pipeline: If it embeds its guidance scale, classifier-free guidance is
             `rollout.true_cfg_scale`, otherwise `rollout.guidance_scale`.
 
@@ -546,7 +566,8 @@ def fresh_state(experiment: Experiment) -> TrainState:
         experiment: The run. The initial adapters are drawn from its seed.
 
     Returns:
-        The state on the devices, with step 0.
+        The state on the devices, with step 0. Adapters that are not read from `lora.path` have a
+        factor B of zero, and parameters that are trained in full are those of the base.
 
     Raises:
         InputError: If the file of `lora.path` cannot be read or does not fit the run.

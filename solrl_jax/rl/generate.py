@@ -156,8 +156,8 @@ def prepare(
 ) -> PromptBatch:
     """Encodes prompts once, for any number of samples of each.
 
-    Also loads the text encoders if the backbone's cache of prompts lacks a prompt, and writes to
-    that cache.
+    Also loads the text encoders if the backbone has no cache of prompts or it lacks one, writes to
+    that cache, and leaves the encoders loaded. Every process of a run must call it.
 
     Args:
         backbone: Its text encoders are used.
@@ -170,6 +170,12 @@ def prepare(
 
     Returns:
         The prompts, their embeddings on every device, and what the reward prepared.
+
+    Raises:
+        InputError: If the tokenizer fails or cannot make `max_tokens` tokens, or if a file of a
+            text encoder does not fit.
+        FileNotFoundError: If the directory of a tokenizer is missing.
+        RunError: If the disk refuses an entry of the cache.
     """
     prepared = None if reward is None else reward.prepare(prompts)
     positive = backbone.encode(prompts, max_tokens)
@@ -190,7 +196,8 @@ def generate(
     """Generates one sample per row of `seed_batch` and scores it against its prompt.
 
     The samples are generated in chunks of a fixed size; a shorter last one is padded. A chunk is
-    scored, and copied to the host, while the devices compute the next one.
+    scored, and copied to the host, while the devices compute the next one. Every process of a run
+    must call it with the same arguments, and each gets all samples.
 
     Args:
         backbone: The networks, and the mesh that they are on.
@@ -209,7 +216,10 @@ def generate(
 
     Raises:
         RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop". With "skip",
-            the scores of these samples are NaN.
+            the scores of these samples are NaN. It is a RunError.
+        RunError: If there are rewards outside JAX and another process gives no answer.
+        ValueError: While compiling, if the network does not support the size of the latents, or has
+            no FP8 attention and a segment asks for it.
         IndexError: If `seed_batch` is empty.
     """
     scoring_mesh = sharding.rows_only(backbone.mesh)
@@ -376,7 +386,7 @@ def _fetch_chunk(
 ) -> dict[str, Any]:
     """Copies the arrays of a chunk to the host. Also passes its images to rewards outside JAX.
 
-    Waits until the devices have computed the chunk.
+    Waits until the devices have computed the chunk. Every process of a run must call it.
 
     Args:
         chunk: The arrays by name. "images" is removed from it, in place, unless images are kept.
@@ -388,7 +398,7 @@ def _fetch_chunk(
 
     Raises:
         RewardError: If an earlier call of a reward outside JAX has failed and `reward.on_failure`
-            is "stop".
+            is "stop". With several processes, `scoring.finish` raises it instead.
     """
     if scoring is not None:
         scoring.add(chunk["images"])
@@ -421,8 +431,8 @@ def sample_chunk(
 ) -> tuple[Float[Array, "b h w c"], Float[Array, "b states h w c"] | None]:
     """Samples one chunk of latents from noise, on the ambient mesh.
 
-    With a guided schedule, every step evaluates the network for the negative prompt and for the
-    prompt: `v = v_neg + guidance_scale (v_pos - v_neg)`.
+    With a guided schedule (a classifier-free scale above 1), every step evaluates the network for
+    the negative prompt and for the prompt: `v = v_neg + guidance_scale (v_pos - v_neg)`.
 
     Args:
         backbone: The networks; static.
@@ -435,6 +445,10 @@ def sample_chunk(
     Returns:
         The clean latents, and the `recorded_steps` + 1 states before and after the recorded steps,
         or None if `recorded_steps` is 0. Both are float32.
+
+    Raises:
+        ValueError: While tracing, if the network does not support the size of the latents, or has
+            no FP8 attention and a segment asks for it.
     """
     cond = jax.tree.map(lambda c: c[seed_batch.prompt], conditions.positive)
     uncond = jax.tree.map(

@@ -50,8 +50,10 @@ class IterationResult:
     """What an iteration returns beside the new state.
 
     Attributes:
-        metrics: Figures of the iteration by name, e.g. "loss" or "kept/reward". Those that are not
-            defined are NaN.
+        metrics: Figures of the iteration by name: those of `update` (e.g. "loss"), `reward_metrics`
+            (e.g. "kept/reward") and `PhaseTimer.report` (e.g. "seconds/explore"), and
+            "fidelity/level", the index of the exploration setting. Those that are not defined are
+            NaN.
         ledger: The record of all candidates, by column. A column has one entry per candidate, or is
             a single value that holds for all (see `ledger_columns`).
     """
@@ -96,7 +98,11 @@ def iterate(
 
     `state` is donated to the update: its arrays are deleted, so use the returned state from here
     on. If an error comes before the update, `state` stays usable. The new state depends on the
-    arguments alone, up to rounding, not on the devices or the chunk size.
+    arguments alone, up to rounding, not on the devices or the chunk size. Every process of a run
+    must call it with the same arguments.
+
+    Also encodes the prompts (see `Experiment.encode_prompts`), and measures on the base what the
+    exploration options need, if that has not been done for this image size.
 
     Args:
         experiment: The parts of the run that do not change.
@@ -113,9 +119,13 @@ def iterate(
         The new state, on the devices, and the metrics and the ledger of the iteration.
 
     Raises:
-        InputError: If the number of the iteration is below 1 or does not fit an int32.
+        InputError: If the number of the iteration is below 1 or does not fit an int32, or if the
+            prompts cannot be encoded.
         IndexError: If there is no such setting.
-        RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop".
+        RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop". It is a
+            RunError.
+        RunError: If the disk refuses the cache of prompts, or another process gives no answer.
+        numpy.linalg.LinAlgError: If exploration options measure values that are not finite.
     """
     experiment = experiment.for_iteration(iteration)
     config = experiment.config
@@ -288,13 +298,12 @@ def reward_metrics(
         * "kept/spread": The largest minus the smallest of `rewards` of a prompt, mean over prompts.
         * "size/height", "size/width": The size of the images in pixels.
         * "nonfinite_rewards": The number of non-finite rewards among the candidates plus that among
-          the kept samples.
+          the kept samples (which counts them twice if nothing is regenerated).
         * "reward_failures/NAME": For each reward outside JAX, the number of samples that it could
-        not
-          score in exploration and regeneration together.
+          not score in exploration and regeneration together.
         * "fidelity/spearman", "fidelity/kendall": The mean rank correlations within prompts of
-        proxy
-          reward and `rewards` over the kept samples.
+          proxy reward and `rewards` over the kept samples. Without regeneration both are the same
+          rewards, and the correlations are 1 where they are defined.
 
         Means leave out values that are not finite, and are NaN without any.
     """

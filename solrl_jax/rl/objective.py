@@ -234,6 +234,9 @@ def _true_velocity(target: TrainingTarget) -> Latents:
 
     Args:
         target: The samples. Its sigmas are above 0; a sigma of 0 would give NaN.
+
+    Returns:
+        The velocities `noise - x0`, in the shape of `target.x`.
     """
     return (target.x - target.x0) / along(target.sigma, target.x)
 

@@ -172,7 +172,8 @@ def explore_and_regenerate(
     Args:
         experiment: The run. Each prompt has `rollout.candidates` candidates.
         adapters: The trainable parameters of the policy by path.
-        prompts: The number of test prompts, counted from the first. If there are fewer, all.
+        prompts: The number of test prompts, counted from the first, at least 1. If there are fewer,
+            all.
         settings: How candidates are explored. A setting that is listed twice is explored twice.
         progress: Called with the phase ("regenerate" or "explore"), the number of samples of one
             pass over all candidates, and the number of further samples that are done, as they are
@@ -183,7 +184,12 @@ def explore_and_regenerate(
 
     Raises:
         ConfigError: If a recipe does not exist or does not fit the run.
-        RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop".
+        InputError: If the quantization rules of a recipe do not fit the network, or the prompts
+            cannot be encoded.
+        KeyError: If a setting names no format.
+        RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop". It is a
+            RunError.
+        numpy.linalg.LinAlgError: If exploration options measure values that are not finite.
     """
     prompt_batch, seed_batch = draw_candidates(experiment, prompts)
     regeneration = experiment.sampler("regenerate", adapters, experiment.config.rollout.num_steps)
@@ -207,10 +213,15 @@ def draw_candidates(experiment: Experiment, prompts: int) -> tuple[PromptBatch, 
 
     Args:
         experiment: The run. Each prompt has `rollout.candidates` candidates.
-        prompts: The number of test prompts. If there are fewer, all.
+        prompts: The number of test prompts, counted from the first, at least 1. If there are fewer,
+            all.
 
     Returns:
         The encoded prompts, prepared for the run's reward, and the candidates, prompt by prompt.
+
+    Raises:
+        InputError: If the prompts cannot be encoded, see `Experiment.encode_prompts`.
+        RunError: If the disk refuses the cache of prompts.
     """
     config = experiment.config
     chosen = experiment.test_prompts[:prompts]

@@ -23,8 +23,9 @@ class Segment:
         policy: The parameters of the transformer: those of the base, with any leaves replaced by
             fully trained arrays, `LowRank` leaves or `Quantized` leaves.
         schedule: The solver steps: sigmas, timesteps, solver coefficients and guidance.
-        fp8_attention: Whether the network attends in FP8. Networks without FP8 attention ignore it.
-            It is static: programs are compiled for either value.
+        fp8_attention: Whether softmax attention runs in FP8 (`models.layers.attention_fp8`). SANA
+            and Z-Image have no such attention and raise ValueError when the program is traced. It
+            is static: programs are compiled for either value.
     """
 
     policy: Params
@@ -41,7 +42,7 @@ class Sampler:
             "evaluate".
         segments: The segments of the trajectory, from noise to clean latents, one after another.
             Nearly always there is one.
-        decoder: Decodes latents to images for rewards.
+        decoder: Decodes latents to images, for rewards or to be kept.
         shape: Height, width and channels of one latent.
         chunk: The largest number of samples that one device generates at once. Devices along the
             mesh axis `tensor` work on the same samples and count as one.

@@ -66,13 +66,14 @@ def measure(
 
     The candidates of some test prompts are regenerated, explored with nothing quantized, and
     explored once per group with the configured format. All explorations take the configured number
-    of exploration steps and use the configured options. The rules of `model.quantization` are
-    ignored: every linear layer is in a group.
+    of exploration steps and use the configured options. The names and the width in the rules of
+    `model.quantization` are ignored: every linear layer is in a group.
 
     Args:
         experiment: The run. It is not changed.
         adapters: The trainable parameters of the policy by path.
-        prompts: The number of test prompts, counted from the first. If there are fewer, all.
+        prompts: The number of test prompts, counted from the first, at least 1. If there are fewer,
+            all.
         progress: Called with the phase ("regenerate" or "explore"), the number of candidates, and
             the number of further candidates that are done.
 
@@ -83,7 +84,10 @@ def measure(
     Raises:
         RunError: If the correlation without quantization is defined for no prompt, for example
             because the rewards of all candidates of each prompt are equal.
-        RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop".
+        RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop". It is a
+            RunError.
+        InputError: If the prompts cannot be encoded.
+        numpy.linalg.LinAlgError: If exploration options measure values that are not finite.
     """
     config = experiment.config
     prompt_batch, seed_batch = draw_candidates(experiment, prompts)

@@ -83,8 +83,8 @@ def read_start(lora: Lora, adapted: Collection[str], table: Table) -> dict[str, 
         configured.
 
     Raises:
-        InputError: If the file cannot be imported, has adapters on other paths, or its rank or
-            alpha differs from that of the run.
+        InputError: If the file is missing or cannot be imported (see `import_lora`), has adapters
+            on other paths, or its rank or alpha differs from that of the run.
     """
     if lora.path is None:
         return {}
@@ -131,11 +131,15 @@ def init_state(
         optimizer: The optimizer section of the configuration.
         mesh: The mesh that the state is placed on, as `abstract_state` says.
         start: Adapters by path that all three policies start with in place of the initial ones, see
-            `read_start`. Their unused ranks are filled with those of the initial adapters, which
-            does not change the policy. None: there are none.
+            `read_start`. They have the rank of the run. Their unused ranks (a column of A and a row
+            of B that are both zero) are filled with those of the initial adapters, which does not
+            change the policy. None: there are none.
 
     Returns:
         The state on the mesh with step 0. The three policies have separate buffers.
+
+    Raises:
+        KeyError: If a path in `targets` is not one of the base.
     """
     return jax.jit(
         lambda key, base, start: _fresh(key, base, targets, lora, optimizer, start),

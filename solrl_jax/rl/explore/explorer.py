@@ -30,8 +30,9 @@ class Explorer:
         explore: The configuration of exploration.
         format: The format that `explore.precision` means on the devices of the run.
         quantized: The paths of the linear layers that a low-precision format quantizes.
-        scale: The factor of the product of LoRA factors, alpha / rank.
-        training_precision: "bf16" or "fp32".
+        scale: The scale of the adapters, alpha / rank.
+        training_precision: The precision of regeneration, "bf16" or "fp32". It is that of the last
+            entry of `settings`.
         make_schedule: (number of steps, first step of the full schedule that adds noise) -> the
             configured schedule.
         calibration: The base policy and the prompts that options are measured on.
@@ -86,6 +87,9 @@ class Explorer:
 
         Returns:
             A schedule of that many steps; the same object for the same arguments.
+
+        Raises:
+            numpy.linalg.LinAlgError: If an option measures values that are not finite.
         """
         if (steps, noise_start) not in self._schedules:
             schedule = self.make_schedule(steps, noise_start)
@@ -110,6 +114,7 @@ class Explorer:
 
         Raises:
             KeyError: If there is no such format.
+            numpy.linalg.LinAlgError: If an option measures values that are not finite.
         """
         if precision not in self._quantizers:
             self._quantizers[precision] = self._make_quantizer(precision)
@@ -126,6 +131,7 @@ class Explorer:
 
         Raises:
             KeyError: If there is no such format.
+            numpy.linalg.LinAlgError: If an option measures values that are not finite.
         """
         quantize = FORMATS[precision].quantize
         if quantize is None:
@@ -141,7 +147,11 @@ class Explorer:
     def calibrate(self) -> None:
         """Measures everything that the configured setting needs, and waits for it.
 
-        The results are kept in this object for `schedule` and `quantizer`.
+        The results are kept in this object for `schedule` and `quantizer`. Encodes the calibration
+        prompts and samples from the base, unless `calibrates` is False.
+
+        Raises:
+            numpy.linalg.LinAlgError: If an option measures values that are not finite.
         """
         self.schedule(self.explore.num_steps)
         jax.block_until_ready(self.quantizer(self.format.name))
@@ -157,12 +167,15 @@ class Explorer:
 
         Returns:
             A tree of the structure of the base. If the format quantizes, the linear layers of
-            `quantized` are new `Quantized` leaves into which the adapters are merged. All other
-            parameters, and all for other formats, stay in the training precision with their
-            adapters beside them, and share the arrays of the base.
+            `quantized` are new `Quantized` leaves of the trained weights: with the adapter merged
+            in, or of the array that is trained in full. All other parameters, and all parameters
+            for formats that do not quantize, stay in the training precision: an adapted one is a
+            `LowRank` leaf around the base's array, one that is trained in full is the trained array
+            in the dtype of the base, and one that is not trained is the base's array itself.
 
         Raises:
-            KeyError: If there is no such format.
+            KeyError: If there is no such format, or a path in `adapters` is not one of the base.
+            numpy.linalg.LinAlgError: If an option measures values that are not finite.
         """
         backbone = self.calibration.backbone
         quantizer = self.quantizer(precision)
@@ -185,10 +198,13 @@ class Explorer:
                 stochastic.
 
         Returns:
-            The sampler of the calibration with the name "explore" and the segments of this policy.
+            The sampler of the calibration (its decoder, latent shape and chunk size) with the name
+            "explore" and the segments of this policy. It records no steps.
 
         Raises:
-            KeyError: If there is no format of the setting's name.
+            KeyError: If there is no format of the setting's name, or a path in `adapters` is not
+                one of the base.
+            numpy.linalg.LinAlgError: If an option measures values that are not finite.
         """
         segment = Segment(
             self.policy(adapters, setting.precision), self.schedule(setting.steps, noise_start)
@@ -205,7 +221,7 @@ class Explorer:
 
         Args:
             segment: The policy that explores, on the whole schedule.
-            exact: The parameters of the policy that regenerates.
+            exact: The parameters of the policy that regenerates, in the training precision.
             precision: The name of the format of `segment`. Options change the segments only if it
                 quantizes.
 

@@ -70,7 +70,8 @@ def nft_loss(
         target: The noised samples that are trained on, with their optimality q.
         beta: The mixing weight of the paper, above 0.
         kl_coef: The weight of the distance to the reference. With 0 the reference is not computed.
-        adv_clip_max: The scale of the advantages.
+        adv_clip_max: The largest advantage (`algorithm.adv_clip_max`), by which advantages were
+            divided to give q. It scales the first term, and not the KL term.
 
     Returns:
         One loss per sample, and metrics with one value per sample: "loss/policy" (the first term),

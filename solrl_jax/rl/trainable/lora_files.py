@@ -93,8 +93,9 @@ def export_diffusers(
             parent directories are created.
         adapters: The trainable parameters by path, which must all be LoRA adapters.
         settings: Rank and alpha.
-        table: The table of all parameters of the network.
-        dtype: The dtype of the tensors.
+        table: The table of all parameters of the network (`Backbone.parameter_table`).
+        dtype: The dtype of the tensors in the file, e.g. `jnp.float32` (the default) or
+            `jnp.bfloat16`.
         fold: Whether B is multiplied by alpha / rank and alpha is written as the rank, for readers
             that ignore the header.
 
@@ -134,8 +135,9 @@ def export_peft(
         folder: The directory to write. Missing parent directories are created.
         adapters: The trainable parameters by path, which must all be LoRA adapters.
         settings: Rank and alpha.
-        table: The table of all parameters of the network.
-        dtype: The dtype of the tensors.
+        table: The table of all parameters of the network (`Backbone.parameter_table`).
+        dtype: The dtype of the tensors in the file, e.g. `jnp.float32` (the default) or
+            `jnp.bfloat16`.
 
     Raises:
         InputError: If the path is a file or a directory with other files, a parameter is trained in

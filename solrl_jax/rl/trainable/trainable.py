@@ -48,8 +48,9 @@ def find_targets(transformer: Component, config: Config) -> Targets:
 
     Args:
         transformer: The transformer; its parameters need not be loaded.
-        config: `train.parameters` and `lora.target_modules` are read. With "all" as
-            `train.parameters`, all parameters are trained in full and the targets are not read.
+        config: `train.parameters` and `lora.target_modules` are read. `train.parameters` is
+            "adapters", "all", or a regular expression that must match whole paths of the parameters
+            to train in full. With "all", the targets are not read.
 
     Returns:
         The paths of both kinds.

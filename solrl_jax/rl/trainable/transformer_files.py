@@ -73,7 +73,9 @@ def export_transformer(
     """Writes the directory of a transformer with its trained parameters.
 
     The directory appears whole, by a rename. An earlier export in its place is replaced. The host
-    holds the tensors of one file at a time.
+    holds the tensors of one file at a time. Parameters that the configuration adds to the network
+    (those of `model.attention`) are written too, but `config.json`, a copy of the base's, does not
+    mention them.
 
     Args:
         folder: The directory to write. Missing parent directories are created.
@@ -81,7 +83,7 @@ def export_transformer(
         trained: The trainable parameters by path: whole arrays take the place of the base's, and
             adapters are written to a LoRA file of their own.
         settings: Rank and alpha of the adapters among them.
-        dtype: The dtype of all tensors.
+        dtype: The dtype of all tensors, e.g. `jnp.float32` (the default) or `jnp.bfloat16`.
         most: The largest number of bytes of tensors in one file, by default 10 GB (10^10). A single
             larger tensor has a file of its own.
 

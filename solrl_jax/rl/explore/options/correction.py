@@ -245,7 +245,11 @@ class Correction(ExplorationOption):
             schedule: The schedule that is explored on, whose sigmas are measured.
 
         Returns:
-            The quantizer, with one extra array per path: the basis, in the dtype of the backbone.
+            The quantizer, with one extra array per path: the basis [..., in, min(correction_rank,
+            in)], in the dtype of the backbone.
+
+        Raises:
+            numpy.linalg.LinAlgError: If an input of a layer is not finite.
         """
         bases = principal_inputs(calibration, paths, explore.correction_rank, schedule)
         return Quantizer(
@@ -293,7 +297,12 @@ def principal_inputs(
     Returns:
         By path, the directions as orthonormal columns, the one with most energy first, in the dtype
         of the backbone, on every device. A weight [in, out] has directions [in, rank], a stack of
-        layers [layers, in, out] has directions [layers, in, rank].
+        layers [layers, in, out] has directions [layers, in, rank], with `in` in place of a larger
+        rank.
+
+    Raises:
+        KeyError: If the base has no parameter of a path.
+        numpy.linalg.LinAlgError: If an input of a layer is not finite.
     """
     backbone = calibration.backbone
     seed_batch = calibration.seed_batch
@@ -360,6 +369,9 @@ def _orthonormal(x: Float[np.ndarray, "... n r"]) -> Float[np.ndarray, "... n r"
 
     Returns:
         Columns in the shape of `x`, float32.
+
+    Raises:
+        numpy.linalg.LinAlgError: If `x` has values that are not finite.
     """
     return np.linalg.svd(x.astype(np.float64), full_matrices=False)[0].astype(np.float32)
 

@@ -60,7 +60,10 @@ class Preview(ExplorationOption):
 
         Returns:
             A schedule of as many steps, with the guidance of the full one. The full schedule itself
-            if it does not have more steps.
+            if it does not have more steps. No step adds noise.
+
+        Raises:
+            numpy.linalg.LinAlgError: If the base predicts values that are not finite.
         """
         full = calibration.schedule
         if schedule.steps >= full.steps:
@@ -136,6 +139,7 @@ def fitted_table(
 
     Raises:
         KeyError: If a fitted step ends at a sigma that is not in `full`.
+        numpy.linalg.LinAlgError: If `predict` returns values that are not finite.
     """
     x = noise
     history = (np.zeros_like(noise),) * 3  # the last three data predictions, the newest first
@@ -191,6 +195,9 @@ def _fit(terms: Sequence[Latents], target: Latents) -> Float[np.ndarray, " 5"]:
     Returns:
         The weights of the terms, rounded to six decimals, and 0 for the noise. Terms that are zero
         get weight 0; of terms that depend on each other linearly, the weights of smallest norm.
+
+    Raises:
+        numpy.linalg.LinAlgError: If a term is not finite.
     """
     terms = [term.astype(np.float64).reshape(-1) for term in terms]
     gram = np.array([[a @ b for b in terms] for a in terms])
