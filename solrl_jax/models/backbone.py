@@ -31,9 +31,9 @@ class Backbone:
         pipeline: the model's functions.
         mesh: mesh of the transformer. Text encoders and decoder are on the same devices, arranged
             by `sharding.rows_only`.
-        dtype: dtype in which the transformer computes.
-        transformer: the frozen base parameters, a nested dictionary by path, sharded over the axes
-            `fsdp` and `tensor`.
+        dtype: dtype in which the transformer computes: bfloat16 or float32 (`DTYPES`).
+        transformer: the frozen base parameters in this dtype, a nested dictionary by path, sharded
+            over the axes `fsdp` and `tensor`. Training never changes them.
         text_encoders: the text encoders, loaded on demand.
         decoder: the decoder of the autoencoder.
         instruction: text before every prompt except negative ones, for models that accept one;
@@ -63,16 +63,20 @@ class Backbone:
         gathers one layer at a time.
 
         Args:
-            params: the base parameters, any leaves of which may be replaced by quantized or adapted
-                ones.
+            params: parameters of the policy: the tree `self.transformer`, in which any leaf may be
+                replaced by a fully trained array, by a base weight with its LoRA adapter
+                (`LowRank`), or by a `Quantized` leaf.
             latent: noisy latents, float32, [b, height, width, channels]. They are cast to
                 `self.dtype`.
             conditioning: encoded prompts by name, one row per latent, as returned by `encode`.
             time: `1000 sigma`, in [0, 1000]: one for all latents, or one per latent.
-            guidance: guidance scale for networks that take it as an input. Other networks ignore
-                it.
+            guidance: guidance scale, a scalar, for networks that take it as an input
+                (FLUX.1-dev). Other networks ignore it.
             fp8_attention: whether softmax attention runs in FP8, only where
-                `pipeline.attends_in_fp8`.
+                `pipeline.attends_in_fp8`: queries, keys, values and result are rounded to E4M3.
+                For programs that take no gradient. On TPUs, on GPUs older than Hopper, and on
+                other GPUs for head sizes that are no multiple of 16 or above 128, the matmuls run
+                in BF16 all the same (`models/layers/attention_fp8.py`).
 
         Returns:
             The velocity, of the shape of `latent`. One evaluation of the network: classifier-free
@@ -81,6 +85,7 @@ class Backbone:
         Raises:
             ValueError: while tracing, if the network does not support the size of the latents, or
                 `fp8_attention` is set for SANA or Z-Image.
+            KeyError: while tracing, if `pipeline.remat` is none of its three values.
         """
         time = jnp.broadcast_to(time, latent.shape[:1])
         return self.pipeline.velocity(
@@ -110,13 +115,15 @@ class Backbone:
 
         Returns:
             The encodings by name, each with one row per prompt in the order of `prompts`,
-            replicated over `self.mesh`.
+            replicated over `self.mesh`: what `Pipeline.encode_text` of the model returns, such as
+            "text" [prompts, tokens, features].
 
         Raises:
-            InputError: the tokenizer fails, `max_tokens` is not possible for the model, a file of a
-                text encoder does not fit, or the cache cannot be written before the text encoders
-                load.
+            InputError: the tokenizer fails; `max_tokens` is not possible for the model; a file of a
+                text encoder is missing or does not fit; or the folder of the cache cannot be
+                created or written, which is checked before the text encoders load.
             RunError: an encoding cannot be written to the cache.
+            PermissionError: a folder of the cache may not be searched.
         """
         instruction = None if negative else self.instruction
         encoding, _ = self.text_encoders.encode(prompts, max_tokens, instruction)
@@ -157,8 +164,9 @@ def load_backbone(
             user's cache directory, None for no cache. See `open_cache`.
         instruction: text before every prompt but negative ones, for models that accept one; None:
             no instruction.
-        tile: side in pixels of the square tiles in which images are decoded, a multiple of the
-            pixels per latent pixel; None: whole images.
+        tile: `model.vae_tile_size`, side in pixels of the square tiles in which images are decoded,
+            a positive multiple of the pixels per latent pixel (`Pipeline.compression`); None: whole
+            images.
         decoding: dtype of the autoencoder, even where it was released for another one; None:
             `pipeline.vae_dtype` if the autoencoder works in no other dtype, otherwise that of
             `precision`.
@@ -167,9 +175,10 @@ def load_backbone(
         The backbone, with the parameters of transformer and decoder on the devices.
 
     Raises:
-        InputError: the model is missing, incomplete or not supported; `tile` is no such multiple;
-            an instruction is given to a model that accepts none; or `cache` is a file, or "" for a
-            user without a home directory.
+        InputError: the model is missing, incomplete, not supported or not to be had from the hub; a
+            file cannot be read; `tile` is no such multiple; an instruction is given to a model that
+            accepts none; or `cache` is a file, or needs a home directory that the user does not
+            have.
         KeyError: `precision` is neither "bf16" nor "fp32".
     """
     pipeline = open_model(model) if isinstance(model, str) else model

@@ -33,9 +33,10 @@ class Decoder:
     A pytree: `params` are its leaves, and the other attributes are static under jit.
 
     Attributes:
-        params: parameters of the autoencoder, a nested dictionary by path.
+        params: parameters of the autoencoder, a nested dictionary by path, which may be sharded.
+            Every call gathers them.
         pipeline: the model that the autoencoder belongs to.
-        dtype: dtype in which the autoencoder computes.
+        dtype: dtype in which the autoencoder computes. Latents are cast to it.
         tile: side in pixels of the square tiles that are decoded one after another, which saves
             memory, a multiple of `pipeline.compression`; None: whole images. Images that fit into
             one tile are decoded whole.

@@ -28,17 +28,17 @@ def open_model(path: str, remat: str = "none", mhla: MhlaOverride | None = None)
         path: a directory, `embedded:NAME`, or OWNER/NAME of a hub repository; see `find_model`.
         remat: what the gradient of the transformer recomputes: "none" (nothing), "matmuls" (all but
             matmuls and attention kernels) or "blocks" (all but the input of each block). It is not
-            checked here.
-        mhla: replaces the linear attention of SANA, see `mhla_override`; None keeps the model's own
-            attention.
+            checked here: another value raises KeyError when the transformer is first traced.
+        mhla: replaces the linear attention of SANA by MHLA, token-level multi-head linear attention
+            (arXiv 2601.07832), see `mhla_override`; None keeps the model's own attention.
 
     Returns:
         The pipeline, an instance of the class that its `model_index.json` names.
 
     Raises:
-        InputError: the model is missing, incomplete or not supported; `mhla` is given for another
-            model than SANA, or the tokens of its image size do not divide into its number of
-            blocks.
+        InputError: the model is missing, incomplete, not supported or not to be had from the hub;
+            `mhla` is given for another model than SANA, or the tokens of its image size do not
+            divide into its number of blocks.
     """
     folder = find_model(path)
     with in_one_line():
@@ -50,12 +50,13 @@ def mhla_override(model: Model) -> MhlaOverride | None:
     `open_model`.
 
     Args:
-        model: the configuration section `model`. Its `attention`, `mhla_*`, `height` and `width`
-            are read.
+        model: the configuration section `model`. Its `attention` ("default" or "mhla"),
+            `mhla_blocks`, `mhla_released`, `mhla_norm`, `height` and `width` are read.
 
     Returns:
-        The variant of MHLA with the image size (height, width) in pixels; None if
-        `model.attention` is "default".
+        For `model.attention` "mhla", the variant of MHLA (token-level multi-head linear attention,
+        arXiv 2601.07832) with the image size (height, width) in pixels, from which the arrangement
+        of its blocks follows. None if it is "default".
     """
     if model.attention == "default":
         return None
@@ -78,7 +79,9 @@ def find_model(path: str) -> Path:
 
     Raises:
         InputError: no embedded pipeline has this name; the directory has no `model_index.json`; the
-            repository cannot be had from the hub; or `path` has none of the three forms.
+            repository cannot be had from the hub, for example because the name or the network is
+            wrong, or because HF_HUB_OFFLINE is set and the cache lacks it; or `path` has none of
+            the three forms.
     """
     if path.startswith(EMBEDDED):
         folder = EMBEDDED_FOLDER / path.removeprefix(EMBEDDED)

@@ -37,18 +37,20 @@ class Pipeline(abc.ABC):
 
     Attributes:
         kind: name of the pipeline class in `model_index.json`.
-        attends_in_fp8: whether the transformer's softmax attention can run in FP8
+        attends_in_fp8: whether `velocity` accepts `fp8_attention`, that is, whether the
+            transformer's softmax attention has no mask and can run in FP8
             (`models/layers/attention_fp8.py`).
-        accepts_instruction: whether `tokenize` accepts an instruction before the prompts.
+        accepts_instruction: whether `tokenize` accepts an instruction, a text for the language
+            model before each prompt.
         linear_sigmas: whether diffusers' pipeline passes the sigmas `linspace(1, 1/n, n)` to its
             scheduler, instead of using the scheduler's own.
         folder: the directory that the pipeline was opened from.
         remat: what the gradient of the transformer recomputes: "none" (nothing), "matmuls" (all but
             matmuls and attention kernels) or "blocks" (all but the input of each block).
         scheduler: contents of `scheduler/scheduler_config.json`.
-        transformer: the denoising network.
-        text_encoders: the text encoders by the names of their folders.
-        vae: the autoencoder, of which only the decoder is built.
+        transformer: the denoising network, a `Component`: its graph and the place of its files.
+        text_encoders: the text encoders, `Component`s by the names of their folders.
+        vae: the autoencoder, a `Component` of which only the decoder is built.
         compression: side, in image pixels, of the square that one latent pixel stands for.
         channels: channels of the latent.
         patch: side, in latent pixels, of the square that one transformer token stands for.
@@ -116,12 +118,16 @@ class Pipeline(abc.ABC):
         """Predicts the velocity `v = noise - x0`, in the dtype of `latent`. For use under jit.
 
         Args:
-            params: parameters of the transformer, gathered (`Component.gather`).
-            latent: noisy latents.
+            params: parameters of the transformer, gathered (`Component.gather`). Leaves may be
+                quantized or adapted.
+            latent: noisy latents, in the dtype to compute in.
             conditioning: encoded prompts by name, one row per latent, as returned by `encode_text`.
-            timestep: `1000 sigma` of each latent.
+            timestep: `1000 sigma` of each latent, in [0, 1000].
             guidance: guidance scale, a scalar. Networks that do not take it as an input ignore it.
-            fp8_attention: whether softmax attention runs in FP8, only where `attends_in_fp8`.
+            fp8_attention: whether softmax attention runs in FP8, only where `attends_in_fp8`:
+                queries, keys, values and result are rounded to E4M3. For programs that take no
+                gradient. On TPUs, on GPUs older than Hopper, and on other GPUs for head sizes that
+                are no multiple of 16 or above 128, the matmuls run in BF16 all the same.
 
         Returns:
             The velocity, of the shape of `latent`, from one evaluation of the network.
@@ -129,6 +135,7 @@ class Pipeline(abc.ABC):
         Raises:
             ValueError: while tracing, if the network does not support the size of the latents, or
                 if `fp8_attention` is set for a model without FP8 attention.
+            KeyError: while tracing, if `remat` is none of its three values.
         """
 
     @abc.abstractmethod
@@ -139,16 +146,20 @@ class Pipeline(abc.ABC):
 
         Args:
             prompts: one or more texts; a negative prompt may be empty.
-            max_tokens: number of tokens to which each prompt is padded or cut.
+            max_tokens: number of tokens to which each prompt is padded or cut: at least the special
+                tokens that the tokenizer adds to every text, and at most 4096, with those of the
+                instruction. Some models accept fewer.
             instruction: text for the language model before each prompt, only where
                 `accepts_instruction`; other models ignore it. None: no instruction.
 
         Returns:
-            Arrays in host memory by name, with one row per prompt in the order of `prompts`.
+            Arrays in host memory by name, with one row per prompt in the order of `prompts`. The
+            names depend on the model.
 
         Raises:
-            InputError: `max_tokens` is not possible for the model or its tokenizer, or the
-                tokenizer fails.
+            InputError: `max_tokens` is not possible for the model or its tokenizer; the tokenizer
+                fails; or it has no vocabulary, which only the configurations that this package
+                carries for `solrl plan` may lack.
         """
 
     @abc.abstractmethod
@@ -156,11 +167,12 @@ class Pipeline(abc.ABC):
         """Encodes tokenized prompts for the transformer. For use under jit.
 
         Args:
-            params: parameters of each text encoder, by the name of its folder.
+            params: parameters of each text encoder, by the name of its folder, gathered.
             tokens: result of `tokenize`.
 
         Returns:
             Arrays by name, with one row per prompt: the argument `conditioning` of `velocity`.
+            Floating-point arrays have the dtype of the text encoders' parameters.
         """
 
     @abc.abstractmethod
@@ -194,15 +206,18 @@ class Pipeline(abc.ABC):
     def mu(self) -> Callable[[int, int], float] | None:
         """The formula of the resolution-dependent schedule shift, or None for that of FLUX.1.
 
-        A function (number of steps, number of image tokens) that gives the natural logarithm of the
-        shift. None here; a family with another formula overrides the property.
+        The schedule of a flow may be shifted towards noise for large images. This is a function
+        (number of steps, number of image tokens) that gives the natural logarithm of the shift. It
+        is None here; a family with another formula overrides the property.
         """
         return None
 
     def size_multiples(self) -> tuple[int, int]:
         """Returns the numbers of pixels that image heights and image widths must be multiples of.
 
-        Here both are the side of one transformer token, `compression * patch`.
+        Returns:
+            The number for heights, then that for widths. Here both are the side of one transformer
+            token, `compression * patch`; SANA with MHLA has larger ones.
         """
         token = self.compression * self.patch
         return token, token

@@ -33,17 +33,19 @@ def open_pipeline(folder: Path, remat: str = "none", mhla: MhlaOverride | None =
             `PIPELINES`.
         remat: what the gradient of the transformer recomputes: "none" (nothing), "matmuls" (all but
             matmuls and attention kernels) or "blocks" (all but the input of each block). It is not
-            checked here.
-        mhla: replaces the linear attention of SANA; None keeps the model's own attention.
+            checked here: another value raises KeyError when the transformer is first traced.
+        mhla: replaces the linear attention of SANA by MHLA (`models/layers/mhla.py`); None keeps
+            the model's own attention.
 
     Returns:
         The pipeline, an instance of the selected class.
 
     Raises:
         FileNotFoundError: the directory or one of its files is missing.
-        ValueError: the pipeline or one of its components is not supported, or `mhla` is given for
-            another model than SANA or does not divide the tokens of its image size into equal
-            blocks.
+        ValueError: a file is not a JSON object or holds a value that is not supported, the pipeline
+            is none of `PIPELINES`, its components do not fit together, a tokenizer cannot be
+            loaded, or `mhla` is given for another model than SANA or does not divide the tokens of
+            its image size into equal blocks.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such model directory")

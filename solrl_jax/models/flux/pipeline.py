@@ -139,15 +139,17 @@ class FluxPipeline(Pipeline):
             latent: noisy latents [b, h, w, c], not packed, of even height and width.
             conditioning: "text" [b, l, d] and "pooled" [b, e], as returned by `encode_text`.
             timestep: `1000 sigma` of each latent.
-            guidance: guidance scale, a scalar. FLUX.1-schnell, whose transformer does not embed it,
-                ignores it.
-            fp8_attention: whether the attention runs in FP8.
+            guidance: guidance scale, a scalar, for example 3.5. FLUX.1-schnell, whose transformer
+                does not embed it, ignores it.
+            fp8_attention: whether the attention runs in FP8, for programs that take no gradient;
+                see `FluxTransformer2DModel.__call__` for where it falls back to BF16.
 
         Returns:
             The velocity, of the shape of `latent`.
 
         Raises:
             ValueError: while tracing, if height or width is odd.
+            KeyError: while tracing, if `remat` is none of its three values.
         """
         scale = jnp.broadcast_to(guidance, timestep.shape) if self.config.guidance_embeds else None
         network = self.transformer(params)
@@ -165,18 +167,24 @@ class FluxPipeline(Pipeline):
     ) -> Tokens:
         """Tokenizes prompts for CLIP and T5.
 
+        The tokenizers are those that the constructor has loaded. Their own settings say on which
+        side prompts are padded and cut.
+
         Args:
             prompts: one or more texts.
-            max_tokens: number of tokens for T5. The number for CLIP is `clip_tokens`.
+            max_tokens: number of tokens for T5, its end-of-text token included: up to 4096, and at
+                least the number of special tokens that the tokenizer adds (1 for T5). The number
+                for CLIP is `clip_tokens`.
             instruction: not supported, and ignored.
 
         Returns:
             "clip" [prompts, clip_tokens] and "t5" [prompts, max_tokens]: tokens, int32, padded or
-            cut.
+            cut. No mask is returned, because FLUX attends to padding.
 
         Raises:
-            InputError: `max_tokens` is too large or too small for the tokenizer, or a tokenizer
-                fails.
+            InputError: `max_tokens` is outside of these limits; a tokenizer fails; or it has no
+                vocabulary, which only the configurations that this package carries for
+                `solrl plan` may lack.
         """
         return {
             "clip": tokenize(self.folder / "tokenizer", prompts, self.clip_tokens)["ids"],

@@ -134,12 +134,15 @@ class FluxTransformer2DModel(nnx.Module):
             latent: noisy latents, not packed: c is `in_channels / 4`. Height and width are even.
             text: last hidden states of T5, cast to the dtype of `latent`. Padding is not masked, as
                 in the released pipeline.
-            pooled: CLIP's embedding of the whole prompt. It is embedded in float32, as are timestep
-                and guidance scale.
-            timestep: `1000 * sigma` of each latent.
+            pooled: CLIP's embedding of the whole prompt, [b, `pooled_projection_dim`]. It is
+                embedded in float32, as are timestep and guidance scale.
+            timestep: `1000 * sigma` of each latent, in [0, 1000].
             guidance: guidance scale of each latent, for example 3.5, if and only if the config sets
                 `guidance_embeds`; otherwise None.
-            fp8_attention: whether the attention runs in FP8.
+            fp8_attention: whether the attention of every block runs in FP8: queries, keys, values
+                and result are rounded to E4M3. For programs that take no gradient. On TPUs, on GPUs
+                older than Hopper, and on other GPUs for head sizes that are no multiple of 16 or
+                above 128, the matmuls of the attention run in BF16 all the same.
 
         Returns:
             The velocity, in the dtype of `latent`: out is a quarter of the output features of a
@@ -220,9 +223,11 @@ class FluxSingleBlock(nnx.Module):
 
         Args:
             x: the text tokens, then the image tokens.
-            condition: the vector that modulates the block, after its SiLU.
-            rotation: cosines and sines of the rotary angles of the s positions.
-            fp8_attention: whether the attention runs in FP8.
+            condition: the sum of the embedded timestep, guidance scale and pooled text, after its
+                SiLU. From it the block computes the shift, scale and gate of its norm.
+            rotation: cosines and sines of the rotary angles of the s positions (`rotary_table`).
+            fp8_attention: whether the attention runs in FP8, for programs that take no gradient;
+                see `FluxTransformer2DModel.__call__` for where it falls back to BF16.
 
         Returns:
             The tokens after the block, the sum with the input included, of the shape and dtype of

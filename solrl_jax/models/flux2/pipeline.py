@@ -120,8 +120,8 @@ class Flux2KleinPipeline(Pipeline):
 
     @property
     def mu(self) -> Callable[[int, int], float]:
-        """The formula of the schedule shift, `empirical_mu`, which depends on the number of steps
-        too.
+        """The formula of the schedule shift, `empirical_mu`: a function (number of steps, number of
+        image tokens) that returns the natural logarithm of the shift.
         """
         return empirical_mu
 
@@ -142,10 +142,14 @@ class Flux2KleinPipeline(Pipeline):
             conditioning: "text" [b, l, 3 d], as returned by `encode_text`.
             timestep: `1000 sigma` of each latent.
             guidance: ignored.
-            fp8_attention: whether the attention runs in FP8.
+            fp8_attention: whether the attention runs in FP8, for programs that take no gradient;
+                see `Flux2Transformer2DModel.__call__` for where it falls back to BF16.
 
         Returns:
             The velocity, of the shape of `latent`.
+
+        Raises:
+            KeyError: while tracing, if `remat` is none of its three values.
         """
         network = self.transformer(params)
         return network(latent, conditioning["text"], timestep, fp8_attention=fp8_attention)
@@ -157,8 +161,10 @@ class Flux2KleinPipeline(Pipeline):
 
         Args:
             prompts: one or more texts.
-            max_tokens: number of tokens of each prompt, those of the chat template included. Longer
-                chats are cut at the end.
+            max_tokens: number of tokens of each prompt, those of the chat template included: up to
+                4096, and at least the number of special tokens that the tokenizer adds. Longer
+                chats are cut, and shorter ones padded, on the sides that the tokenizer's settings
+                say: on the right in the released models.
             instruction: not supported, and ignored.
 
         Returns:
@@ -166,8 +172,9 @@ class Flux2KleinPipeline(Pipeline):
             max_tokens].
 
         Raises:
-            InputError: the tokenizer has no usable chat template, it fails, or `max_tokens` is too
-                large or too small for it.
+            InputError: the tokenizer has no usable chat template; it fails; `max_tokens` is outside
+                of these limits; or the tokenizer has no vocabulary, which only the configurations
+                that this package carries for `solrl plan` may lack.
         """
         texts = chat(self.tokenizer, prompts, enable_thinking=False)
         return tokenize(self.tokenizer, texts, max_tokens)
@@ -183,7 +190,8 @@ class Flux2KleinPipeline(Pipeline):
 
         Returns:
             "text" [b, l, 3 d]: the hidden states after layers 9, 18 and 27 (`HIDDEN_STATES`),
-            concatenated in this order, not normalised.
+            concatenated in this order, not normalised, in the dtype of the text encoder. d is the
+            hidden size of Qwen3.
         """
         encoder = self.text_encoders["text_encoder"](params["text_encoder"])
         return {"text": encoder(tokens["ids"], tokens["mask"])}

@@ -156,8 +156,11 @@ class Flux2Transformer2DModel(nnx.Module):
                 one token.
             text: hidden states of the text encoder, cast to the dtype of `latent`. Padding is not
                 masked, as in the released pipeline.
-            timestep: `1000 * sigma` of each latent. It is embedded in float32.
-            fp8_attention: whether the attention runs in FP8.
+            timestep: `1000 * sigma` of each latent, in [0, 1000]. It is embedded in float32.
+            fp8_attention: whether the attention of every block runs in FP8: queries, keys, values
+                and result are rounded to E4M3. For programs that take no gradient. On TPUs, on GPUs
+                older than Hopper, and on other GPUs for head sizes that are no multiple of 16 or
+                above 128, the matmuls of the attention run in BF16 all the same.
 
         Returns:
             The velocity, in the dtype of `latent`: out is `config.features_out`.
@@ -251,10 +254,12 @@ class Flux2Block(nnx.Module):
                 attention, then of the MLP.
             image_vectors: six vectors that modulate the image, in the same order.
             rotation: cosines and sines of the rotary angles of the l + n positions, text first.
-            fp8_attention: whether the attention runs in FP8.
+            fp8_attention: whether the attention runs in FP8, for programs that take no gradient;
+                see `Flux2Transformer2DModel.__call__` for where it falls back to BF16.
 
         Returns:
-            The text tokens and the image tokens after the layer, the sums with the inputs included.
+            The text tokens and the image tokens after the layer, the sums with the inputs included,
+            each of the shape and dtype of its input.
         """
         text_shift, text_scale, text_gate, text_shift_ff, text_scale_ff, text_gate_ff = text_vectors
         shift, scale, gate, shift_ff, scale_ff, gate_ff = image_vectors
@@ -303,7 +308,8 @@ class Flux2SingleBlock(nnx.Module):
             x: the text tokens, then the image tokens.
             vectors: three vectors that modulate the block: shift, scale and gate.
             rotation: cosines and sines of the rotary angles of the s positions.
-            fp8_attention: whether the attention runs in FP8.
+            fp8_attention: whether the attention runs in FP8, for programs that take no gradient;
+                see `Flux2Transformer2DModel.__call__` for where it falls back to BF16.
 
         Returns:
             The tokens after the block, the sum with the input included, of the shape and dtype of

@@ -124,7 +124,7 @@ class ConversionPlan:
 
 
 def is_native(names: Iterable[str]) -> bool:
-    """Whether these are the tensor names of a native SANA checkpoint.
+    """Whether these are the tensor names of a native SANA checkpoint, in the layout of its authors.
 
     One tensor of an MLP, such as "blocks.0.mlp.depth_conv.conv.weight", is enough: no other network
     has this MLP in blocks of this name.
@@ -143,11 +143,19 @@ def plan_conversion(shapes: Mapping[str, Shape], base: SanaConfig) -> Conversion
 
     Args:
         shapes: shapes of all native tensors, by name.
-        base: configuration of a released transformer of the same width, for everything else.
+        base: configuration of a released transformer of the same width, for everything else, such
+            as the number of heads and the channels. The shapes cannot tell the number of heads, so
+            it is not checked.
+
+    Returns:
+        The plan: the configuration of the converted transformer; for every tensor of it, the native
+        tensor, the range of rows in that and the shape to give them; the kind of the native MLP;
+        and which native tensors are not needed. See `ConversionPlan`.
 
     Raises:
-        ValueError: the checkpoint has another width, or tensors are missing, unexpected or of
-            another shape. The message lists all such tensors.
+        ValueError: the checkpoint has another width; or tensors are missing, of another shape, or
+            unexpected. The two tensors of `IGNORED` (positions, and the embedding of the empty
+            prompt) may be there or not. The message lists all tensors that do not fit.
     """
     modulation = shapes.get("t_block.1.bias", (6 * base.width,))
     if modulation[0] // 6 != base.width:
@@ -194,7 +202,7 @@ def mlp_ratio(hidden: int, width: int) -> float:
     rounded down.
 
     Args:
-        hidden: hidden width of the MLP.
+        hidden: hidden width of the MLP after its gate, not negative.
         width: width of the tokens, a positive number.
     """
     ratio = hidden / width

@@ -34,7 +34,7 @@ class MhlaOverride:
     (`models/layers/mhla.py`).
 
     Attributes:
-        mhla: number of blocks and variant.
+        mhla: number of blocks and variant (`models.layers.mhla.Mhla`).
         size: image height and width in pixels, from which the arrangement of the blocks follows.
             Images of other sizes have the same arrangement.
     """
@@ -131,8 +131,10 @@ class SanaPipeline(Pipeline):
     def size_multiples(self) -> tuple[int, int]:
         """Returns the numbers of pixels that image heights and image widths must be multiples of.
 
-        They are those of a token, `compression * patch`, times the number of blocks of MHLA from
-        top to bottom and from left to right (1 without MHLA).
+        Returns:
+            The number for heights, then that for widths: the side of a token, `compression *
+            patch`, times the number of blocks of MHLA from top to bottom, or from left to right (1
+            without MHLA).
         """
         rows, columns = super().size_multiples()
         return rows * self.blocks[0], columns * self.blocks[1]
@@ -150,7 +152,8 @@ class SanaPipeline(Pipeline):
 
         Args:
             params: parameters of the transformer, gathered.
-            latent: noisy latents [b, h, w, c].
+            latent: noisy latents [b, h, w, c]. Height and width are multiples of the patch size
+                and, with MHLA, of the blocks (`size_multiples`).
             conditioning: "text" [b, l, d] and "mask" [b, l], as returned by `encode_text`.
             timestep: `1000 sigma` of each latent. It is multiplied by the configuration's
                 `timestep_scale` here.
@@ -162,6 +165,7 @@ class SanaPipeline(Pipeline):
 
         Raises:
             ValueError: `fp8_attention` is set.
+            KeyError: while tracing, if `remat` is none of its three values.
         """
         timestep = timestep * self.config.timestep_scale
         if fp8_attention:
@@ -184,7 +188,9 @@ class SanaPipeline(Pipeline):
 
         Args:
             prompts: one or more texts.
-            max_tokens: number of tokens of each prompt that the transformer sees.
+            max_tokens: number of tokens of each prompt that the transformer sees, at least the
+                number of special tokens that the tokenizer adds. With the tokens of the instruction
+                but two, at most 4096.
             instruction: text before each prompt, taken as it is; None or an empty text: no
                 instruction.
 
@@ -195,8 +201,9 @@ class SanaPipeline(Pipeline):
             tokens.
 
         Raises:
-            InputError: instruction and prompt together have too many tokens, `max_tokens` is too
-                small for the tokenizer, or the tokenizer fails.
+            InputError: `max_tokens` is outside of these limits; the tokenizer fails; or it has no
+                vocabulary, which only the configurations that this package carries for
+                `solrl plan` may lack.
         """
         texts = [prompt.lower().strip() for prompt in prompts]
         length = max_tokens
@@ -219,8 +226,9 @@ class SanaPipeline(Pipeline):
             tokens: result of `tokenize`.
 
         Returns:
-            "text" [b, l, d], Gemma's last hidden states, and "mask" [b, l], bool, both at the l
-            positions `tokens["kept"]`.
+            "text" [b, l, d], Gemma's last hidden states in the dtype of the text encoder, and
+            "mask" [b, l], bool, true on tokens and false on padding, both at the l positions
+            `tokens["kept"]`.
         """
         encoder = self.text_encoders["text_encoder"](params["text_encoder"])
         text = encoder(tokens["ids"], tokens["mask"])

@@ -151,7 +151,7 @@ class SanaTransformer2DModel(nnx.Module):
         Args:
             latent: noisy latents. Height and width are multiples of the patch size.
             text: text embeddings, cast to the dtype of `latent`.
-            text_mask: true on tokens, false on padding.
+            text_mask: true on tokens, false on padding, to which no image token attends.
             timestep: `1000 * sigma * timestep_scale` of each latent. The scale is not applied here.
 
         Returns:

@@ -147,7 +147,8 @@ class StableDiffusion3Pipeline(Pipeline):
             conditioning: "text" [b, l, d] and "pooled" [b, e], as returned by `encode_text`.
             timestep: `1000 sigma` of each latent.
             guidance: ignored.
-            fp8_attention: whether the attention runs in FP8.
+            fp8_attention: whether the attention runs in FP8, for programs that take no gradient;
+                see `SD3Transformer2DModel.__call__` for where it falls back to BF16.
 
         Returns:
             The velocity, of the shape of `latent`.
@@ -155,6 +156,7 @@ class StableDiffusion3Pipeline(Pipeline):
         Raises:
             ValueError: while tracing, if height or width is not a whole number of patches, or
                 larger than the stored positions.
+            KeyError: while tracing, if `remat` is none of its three values.
         """
         network = self.transformer(params)
         return network(
@@ -172,17 +174,20 @@ class StableDiffusion3Pipeline(Pipeline):
 
         Args:
             prompts: one or more texts.
-            max_tokens: number of tokens for T5. The number for both CLIPs is `clip_tokens`.
+            max_tokens: number of tokens for T5, its end-of-text token included: up to 4096, and at
+                least the number of special tokens that the tokenizer adds (1 for T5). Without T5
+                it is not checked. The number for both CLIPs is `clip_tokens`.
             instruction: not supported, and ignored.
 
         Returns:
             "text_encoder" and "text_encoder_2" [prompts, clip_tokens], and "text_encoder_3"
-            [prompts, max_tokens]: tokens, int32, padded or cut. Without T5, the last one is all
-            zeros.
+            [prompts, max_tokens]: tokens, int32, padded or cut on the sides that the tokenizers'
+            settings say. Without T5, the last one is all zeros.
 
         Raises:
-            InputError: `max_tokens` is too large or too small for the tokenizer, or a tokenizer
-                fails.
+            InputError: `max_tokens` is outside of these limits; a tokenizer fails; or it has no
+                vocabulary, which only the configurations that this package carries for
+                `solrl plan` may lack.
         """
         tokens = {T5: np.zeros((len(prompts), max_tokens), "int32")}
         for name in self.text_encoders:

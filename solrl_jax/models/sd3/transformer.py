@@ -121,12 +121,17 @@ class SD3Transformer2DModel(nnx.Module):
         """Predicts the velocity `noise - x0` at `latent`.
 
         Args:
-            latent: noisy latents.
+            latent: noisy latents. Height and width are multiples of the patch size, up to
+                `pos_embed_max_size` patches.
             text: text embeddings, cast to the dtype of `latent`. Nothing is masked, not even
                 padding, as in the released pipeline.
-            pooled: one embedding of the whole prompt, cast to the dtype of `latent`.
-            timestep: `1000 * sigma` of each latent.
-            fp8_attention: whether the attention runs in FP8.
+            pooled: one embedding of the whole prompt, [b, `pooled_projection_dim`], cast to the
+                dtype of `latent`.
+            timestep: `1000 * sigma` of each latent, in [0, 1000].
+            fp8_attention: whether the attention of every block runs in FP8: queries, keys, values
+                and result are rounded to E4M3. For programs that take no gradient. On TPUs, on GPUs
+                older than Hopper, and on other GPUs for head sizes that are no multiple of 16 or
+                above 128, the matmuls of the attention run in BF16 all the same.
 
         Returns:
             The velocity, in the dtype of `latent`: out is `config.features_out`.

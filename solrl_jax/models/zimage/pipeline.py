@@ -119,6 +119,7 @@ class ZImagePipeline(Pipeline):
         Raises:
             ValueError: `fp8_attention` is set; or, while tracing, height or width is odd, or image
                 or text has more tokens than there are positions.
+            KeyError: while tracing, if `remat` is none of its three values.
         """
         if fp8_attention:
             raise ValueError(
@@ -135,8 +136,10 @@ class ZImagePipeline(Pipeline):
 
         Args:
             prompts: one or more texts.
-            max_tokens: number of tokens of each prompt, those of the chat template included. Longer
-                chats are cut.
+            max_tokens: number of tokens of each prompt, those of the chat template included: up to
+                `config.max_text_tokens`, and at least the number of special tokens that the
+                tokenizer adds. Longer chats are cut on the side that the tokenizer's settings say,
+                the right in the released models.
             instruction: not supported, and ignored.
 
         Returns:
@@ -144,8 +147,9 @@ class ZImagePipeline(Pipeline):
             max_tokens].
 
         Raises:
-            InputError: the transformer has fewer text positions than `max_tokens`, the tokenizer
-                has no usable chat template, it fails, or `max_tokens` is too small for it.
+            InputError: `max_tokens` is outside of these limits or above 4096; the tokenizer has no
+                usable chat template; it fails; or it has no vocabulary, which only the
+                configurations that this package carries for `solrl plan` may lack.
         """
         if max_tokens > self.config.max_text_tokens:
             raise InputError(
@@ -163,8 +167,9 @@ class ZImagePipeline(Pipeline):
             tokens: result of `tokenize`.
 
         Returns:
-            "text" [b, l, d], the hidden states before Qwen3's last layer, not normalised; and
-            "mask" [b, l], bool, which is `tokens["mask"]`.
+            "text" [b, l, d], the hidden states before Qwen3's last layer, not normalised, in the
+            dtype of the text encoder; and "mask" [b, l], bool, which is `tokens["mask"]`: true on
+            tokens, false on padding.
         """
         encoder = self.text_encoders["text_encoder"](params["text_encoder"])
         return {"text": encoder(tokens["ids"], tokens["mask"]), "mask": tokens["mask"]}

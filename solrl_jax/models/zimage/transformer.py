@@ -120,8 +120,8 @@ class ZImageConfig(ReleasedConfig):
 
     @property
     def max_text_tokens(self) -> int:
-        """Number of tokens of the longest text, the largest multiple of 32 that is at most
-        `axes_lens[0] - 2`.
+        """Number of tokens of the longest text, the largest multiple of 32 (`MULTIPLE`) that is at
+        most `axes_lens[0] - 2`.
 
         Positions of text count from 1, and the image has the position after the padded text, which
         must be a stored one.
@@ -190,7 +190,7 @@ class ZImageTransformer2DModel(nnx.Module):
             text: hidden states of Qwen3, cast to the dtype of `latent`.
             mask: true on tokens, false on the padding after them. Each sample has at least one
                 token.
-            timestep: `1000 * sigma` of each latent. It is embedded in float32.
+            timestep: `1000 * sigma` of each latent, in [0, 1000]. It is embedded in float32.
 
         Returns:
             The velocity, of the shape and dtype of `latent`.
