@@ -16,7 +16,14 @@ from tests.targets.conftest import (
     rows_near_their_record,
 )
 
-PROGRAMS = ["encode: encode_chunk", *SAMPLE, "score: decode_chunk", "score: score_images", UPDATE]
+PROGRAMS = [
+    "encode: encode_chunk",
+    "sync: quantize_policy",
+    *SAMPLE,
+    "score: decode_chunk",
+    "score: score_images",
+    UPDATE,
+]
 KERNEL = "tpu_custom_call"
 
 
@@ -31,9 +38,7 @@ def planned(folder):
 
 
 def test_every_program_compiles_and_all_but_decoding_fit(planned):
-    """There is nothing to sync: a v6e has no units of eight or four bits, so that it explores in
-    BF16.
-    """
+    """A v6e explores in INT8."""
     assert [f"{stage}: {row['name']}" for stage, row in plan.rows(planned.plan)] == PROGRAMS
     assert planned.plan["too_large"].keys() <= {"score"}
 
@@ -45,7 +50,8 @@ def test_the_transformer_attends_in_flash_attention(planned):
     def kernels(name):
         return planned.program(name)["roofline"]["native"][KERNEL]
 
-    assert kernels(SAMPLE[0]) == count * settings.rollout.explore.num_steps
+    # one kernel per attention, and one for the codes of each input of quantized linear layers
+    assert kernels(SAMPLE[0]) > count * settings.rollout.explore.num_steps
     assert kernels(SAMPLE[1]) == count * settings.rollout.num_steps
     assert kernels(UPDATE) % count == 0
 
