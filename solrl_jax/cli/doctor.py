@@ -28,7 +28,14 @@ from solrl_jax.planning import device_checks
 from solrl_jax.planning.abstract import open_configurations
 from solrl_jax.planning.targets import CUDNN
 from solrl_jax.quant.formats import AUTO, FORMATS, DeviceInfo, resolve_format
-from solrl_jax.rewards.registry import open_rewards, reward_names
+from solrl_jax.rewards.host import Failure
+from solrl_jax.rewards.judge.settings import open_judge
+from solrl_jax.rewards.registry import (
+    is_judge,
+    open_judge_reward,
+    open_rewards,
+    reward_names,
+)
 from solrl_jax.rewards.sources import SOURCES, Converted, Hub, find
 from solrl_jax.rl.experiment import local_device, open_mesh, read_instruction, select_parameters
 from solrl_jax.rl.memory_check import device_memory, refuse_what_cannot_fit
@@ -37,6 +44,7 @@ from solrl_jax.storage import hub
 
 EXTRAS = {
     "rewards": "rapidocr",
+    "judge": "openai",
     "convert": "torch",
     "wandb": "wandb",
 }  # a package that each extra brings
@@ -51,8 +59,9 @@ def command(preset: str | None, overrides: tuple[str, ...], as_json: bool) -> No
     """Show what this machine can do, and what PRESET lacks here.
 
     On a GPU, also run the kernels of the low-precision formats and of attention for a moment, and
-    compare them with plain JAX. Loads no weights and downloads nothing. The exit code is 1 if
-    something is missing or a kernel is wrong.
+    compare them with plain JAX. Loads no weights and downloads nothing. Sends one request to the
+    endpoint of each judge that PRESET uses as a reward. The exit code is 1 if something is missing
+    or a kernel is wrong.
 
     \b
     solrl doctor
@@ -149,8 +158,9 @@ def needs(config: Config) -> dict[str, Any]:
 
     Returns:
         "preset" (its name), "weights" (see `sizes`; empty if they cannot be computed or do not
-        fit), "downloads" (names in the Hub of what the first start downloads), and "missing" (a
-        message for each problem, each once).
+        fit), "downloads" (names in the Hub of what the first start downloads), "judges" (what the
+        endpoint of each judge supports, in one line), and "missing" (a message for each problem,
+        each once).
     """
     missing: list[str] = []
     downloads = [*_model_download(config), *_reward_downloads(config)]
@@ -183,7 +193,11 @@ def needs(config: Config) -> dict[str, Any]:
                 find(key, config.reward.paths)
     if not missing and not downloads:
         with noted():
-            open_rewards(config.reward)
+            open_rewards(config.reward, explore=config.rollout.explore.reward)
+    judges: dict[str, str] = {}
+    for name in filter(is_judge, _reward_names(config)):
+        with noted():
+            judges[name] = _probe_judge(name, config)
     with noted():
         weights |= sizes(config)
     with noted():
@@ -197,8 +211,45 @@ def needs(config: Config) -> dict[str, Any]:
         "preset": config.preset,
         "weights": weights,
         "downloads": downloads,
+        "judges": judges,
         "missing": list(dict.fromkeys(missing)),
     }
+
+
+def _reward_names(config: Config) -> list[str]:
+    """Returns the names of all rewards that a configuration uses."""
+    explored = config.rollout.explore.reward or {}
+    return reward_names((*config.reward.weights, *config.reward.eval_only, *explored))
+
+
+def _probe_judge(name: str, config: Config) -> str:
+    """Sends a request to the endpoint of a judge.
+
+    Args:
+        name: The name of the judge.
+        config: Its options are read.
+
+    Returns:
+        What the endpoint supports, in one line.
+
+    Raises:
+        InputError: If the judge could not score an image.
+    """
+    options = config.reward.options.get(name, {})
+    open_judge_reward(name, options, config.reward.workers)
+    # Only here, because the package openai may not be installed.
+    from solrl_jax.rewards.judge.probe import describe, probe
+
+    judge = open_judge(name, options)
+    try:
+        support = probe(judge)
+    except Failure as failure:
+        raise InputError(f"reward '{name}': {judge.settings.base_url}: {failure}") from None
+    if support.problem is not None:
+        raise InputError(
+            f"reward '{name}': {judge.settings.base_url} {describe(support)}: {support.problem}"
+        )
+    return f"{judge.settings.base_url} {describe(support)}"
 
 
 def sizes(config: Config) -> dict[str, int]:
@@ -258,12 +309,13 @@ def _reward_sources(config: Config) -> dict[str, Hub | Converted]:
     """Returns the released files that the rewards of a configuration are read from.
 
     Args:
-        config: The configuration. The rewards that are trained on and those that are watched count.
+        config: The configuration. The rewards that are trained on, that are watched
+            and that rank candidates count.
 
     Returns:
         The sources by their key in `SOURCES`, e.g. "pickscore" or "pickscore/tokenizer".
     """
-    names = reward_names((*config.reward.weights, *config.reward.eval_only))
+    names = _reward_names(config)
     return {key: source for key, source in SOURCES.items() if key.split("/")[0] in names}
 
 
@@ -430,6 +482,7 @@ def table(summary: dict[str, Any]) -> str:
             )
         )
     rows += [("download", f"{name}, at the first start") for name in summary.get("downloads", ())]
+    rows += [(name, line) for name, line in summary.get("judges", {}).items()]
     rows += [("warning", line) for line in summary["warnings"]]
     rows += [("wrong", line) for line in _wrong(summary)]
     rows += [("missing", line) for line in summary["missing"]] or [("missing", "nothing")]

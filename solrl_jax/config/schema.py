@@ -211,6 +211,12 @@ class Explore(Section):
     correction_rank: Annotated[Integer, Field(ge=0, le=2**12)] = 0
     attention: Literal["default", "fp8"] = "default"
     min_rank_correlation: Annotated[Number, Field(ge=-1, le=1)] | None = None
+    # Weights of the scores that rank the candidates, by name, where the scores of `reward.weights`
+    # are too slow or too dear for all of them. The kept candidates are scored by `reward.weights`
+    # in any case. None: these rank the candidates as well. Ours.
+    reward: Annotated[dict[str, Number], Field(min_length=1)] | None = dataclasses.field(
+        default=None, hash=False
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -307,6 +313,28 @@ class Rollout(Section):
                 "must be null with rollout.regenerate=false, which has no samples to compare with"
             )
             raise ConfigError.of_field(field, self.explore.min_rank_correlation, accepted)
+        if self.explore.reward is not None:
+            self._check_proxy_reward(self.explore.reward)
+
+    def _check_proxy_reward(self, weights: dict[str, float]) -> None:
+        """Raises ConfigError if the candidates cannot be ranked by a reward of their own."""
+        field = "rollout.explore.reward"
+        if not self.regenerate:
+            accepted = (
+                "must be null with rollout.regenerate=false, where the explored rewards are trained"
+                " on"
+            )
+            raise ConfigError.of_field(field, weights, accepted)
+        if self.explore.min_rank_correlation is not None:
+            accepted = (
+                "must be null with rollout.explore.min_rank_correlation: finer exploration does not"
+                " make two rewards agree"
+            )
+            raise ConfigError.of_field(field, weights, accepted)
+        if any(contains_secret(name) for name in weights):
+            raise ConfigError(
+                f"{field}: the URL of a service must contain no user name, password or token"
+            )
 
     def _check_steps(self) -> None:
         """Checks the numbers of steps of exploration against those of regeneration.
@@ -419,6 +447,10 @@ class Reward(Section):
     workers: Annotated[Integer, Field(ge=1, le=2**8)] = 2
     timeout: Annotated[Positive, Field(le=1e6)] = 120.0
     on_failure: Literal["stop", "skip"] = "stop"
+    # Most candidates of a prompt that a groupwise or pairwise reward compares with each other.
+    # Larger pools are divided into groups. A pairwise reward compares a group of g images in
+    # g (g - 1) pairs, both orders included. The default is the paper's number of kept candidates.
+    group_size: Annotated[Integer, Field(ge=2, le=2**12)] = 24
 
     def __post_init__(self) -> None:
         for name in (*self.weights, *self.eval_only, *self.options):

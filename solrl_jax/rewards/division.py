@@ -1,9 +1,12 @@
 """Rewards outside JAX on several hosts: each host scores the images of its own devices.
 
-Then all hosts share all scores.
+Then all hosts share all scores. Rewards that compare images need all images of a group: each host
+gets the images of all, and scores every so-many-th group.
 """
 
+import collections
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,10 +17,26 @@ from jaxtyping import Array, Float
 
 from solrl_jax.data.prompts import Prompt
 from solrl_jax.parallel import hosts
+from solrl_jax.rewards.groups import group_slices
 from solrl_jax.rewards.host import RewardError, Scoring, scoring
 from solrl_jax.rewards.protocol import HostRewards
 
 Scores = dict[str, Float[np.ndarray, " n"]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """The images that this host scores with some rewards.
+
+    Attributes:
+        scoring: Scores them.
+        rows: Their indices among the images of all hosts.
+        gathers: Whether they may be on the devices of other hosts.
+    """
+
+    scoring: Scoring
+    rows: list[int]
+    gathers: bool
 
 
 class DividedScoring:
@@ -27,18 +46,16 @@ class DividedScoring:
     each chunk to its own worker processes, and `finish` gathers the scores of all of them.
     """
 
-    def __init__(self, local: Scoring, rows: list[int], count: int) -> None:
+    def __init__(self, shares: list[Share], count: int) -> None:
         """Every host makes one. `divided_scoring` does this.
 
         Args:
-            local: Scores the images of this host.
-            rows: The indices of these images among those of all hosts, in the order in which
-                `local` gets them.
+            shares: The images of this host, for rewards that compare images and for others.
             count: The number of images of all hosts.
         """
-        self._local = local
-        self._rows = rows
+        self._shares = shares
         self._count = count
+        self._num_added = 0
         self._error: RewardError | None = None
 
     def add(self, images: Float[Array, "b H W 3"]) -> None:
@@ -55,52 +72,72 @@ class DividedScoring:
                 several hosts, the error is kept, further images are ignored and `finish` raises it,
                 because until then the programs of the other hosts need this one.
         """
-        if self._error is not None:
-            return
-        try:
-            self._local.add(hosts.held(images))
-        except RewardError as error:
-            if jax.process_count() == 1:
-                raise
-            self._error = error
+        first = self._num_added
+        self._num_added += len(images)
+        for share in self._shares:
+            if share.gathers:
+                # All hosts take part, also one whose reward has failed.
+                everyones = hosts.fetch(images)
+                in_chunk = [row - first for row in share.rows if 0 <= row - first < len(images)]
+                share_images = everyones[in_chunk]
+            else:
+                share_images = hosts.held(images)
+            if self._error is not None:
+                continue
+            try:
+                share.scoring.add(share_images)
+            except RewardError as error:
+                if jax.process_count() == 1:
+                    raise
+                self._error = error
 
-    def finish(self) -> tuple[Scores, dict[str, int]]:
+    def finish(self) -> tuple[Scores, dict[str, int], dict[str, float]]:
         """Waits for the scores of all hosts. Every host must call it, once.
 
         Returns:
             All scores by name, float32 arrays [count] in the order of the prompts, with NaN for
-            images without a score; and the number of images of all hosts that each reward could not
-            score, by the name of the reward.
+            images without a score; the number of images of all hosts that each reward could not
+            score, by the name of the reward; and what the calls of all hosts cost
+            (`Scoring.usage`).
 
         Raises:
             RewardError: In every host, if a call failed in any host and the run stops then. A host
                 without an error of its own raises that of the first host that has one.
             RunError: If another host does not answer.
         """
-        scores: Scores = {}
-        try:
-            if self._error is None:
-                scores = self._local.finish()
-        except RewardError as error:
-            self._error = error
-        part: dict[str, Any] = {
-            "rows": self._rows,
-            "failed": self._local.failed,
-            "error": None if self._error is None else str(self._error),
-            "scores": {name: values.tolist() for name, values in scores.items()},
-        }
-        parts = hosts.everyones(part)
-        errors = [part["error"] for part in parts if part["error"] is not None]
+        results: list[dict[str, Any]] = []
+        for share in self._shares:
+            scores: Scores = {}
+            try:
+                if self._error is None:
+                    scores = share.scoring.finish()
+            except RewardError as error:
+                self._error = error
+            results.append(
+                {
+                    "rows": share.rows,
+                    "failed": share.scoring.failed,
+                    "usage": share.scoring.usage,
+                    "scores": {name: values.tolist() for name, values in scores.items()},
+                }
+            )
+        message = None if self._error is None else str(self._error)
+        part: dict[str, Any] = {"error": message, "results": results}
+        everyones = hosts.everyones(part)
+        errors = [each["error"] for each in everyones if each["error"] is not None]
         if errors:
             raise self._error or RewardError(errors[0])
         all_scores: Scores = {}
-        for part in parts:
-            for name, values in part["scores"].items():
+        failed: collections.Counter[str] = collections.Counter()
+        usage: collections.Counter[str] = collections.Counter()
+        for result in (result for each in everyones for result in each["results"]):
+            failed.update(result["failed"])
+            usage.update(result["usage"])
+            for name, values in result["scores"].items():
                 if name not in all_scores:
                     all_scores[name] = np.full(self._count, np.nan, np.float32)
-                all_scores[name][part["rows"]] = values
-        failed = {name: sum(part["failed"][name] for part in parts) for name in self._local.failed}
-        return all_scores, failed
+                all_scores[name][result["rows"]] = values
+        return all_scores, dict(failed), dict(usage)
 
 
 @contextlib.contextmanager
@@ -127,5 +164,38 @@ def divided_scoring(
         for row in local_rows
         if start + row < len(prompts)
     ]
-    with scoring(host, [prompts[row] for row in rows]) as local:
-        yield DividedScoring(local, rows, len(prompts))
+    in_groups = tuple(reward for reward in host.rewards if reward.in_groups)
+    alone = tuple(reward for reward in host.rewards if not reward.in_groups)
+    shares = []
+    with contextlib.ExitStack() as stack:
+        if jax.process_count() == 1 or not in_groups:
+            local = scoring(host, [prompts[row] for row in rows])
+            shares.append(Share(stack.enter_context(local), rows, gathers=False))
+        else:
+            if alone:
+                local = scoring(
+                    dataclasses.replace(host, rewards=alone), [prompts[row] for row in rows]
+                )
+                shares.append(Share(stack.enter_context(local), rows, gathers=False))
+            # Every process takes every n-th group.
+            groups = group_slices(prompts, host.group_size)
+            groups = groups[jax.process_index() :: jax.process_count()]
+            group_rows = [row for group in groups for row in range(group.start, group.stop)]
+            local = scoring(
+                dataclasses.replace(host, rewards=in_groups),
+                [prompts[row] for row in group_rows],
+                _renumber(groups),
+            )
+            shares.append(Share(stack.enter_context(local), group_rows, gathers=True))
+        yield DividedScoring(shares, len(prompts))
+
+
+def _renumber(groups: Sequence[slice]) -> list[slice]:
+    """Returns slices of the same lengths that follow each other from 0."""
+    slices = []
+    start = 0
+    for group in groups:
+        stop = start + group.stop - group.start
+        slices.append(slice(start, stop))
+        start = stop
+    return slices

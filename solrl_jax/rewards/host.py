@@ -8,6 +8,7 @@ import atexit
 import collections
 import concurrent.futures
 import contextlib
+import dataclasses
 import fcntl
 import functools
 import importlib
@@ -32,20 +33,22 @@ from solrl_jax.config.values import brief_repr
 from solrl_jax.data.prompts import Prompt
 from solrl_jax.errors import RunError, in_words, one_line
 from solrl_jax.parallel import hosts
+from solrl_jax.rewards import usage
+from solrl_jax.rewards.groups import group_slices, ordered_pairs, win_rates
 from solrl_jax.rewards.protocol import HostReward, HostRewards, finite_images
 
 # Seconds after the timeout of a call within which the system has ended its process.
 GRACE = 10.0
 # The exit code of a worker whose function ended the process with exit code 0.
 ENDED = 99
+# Seconds that a call may take outside of a worker process.
+DEFAULT_SECONDS = 120.0
 # A run that skips failures stops after this many failed calls of one reward in a row.
 MOST_FAILURES = 32
 
 Images = Float[np.ndarray, "n H W 3"]
 # Scores by name.
 Answer = dict[str, Float[np.ndarray, " n"]]
-# Waits for the scores of one call. Raises Failure.
-Wait = Callable[[], Answer]
 
 
 class RewardError(RunError):
@@ -56,7 +59,43 @@ class RewardError(RunError):
 
 
 class Failure(Exception):
-    """A call of a reward's function returned no scores. The message says why in one line."""
+    """A call of a reward's function returned no scores, or not all of them.
+
+    The message says why in one line.
+
+    Attributes:
+        scores: The scores of those images that have one, as the function would return them, with
+            NaN for the others. None: no image has a score.
+    """
+
+    def __init__(self, message: str, scores: Any = None) -> None:
+        """Makes the failure.
+
+        Args:
+            message: Why there are no scores, in one line.
+            scores: See the attribute `scores`.
+        """
+        super().__init__(message)
+        self.scores = scores
+
+
+@dataclasses.dataclass(frozen=True)
+class Returned:
+    """The result of a call in a worker process.
+
+    Attributes:
+        answer: The scores by name; None if there are none.
+        problem: Why an image has no score, in one line; None if all have one.
+        usage: What the call cost, see `rewards.usage`.
+    """
+
+    answer: Answer | None
+    problem: str | None
+    usage: Mapping[str, float]
+
+
+# Waits for the result of one call.
+Wait = Callable[[], Returned]
 
 
 class Workers:
@@ -97,26 +136,26 @@ class Workers:
             prompts: The prompt of each image, with its metadata.
 
         Returns:
-            A function that waits for the scores and returns them: float32 arrays [n] by name,
-            "reward" among them. It raises Failure if the function raised, returned no scores, took
-            longer than the timeout, needed too much memory or ended its process. If the pool of
-            processes broke, it repeats the call once before it raises Failure.
+            A function that waits for the result and returns it. The result has a problem in place
+            of scores if the function raised, returned no scores, took longer than the timeout,
+            needed too much memory or ended its process. If the pool of processes broke, it repeats
+            the call once.
         """
         texts = [str(prompt) for prompt in prompts]
         metadata = [prompt.metadata for prompt in prompts]
-        arguments = (reward.target, dict(reward.options), images, texts, metadata)
+        pairs_at_once = reward.batch if reward.pairwise else 0
+        options = dict(reward.options)
+        arguments = (reward.target, options, images, texts, metadata, pairs_at_once)
         first = self._schedule(arguments)
 
-        def wait() -> Answer:
-            answer = self._wait(*first)
-            if answer is None:
+        def wait() -> Returned:
+            result = self._wait(*first)
+            if result is None:
                 # A process that ends between two calls breaks the pool. The call is repeated once.
-                answer = self._wait(*self._schedule(arguments))
-            if answer is None:
-                raise Failure("the processes that score do not start, or end by themselves")
-            if isinstance(answer, str):
-                raise Failure(answer)
-            return answer
+                result = self._wait(*self._schedule(arguments))
+            if result is None:
+                result = "the processes that score do not start, or end by themselves"
+            return Returned(None, result, {}) if isinstance(result, str) else result
 
         return wait
 
@@ -134,7 +173,7 @@ class Workers:
 
     def _schedule(
         self, arguments: tuple[Any, ...]
-    ) -> tuple[ProcessPool, concurrent.futures.Future[Answer | str]]:
+    ) -> tuple[ProcessPool, concurrent.futures.Future[Returned]]:
         """Schedules `_call` in the pool, or in a new one if there is none that works.
 
         Each process of a new pool may take the host's memory divided by the number of processes
@@ -159,8 +198,8 @@ class Workers:
         return self._pool, self._pool.schedule(_call, (self.timeout, *arguments))
 
     def _wait(
-        self, pool: ProcessPool, future: concurrent.futures.Future[Answer | str]
-    ) -> Answer | str | None:
+        self, pool: ProcessPool, future: concurrent.futures.Future[Returned]
+    ) -> Returned | str | None:
         """Waits for a call.
 
         Also closes the workers if the call has no answer `GRACE` (10) seconds after its timeout:
@@ -171,7 +210,7 @@ class Workers:
             future: The call.
 
         Returns:
-            The scores; or a message of one line that says why there are none, such as the timeout,
+            Its result; or a message of one line that says why there is none, such as the timeout,
             the signal or exit code of the process, or the error of arguments that cannot be
             pickled. None if the pool broke, which does not always end its futures.
         """
@@ -226,20 +265,35 @@ class Scoring:
     Attributes:
         failed: The number of images without a score so far, by the name of the reward. It is 0
             unless failed calls are skipped.
+        usage: What the calls cost so far, as "REWARD/NAME", see `rewards.usage`. A reward that
+            counts something also has "REWARD/seconds_waited", the seconds that the run waited for
+            its scores.
     """
 
-    def __init__(self, host: HostRewards, prompts: Sequence[Prompt]) -> None:
+    def __init__(
+        self,
+        host: HostRewards,
+        prompts: Sequence[Prompt],
+        groups: Sequence[slice] | None = None,
+    ) -> None:
         """Starts no call yet. The known scores of all images are NaN at first.
 
         Args:
             host: The rewards, and how their worker processes run.
             prompts: The prompt of each image, in order.
+            groups: The images that are compared with each other, in order. None: those of a prompt
+                that follow each other, divided into groups of `host.group_size`.
         """
         self.failed: dict[str, int] = {reward.name: 0 for reward in host.rewards}
+        self.usage: dict[str, float] = {}
         self._host = host
         self._prompts = prompts
         self._num_added = 0
         self._workers = workers(host.workers, host.timeout)
+        self._groups = group_slices(prompts, host.group_size) if groups is None else list(groups)
+        # The images of a group that is not complete yet, from the image `_first_pending` on.
+        self._pending: list[Images] = []
+        self._first_pending = 0
         self._running_chunks: list[list[tuple[HostReward, slice, Wait]]] = []
         self._scores: Answer = {}
         self._first_failures: dict[str, str] = {}  # the message for each reward
@@ -268,6 +322,8 @@ class Scoring:
             self._gather(self._running_chunks.pop(0))
         calls = []
         for reward in self._host.rewards:
+            if reward.in_groups:
+                continue
             share = math.ceil(len(images) / self._workers.count)
             size = max(min(reward.batch, share), 1)
             for start in range(0, len(images), size):
@@ -275,8 +331,32 @@ class Scoring:
                 first = self._num_added + start
                 rows = slice(first, first + len(part))
                 calls.append((reward, rows, self._workers.start(reward, part, self._prompts[rows])))
-        self._running_chunks.append(calls)
         self._num_added += len(images)
+        calls += self._start_groups(images)
+        self._running_chunks.append(calls)
+
+    def _start_groups(self, images: Images) -> list[tuple[HostReward, slice, Wait]]:
+        """Starts the calls of rewards that compare images, for the groups that are complete.
+
+        Args:
+            images: The next images. Those of an incomplete group are kept.
+        """
+        rewards = [reward for reward in self._host.rewards if reward.in_groups]
+        if not rewards:
+            return []
+        calls = []
+        self._pending.append(images)
+        while self._groups and self._groups[0].stop <= self._num_added:
+            rows = self._groups.pop(0)
+            pending = np.concatenate(self._pending)
+            count = rows.stop - rows.start
+            group = pending[:count]
+            self._pending = [pending[count:]]
+            for reward in rewards:
+                calls.append(
+                    (reward, rows, self._workers.start(reward, group, self._prompts[rows]))
+                )
+        return calls
 
     def finish(self) -> Answer:
         """Waits for all calls.
@@ -315,22 +395,39 @@ class Scoring:
                 for.
         """
         for reward, rows, wait in calls:
-            try:
-                answer = wait()
-                missing = [repr(name) for name in reward.others or () if name not in answer]
-                if missing:
-                    raise Failure(f"returned no {', '.join(missing)}")
-            except Failure as failure:
-                self._workers.failures_in_a_row[reward.name] += 1
-                self._note_failure(reward, rows, str(failure))
-                continue
-            self._workers.failures_in_a_row[reward.name] = 0
+            began = time.monotonic()
+            result = wait()
+            self._count(reward.name, result.usage, time.monotonic() - began)
+            answer = result.answer or {}
+            problem = result.problem
+            missing = [repr(name) for name in reward.others or () if name not in answer]
+            if problem is None and missing:
+                problem = f"returned no {', '.join(missing)}"
+                answer = {}
             for name, values in answer.items():
                 full_name = reward.name if name == "reward" else f"{reward.name}/{name}"
                 self._column(full_name)[rows] = values
+            if problem is not None:
+                self._note_failure(reward, rows, problem, answer)
+            else:
+                self._workers.failures_in_a_row[reward.name] = 0
 
-    def _note_failure(self, reward: HostReward, rows: slice, problem: str) -> None:
-        """Counts the images of a failed call.
+    def _count(self, name: str, counts: Mapping[str, float], seconds: float) -> None:
+        """Adds what a call cost.
+
+        Args:
+            name: The name of the reward.
+            counts: The counters of the call. Without any, nothing is added.
+            seconds: How long the run waited for the call.
+        """
+        if not counts:
+            return
+        for key, amount in (*counts.items(), ("seconds_waited", seconds)):
+            full_name = f"{name}/{key}"
+            self.usage[full_name] = self.usage.get(full_name, 0.0) + amount
+
+    def _note_failure(self, reward: HostReward, rows: slice, problem: str, answer: Answer) -> None:
+        """Counts the images of a failed call that have no score.
 
         Also keeps the message for `finish`, if it is the first one of the reward.
 
@@ -338,12 +435,15 @@ class Scoring:
             reward: The reward.
             rows: The range of the images of the call among all, not empty.
             problem: Why the call failed, in one line.
+            answer: The scores of the images that have one, with NaN for the others; or empty.
 
         Raises:
             RewardError: If failed calls are not skipped (`HostRewards.skip`), or if this is the
-                32nd failed call of the reward in a row (`MOST_FAILURES`). Nothing is counted then.
+                32nd call of the reward in a row without any score (`MOST_FAILURES`). Nothing is
+                counted then.
         """
         count = rows.stop - rows.start
+        num_failed = int(np.isnan(answer["reward"]).sum()) if answer else count
         prompts = brief_repr(self._prompts[rows][0])
         if count > 1:
             prompts += f" and {count - 1} more"
@@ -351,9 +451,11 @@ class Scoring:
         message = f"{prefix}{problem.replace(prefix, '')} (prompt {prompts})"
         if not self._host.skip:
             raise RewardError(message)
-        if self._workers.failures_in_a_row[reward.name] >= MOST_FAILURES:
+        in_a_row = self._workers.failures_in_a_row
+        in_a_row[reward.name] = in_a_row[reward.name] + 1 if num_failed == count else 0
+        if in_a_row[reward.name] >= MOST_FAILURES:
             raise RewardError(f"{message}; {MOST_FAILURES} calls in a row failed")
-        self.failed[reward.name] += count
+        self.failed[reward.name] += num_failed
         self._first_failures.setdefault(reward.name, message)
 
     def _column(self, name: str) -> Float[np.ndarray, " n"]:
@@ -371,7 +473,9 @@ class Scoring:
 
 
 @contextlib.contextmanager
-def scoring(host: HostRewards, prompts: Sequence[Prompt]) -> Iterator[Scoring]:
+def scoring(
+    host: HostRewards, prompts: Sequence[Prompt], groups: Sequence[slice] | None = None
+) -> Iterator[Scoring]:
     """A context manager with a `Scoring`.
 
     If the body raises, the worker processes for these settings end and all their calls are dropped.
@@ -380,12 +484,13 @@ def scoring(host: HostRewards, prompts: Sequence[Prompt]) -> Iterator[Scoring]:
     Args:
         host: The rewards, and how their worker processes run.
         prompts: The prompt of each image, in order.
+        groups: As of `Scoring`.
 
     Yields:
         The scoring, to which the body passes the images.
     """
     try:
-        yield Scoring(host, prompts)
+        yield Scoring(host, prompts, groups)
     except BaseException:
         workers(host.workers, host.timeout).close()
         raise
@@ -396,6 +501,7 @@ def trial(host: HostRewards, prompts: Sequence[Prompt], size: tuple[int, int]) -
 
     The scores are dropped. Also starts the worker processes, and prints a line for each failed
     reward if failures are skipped.
+    There are two for each prompt if a reward compares images.
 
     Args:
         host: The rewards, and how their worker processes run.
@@ -405,6 +511,8 @@ def trial(host: HostRewards, prompts: Sequence[Prompt], size: tuple[int, int]) -
     Raises:
         RewardError: If a call failed and failures are not skipped.
     """
+    if any(reward.in_groups for reward in host.rewards):
+        prompts = [prompt for prompt in prompts for _ in range(2)]
     with scoring(host, prompts) as attempt:
         attempt.add(np.full((len(prompts), *size, 3), 0.5, np.float32))
         attempt.finish()
@@ -490,7 +598,8 @@ def _call(
     images: Images,
     prompts: list[str],
     metadata: list[Any],
-) -> Answer | str:
+    pairs_at_once: int = 0,
+) -> Returned:
     """Calls the function of a reward, in a worker process. The first call imports it.
 
     Args:
@@ -501,29 +610,101 @@ def _call(
         images: The images, float32 [n, H, W, 3] in [0, 1].
         prompts: The text of the prompt of each image.
         metadata: The metadata of the prompt of each image.
+        pairs_at_once: For a pairwise reward, the most pairs in one call of its function.
 
     Returns:
-        The scores by name, float32 arrays [n], with NaN for images that have a non-finite value. Or
-        a message of one line that says why there are none: the import or the function raised, there
-        was not enough memory, or the returned value is not one that `check_answer` accepts. It is
-        no exception, because not every exception can be pickled.
+        The result: the scores by name, float32 arrays [n], with NaN for images that have a
+        non-finite value; or a problem in one line: the import or the function raised, there was
+        not enough memory, or the returned value is not one that `check_answer` accepts. It is no
+        exception, because not every exception can be pickled.
     """
     signal.setitimer(signal.ITIMER_REAL, timeout)
+    usage.take()
+    answer = None
+    problem = None
     try:
-        returned = import_object(target)(images, prompts, metadata, **options)
+        function = functools.partial(import_object(target), **options)
+        if pairs_at_once:
+            returned = _compare_pairs(function, images, prompts, metadata, pairs_at_once)
+        else:
+            returned = function(images, prompts, metadata)
         answer = check_answer(returned, len(images))
     except Failure as failure:
-        return str(failure)
+        problem = str(failure)
+        if failure.scores is not None:
+            answer = check_answer(failure.scores, len(images))
     except MemoryError:
         limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
-        return f"out of memory: a worker may take {limit / 1e9:.1f} GB"
+        problem = f"out of memory: a worker may take {limit / 1e9:.1f} GB"
     except (Exception, SystemExit) as error:
-        return in_words(error)
+        problem = in_words(error)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-    for values in answer.values():
+    for values in (answer or {}).values():
         values[~finite_images(images)] = np.nan
-    return answer
+    return Returned(answer, problem, usage.take())
+
+
+def _compare_pairs(
+    function: Callable[..., Any],
+    images: Images,
+    prompts: list[str],
+    metadata: list[Any],
+    pairs_at_once: int,
+) -> Float[np.ndarray, " n"]:
+    """Compares all images of a group with each other in both orders.
+
+    Args:
+        function: (first, second, prompts, metadata) -> preferences for the first of two images.
+        images: The images.
+        prompts: The prompt of each image.
+        metadata: The metadata of each prompt.
+        pairs_at_once: The most pairs in one call.
+
+    Returns:
+        The win rates of the images.
+
+    Raises:
+        Failure: If the function returned something else than preferences, or if it raised a
+            Failure. If that has preferences, the others are computed, and this one has win rates.
+    """
+    # An image with a non-finite value is not compared, so that it costs the others nothing.
+    finite = np.flatnonzero(finite_images(images))
+    rates = np.full(len(images), np.nan, np.float32)
+    preferences = np.full((len(finite), len(finite)), np.nan, np.float32)
+    pairs = ordered_pairs(len(finite))
+    failure = None
+    for start in range(0, len(pairs), pairs_at_once):
+        first, second = pairs[start : start + pairs_at_once].T
+        try:
+            returned = function(
+                images[finite[first]],
+                images[finite[second]],
+                [prompts[i] for i in finite[first]],
+                [metadata[i] for i in finite[first]],
+            )
+        except Failure as error:
+            if error.scores is None or np.isnan(error.scores["reward"]).all():
+                raise Failure(str(error)) from None
+            failure = failure or error
+            returned = error.scores
+        values = check_answer(returned, len(first))["reward"]
+        if ((values < 0) | (values > 1)).any():
+            outside = values[(values < 0) | (values > 1)][0]
+            raise Failure(f"returned {outside:g} as a preference: expected numbers in [0, 1]")
+        preferences[first, second] = values
+    rates[finite] = win_rates(preferences)
+    if failure is not None:
+        raise Failure(str(failure), {"reward": rates})
+    return rates
+
+
+def seconds_left() -> float:
+    """Returns the seconds until the process that runs this call of a reward is ended.
+
+    `DEFAULT_SECONDS` outside of a worker process.
+    """
+    return signal.getitimer(signal.ITIMER_REAL)[0] or DEFAULT_SECONDS
 
 
 def check_answer(returned: Any, count: int) -> Answer:

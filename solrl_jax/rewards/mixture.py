@@ -14,7 +14,10 @@ from solrl_jax.rewards.protocol import MAX_REWARD, HostRewards, Reward, Scores, 
 
 
 def mixture(
-    weights: Mapping[str, float], parts: Mapping[str, Reward], host: HostRewards | None
+    weights: Mapping[str, float],
+    parts: Mapping[str, Reward],
+    host: HostRewards | None,
+    group: Reward | None = None,
 ) -> Reward:
     """Makes one reward of several: its "reward" is the weighted sum of their scores.
 
@@ -29,6 +32,7 @@ def mixture(
         parts: Rewards inside JAX by name. None of them has `host`. Without any, the field `score`
             of the result is None, so that `host` is required.
         host: Rewards outside JAX, or None.
+        group: The weighted sum of groupwise rewards inside JAX, or None.
 
     Returns:
         A reward whose `params` and `prepare` have one entry per part, by name. Its `inputs` are
@@ -47,6 +51,8 @@ def mixture(
         for name, check_part in checks.items():
             with reward_code(name):
                 check_part(prompt)
+        if group is not None:
+            group.check(prompt)
 
     def prepare(prompts: Sequence[str]) -> dict[str, Any]:
         prepared = {}
@@ -59,6 +65,8 @@ def mixture(
                             f"prepare returned shape {np.shape(array)} for {len(prompts)} prompts; "
                             "expected a row for each"
                         )
+        if group is not None:
+            prepared |= group.prepare(prompts)
         return prepared
 
     def score(params: dict[str, Any], mixed_inputs: Any, prepared: dict[str, Any]) -> Scores:
@@ -84,6 +92,7 @@ def mixture(
         host=host,
         check=check,
         inputs=inputs,
+        group=group,
     )
 
 

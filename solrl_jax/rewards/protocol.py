@@ -27,6 +27,9 @@ from solrl_jax.parallel import hosts, sharding
 MAX_REWARD = 1e18
 # The most images that a function outside JAX gets in one call. Its timeout is for one call.
 MAX_BATCH = 16
+# The most candidates of a prompt that are compared with each other, unless a configuration says
+# otherwise.
+GROUP_SIZE = 24
 
 # Scores by name, one per image. The reward itself has the name "reward".
 Scores = dict[str, Float[Array, " b"]]
@@ -58,15 +61,23 @@ class HostReward:
     depend on the other images. Whatever the function returns for an image with a non-finite value
     is replaced by NaN. The constructor checks nothing.
 
+    A groupwise reward is called with all images of a group of one prompt instead
+    (`rewards.groups`), and their scores may depend on each other. A pairwise one is called as
+    f(first, second, prompts, metadata, **options) and returns n preferences in [0, 1] for the first
+    of two images each.
+
     Attributes:
         name: The name of the reward in the configuration, e.g. "ocr", "module:function" or a URL.
         target: The function, as "module:function".
         options: Its keyword arguments.
         others: The names of the scores that it must return beside "reward"; a call without one of
             them fails. It may return more. None: they are not known before the first call.
-        batch: The most images in one call, at least 1; 16 (`MAX_BATCH`) by default.
+        batch: The most images in one call, at least 1; 16 (`MAX_BATCH`) by default. For a
+            pairwise reward, the most pairs. A group is one call in any case.
         check: Is called with each prompt of a run (`Prompt`), and raises ValueError for one that
             the function cannot score. By default every prompt is accepted.
+        groupwise: Whether the function scores the images of a group relative to each other.
+        pairwise: Whether it compares two images. Each image of a group then scores its win rate.
     """
 
     name: str
@@ -75,6 +86,13 @@ class HostReward:
     others: tuple[str, ...] | None
     batch: int = MAX_BATCH
     check: Check = accept
+    groupwise: bool = False
+    pairwise: bool = False
+
+    @property
+    def in_groups(self) -> bool:
+        """Whether the images of a group are scored together."""
+        return self.groupwise or self.pairwise
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,6 +109,7 @@ class HostRewards:
         timeout: Seconds that one call may take. A process that takes longer is killed.
         skip: Whether the images of a failed call stay without a score (NaN), until 32 calls of one
             reward in a row have failed. False: the run stops at the first failed call.
+        group_size: The most candidates of a prompt that are compared with each other.
     """
 
     rewards: tuple[HostReward, ...]
@@ -98,6 +117,7 @@ class HostRewards:
     workers: int
     timeout: float
     skip: bool
+    group_size: int = GROUP_SIZE
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -115,7 +135,8 @@ class Reward:
             "reward" and the keys in `others`. The field `inputs` decides the argument `inputs`, and
             `prepared` has one row per image: the row of its prompt. The function is traced by jit
             with rows divided over the mesh, so the score of an image must not depend on the other
-            images. None: nothing is scored inside JAX; `host` is required then.
+            images, unless `groupwise` is set. None: nothing is scored inside JAX; `host` or `group`
+            is required then.
         others: Names of the scores beside "reward", which can be watched or trained on too.
         host: Rewards outside JAX that are scored in addition. Only weighted sums have them.
         check: Is called with a `Prompt`, and raises ValueError if the reward cannot score it. It
@@ -124,10 +145,16 @@ class Reward:
         inputs: The images and latents that `score` gets. "pictures": images [b, H, W, 3] in [0, 1].
             "latents": the clean latents [b, h, w, c] in float32 before decoding. "both": a pair
             (images, latents).
+        groupwise: Whether `score` is called with all images of a group of one prompt, on every
+            device alike, and returns scores that may depend on each other: ranks or win rates
+            (`rewards.groups.round_robin`).
+        group: Groupwise rewards that are scored in addition. Only weighted sums have one.
+        group_size: For a groupwise reward, the most candidates of a prompt in a group.
 
     Raises:
         ValueError: If `inputs` has another value, `others` is not a tuple of strings, `prepare` or
-            `check` cannot be called, or `score` cannot be called and `host` is None.
+            `check` cannot be called, `score` cannot be called and `host` and `group` are
+            None, or `groupwise` is not a bool.
     """
 
     params: Any
@@ -137,6 +164,9 @@ class Reward:
     host: HostRewards | None = None
     check: Check = accept
     inputs: Inputs = "pictures"
+    groupwise: bool = False
+    group: "Reward | None" = None
+    group_size: int = GROUP_SIZE
 
     def __post_init__(self) -> None:
         """Checks the fields.
@@ -155,7 +185,9 @@ class Reward:
         )
         if not are_names:
             raise ValueError(f"others={brief_repr(self.others)}: expected a tuple of names")
-        scores_somewhere = callable(self.score) or self.host is not None
+        if not isinstance(self.groupwise, bool):
+            raise ValueError(f"groupwise={brief_repr(self.groupwise)}: expected True or False")
+        scores_somewhere = callable(self.score) or self.host is not None or self.group is not None
         if not (callable(self.prepare) and callable(self.check) and scores_somewhere):
             raise ValueError("prepare, score, check: expected functions")
 
@@ -164,9 +196,11 @@ class Reward:
         """Whether latents must be decoded to be scored.
 
         True if there are rewards outside JAX (`host`), or if there is a function `score` whose
-        `inputs` are not "latents".
+        `inputs` are not "latents", here or in `group`.
         """
-        return self.host is not None or (self.score is not None and self.inputs != "latents")
+        if self.host is not None or (self.score is not None and self.inputs != "latents"):
+            return True
+        return self.group is not None and self.group.needs_images
 
     def select_inputs(self, images: Any, latents: Any) -> Any:
         """Returns the input of `score` that the field `inputs` asks for, without a copy.

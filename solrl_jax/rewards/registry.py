@@ -10,7 +10,8 @@ import inspect
 import os
 import sys
 import urllib.parse
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -26,6 +27,8 @@ from solrl_jax.rewards.aesthetic import aesthetic
 from solrl_jax.rewards.clip import clipscore, hpsv2, pickscore, tiny_clip
 from solrl_jax.rewards.host import import_object
 from solrl_jax.rewards.imagereward import imagereward
+from solrl_jax.rewards.judge.cache import cache_folder
+from solrl_jax.rewards.judge.settings import open_judge
 from solrl_jax.rewards.mixture import mixture
 from solrl_jax.rewards.protocol import (
     MAX_BATCH,
@@ -42,6 +45,14 @@ from solrl_jax.rewards.sources import SOURCES
 Options = Mapping[str, Any]
 # The arguments of a function outside JAX, before its options.
 ARGUMENTS = ("images", "prompts", "metadata")
+# Those of a pairwise one.
+PAIR_ARGUMENTS = ("first", "second", "prompts", "metadata")
+# The setting that names the rewards of exploration.
+EXPLORE = "rollout.explore.reward"
+# The name of a judge, and how the names of further judges of a run begin.
+JUDGE = "judge"
+# The most images in one call of a judge. They are requested at once, up to the option concurrency.
+JUDGE_BATCH = 64
 # How the name of a reward that is a service begins. The name is its address.
 SERVICE = ("http://", "https://")
 
@@ -86,20 +97,25 @@ REWARDS: dict[str, InJax | OutsideJax] = {
     "geneval": OutsideJax("solrl_jax.rewards.geneval:geneval", ("strict",)),
     "jpeg_compressibility": OutsideJax("solrl_jax.rewards.jpeg:jpeg_compressibility"),
     "jpeg_incompressibility": OutsideJax("solrl_jax.rewards.jpeg:jpeg_incompressibility"),
+    # A run may have several judges, "judge-NAME" each. `open_judge_reward` opens all of them.
+    JUDGE: OutsideJax("solrl_jax.rewards.judge.reward:judge"),
 }
 
 
 class Rewards(NamedTuple):
-    """The two rewards of a run. They are one object if the setting `reward.eval_only` is empty.
+    """The rewards of a run. The first two are one object if `reward.eval_only` is empty.
 
     Attributes:
         trained: The weighted sum of the scores in `reward.weights`, which is trained on.
         evaluated: The same sum, which also computes the scores in `reward.eval_only`. These have no
             weight.
+        explored: The weighted sum of `rollout.explore.reward`, which ranks candidates; None if it
+            is not set.
     """
 
     trained: Reward
     evaluated: Reward
+    explored: Reward | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,13 +125,16 @@ class OpenedRewards:
     Attributes:
         settings: The section "reward" of the configuration.
         dtype: The dtype of the matmuls of scoring networks: float32, float16 or bfloat16.
-        rewards: The rewards that the scores in `reward.weights` and `reward.eval_only` belong to,
-            by name, in sorted order. Networks have no parameters yet.
+        rewards: The rewards that the scores of the configuration belong to, by name, in
+            sorted order. Networks have no parameters yet.
+        explore: `rollout.explore.reward`: weights of the scores that rank candidates. None: the
+            trained reward ranks them.
     """
 
     settings: config.Reward
     dtype: DTypeLike
     rewards: Mapping[str, Reward | HostReward]
+    explore: Mapping[str, float] | None = None
 
     def load(self, mesh: Mesh | None) -> Rewards:
         """Reads the parameters of the rewards inside JAX, and sums all rewards.
@@ -146,33 +165,42 @@ class OpenedRewards:
                 with reward_code(name, "params: {}"):
                     loaded[name] = reward.load(mesh, self.dtype)
         weights = self.settings.weights
-        trained = self._sum(loaded, tuple(weights))
-        if not self.settings.eval_only:
-            return Rewards(trained, trained)
-        return Rewards(trained, self._sum(loaded, (*weights, *self.settings.eval_only)))
+        trained = self._sum(loaded, weights)
+        evaluated = trained
+        if self.settings.eval_only:
+            evaluated = self._sum(loaded, weights, self.settings.eval_only)
+        explored = None if self.explore is None else self._sum(loaded, self.explore)
+        return Rewards(trained, evaluated, explored)
 
-    def _sum(self, rewards: Mapping[str, Reward | HostReward], scores: Sequence[str]) -> Reward:
-        """Returns the weighted sum of `reward.weights` that also computes the other `scores`.
+    def _sum(
+        self,
+        rewards: Mapping[str, Reward | HostReward],
+        weights: Mapping[str, float],
+        watched: Sequence[str] = (),
+    ) -> Reward:
+        """Returns a weighted sum that also computes other scores.
 
         Args:
-            rewards: The loaded rewards by name. Those without a score in `scores` are left out.
-            scores: The names of scores. They must contain every key of `reward.weights`, because
-                otherwise the sum would refer to scores that nobody computes.
+            rewards: The loaded rewards by name. Those without a score in the sum are left out.
+            weights: The weight of each score.
+            watched: The names of the other scores.
 
         Returns:
             The `mixture` of the rewards inside JAX, with the rewards outside JAX as `host` (None if
-            there are none). The scores of a reward outside JAX that `scores` names are added to the
+            there are none). The scores of a reward outside JAX that the sum names are added to the
             `others` that it must return.
         """
+        scores = (*weights, *watched)
         settings = self.settings
         names = reward_names(scores)
-        inside = {}
+        inside: dict[str, Reward] = {}
+        groupwise: dict[str, Reward] = {}
         outside = []
         for name, reward in rewards.items():
             if name not in names:
                 continue
             if isinstance(reward, Reward):
-                inside[name] = reward
+                (groupwise if reward.groupwise else inside)[name] = reward
             else:
                 # Only the scores that the configuration names are known for a user's function.
                 named = [
@@ -182,24 +210,35 @@ class OpenedRewards:
                 ]
                 others = tuple(dict.fromkeys((*(reward.others or ()), *named)))
                 outside.append(dataclasses.replace(reward, others=others))
-        inside_weights: dict[str, float] = {}
-        outside_weights: dict[str, float] = {}
-        for score, weight in settings.weights.items():
-            chosen = inside_weights if reward_name(score) in inside else outside_weights
-            chosen[score] = weight
+
+        def part_weights(part: Container[str]) -> dict[str, float]:
+            return {score: w for score, w in weights.items() if reward_name(score) in part}
+
+        group = None
+        if groupwise:
+            group = dataclasses.replace(
+                mixture(part_weights(groupwise), groupwise, None),
+                groupwise=True,
+                group_size=settings.group_size,
+            )
         host = None
         if outside:
             host = HostRewards(
                 rewards=tuple(outside),
-                weights=outside_weights,
+                weights=part_weights({reward.name for reward in outside}),
                 workers=settings.workers,
                 timeout=settings.timeout,
                 skip=settings.on_failure == "skip",
+                group_size=settings.group_size,
             )
-        return mixture(inside_weights, inside, host)
+        return mixture(part_weights(inside), inside, host, group)
 
 
-def open_rewards(settings: config.Reward, dtype: DTypeLike = jnp.float32) -> OpenedRewards:
+def open_rewards(
+    settings: config.Reward,
+    dtype: DTypeLike = jnp.float32,
+    explore: Mapping[str, float] | None = None,
+) -> OpenedRewards:
     """Opens the rewards of a configuration.
 
     Names and options are checked, functions are imported and files are checked. No weights are
@@ -211,6 +250,7 @@ def open_rewards(settings: config.Reward, dtype: DTypeLike = jnp.float32) -> Ope
             then the networks get the released configurations that the package has, without weights.
         dtype: The dtype of the matmuls of scoring networks: float32, float16 or bfloat16. It takes
             effect in `OpenedRewards.load`.
+        explore: `rollout.explore.reward`, see `OpenedRewards`.
 
     Returns:
         The opened rewards. A name of `REWARDS` is a reward of the package, one that begins with
@@ -222,13 +262,22 @@ def open_rewards(settings: config.Reward, dtype: DTypeLike = jnp.float32) -> Ope
             not fit its function; if a function cannot be imported or called; if the address of a
             service is no URL; or if files of a network are missing or do not fit.
     """
-    names = reward_names((*settings.weights, *settings.eval_only))
-    _check_names(settings, names)
+    fields = {
+        "reward.weights": tuple(settings.weights),
+        "reward.eval_only": settings.eval_only,
+        EXPLORE: tuple(explore or ()),
+    }
+    names = reward_names([score for scores in fields.values() for score in scores])
+    _check_names(settings, names, fields)
     rewards: dict[str, Reward | HostReward] = {}
     others: dict[str, tuple[str, ...] | None] = {}
     for name in names:
         entry = REWARDS.get(name)
         options = settings.options.get(name, {})
+        if is_judge(name):
+            rewards[name] = open_judge_reward(name, options, settings.workers)
+            others[name] = rewards[name].others
+            continue
         if isinstance(entry, InJax):
             if options:
                 raise InputError(f"reward.options.{name}={dict(options)!r}: it takes none")
@@ -241,13 +290,13 @@ def open_rewards(settings: config.Reward, dtype: DTypeLike = jnp.float32) -> Ope
         else:
             rewards[name] = open_plugin(name, options)
         others[name] = rewards[name].others
-    _check_scores(settings, others)
+    _check_scores(fields, others)
     for name in names:
         entry = REWARDS.get(name)
         if isinstance(entry, InJax):
             with in_one_line():  # a configuration or a tensor that does not fit
                 rewards[name] = entry.open(settings.paths)
-    return OpenedRewards(settings, dtype, {name: rewards[name] for name in names})
+    return OpenedRewards(settings, dtype, {name: rewards[name] for name in names}, explore)
 
 
 def open_function(
@@ -256,7 +305,8 @@ def open_function(
     """Opens a function outside JAX. Also imports it in this process, to check its options.
 
     The function may have an attribute `check`, which is called as check(prompt, metadata,
-    **options) and raises ValueError for a prompt that the function cannot score.
+    **options) and raises ValueError for a prompt that the function cannot score. A true attribute
+    `groupwise` or `pairwise` says that it compares images, see `HostReward`.
 
     Args:
         name: The name of the reward.
@@ -272,8 +322,17 @@ def open_function(
             not accept the three arguments with these options.
     """
     function, signature = _import_function(name, target)
-    _check_options(name, signature, options, ARGUMENTS)
-    return HostReward(name, target, options, others, check=_bind_check(function, options))
+    pairwise = bool(getattr(function, "pairwise", False))
+    _check_options(name, signature, options, PAIR_ARGUMENTS if pairwise else ARGUMENTS)
+    return HostReward(
+        name,
+        target,
+        options,
+        others,
+        check=_bind_check(function, options),
+        groupwise=bool(getattr(function, "groupwise", False)),
+        pairwise=pairwise,
+    )
 
 
 def open_plugin(name: str, options: Options) -> Reward | HostReward:
@@ -349,6 +408,38 @@ def open_service(url: str, options: Options, timeout: float) -> HostReward:
     return HostReward(url, "solrl_jax.rewards.http:http", arguments, (), batch)
 
 
+def open_judge_reward(name: str, options: Options, workers: int) -> HostReward:
+    """Opens a judge. No request is sent.
+
+    Args:
+        name: "judge" or "judge-NAME".
+        options: See `judge.settings.JudgeSettings`.
+        workers: The number of worker processes, which divide the option `concurrency`.
+
+    Raises:
+        InputError: If an option is not accepted, or if the package openai is not installed.
+    """
+    missing = [package for package in ("openai", "httpx2") if not find_spec(package)]
+    if missing:
+        raise InputError(
+            f"reward '{name}' needs {', '.join(missing)}: pip install 'solrl_jax[judge]'"
+        )
+    judge = open_judge(name, options)
+    cache_folder(judge.settings.cache, f"reward.options.{name}.cache")
+    arguments = {
+        "options": judge.to_json(),
+        "concurrency": max(judge.settings.concurrency // workers, 1),
+    }
+    function = "compare" if judge.compares else "judge"
+    target = f"solrl_jax.rewards.judge.reward:{function}"
+    return HostReward(name, target, arguments, judge.others, JUDGE_BATCH, pairwise=judge.compares)
+
+
+def is_judge(name: str) -> bool:
+    """Returns whether the name of a reward is that of a judge: "judge" or "judge-NAME"."""
+    return name == JUDGE or name.startswith(f"{JUDGE}-")
+
+
 def reward_name(score: str) -> str:
     """Returns the name of the reward that a score belongs to.
 
@@ -381,13 +472,16 @@ def entry_points() -> dict[str, str]:
     return {point.name: point.value for point in points}
 
 
-def _check_names(settings: config.Reward, names: Sequence[str]) -> None:
+def _check_names(
+    settings: config.Reward, names: Sequence[str], fields: Mapping[str, Sequence[str]]
+) -> None:
     """Checks that settings name only known rewards and known sources of files, without an import.
 
     Args:
         settings: The section "reward" of the configuration.
         names: The rewards that its scores belong to. One with a colon, such as "module:function" or
             a URL, passes here.
+        fields: The scores that each setting names.
 
     Raises:
         InputError: If `reward.paths` has a key that is not in `SOURCES`; else if a name is neither
@@ -399,14 +493,14 @@ def _check_names(settings: config.Reward, names: Sequence[str]) -> None:
         raise InputError(
             f"reward.paths: unknown name {_quoted(unknown_paths)}; there are {', '.join(SOURCES)}"
         )
-    own = [name for name in names if name not in REWARDS and ":" not in name]
+    own = [name for name in names if name not in REWARDS and not is_judge(name) and ":" not in name]
     if own:
         installed = entry_points()
         unknown = [name for name in own if name not in installed]
         if unknown:
             known = ", ".join((*REWARDS, *installed))
             raise InputError(
-                f"{_field(settings, unknown)}: unknown reward {_quoted(unknown)}; there are "
+                f"{_field(fields, unknown)}: unknown reward {_quoted(unknown)}; there are "
                 f"{known}, module.path:function and http://HOST:PORT/PATH"
             )
     unused = [name for name in settings.options if name not in names]
@@ -416,16 +510,18 @@ def _check_names(settings: config.Reward, names: Sequence[str]) -> None:
         )
 
 
-def _check_scores(settings: config.Reward, others: Mapping[str, tuple[str, ...] | None]) -> None:
+def _check_scores(
+    fields: Mapping[str, Sequence[str]], others: Mapping[str, tuple[str, ...] | None]
+) -> None:
     """Checks that settings name only scores that their reward has.
 
     Args:
-        settings: The section "reward" of the configuration.
+        fields: The scores that each setting names.
         others: The names of the scores beside "reward" of each reward that the settings use, by the
             name of the reward. None: unknown, so that every score of this reward passes.
 
     Raises:
-        InputError: If `reward.weights` or `reward.eval_only` has an unknown score. The message
+        InputError: If a setting names an unknown score. The message
             lists the unknown scores and the known ones.
     """
     known = []
@@ -433,29 +529,32 @@ def _check_scores(settings: config.Reward, others: Mapping[str, tuple[str, ...] 
         known += [name, *(f"{name}/{other}" for other in other_names or ())]
     unknown = [
         score
-        for score in (*settings.weights, *settings.eval_only)
+        for scores in fields.values()
+        for score in scores
         if score not in known and others[reward_name(score)] is not None
     ]
     if unknown:
         raise InputError(
-            f"{_field(settings, unknown)}: unknown score {_quoted(unknown)}; there are "
+            f"{_field(fields, unknown)}: unknown score {_quoted(unknown)}; there are "
             f"{', '.join(known)}"
         )
 
 
-def _field(settings: config.Reward, names: Sequence[str]) -> str:
-    """Returns the setting that names some rewards or scores, for messages.
+def _field(fields: Mapping[str, Sequence[str]], names: Sequence[str]) -> str:
+    """Returns the first setting that names one of some rewards or scores, for messages.
 
     Args:
-        settings: The section "reward" of the configuration.
-        names: Names of rewards or of scores.
+        fields: The scores that each setting names.
+        names: Names of rewards or of scores. A setting names one of them.
 
     Returns:
-        "reward.weights" if at least one of the names is a key of `reward.weights` or a reward of
-        such a key, otherwise "reward.eval_only".
+        The name of the setting, e.g. "reward.weights".
     """
-    trained = {*settings.weights, *reward_names(settings.weights)}
-    return "reward.eval_only" if trained.isdisjoint(names) else "reward.weights"
+    return next(
+        field
+        for field, scores in fields.items()
+        if not {*scores, *reward_names(scores)}.isdisjoint(names)
+    )
 
 
 def _bind_check(function: Callable[..., Any], options: Options) -> Check:

@@ -56,6 +56,8 @@ class Experiment:
         train_prompts: The prompts that are trained on, distinct and in the order of their file.
         test_prompts: The prompts that are evaluated on, distinct and in the order of their file.
         size: Height and width in pixels of the images that this object samples.
+        exploration_reward: The reward of `rollout.explore.reward`. None: `reward` ranks the
+            candidates as well.
     """
 
     config: Config
@@ -68,6 +70,12 @@ class Experiment:
     train_prompts: list[Prompt]
     test_prompts: list[Prompt]
     size: Size
+    exploration_reward: Reward | None = None
+
+    @property
+    def ranking_reward(self) -> Reward:
+        """The reward that ranks the candidates."""
+        return self.exploration_reward or self.reward
 
     @property
     def scale(self) -> float:
@@ -227,6 +235,17 @@ class Experiment:
             calibration=calibration,
         )
 
+    def for_exploration(self, prompt_batch: PromptBatch) -> PromptBatch:
+        """Returns encoded prompts that are prepared for the reward that ranks candidates.
+
+        Args:
+            prompt_batch: The prompts, prepared for `reward`.
+        """
+        if self.exploration_reward is None:
+            return prompt_batch
+        prepared = self.exploration_reward.prepare(prompt_batch.prompts)
+        return dataclasses.replace(prompt_batch, prepared=prepared)
+
     def encode_prompts(
         self, prompts: Sequence[Prompt], reward: Reward | None = None
     ) -> PromptBatch:
@@ -346,22 +365,23 @@ def build(config: Config, *, force: bool = False) -> Experiment:
     load_objective(config.algorithm.objective)
     config.check_objective()
     vae_dtype, reward_dtype = scoring_dtypes(rollout.scoring_precision, rollout.precision, device)
-    opened_rewards = open_rewards(config.reward, reward_dtype)
+    opened_rewards = open_rewards(config.reward, reward_dtype, rollout.explore.reward)
     train_prompts, test_prompts = load_prompt_sets(config)
     _check_count("train.num_prompts", config.train.num_prompts, train_prompts)
     _check_count("eval.num_prompts", config.eval.num_prompts, test_prompts)
     instruction = read_instruction(config)
     mesh = open_mesh(config)
     hosts.connect(mesh)
-    reward, evaluation_reward = opened_rewards.load(sharding.rows_only(mesh))
+    rewards = opened_rewards.load(sharding.rows_only(mesh))
     pipeline = open_for_training(
         config, mesh, device_memory(), partial(open_model, model.path, mhla=mhla_override(model))
     )
-    check_prompts(reward, train_prompts, "prompts.train")
-    for size in set(training_sizes(config)):
-        _check_scoring(reward, train_prompts[:1], pipeline, size)
-    check_prompts(evaluation_reward, test_prompts, "prompts.test")
-    _check_scoring(evaluation_reward, test_prompts[:1], pipeline, evaluation_size(config))
+    for reward in filter(None, (rewards.trained, rewards.explored)):
+        check_prompts(reward, train_prompts, "prompts.train")
+        for size in set(training_sizes(config)):
+            _check_scoring(reward, train_prompts[:1], pipeline, size)
+    check_prompts(rewards.evaluated, test_prompts, "prompts.test")
+    _check_scoring(rewards.evaluated, test_prompts[:1], pipeline, evaluation_size(config))
     _check_transitions(config, pipeline)
     targets, quantized = select_parameters(config, pipeline, device)
     if not force:
@@ -378,8 +398,9 @@ def build(config: Config, *, force: bool = False) -> Experiment:
     return Experiment(
         config=config,
         backbone=backbone,
-        reward=reward,
-        evaluation_reward=evaluation_reward,
+        reward=rewards.trained,
+        evaluation_reward=rewards.evaluated,
+        exploration_reward=rewards.explored,
         targets=targets,
         quantized=quantized,
         device=device,
@@ -424,15 +445,15 @@ def _check_scoring(
         InputError: If the tracing fails; the message names the size.
         RewardError: If a call outside JAX fails and `reward.on_failure` is "stop".
     """
-    if reward.score is not None:
-        prepared = reward.prepare([*prompts, *prompts])
+    for part in filter(None, (reward, reward.group)):
+        if part.score is None:
+            continue
+        prepared = part.prepare([*prompts, *prompts])
         images = jax.ShapeDtypeStruct((2, *size, 3), np.float32)
         latents = jax.ShapeDtypeStruct((2, *pipeline.latent_shape(*size)), np.float32)
         head = f"pictures of {size[0]} x {size[1]} pixels (model, rollout.size or eval.size): {{}}"
         with in_one_line(head.format):
-            jax.eval_shape(
-                reward.score, reward.params, reward.select_inputs(images, latents), prepared
-            )
+            jax.eval_shape(part.score, part.params, part.select_inputs(images, latents), prepared)
     if reward.host is not None:
         trial(reward.host, prompts, size)
 

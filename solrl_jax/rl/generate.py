@@ -25,6 +25,7 @@ from solrl_jax.models.decoder import Decoder
 from solrl_jax.models.pipeline import Conditioning
 from solrl_jax.parallel import hosts, sharding
 from solrl_jax.rewards.division import DividedScoring, divided_scoring
+from solrl_jax.rewards.group_scoring import GroupScoring
 from solrl_jax.rewards.mixture import add_total
 from solrl_jax.rewards.protocol import Reward, score_images
 from solrl_jax.rl.sampler import Sampler, Segment
@@ -110,6 +111,7 @@ class Samples:
             no step was recorded.
         failed: For each reward outside JAX by its name, the number of samples that it could not
             score. Empty without such rewards.
+        usage: What rewards outside JAX cost, as "REWARD/NAME", see `rewards.usage`.
     """
 
     latents: Float[np.ndarray, "b h w c"]
@@ -117,6 +119,7 @@ class Samples:
     images: Float[np.ndarray, "b H W 3"] | None = None
     states: Float[np.ndarray, "b states h w c"] | None = None
     failed: dict[str, int] = dataclasses.field(default_factory=dict)
+    usage: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def reward(self) -> Float[np.ndarray, " b"]:
@@ -238,7 +241,10 @@ def generate(
             scoring = stack.enter_context(
                 divided_scoring(host, prompts, samples_per_chunk, placement)
             )
-        keep_on_device = keep_images or scoring is not None
+        groups = None
+        if reward is not None and reward.group is not None:
+            groups = GroupScoring(reward.group, prepared, seed_batch.prompt.tolist(), scoring_mesh)
+        keep_on_device = keep_images or scoring is not None or groups is not None
         for start in range(0, len(seed_batch), samples_per_chunk):
             stop = min(start + samples_per_chunk, len(seed_batch))
             parts = _sample_parts(
@@ -263,10 +269,10 @@ def generate(
             # Only now fetch the chunk before: one chunk runs ahead on the devices, and no more,
             # because what is queued holds memory.
             if len(chunks) > 1:
-                chunks[-2] = _fetch_chunk(chunks[-2], scoring, keep_images)
+                chunks[-2] = _fetch_chunk(chunks[-2], scoring, groups, keep_images)
             progress(stop - start)
-        chunks[-1] = _fetch_chunk(chunks[-1], scoring, keep_images)
-        scores, failed = ({}, {}) if scoring is None else scoring.finish()
+        chunks[-1] = _fetch_chunk(chunks[-1], scoring, groups, keep_images)
+        scores, failed, usage = ({}, {}, {}) if scoring is None else scoring.finish()
 
     def join(name: str) -> np.ndarray:
         return np.concatenate([chunk[name] for chunk in chunks])[: len(seed_batch)]
@@ -274,12 +280,19 @@ def generate(
     scores |= {
         name: join(name) for name in chunks[0] if name not in ("latents", "images", "states")
     }
+    if groups is not None:
+        group_scores = groups.finish()
+        total = group_scores.pop("reward", None)
+        if total is not None:
+            group_scores["reward"] = total + scores.get("reward", np.float32(0))
+        scores |= group_scores
     return Samples(
         latents=join("latents"),
         scores=scores if host is None else add_total(host.weights, scores),
         images=join("images") if keep_images else None,
         states=join("states") if sampler.recorded else None,
         failed=failed,
+        usage=usage,
     )
 
 
@@ -382,15 +395,20 @@ def _join_parts(parts: list[Any], scoring_mesh: jax.sharding.Mesh) -> Any:
 
 
 def _fetch_chunk(
-    chunk: dict[str, Any], scoring: DividedScoring | None, keep_images: bool
+    chunk: dict[str, Any],
+    scoring: DividedScoring | None,
+    groups: GroupScoring | None,
+    keep_images: bool,
 ) -> dict[str, Any]:
-    """Copies the arrays of a chunk to the host. Also passes its images to rewards outside JAX.
+    """Copies the arrays of a chunk to the host. Also passes its images to rewards that are not
+    scored chunk by chunk inside JAX.
 
     Waits until the devices have computed the chunk. Every process of a run must call it.
 
     Args:
         chunk: The arrays by name. "images" is removed from it, in place, unless images are kept.
         scoring: The rewards outside JAX; the chunk must then have "images". None: there are none.
+        groups: The groupwise rewards inside JAX. None: there are none.
         keep_images: Whether the images are copied too.
 
     Returns:
@@ -402,9 +420,14 @@ def _fetch_chunk(
     """
     if scoring is not None:
         scoring.add(chunk["images"])
-    if not keep_images:
+    if not keep_images and groups is None:
         chunk.pop("images", None)
-    return hosts.fetch(chunk)
+    fetched = hosts.fetch(chunk)
+    if groups is not None:
+        groups.add(fetched.get("images"), fetched["latents"])
+    if not keep_images:
+        fetched.pop("images", None)
+    return fetched
 
 
 @partial(sharding.jit, static_argnums=1)

@@ -162,9 +162,9 @@ def iterate(
     explored = generate(
         backbone,
         explore_sampler,
-        prompt_batch,
+        experiment.for_exploration(prompt_batch),
         SeedBatch.from_seeds(seeds),
-        experiment.reward,
+        experiment.ranking_reward,
         progress=partial(progress, "explore", total),
     )
     del explore_sampler  # frees the quantized copy of the policy
@@ -318,8 +318,12 @@ def reward_metrics(
     metrics["size/width"] = float(experiment.size[1])
     nonfinite = (~np.isfinite(proxy)).sum() + (~np.isfinite(kept.reward)).sum()
     metrics["nonfinite_rewards"] = float(nonfinite)
-    for name, count in explored.failed.items():
-        metrics[f"reward_failures/{name}"] = float(count + kept.failed.get(name, 0))
+    for name in {**explored.failed, **kept.failed}:
+        count = explored.failed.get(name, 0) + kept.failed.get(name, 0)
+        metrics[f"reward_failures/{name}"] = float(count)
+    for name in {**explored.usage, **kept.usage}:
+        cost = explored.usage.get(name, 0.0) + kept.usage.get(name, 0.0)
+        metrics[f"reward_cost/{name}"] = cost
     metrics["fidelity/spearman"] = correlations.spearman
     metrics["fidelity/kendall"] = correlations.kendall
     return metrics

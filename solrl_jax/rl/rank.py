@@ -16,6 +16,7 @@ from solrl_jax.config.schema import Config
 from solrl_jax.config.values import MAX_STEPS
 from solrl_jax.errors import InputError
 from solrl_jax.quant.formats import AUTO, FORMATS, resolve_format
+from solrl_jax.rewards.protocol import Reward
 from solrl_jax.rl.experiment import Experiment, local_device, select_parameters
 from solrl_jax.rl.explore.setting import ExplorationSetting
 from solrl_jax.rl.fidelity import mean_true_rank, overlap, rank_correlations, regret
@@ -193,7 +194,9 @@ def explore_and_regenerate(
     """
     prompt_batch, seed_batch = draw_candidates(experiment, prompts)
     regeneration = experiment.sampler("regenerate", adapters, experiment.config.rollout.num_steps)
-    true = pool_rewards(experiment, regeneration, prompt_batch, seed_batch, progress)
+    true = pool_rewards(
+        experiment, regeneration, prompt_batch, seed_batch, progress, experiment.reward
+    )
     # One explorer per recipe, so that it measures once what its options need.
     explorers = {
         recipe: with_recipe(experiment, recipe).explorer
@@ -202,7 +205,14 @@ def explore_and_regenerate(
     proxies = {}
     for setting in settings:
         sampler = explorers[setting.recipe].sampler(adapters, setting)
-        proxies[setting] = pool_rewards(experiment, sampler, prompt_batch, seed_batch, progress)
+        proxies[setting] = pool_rewards(
+            experiment,
+            sampler,
+            experiment.for_exploration(prompt_batch),
+            seed_batch,
+            progress,
+            experiment.ranking_reward,
+        )
     return Pools(experiment.test_prompts[:prompts], true, proxies)
 
 
@@ -236,16 +246,18 @@ def pool_rewards(
     prompt_batch: PromptBatch,
     seed_batch: SeedBatch,
     progress: Progress,
+    reward: Reward,
 ) -> Float[np.ndarray, "p n"]:
     """Generates candidates and returns their rewards.
 
     Args:
-        experiment: The run, whose reward is computed.
+        experiment: The run.
         sampler: How the candidates are sampled.
-        prompt_batch: The prompts, from `draw_candidates`.
+        prompt_batch: The prompts, from `draw_candidates`, prepared for `reward`.
         seed_batch: The candidates, from `draw_candidates`.
         progress: Called with the name of the sampler, the number of candidates, and the number of
             further candidates that are done: with 0 at the start, then once per chunk.
+        reward: The reward.
 
     Returns:
         One row of rewards per prompt, one column per candidate. NaN where a candidate could not be
@@ -261,7 +273,7 @@ def pool_rewards(
         sampler,
         prompt_batch,
         seed_batch,
-        experiment.reward,
+        reward,
         progress=partial(progress, sampler.name, total),
     )
     return samples.reward.reshape(-1, experiment.config.rollout.candidates)

@@ -13,7 +13,7 @@ from typing import Any
 
 from solrl_jax.config.overrides import text_override
 from solrl_jax.config.presets import override, preset_names, resolve
-from solrl_jax.config.schema import Config, Reward, is_plugin
+from solrl_jax.config.schema import Config, is_plugin
 from solrl_jax.config.serialization import from_yaml
 from solrl_jax.config.values import ConfigError
 from solrl_jax.errors import InputError, RunError
@@ -119,12 +119,14 @@ def _refuse_foreign_rewards(
         InputError: If the rewards of `config` name such functions or services that are not from the
             overrides.
     """
+    explore = dataclasses.replace(saved.rollout.explore, reward=None)
     without_rewards = dataclasses.replace(
         saved,
         reward=dataclasses.replace(saved.reward, weights={"": 1.0}, eval_only=(), options={}),
+        rollout=dataclasses.replace(saved.rollout, explore=explore),
     )
-    chosen_by_user = _foreign_names(override(without_rewards, overrides).reward)
-    foreign = sorted(_foreign_names(config.reward) - chosen_by_user)
+    chosen_by_user = _foreign_names(override(without_rewards, overrides))
+    foreign = sorted(_foreign_names(config) - chosen_by_user)
     if foreign:
         raise InputError(
             f"{target}: scores with {', '.join(foreign)}, which is not part of the package; use "
@@ -157,8 +159,8 @@ def _refuse_foreign_objective(target: str, config: Config, overrides: tuple[str,
         )
 
 
-def _foreign_names(reward: Reward) -> set[str]:
-    """Returns everything in a reward section that may run or ask something outside the package.
+def _foreign_names(config: Config) -> set[str]:
+    """Returns all rewards of a configuration that may run or ask something outside the package.
 
     Args:
         reward: The reward section of a configuration.
@@ -180,7 +182,9 @@ def _foreign_names(reward: Reward) -> set[str]:
             for item in value:
                 yield from texts_with_colon(item)
 
-    names = set(reward_names((*reward.weights, *reward.eval_only))) - set(REWARDS)
+    reward = config.reward
+    explored = config.rollout.explore.reward or {}
+    names = set(reward_names((*reward.weights, *reward.eval_only, *explored))) - set(REWARDS)
     return names | set(texts_with_colon(reward.options))
 
 

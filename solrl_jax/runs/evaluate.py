@@ -12,9 +12,10 @@ from jaxtyping import Float, Int, UInt32
 
 from solrl_jax.config.sizes import evaluation_size
 from solrl_jax.data.prompts import Prompt, draw_prompts
+from solrl_jax.rewards.protocol import Reward
 from solrl_jax.rl.experiment import Experiment
 from solrl_jax.rl.explore.setting import ExplorationSetting
-from solrl_jax.rl.generate import Samples, SeedBatch, generate
+from solrl_jax.rl.generate import PromptBatch, Samples, SeedBatch, generate
 from solrl_jax.rl.sampler import Sampler
 from solrl_jax.rl.trainable.trainable import Trainable, flatten
 
@@ -44,12 +45,14 @@ class Evaluation:
         scores: The score of each image, float [p, m], not finite where it failed.
         failed: For each reward outside of JAX, by its name, the number of images that it could not
             score. Other rewards cannot fail.
+        usage: What these rewards cost, see `Samples.usage`.
     """
 
     means: dict[str, float]
     errors: dict[str, float]
     scores: dict[str, Float[np.ndarray, "p m"]]
     failed: dict[str, int]
+    usage: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 def evaluate(
@@ -88,7 +91,7 @@ def evaluate(
         errors[name] = float("nan")
         if finite.size:
             errors[name] = float(finite.std(dtype=float) / np.sqrt(finite.size))
-    return Evaluation(means, errors, scores, samples.failed)
+    return Evaluation(means, errors, scores, samples.failed, samples.usage)
 
 
 def setting(experiment: Experiment) -> str:
@@ -352,22 +355,30 @@ def pool_images(
     chosen_seeds = np.take_along_axis(seeds[:num_prompts], candidates[..., None], axis=1)
     seed_batch = SeedBatch.from_seeds(chosen_seeds)
 
-    def draw(sampler: Sampler) -> ImageGrid:
+    def draw(sampler: Sampler, prepared: PromptBatch, reward: Reward) -> ImageGrid:
         samples = generate(
             experiment.backbone,
             sampler,
-            prompt_batch,
+            prepared,
             seed_batch,
-            experiment.reward,
+            reward,
             keep_images=True,
         )
         return ImageGrid.from_samples(prompts[:num_prompts], samples)
 
     start = rollout.window_start(iteration)
-    stages = {"explored": draw(experiment.explorer.sampler(old, exploration, start))}
+    stages = {
+        "explored": draw(
+            experiment.explorer.sampler(old, exploration, start),
+            experiment.for_exploration(prompt_batch),
+            experiment.ranking_reward,
+        )
+    }
     if rollout.regenerate:
         stages["regenerated"] = draw(
-            experiment.sampler("regenerate", old, rollout.num_steps, start)
+            experiment.sampler("regenerate", old, rollout.num_steps, start),
+            prompt_batch,
+            experiment.reward,
         )
     return PoolImages(prompts[:num_prompts], candidates, stages)
 

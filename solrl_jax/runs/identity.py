@@ -20,7 +20,8 @@ from solrl_jax.config.schema import Config
 from solrl_jax.config.serialization import drop_defaults, to_yaml
 from solrl_jax.errors import InputError
 from solrl_jax.quant.formats import AUTO, resolve_format
-from solrl_jax.rewards.registry import reward_name, reward_names
+from solrl_jax.rewards.judge.settings import FREE as JUDGE_FREE
+from solrl_jax.rewards.registry import is_judge, reward_name, reward_names
 from solrl_jax.rl.experiment import local_device
 from solrl_jax.runs import checkpoint, ledger, metrics
 from solrl_jax.runs.directory import is_run, read_run
@@ -207,7 +208,8 @@ def _bound_settings(config: Config) -> dict[str, Any]:
 
     These are all settings but those in `FREE` (the sections `run`, `eval` and `mesh`, the name of
     the preset, the test prompts, the number of iterations, the prompt cache, and how rewards are
-    watched and run), and but the paths and options of rewards that are only watched.
+    watched and run), and but the paths and options of rewards that are only watched,
+    and but the options of judges on which no score depends.
 
     Args:
         config: The resolved configuration.
@@ -227,6 +229,11 @@ def _bound_settings(config: Config) -> dict[str, Any]:
             for name, value in settings["reward"][field].items()
             if reward_name(name) in trained
         }
+    for name, options in settings["reward"]["options"].items():
+        if is_judge(name):
+            settings["reward"]["options"][name] = {
+                option: value for option, value in options.items() if option not in JUDGE_FREE
+            }
     return settings
 
 

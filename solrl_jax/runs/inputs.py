@@ -16,7 +16,8 @@ from solrl_jax.data.prompts import Prompt
 from solrl_jax.errors import InputError
 from solrl_jax.models.loading.tensor_files import weight_files
 from solrl_jax.models.pipeline import Pipeline
-from solrl_jax.rewards.registry import entry_points, reward_names
+from solrl_jax.rewards.judge.settings import open_judge
+from solrl_jax.rewards.registry import entry_points, is_judge, reward_names
 
 # A weight file is hashed by its size, its first bytes (the header of a safetensors file) and blocks
 # at equal distances: 24 GB of weights take less than a second.
@@ -41,8 +42,9 @@ def hash_inputs(
     Returns:
         Hashes of 16 hexadecimal digits by name: "prompts" (the training prompts with their
         metadata, in order), "instruction" (also if it is None), "weights/COMPONENT" for every
-        component of the model whose directory is there, and "code/MODULE:FUNCTION" for every reward
-        that is trained on and every objective outside of the package whose source file exists.
+        component of the model whose directory is there, "code/MODULE:FUNCTION" for every reward
+        that is trained on and every objective outside of the package whose source file exists,
+        and "question/NAME" for every judge that is trained on.
 
     Raises:
         FileNotFoundError: If the directory of a component holds no weights.
@@ -61,6 +63,9 @@ def hash_inputs(
         source = _source_file(plugin)
         if source is not None:
             hashes[f"code/{plugin}"] = _digest(source.read_bytes())
+    for name in filter(is_judge, reward_names(config.reward.weights)):
+        question = open_judge(name, config.reward.options.get(name, {})).question
+        hashes[f"question/{name}"] = _digest(question.encode())
     return hashes
 
 
@@ -104,6 +109,8 @@ def _describe(config: Config, name: str) -> str:
         return f"model.instruction={config.model.instruction!r}: its text has"
     if kind == "weights":
         return f"model.path={config.model.path!r}: the weights of {detail} have"
+    if kind == "question":
+        return f"reward.options.{detail}.prompt: the question has"
     field = "algorithm.objective" if detail == config.algorithm.objective else "reward.weights"
     return f"{field}: the source file of {detail} has"
 

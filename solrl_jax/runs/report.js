@@ -422,6 +422,7 @@ curves("rewards", "Rewards", "On held-out prompts. Bands: one standard error. Ar
 curves("exploration", "Exploration", "What the pool holds and what selection takes from it.");
 curves("fidelity", "Rank fidelity", "Over kept samples: does what explored well also regenerate well? 1 is perfect.");
 curves("update", "Update", "How far the policy has moved.");
+curves("cost", "Cost of rewards", "What the judges and services of each iteration cost, exploration and regeneration together.");
 curves("time", "Time", "Median of an iteration, the first left out because it compiles.", stages());
 seeds();
 if (candidates.some(rows => rows.length)) {

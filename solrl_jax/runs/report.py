@@ -82,6 +82,10 @@ _FIGURES = {
 }
 
 
+# The metrics of what rewards outside JAX cost begin so, see `rewards.usage`.
+_COST = "reward_cost"
+
+
 def write(
     folders: Sequence[Path], out: Path, *, live: bool = False, plan: Path | None = None
 ) -> None:
@@ -591,3 +595,10 @@ def _titles(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]
     for section, figures in _FIGURES.items():
         for metric, title in figures.items():
             yield section, metric, title
+    costs = dict.fromkeys(
+        key for run in runs for key in run["metrics"] if key.startswith(f"{_COST}/")
+    )
+    for key in costs:
+        reward, _, counter = key.removeprefix(f"{_COST}/").rpartition("/")
+        title = f"{reward}: {counter.replace('_', ' ')} per iteration"
+        yield "cost", key, title

@@ -660,6 +660,8 @@ def _evaluate(this: _Run) -> Row:
         row[f"eval/{name}/standard_error"] = error
     for name, count in result.failed.items():
         row[f"eval/reward_failures/{name}"] = float(count)
+    for name, cost in result.usage.items():
+        row[f"eval/reward_cost/{name}"] = cost
     watched = config.reward.eval_only
     if watched:
         alarms = hosts.agreed(lambda: hacking_alarms(this.metrics.rows, row, watched))

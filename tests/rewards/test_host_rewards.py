@@ -186,7 +186,7 @@ if __name__ == "__main__":
     start = lambda name, **options: workers.start(
         HostReward("some", name, options, ()), np.zeros((1, 2, 2, 3), np.float32), [Prompt("a")]
     )
-    print(int(start("tests.outside:pid")()["reward"][0]), flush=True)
+    print(int(start("tests.outside:pid")().answer["reward"][0]), flush=True)
     start(sys.argv[1], begun=sys.argv[2])
     sys.stdin.read()
 """

@@ -1,0 +1,113 @@
+"""Rewards that compare the candidates of a prompt: groups, pairs and win rates.
+
+The candidates of a prompt are divided into groups of at most `reward.group_size`. A groupwise
+reward gets one group and returns a score for each of its images. A pairwise reward compares two
+images; a round robin within a group, with both orders, makes a groupwise reward of it.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+# The score of an image without opponents.
+ALONE = 0.5
+
+
+def group_slices(prompts: Sequence[Any], size: int) -> list[slice]:
+    """Divides a series of images into groups.
+
+    Args:
+        prompts: The prompt of each image. Equal ones that follow each other belong together.
+        size: The most images in a group. The images of a prompt are divided into as few groups as
+            possible, whose sizes differ by at most 1.
+
+    Returns:
+        The images of each group, in order.
+    """
+    slices = []
+    start = 0
+    while start < len(prompts):
+        stop = start
+        while stop < len(prompts) and prompts[stop] == prompts[start]:
+            stop += 1
+        count = math.ceil((stop - start) / size)
+        bounds = [start + (stop - start) * i // count for i in range(count + 1)]
+        slices += [slice(a, b) for a, b in itertools.pairwise(bounds)]
+        start = stop
+    return slices
+
+
+def ordered_pairs(count: int) -> Int[np.ndarray, "pairs 2"]:
+    """Returns all pairs of two different indices below `count`, in both orders."""
+    first, second = np.nonzero(~np.eye(count, dtype=bool))
+    return np.stack([first, second], axis=1)
+
+
+def win_rates(preferences: Float[np.ndarray, "n n"]) -> Float[np.ndarray, " n"]:
+    """Returns how often each image is preferred to the others of its group.
+
+        w[i, j] = (p[i, j] + 1 - p[j, i]) / 2
+        score[i] = mean of w[i, j] over j != i
+
+    Both orders are averaged, so a preference for a position cancels: w[i, j] + w[j, i] = 1.
+
+    Args:
+        preferences: p[i, j] in [0, 1] is how much image i is preferred to image j when i comes
+            first. NaN: they were not compared.
+
+    Returns:
+        The scores in [0, 1]. A pair that lacks an order is left out. An image without opponents
+        scores `ALONE`, and one whose pairs were all left out NaN.
+    """
+    count = len(preferences)
+    if count == 1:
+        return np.full(1, ALONE, np.float32)
+    wins = (preferences + 1 - preferences.T) / 2
+    known = np.isfinite(wins) & ~np.eye(count, dtype=bool)
+    total = np.where(known, wins, 0).sum(1)
+    with np.errstate(invalid="ignore"):
+        return (total / known.sum(1)).astype(np.float32)
+
+
+def round_robin(prefer: Callable[[Any, Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
+    """Makes the function `score` of a groupwise reward inside JAX of a function of two images.
+
+        Reward(params, prepare, score=round_robin(prefer), groupwise=True)
+
+    Args:
+        prefer: A function (params, first, second, prepared) -> preferences [n] in [0, 1] for the
+            first of two images each. Its inputs have the shapes of those of `Reward.score`.
+
+    Returns:
+        A function (params, inputs, prepared) -> {"reward": win rates [n]}. It calls `prefer` n
+        times with n pairs each.
+    """
+
+    def score(params: Any, inputs: Any, prepared: Any) -> dict[str, Array]:
+        inputs = jax.tree.map(jnp.asarray, inputs)
+        count = len(jax.tree.leaves(inputs)[0])
+
+        def against_all(i: Array) -> Array:
+            first = jax.tree.map(lambda x: jnp.broadcast_to(x[i], x.shape), inputs)
+            preferences = jnp.asarray(prefer(params, first, inputs, prepared))
+            if preferences.shape != (count,):
+                raise ValueError(
+                    f"returned shape {preferences.shape} for {count} pairs: expected one "
+                    "preference in [0, 1] for each"
+                )
+            return preferences
+
+        if count == 1:
+            return {"reward": jnp.full(1, ALONE)}
+        preferences = jax.lax.map(against_all, jnp.arange(count))
+        wins = (preferences + 1 - preferences.T) / 2
+        known = jnp.isfinite(wins) & ~jnp.eye(count, dtype=bool)
+        return {"reward": jnp.where(known, wins, 0).sum(1) / known.sum(1)}
+
+    return score

@@ -1,0 +1,122 @@
+"""Scores that were paid for, in one SQLite file that all processes of a host share.
+
+A key is a hash of all that a score depends on, so an entry is never out of date, and the file can
+be copied and removed.
+"""
+
+import hashlib
+import json
+import os
+import sqlite3
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from solrl_jax.errors import InputError
+from solrl_jax.rewards.host import Failure
+from solrl_jax.storage.readers import parse_json
+
+FILE = "scores.sqlite"
+# Part of every key. It changes if the same request would be scored in another way.
+VERSION = 1
+# Seconds that a process waits for another one that writes.
+BUSY = 30.0
+
+
+def cache_folder(path: str | None, field: str) -> Path | None:
+    """Returns the directory of a cache. Nothing is written.
+
+    Args:
+        path: The option: a directory, "" for one in the user's cache directory, or None for no
+            cache.
+        field: The setting, for messages.
+
+    Raises:
+        InputError: If the path is a file, or if the user has no home directory.
+    """
+    if path is None:
+        return None
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    try:
+        folder = Path(path or user_cache / "solrl_jax" / "judge").expanduser()
+    except RuntimeError as error:  # containers may have users without a home
+        raise InputError(
+            f"{field}={path!r}: there is no home directory; name another directory, or null"
+        ) from error
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{field}={path!r}: is a file; expected a directory, '' or null")
+    return folder
+
+
+def cache_key(identity: Mapping[str, Any], prompt: str, images: list[str]) -> str:
+    """Returns the key of a request.
+
+    Args:
+        identity: All that a score depends on beside prompt and images, as JSON values.
+        prompt: The prompt.
+        images: A hash of the pixels of each image, in order.
+    """
+    content = [VERSION, identity, prompt, images]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+class Cache:
+    """The cache in a directory, which is created."""
+
+    def __init__(self, folder: Path) -> None:
+        """Opens the cache.
+
+        Raises:
+            Failure: If it cannot be opened.
+        """
+        self._path = folder / FILE
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._database = sqlite3.connect(self._path, timeout=BUSY, isolation_level=None)
+            self._database.execute("PRAGMA journal_mode=WAL")
+            self._database.execute("PRAGMA synchronous=NORMAL")
+            self._database.execute(
+                "CREATE TABLE IF NOT EXISTS scores (key TEXT PRIMARY KEY, scores TEXT NOT NULL) "
+                "WITHOUT ROWID"
+            )
+        except (OSError, sqlite3.Error) as error:
+            raise self._failure(error) from None
+
+    def read(self, key: str) -> dict[str, float] | None:
+        """Returns the scores of a request by name, or None if it was not scored yet.
+
+        Raises:
+            Failure: If the file cannot be read.
+        """
+        try:
+            row = self._database.execute("SELECT scores FROM scores WHERE key = ?", [key])
+            found = row.fetchone()
+            if found is None:
+                return None
+            return {str(name): float(score) for name, score in parse_json(found[0]).items()}
+        except (sqlite3.Error, ValueError, AttributeError, TypeError) as error:
+            raise self._failure(error) from None
+
+    def write(self, key: str, scores: Mapping[str, float]) -> None:
+        """Stores the scores of a request.
+
+        Args:
+            key: The key of the request, from `cache_key`.
+            scores: Its scores by name.
+
+        Raises:
+            Failure: If the disk refuses.
+        """
+        try:
+            self._database.execute(
+                "INSERT OR REPLACE INTO scores VALUES (?, ?)", [key, json.dumps(dict(scores))]
+            )
+        except sqlite3.Error as error:
+            raise self._failure(error) from None
+
+    def _failure(self, error: Exception) -> Failure:
+        """Returns the failure that stands for an error of the file."""
+        return Failure(
+            f"its cache {self._path} cannot be used ({error}); remove it, or name another "
+            "directory or null as the option cache"
+        )

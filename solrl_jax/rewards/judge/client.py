@@ -1,0 +1,267 @@
+"""Sends requests to an OpenAI-compatible endpoint, with the package openai.
+
+What a stranger's server may do is bounded here: an answer has a largest size, redirects are not
+followed, so that images and keys go to the configured address alone, and every wait has an end.
+"""
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import urllib.parse
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import httpx2
+import openai
+import requests
+
+from solrl_jax.config.values import brief_repr
+from solrl_jax.errors import one_line, text
+from solrl_jax.rewards import usage
+from solrl_jax.rewards.host import Failure
+from solrl_jax.rewards.judge.settings import JudgeSettings
+from solrl_jax.storage.readers import parse_json
+
+# The largest answer in bytes.
+MOST = 2**20
+# The most characters of a server's message that are repeated.
+MOST_MESSAGE = 200
+
+
+def find_key(settings: JudgeSettings) -> str:
+    """Returns the API key of an endpoint.
+
+    It is the password in the user's netrc file for the host of the endpoint, or else the value of
+    the environment variable `api_key_env`. The default variable is OPENAI_API_KEY for openai.com
+    alone, so that its key goes to no other host.
+
+    Args:
+        settings: The address of the endpoint and the name of the variable are read.
+
+    Returns:
+        The key; "none" without one, which local servers accept.
+    """
+    login = requests.utils.get_netrc_auth(settings.base_url)
+    if login is not None and login[1]:
+        return login[1]
+    host = urllib.parse.urlsplit(settings.base_url).hostname or ""
+    is_openai = host == "openai.com" or host.endswith(".openai.com")
+    default = "OPENAI_API_KEY" if is_openai else "JUDGE_API_KEY"
+    return os.environ.get(settings.api_key_env or default) or "none"
+
+
+class Answer:
+    """The answer to one request.
+
+    Attributes:
+        text: The text; "" if there is none.
+        tokens: The log-probabilities of the first token; None if the endpoint returned none.
+        system_fingerprint: The endpoint's name for its software and weights, or None.
+    """
+
+    def __init__(self, body: bytes) -> None:
+        """Reads the body of an answer.
+
+        Raises:
+            Failure: If it is no chat completion.
+        """
+        try:
+            content = parse_json(body, number=float)
+            choice = content["choices"][0]
+            self.text: str = choice["message"]["content"] or ""
+            if not isinstance(self.text, str):
+                raise TypeError
+            self.tokens = _first_tokens(choice.get("logprobs"))
+            self.system_fingerprint = content.get("system_fingerprint")
+            counts = content.get("usage") or {}
+            for name in ("prompt_tokens", "completion_tokens"):
+                if type(counts.get(name)) is int and 0 <= counts[name] < 2**31:
+                    usage.count(name, counts[name])
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+            start = body[:MOST_MESSAGE].decode(errors="replace")
+            raise Failure(f"expected a chat completion, got {brief_repr(start)}") from None
+
+
+class Client:
+    """The connection of a process to an endpoint. Its requests run in an event loop of its own."""
+
+    def __init__(self, settings: JudgeSettings, concurrency: int) -> None:
+        """Opens no connection yet.
+
+        Args:
+            settings: The address, the model and the limits.
+            concurrency: The most requests at once.
+        """
+        self._settings = settings
+        self._key = find_key(settings)
+        self._free = asyncio.Semaphore(concurrency)
+        http_client = openai.DefaultAsyncHttpxClient(
+            follow_redirects=False,
+            event_hooks={"request": [_count_request], "response": [_bound_response]},
+            # A packed answer of a megabyte may unpack to gigabytes.
+            headers={"Accept-Encoding": "identity"},
+        )
+        self._client = openai.AsyncOpenAI(
+            base_url=settings.base_url,
+            api_key=self._key,
+            timeout=settings.request_timeout,
+            max_retries=settings.retries,
+            http_client=http_client,
+        )
+
+    async def ask(
+        self,
+        content: Sequence[dict[str, Any]],
+        deadline: float,
+        *,
+        send_seed: bool = True,
+        **fields: Any,
+    ) -> Answer:
+        """Sends one request, and again if it fails in a way that may pass.
+
+        The package openai waits 0.5, 1, 2, 4, 8, 8, ... seconds between the attempts with some
+        jitter, or as long as the header Retry-After says.
+
+        Args:
+            content: The parts of the user's message.
+            deadline: The time of the event loop at which the request fails in any case.
+            send_seed: Whether the request has the seed of the options.
+            fields: Further fields of the request.
+
+        Raises:
+            Failure: If there is no answer, in one line that does not contain the key.
+        """
+        async with self._free:
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            try:
+                with self._in_one_line():
+                    async with asyncio.timeout_at(deadline):
+                        raw = await self._client.chat.completions.with_raw_response.create(
+                            model=self._settings.model,
+                            messages=[{"role": "user", "content": list(content)}],  # type: ignore[list-item]
+                            temperature=0,
+                            seed=self._settings.seed if send_seed else openai.omit,
+                            extra_body=dict(self._settings.extra),
+                            **fields,
+                        )
+                        body = raw.http_response.content
+                    usage.count("retries", raw.retries_taken)
+                    return Answer(body)
+            finally:
+                usage.count("request_seconds", loop.time() - began)
+
+    @contextlib.contextmanager
+    def _in_one_line(self) -> Iterator[None]:
+        """Turns errors of the package openai in the body into a Failure of one line."""
+        try:
+            yield
+        except Failure as failure:
+            raise Failure(self._without_key(str(failure))) from None
+        except openai.APITimeoutError:
+            seconds = self._settings.request_timeout
+            raise Failure(f"no answer within request_timeout={seconds:g} seconds") from None
+        except TimeoutError:
+            raise Failure("no answer before the end of reward.timeout") from None
+        except openai.APIStatusError as error:
+            raise Failure(self._without_key(_describe_status(error))) from None
+        except openai.APIConnectionError as error:
+            raise Failure(f"no answer ({self._without_key(_root_cause(error))})") from None
+        except (openai.OpenAIError, httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
+            raise Failure(self._without_key(_root_cause(error))) from None
+
+    def _without_key(self, message: str) -> str:
+        """Returns a message without the API key, which a server may repeat."""
+        return message.replace(self._key, "***") if self._key != "none" else message
+
+
+class _BoundedStream(httpx2.AsyncByteStream):
+    """The body of an answer, up to `MOST` bytes."""
+
+    def __init__(self, stream: Any) -> None:
+        """Wraps the stream of a response."""
+        self._stream = stream
+
+    async def __aiter__(self) -> Any:
+        """Yields the parts of the body. Raises Failure if there are more than `MOST` bytes."""
+        size = 0
+        async for part in self._stream:
+            size += len(part)
+            if size > MOST:
+                raise Failure(f"an answer of more than {MOST} bytes")
+            yield part
+
+    async def aclose(self) -> None:
+        """Closes the stream."""
+        await self._stream.aclose()
+
+
+async def _count_request(request: httpx2.Request) -> None:
+    """Counts an attempt."""
+    usage.count("requests")
+
+
+async def _bound_response(response: httpx2.Response) -> None:
+    """Bounds the size of an answer. Raises Failure for a packed one, which was not asked for."""
+    encoding = response.headers.get("content-encoding", "identity").lower()
+    if encoding != "identity":
+        raise Failure(f"an answer packed with {brief_repr(encoding)}, which was not asked for")
+    response.stream = _BoundedStream(response.stream)
+
+
+def _first_tokens(logprobs: Any) -> list[tuple[str, float]] | None:
+    """Returns the tokens that the first token of an answer could have been.
+
+    Args:
+        logprobs: The field of this name in an answer.
+
+    Returns:
+        Tokens and their log-probabilities; None if the answer has none.
+
+    Raises:
+        TypeError, LookupError, AttributeError: If the field is not as OpenAI defines it.
+    """
+    if not logprobs or not logprobs.get("content"):
+        return None
+    first = logprobs["content"][0]
+    tokens = []
+    for entry in first.get("top_logprobs") or [first]:
+        token = entry["token"]
+        logarithm = entry["logprob"]
+        if not isinstance(token, str) or type(logarithm) not in (int, float):
+            raise TypeError
+        if math.isnan(logarithm):
+            raise TypeError
+        tokens.append((token, float(logarithm)))
+    return tokens
+
+
+def _describe_status(error: openai.APIStatusError) -> str:
+    """Describes an answer with an error status, in one line."""
+    response = error.response
+    location = response.headers.get("location")
+    if 300 <= error.status_code < 400 and location is not None:
+        return (
+            f"status {error.status_code} (redirects to {brief_repr(location)}, which is not "
+            "followed)"
+        )
+    message = response.text
+    with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):
+        content = json.loads(message)
+        content = content.get("error", content) if isinstance(content, dict) else content
+        found = content.get("message") or content.get("detail")
+        message = found if isinstance(found, str) else message
+    shown = one_line(" ".join(message.split()))[:MOST_MESSAGE] or "no message"
+    return f"status {error.status_code} ({shown})"
+
+
+def _root_cause(error: BaseException) -> str:
+    """Returns the message of the first cause of an error, in one line."""
+    while error.__cause__ is not None or error.__context__ is not None:
+        error = error.__cause__ or error.__context__  # type: ignore[assignment]
+        if isinstance(error, Failure):
+            break
+    message = one_line(" ".join(text(error).split()))[:MOST_MESSAGE]
+    return message or type(error).__name__

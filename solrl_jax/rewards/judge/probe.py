@@ -1,0 +1,133 @@
+"""What the endpoint of a judge supports, found out by requests, for `solrl doctor`."""
+
+import asyncio
+import dataclasses
+import time
+from typing import Any
+
+import numpy as np
+
+from solrl_jax.rewards.host import Failure
+from solrl_jax.rewards.judge import scoring
+from solrl_jax.rewards.judge.client import Answer, Client
+from solrl_jax.rewards.judge.reward import Service
+from solrl_jax.rewards.judge.settings import Judge
+
+# The prompt of the image that is sent, which is gray.
+PROMPT = "a gray square"
+SIDE = 64  # pixels
+# Seconds that all requests may take.
+SECONDS = 120.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Support:
+    """What an endpoint supports.
+
+    Attributes:
+        seconds: The time of the answer.
+        images: Whether it accepts images.
+        logprobs: The number of log-probabilities that it returned for the first token.
+        schema: Whether it accepts a JSON schema; None if the judge sends none.
+        seed: Whether it accepts a seed.
+        fingerprint: Its name for its software and weights, which tells that answers may have
+            changed; None if it returns none.
+        answer: The beginning of the answer.
+        problem: Why the judge could not score an image, in one line; None if it can.
+    """
+
+    seconds: float
+    images: bool
+    logprobs: int
+    schema: bool | None
+    seed: bool
+    fingerprint: str | None
+    answer: str
+    problem: str | None
+
+
+def probe(judge: Judge) -> Support:
+    """Sends one request as the judge does. If it is refused, leaves out one field after another.
+
+    Nothing is read from the cache or written to it.
+
+    Args:
+        judge: The judge.
+
+    Raises:
+        Failure: If the endpoint cannot be reached or refuses every request, in one line.
+    """
+    settings = dataclasses.replace(judge.settings, cache=None, retries=0)
+    judge = dataclasses.replace(judge, settings=settings)
+    service = Service(judge, 1)
+    gray = np.full((SIDE, SIDE, 3), 0.5, np.float32)
+    count = 2 if judge.compares else 1
+    parts = [service.encode(gray).part for _ in range(count)]
+    fields = service.request_fields()
+    client = Client(settings, 1)
+    # What is left out, one after the other.
+    attempts: list[set[str]] = [
+        set(),
+        {"seed"},
+        {"logprobs", "top_logprobs"},
+        {"response_format"},
+        {"images"},
+        {"images", "seed", "logprobs", "top_logprobs", "response_format"},
+    ]
+    refusal: Failure | None = None
+
+    async def ask() -> tuple[Answer, set[str], float]:
+        nonlocal refusal
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + SECONDS
+        for absent in attempts:
+            if absent and not absent & {*fields, "seed", "images"}:
+                continue
+            content = service.message([] if "images" in absent else parts, PROMPT)
+            chosen = {name: value for name, value in fields.items() if name not in absent}
+            began = time.monotonic()
+            try:
+                answer = await client.ask(
+                    content, deadline, send_seed="seed" not in absent, **chosen
+                )
+                return answer, absent, time.monotonic() - began
+            except Failure as failure:
+                refusal = refusal or failure
+                if "status 4" not in str(failure):
+                    break
+        assert refusal is not None
+        raise refusal
+
+    answer, absent, seconds = asyncio.run(ask())
+    problem = str(refusal) if refusal is not None else None
+    if problem is None:
+        try:
+            service.scores(answer)
+        except Failure as failure:
+            problem = str(failure)
+    return Support(
+        seconds=seconds,
+        images="images" not in absent,
+        logprobs=min(len(answer.tokens or ()), scoring.TOP),
+        schema="response_format" not in absent if "response_format" in fields else None,
+        seed="seed" not in absent,
+        fingerprint=answer.system_fingerprint,
+        answer=answer.text[:40],
+        problem=problem,
+    )
+
+
+def describe(support: Support) -> str:
+    """Describes what an endpoint supports, in one line."""
+    facts: dict[str, Any] = {
+        "images": support.images,
+        "log-probabilities": support.logprobs or False,
+        "schema": support.schema,
+        "seed": "accepted" if support.seed else False,
+        "fingerprint": support.fingerprint or False,
+    }
+    words = {True: "yes", False: "no"}
+    shown = [
+        f"{name} {words.get(value, value)}" for name, value in facts.items() if value is not None
+    ]
+    return f"answers {support.answer!r} in {support.seconds:.2g} s; {', '.join(shown)}"

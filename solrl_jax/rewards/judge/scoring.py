@@ -1,0 +1,162 @@
+"""From the answer of a judge to a score: one function with its formula for each way to score.
+
+`p(t)` is the probability of the token t as the first one of the answer. An endpoint returns the
+logarithms of the `TOP` largest ones. Tokens that differ only in case, or in white space at their
+ends, are the same.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from solrl_jax.config.values import brief_repr
+from solrl_jax.rewards.host import Failure
+from solrl_jax.storage.readers import parse_json
+
+# The log-probabilities that are asked for: as many as OpenAI and vLLM allow without further ado.
+TOP = 20
+# The smallest probability that all accepted tokens must have together. With less, the model answers
+# something else, and the score would be noise.
+LEAST_MASS = 0.05
+# The marks of a space in vocabularies, which some servers do not remove.
+SPACES = " \t\r\n▁Ġ"
+
+# Log-probabilities by token. Several tokens may be the same up to case and white space.
+Tokens = Iterable[tuple[str, float]]
+
+
+def score_digits(tokens: Tokens, low: int, high: int) -> float:
+    """Returns the expected digit, relative to its range.
+
+        E = sum_d d p(d) / sum_d p(d)    with d = low, ..., high
+        score = (E - low) / (high - low)
+
+    Args:
+        tokens: Log-probabilities of the first token.
+        low: The lowest digit, at least 0.
+        high: The highest digit, at most 9.
+
+    Raises:
+        Failure: If these digits have less than `LEAST_MASS` of the probability.
+    """
+    digits = range(low, high + 1)
+    mass = _masses(tokens, [str(digit) for digit in digits])
+    expected = sum(digit * mass[str(digit)] for digit in digits) / sum(mass.values())
+    return (expected - low) / (high - low)
+
+
+def score_yes(tokens: Tokens) -> float:
+    """Returns p(yes) / (p(yes) + p(no)).
+
+    Args:
+        tokens: Log-probabilities of the first token.
+
+    Raises:
+        Failure: If the two words have less than `LEAST_MASS` of the probability.
+    """
+    mass = _masses(tokens, ["yes", "no"])
+    return mass["yes"] / (mass["yes"] + mass["no"])
+
+
+def score_preference(tokens: Tokens) -> float:
+    """Returns p(A) / (p(A) + p(B)): how much the first of two images is preferred.
+
+    A judge prefers a position as well as an image. `rewards.groups.win_rates` averages both orders.
+
+    Args:
+        tokens: Log-probabilities of the first token.
+
+    Raises:
+        Failure: If the two letters have less than `LEAST_MASS` of the probability.
+    """
+    mass = _masses(tokens, ["a", "b"])
+    return mass["a"] / (mass["a"] + mass["b"])
+
+
+def score_json(text: str, criteria: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    """Returns the mean of the criteria in a JSON object, each relative to its range.
+
+        score = mean_c (x_c - low_c) / (high_c - low_c)
+
+    Args:
+        text: The answer: an object with a number for each criterion, or only the number if there is
+            one criterion. A Markdown fence around it is removed, and further keys are ignored.
+        criteria: The lowest and the highest number of each criterion.
+
+    Returns:
+        The mean as "reward". With several criteria, also the score of each.
+
+    Raises:
+        Failure: If the text is something else, or a number is outside its range.
+    """
+    try:
+        value = parse_json(_without_fence(text))
+    except ValueError:
+        raise Failure(f"answered {brief_repr(text)}: expected {_example(criteria)}") from None
+    if len(criteria) == 1 and not isinstance(value, dict):
+        value = dict.fromkeys(criteria, value)
+    scores = {}
+    for name, (low, high) in criteria.items():
+        number: Any = value.get(name) if isinstance(value, dict) else None
+        if type(number) not in (int, float) or not low <= number <= high:
+            raise Failure(f"answered {brief_repr(text)}: expected {_example(criteria)}")
+        scores[name] = (number - low) / (high - low)
+    mean = sum(scores.values()) / len(scores)
+    return {"reward": mean} | (scores if len(scores) > 1 else {})
+
+
+def json_schema(criteria: Mapping[str, tuple[float, float]]) -> dict[str, object]:
+    """Returns the JSON schema of the object that `score_json` expects."""
+    return {
+        "type": "object",
+        "properties": {
+            name: {"type": "number", "minimum": low, "maximum": high}
+            for name, (low, high) in criteria.items()
+        },
+        "required": list(criteria),
+        "additionalProperties": False,
+    }
+
+
+def _masses(tokens: Tokens, words: list[str]) -> dict[str, float]:
+    """Sums the probabilities of words.
+
+    Args:
+        tokens: Log-probabilities of the first token.
+        words: The accepted words in lower case.
+
+    Returns:
+        The probability of each word.
+
+    Raises:
+        Failure: If the words have less than `LEAST_MASS` of the probability together.
+    """
+    mass = dict.fromkeys(words, 0.0)
+    best = ("", -math.inf)
+    for token, logarithm in tokens:
+        best = max(best, (token, logarithm), key=lambda pair: pair[1])
+        word = token.strip(SPACES).lower()
+        if word in mass:
+            mass[word] += math.exp(min(logarithm, 0.0))
+    total = sum(mass.values())
+    if total < LEAST_MASS:
+        expected = f"{words[0]} to {words[-1]}" if len(words) > 2 else " or ".join(words)
+        raise Failure(
+            f"its answer begins with {brief_repr(best[0])}, and {expected} have probability "
+            f"{total:.2g} together: expected at least {LEAST_MASS:g}"
+        )
+    return mass
+
+
+def _without_fence(text: str) -> str:
+    """Returns a text without the Markdown fence (```json ... ```) around it, if there is one."""
+    text = text.strip()
+    if text.startswith("```") and text.endswith("```") and "\n" in text:
+        return text[text.index("\n") : -3]
+    return text
+
+
+def _example(criteria: Mapping[str, tuple[float, float]]) -> str:
+    """Returns the expected object in words, e.g. '{"score": 0 to 10}'."""
+    entries = [f'"{name}": {low:g} to {high:g}' for name, (low, high) in criteria.items()]
+    return "{" + ", ".join(entries) + "}"

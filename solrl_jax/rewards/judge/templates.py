@@ -1,0 +1,76 @@
+"""The questions that a judge is asked: those of the package, by name, and files of users.
+
+A question is a text in which `{prompt}` stands for the prompt of the image. The images come before
+it.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from solrl_jax.data.prompt_files import read_file
+from solrl_jax.data.prompts import check_text
+from solrl_jax.errors import InputError
+
+FOLDER = Path(__file__).parents[2] / "assets" / "judge"
+PLACEHOLDER = "{prompt}"
+
+Criteria = Mapping[str, tuple[float, float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Template:
+    """A question, and how its answer is scored.
+
+    Attributes:
+        text: The question.
+        score: "digits", "yes", "json" or "preference", see `scoring`. None: the question is a
+            user's, and the options say it.
+        criteria: For "json", the range of each criterion. Empty: those of the options.
+    """
+
+    text: str
+    score: str | None
+    criteria: Criteria
+
+
+# How the answers to the questions of the package are scored.
+SCORES = {
+    "alignment": "yes",
+    "alignment-digits": "digits",
+    "text": "yes",
+    "aesthetics": "digits",
+    "rubric": "json",
+    "preference": "preference",
+}
+# In the manner of UnifiedReward, which rates several aspects at once.
+RUBRIC: Criteria = MappingProxyType(
+    {"alignment": (1.0, 5.0), "coherence": (1.0, 5.0), "style": (1.0, 5.0)}
+)
+
+
+def read_template(prompt: str, field: str) -> Template:
+    """Reads a question.
+
+    Args:
+        prompt: A name in `SCORES`, or a text file.
+        field: The setting that names it, for messages.
+
+    Raises:
+        InputError: If there is no such question or file, if the file is blank or is no text, or if
+            it has another placeholder than `PLACEHOLDER` alone.
+    """
+    if prompt in SCORES:
+        text = (FOLDER / f"{prompt}.txt").read_text(encoding="utf-8").strip()
+        return Template(text, SCORES[prompt], RUBRIC if prompt == "rubric" else {})
+    where = f"{field}={prompt!r}"
+    expected = f"one of {', '.join(SCORES)}, or a text file with the question"
+    text = read_file(Path(prompt), where, expected).strip()
+    if not text:
+        raise InputError(f"{where}: holds no question")
+    other = re.search(r"\{\w+\}", text)
+    if other is not None and PLACEHOLDER not in text:
+        raise InputError(f"{where}: has {other[0]} and no {PLACEHOLDER}, which stands for a prompt")
+    return Template(check_text(text, where), None, {})
