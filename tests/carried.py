@@ -9,7 +9,12 @@ FLUX = "black-forest-labs/FLUX.1-dev"
 SD3 = "stabilityai/stable-diffusion-3.5-large"
 FLUX2_4B = "black-forest-labs/FLUX.2-klein-4B"
 FLUX2_9B = "black-forest-labs/FLUX.2-klein-9B"
+SD3_MEDIUM = "stabilityai/stable-diffusion-3.5-medium"
 SANA = "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers"
+SANA_600M = "Efficient-Large-Model/Sana_600M_512px_diffusers"
+SANA15_1600M = "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers"
+SANA15_4800M = "Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers"
+QWEN_IMAGE = "Qwen/Qwen-Image"
 ZIMAGE = "Tongyi-MAI/Z-Image"
 
 

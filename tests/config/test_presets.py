@@ -68,6 +68,22 @@ RECIPES = {
         *(1024, "dpm2", "sd3", 3.0, 6, 0.002, 8, 40, 128),
         "stabilityai/stable-diffusion-3.5-large",
     ),
+    "sd3-medium": (
+        *(512, "dpm2", "sd3", 3.0, 9, 1.0, 24, 40, 128),
+        "stabilityai/stable-diffusion-3.5-medium",
+    ),
+    "sana-600m": (
+        *(512, "euler", "linear", 1.0, 6, 1.0, 48, 40, 300),
+        "Efficient-Large-Model/Sana_600M_512px_diffusers",
+    ),
+    "sana-1.5-1.6b": (
+        *(1024, "euler", "linear", 1.0, 6, 1.0, 16, 40, 300),
+        "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers",
+    ),
+    "sana-1.5-4.8b": (
+        *(1024, "euler", "linear", 1.0, 6, 1.0, 8, 40, 300),
+        "Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers",
+    ),
     "flux1": (512, "dpm2", "flux", 3.0, 4, 1.0, 12, 28, 128, "black-forest-labs/FLUX.1-dev"),
     "zimage": (1024, "dpm2", "linear", 6.0, 6, 1.0, 8, 28, 128, "Tongyi-MAI/Z-Image"),
     "zimage-turbo": (1024, "euler", "linear", 3.0, 4, 1.0, 8, 8, 128, "Tongyi-MAI/Z-Image-Turbo"),
@@ -116,6 +132,7 @@ TARGETS = {
     | {f"single attn/{name}" for name in ATTENTION - {"to_out/0"}},
     "flux2-klein-4b": {f"attn/{name}" for name in ATTENTION} | {"single attn/to_qkv_mlp_proj"},
 }
+TARGETS["sd3-medium"] = TARGETS["sd3"]  # as in Flow-GRPO: none on the image's own attention
 # All modules of diffusers with a kernel in a layer.
 JOINT = [f"attn/{x}" for x in (*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")]
 JOINT += [f"{ff}/net/{x}" for ff in ("ff", "ff_context") for x in ("0/proj", "2")]
@@ -127,6 +144,7 @@ MODULES = {
         *(f"ff/conv_{x}" for x in ("inverted", "depth", "point")),
     ],
     "sd3": JOINT,
+    "sd3-medium": [*JOINT, *(f"attn2/{name}" for name in ATTENTION)],
     "flux1": [*JOINT, *(f"single {name}" for name in SINGLE)],
     "flux2-klein-4b": [
         *JOINT[:8],
@@ -136,7 +154,8 @@ MODULES = {
 
 
 def kernel_path(module: str, model: str = "") -> str:
-    stack = "0-36/" if model == "sd3" else ""  # SD3 holds its layers in runs of equal ones
+    # SD3 holds its layers in runs of equal ones.
+    stack = {"sd3": "0-36/", "sd3-medium": "0-12/"}.get(model, "")
     prefix = "single_" if module.startswith("single ") else ""
     return f"{prefix}transformer_blocks/{stack}{module.removeprefix('single ')}/kernel"
 
@@ -152,6 +171,14 @@ def test_adapters_are_on_exactly_the_kernels_of_the_recipe(model):
 
 
 def test_models_of_one_architecture_share_their_rules():
+    for name in ("sana-600m", "sana-1.5-1.6b", "sana-1.5-4.8b"):
+        for recipe in ("paper", "fast"):
+            config, other = (
+                resolve(f"{model}_sol_rl_hpsv2", [f"explore={recipe}"]) for model in (name, "sana")
+            )
+            assert config.lora == other.lora
+            assert config.model.quantization == other.model.quantization
+            assert config.rollout.explore == other.rollout.explore
     for name in ("flux2-klein-9b", "flux2-klein-base-4b", "flux2-klein-base-9b"):
         config = resolve(f"{name}_sol_rl_hpsv2")
         other = resolve("flux2-klein-4b_sol_rl_hpsv2")

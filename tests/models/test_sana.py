@@ -8,7 +8,9 @@ from diffusers import SanaTransformer2DModel as TorchSana
 from flax import nnx
 from pretrain.networks import to_torch
 
+from solrl_jax.models.loading.weights import parameter_table
 from solrl_jax.models.sana.transformer import SanaConfig, SanaTransformer2DModel
+from tests import carried
 from tests.cases import first_is_quick
 from tests.parity import from_torch, parameter_count, relative
 
@@ -149,19 +151,23 @@ def test_weights_go_out_as_they_came_in():
 
 
 @pytest.mark.parametrize(
-    ("layers", "heads", "cross", "count"),
-    [(20, 70, (20, 112), 1_604_462_752), (28, 36, (16, 72), 591_747_872)],
+    ("repository", "count"),
+    [
+        (carried.SANA, 1_604_462_752),
+        (carried.SANA_600M, 591_747_872),
+        (carried.SANA15_1600M, 1_604_641_952),
+        (carried.SANA15_4800M, 4_721_825_952),
+    ],
+    ids=["1.6B", "0.6B", "1.5-1.6B", "1.5-4.8B"],
 )
-def test_released_sizes_have_the_released_parameter_counts(layers, heads, cross, count):
-    width = heads * 32
-    full = SanaConfig(
-        num_layers=layers,
-        num_attention_heads=heads,
-        num_cross_attention_heads=cross[0],
-        cross_attention_head_dim=cross[1],
-        cross_attention_dim=width,
-    )
+def test_released_sizes_have_the_released_names_and_parameter_counts(repository, count):
+    fields = carried.config(repository, "transformer")
+    with torch.device("meta"):
+        reference = TorchSana(**fields)
+    full = SanaConfig.from_dict(fields)
     _, state = nnx.split(nnx.eval_shape(lambda: SanaTransformer2DModel(full, rngs=nnx.Rngs(0))))
+    ours = {name: e.torch_shape for e in parameter_table(state) for name in e.names}
+    assert ours == {name: tuple(t.shape) for name, t in reference.state_dict().items()}
     assert parameter_count(state) == count
 
 

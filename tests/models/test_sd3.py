@@ -68,14 +68,7 @@ TOLERANCE = 1e-5  # largest difference over largest value
 
 
 LARGE = carried.config(carried.SD3, "transformer")
-MEDIUM = dict(
-    num_layers=24,
-    num_attention_heads=24,
-    caption_projection_dim=1536,
-    pos_embed_max_size=384,
-    qk_norm="rms_norm",
-    dual_attention_layers=list(range(13)),
-)
+MEDIUM = carried.config(carried.SD3_MEDIUM, "transformer")
 SD3_MEDIUM = dict(
     num_layers=24,
     num_attention_heads=24,
