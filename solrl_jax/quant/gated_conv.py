@@ -24,7 +24,9 @@ def gated_conv(
     `x`.
 
     Args:
-        x: The pixels [b, n, c], in raster order, as one lazy part. c is even.
+        x: The pixels [b, n, c], in raster order, as one lazy part. c is even. The first of its
+            arrays is the result of a matmul over all c channels (or a view of its columns), which a
+            TPU writes to memory.
         grid: The number of rows and of columns of the n pixels; their product is n.
         kernel: The filters [3, 3, 1, c] of the convolution, which has stride 1 and zero padding.
         bias: The bias [c] of the convolution.
@@ -70,7 +72,14 @@ def _materialize_matmul(x: LazyActivation, grid: tuple[int, int]) -> LazyActivat
 
 
 def silu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`x sigmoid(x)`, elementwise. The result is float32 for every dtype of `x`."""
+    """`x sigmoid(x)`, elementwise.
+
+    Args:
+        x: An array of any shape and floating-point dtype.
+
+    Returns:
+        An array of the shape of `x`, float32 for every dtype.
+    """
     x32 = x.astype(jnp.float32)
     return x32 * jax.lax.logistic(x32)
 

@@ -39,7 +39,9 @@ class INT8Tensor(QuantizedWithInput):
     multiply both layouts in the same time.
 
     Attributes:
-        codes: The values [..., out, in], from -127 to 127.
+        output_axes: A class attribute, see `Leaf`: the outputs are the second to last axis of
+            `codes` and the last axis of `scales`.
+        codes: The values [..., out, in], int8, from -127 to 127.
         scales: One scale per output channel [..., out], float32.
     """
 
@@ -51,8 +53,17 @@ class INT8Tensor(QuantizedWithInput):
     def lazy_matmul(self, x: LazyActivation) -> LazyActivation:
         """`x @ w` with both operands in INT8, accumulated in INT32.
 
-        The scales are applied to the sums in float32, in the fusion of the matmul where the
-        compiler has one, and the result is rounded to the dtype of `x`.
+        The rows of `x` are quantized by `encode`, once for all matmuls that read `x`. The scales
+        are applied to the sums in float32, in the fusion of the matmul where the compiler has one,
+        and the result is rounded to the dtype of `x`.
+
+        Args:
+            x: The input [b, s, in]. The leaf must hold a single matrix.
+
+        Returns:
+            A lazy activation [b, s, out] in the dtype of `x`, marked as not exact: an array,
+            complete on every device of the mesh axis `tensor`. Rows with a non-finite input value
+            become NaN or infinite.
         """
         codes, scales = x.encode(encode)
         sums = jax.lax.dot_general(
@@ -65,12 +76,21 @@ class INT8Tensor(QuantizedWithInput):
         return LazyActivation.from_array(tensor_parallel.gather_axis(y), exact=False)
 
     def dequantize(self) -> Float[Array, "... n_in n_out"]:
-        """The codes times their scales, [..., in, out], in float32."""
+        """The codes times their scales, [..., in, out] with inputs first, as in `w`, in float32."""
         return jnp.swapaxes(self.codes.astype(jnp.float32) * self.scales[..., None], -1, -2)
 
 
 def quantize(w: Matrix) -> INT8Tensor:
-    """Quantizes weight matrices [..., in, out] to INT8, with one scale per output channel.
+    """Quantizes weight matrices to INT8, with one scale per output channel.
+
+    Args:
+        w: Matrices [..., in, out] of a floating-point dtype, on the device or in NumPy. `in` is
+            from 1 to `MAX_INPUTS` (133,144).
+
+    Returns:
+        The leaf. The scale of an output channel is its largest magnitude divided by 127. A channel
+        whose scale would be subnormal (below 2^-126; also a channel of zeros) has zero codes; a
+        channel with a non-finite value has a non-finite scale.
 
     Raises:
         ValueError: If the matrices have more than `MAX_INPUTS` (133,144) inputs.
@@ -89,12 +109,14 @@ def encode(
     """Quantizes rows to INT8 (an encoder for `LazyActivation.encode`).
 
     Args:
-        parts: Float32 arrays [..., n_i] that lie side by side along the last axis.
+        parts: Float32 arrays [..., n_i] that lie side by side along the last axis. At least one.
 
     Returns:
-        The codes of each part, int8 [..., n_i], and the scales of the rows [[..., 1]], float32. A
-        row whose scale would be subnormal has zero codes. A row that contains an infinite number or
-        NaN has a scale that is not finite, and codes without a meaning.
+        Two lists: the codes of each part, int8 [..., n_i]; and, as a list of one array, the scales
+        of the rows [..., 1], float32. The scale of a row is its largest magnitude over all parts,
+        divided by 127. A row whose scale would be subnormal (below 2^-126), also a row of zeros,
+        has zero codes. A row that contains an infinite number or NaN has a scale that is not
+        finite, and codes without a meaning.
     """
     amax = row_amax(parts)
     scale = amax / CODE_MAX
@@ -110,7 +132,11 @@ def _round(x: Float[Array, "..."]) -> Int8[Array, "..."]:
     Triton has no instruction for it. The last bits of `x + ROUNDER` are the integer.
 
     Args:
-        x: Float32 numbers from -127 to 127. The result is arbitrary for all others and for NaN.
+        x: Float32 numbers from -127 to 127, up to rounding. The result is arbitrary for all others
+            and for NaN.
+
+    Returns:
+        The integers, int8, of the shape of `x`.
     """
     bits = jax.lax.bitcast_convert_type(x + ROUNDER, jnp.int32)
     return (bits - ROUNDER_BITS).astype(jnp.int8)

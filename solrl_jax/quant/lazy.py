@@ -85,7 +85,9 @@ class LazyPart:
 
     Attributes:
         function: Computes the columns [b, s, n] from `arrays`. Row i of the result depends only on
-            row i of each array.
+            row i of each array. It must work along the last axis for any number of leading axes: a
+            Triton kernel calls it on single float32 rows [n], padded with zeros to a power of two,
+            and a TPU kernel on blocks of rows [rows, n].
         arrays: At least one array [b, s, n], or a `ColumnView` of such an array. The sizes b, s and
             n may also be 1 (broadcast), and each array may have a width n of its own.
         exact: Whether the part contains no quantized matmul. An exact part is computed in the
@@ -154,7 +156,8 @@ class LazyActivation:
             exact: Whether `x` was computed without a quantized matmul, see `LazyPart`.
 
         Returns:
-            The lazy activation with one exact part that returns `x` itself.
+            The lazy activation with one part, exact if `exact` is set, that returns those rows of
+            `x` itself.
         """
         return cls((LazyPart(_identity, (x,), exact, *(rows or ())),), dtype or x.dtype)
 
@@ -163,7 +166,7 @@ class LazyActivation:
 
         Args:
             f: Called as `f(activation, *more)`. Row i of its result may depend only on row i of its
-                arguments.
+                arguments. A kernel calls it on float32 rows, see `LazyPart`.
             *more: Further arrays [b, s, n], any of whose axes may have size 1.
 
         Returns:
@@ -188,7 +191,7 @@ class LazyActivation:
 
         Args:
             f: Called as `f(this, other)`. Row i of its result may depend only on row i of its
-                arguments.
+                arguments. A kernel calls it on float32 rows, see `LazyPart`.
             other: An activation of the same shape. Neither activation may read a range of rows of a
                 larger array (`from_array(rows=...)`), which would be ignored without notice.
 
@@ -296,10 +299,12 @@ class LazyActivation:
     def encode(self, encode: Encode) -> tuple[Array, ...]:
         """Encodes the rows of the activation in one pass over memory.
 
+        All parts are computed in float32 for it, also exact ones. No gradient may be taken of it.
+
         Args:
             encode: The encoder, for example `solrl_jax.quant.nvfp4.encode`: a function from the
-                parts of rows, float32, to a tuple of lists of arrays. It must be the same object in
-                each call.
+                parts of rows, float32, to a tuple of lists of arrays. If it is the same object in
+                each call, its outputs are computed once.
 
         Returns:
             The outputs of the encoder, each [b, s, m] with the parts joined along the last axis.
@@ -404,8 +409,8 @@ def encode_in_one_pass(encode: Encode, pieces: Sequence[LazyActivation]) -> tupl
     Returns:
         The outputs of the encoder, each [b, sum of s_i, m]. CUDA programs compute them with
         `triton_kernel` on each device's own rows of the batch, all others with `reference`. If the
-        first device of JAX is a GPU whose Triton cannot convert to FP8 (older than Ada),
-        `reference` computes them, too.
+        first device of JAX is a GPU whose Triton cannot convert to FP8 (older than Ada), and an
+        output is an 8-bit floating-point array, `reference` computes them in CUDA programs, too.
     """
     parts = [x.parts for x in pieces]
 
@@ -428,8 +433,11 @@ def _encode_on_tpu(encode: Encode, x: LazyActivation) -> tuple[Array, ...]:
     """Encodes the rows of an activation with `tpu_kernel`, each device its own rows.
 
     Args:
-        encode: The encoder of a row.
+        encode: The encoder of a row, see `LazyActivation.encode`.
         x: An activation that `tpu_kernel_takes`.
+
+    Returns:
+        The outputs of the encoder, each [b, s, m].
     """
 
     def kernel_on(*arrays: Array) -> tuple[Array, ...]:
@@ -745,7 +753,9 @@ def _in_whole_blocks(part: LazyPart) -> LazyPart:
         part: The part.
 
     Returns:
-        A part with the same value.
+        A part with the same value, in which column views that are no block (`_column_block`) are
+        arrays. A range of rows is kept if it starts at a multiple of `TPU_ROWS` (128) and has as
+        many rows or more; otherwise its rows are an array of their own.
     """
     first, *others = (
         x.value if isinstance(x, ColumnView) and _column_block(x) is None else x
@@ -759,8 +769,14 @@ def _in_whole_blocks(part: LazyPart) -> LazyPart:
 
 
 def _column_block(view: ColumnView) -> int | None:
-    """The index of a view among blocks of its own width. None if the view is no such block, or
-    starts between two multiples of `LANES`.
+    """The index of a view among blocks of its own width, for `tpu_kernel`.
+
+    Args:
+        view: The view.
+
+    Returns:
+        Its first column divided by its width. None if that is not a whole number, or if the width
+        is not a multiple of `LANES` (128).
     """
     width = view.stop - view.start
     return view.start // width if width % LANES == 0 and view.start % width == 0 else None

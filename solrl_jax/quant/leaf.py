@@ -138,7 +138,8 @@ class QuantizedWithInput(Quantized):
             x: Activations [rows, n_in] of a floating-point dtype.
 
         Returns:
-            The result [rows, n_out] in the dtype of `x`.
+            The result [rows, n_out] in the dtype of `x`, complete on every device of the mesh axis
+            `tensor`.
         """
         return self.lazy_matmul(LazyActivation.from_array(x[:, None])).value[:, 0]
 

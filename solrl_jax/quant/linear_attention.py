@@ -73,7 +73,14 @@ class Blocks:
         return self.grid[0] // self.layout[0], self.grid[1] // self.layout[1]
 
     def feature(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Computes `relu(x) + eps` for queries or keys of any shape, in their dtype."""
+        """Computes `relu(x) + eps` for queries or keys.
+
+        Args:
+            x: Queries or keys, of any shape.
+
+        Returns:
+            An array of the shape and dtype of `x`, to which `eps` is rounded first.
+        """
         return jax.nn.relu(x) + jnp.asarray(self.eps, x.dtype)
 
 
@@ -101,11 +108,13 @@ def linear_attention(
 
     Args:
         q: Queries [b, n, d], heads side by side in d. n are all tokens of the image in raster
-            order.
+            order. Column j of q, k and v must depend only on column j of the arrays that they are
+            computed from (or on arrays of width 1), as after a matmul and a bias: the kernel
+            computes them head by head. This is not checked.
         k: Keys [b, n, d].
         v: Values [b, n, d].
         heads: The number of heads, which divides d.
-        blocks: The blocks of the image.
+        blocks: The blocks of the image. Their number in each direction divides that of the tokens.
         mix: The matrix m [blocks, blocks]; row i belongs to the queries of block i. If `blocks` or
             `mix` is None, the other one is ignored: there is one block, with the defaults above.
 
@@ -265,7 +274,8 @@ def with_gradient(
         kernel: Called as `kernel(False, m, *arrays)` for the attended values, and as `kernel(True,
             m, *arrays, g)`, with their gradient g, for the gradients of m, q, k and v. See
             `run_kernel`. Each device runs it on its own images.
-        functions: The three functions that compute q, k and v, each from its own arrays.
+        functions: The three functions that compute q, k and v [b, n, d], each from its own arrays
+            [b or 1, n or 1, columns or 1].
         counts: The number of arrays of each of these functions, in the same order.
 
     Returns:
@@ -308,9 +318,13 @@ def run_kernel(
     Also silences JAX's deprecation warning of Pallas for Triton in this process.
 
     Args:
-        functions: The three functions that compute q, k and v from arrays, row by row.
+        functions: The three functions that compute q, k and v from arrays, row by row and column by
+            column. A kernel calls them on float32 blocks [tokens or 1, head or 1], one for each
+            array: some tokens of the image, and the columns of one head. They return [tokens,
+            head].
         first_columns: For each array of each function, the column at which the first head begins.
-        widths: The number of features of one head, and of all heads together.
+        widths: The number of features of one head (one of `HEAD_DIMS`: 16, 32 or 64), and of all
+            heads together.
         blocks: The blocks of the image. `released` is ignored.
         backward: Whether to compute the gradient.
         *arrays: m [b or 1, m, m] in float32, padded with zeros to a power of two of blocks; the
@@ -378,10 +392,12 @@ class _Head:
     Args:
         pl: The module `jax.experimental.pallas`.
         plgpu: The module `jax.experimental.pallas.triton`.
-        functions: The three functions that compute q, k and v from arrays.
+        functions: The three functions that compute q, k and v. Each is called with one float32
+            array [tokens or 1, head or 1] for each of its references, and returns [tokens, head].
         first_columns: For each array of each function, the column at which the first head begins.
-        head_dim: The number of features of the head.
-        blocks: The blocks of the image.
+        head_dim: The number of features of the head, a power of two: 16, 32 or 64.
+        blocks: How the tokens of the image are divided into blocks, each of which has its own sums;
+            one block for SANA's attention. `released` is not read.
 
     Attributes:
         index: The index of the head, from the program's place in the grid.
@@ -654,7 +670,7 @@ def _along_first_axis(values: Array, like: Array) -> Array:
         like: Sums of all blocks [m, ...], of which only the number of axes is read.
 
     Returns:
-        The values [m, 1, ...] with as many axes as `like`.
+        The values [m, 1, ..., 1] with as many axes as `like`.
     """
     return values.reshape(-1, *(1,) * (like.ndim - 1))
 
@@ -673,7 +689,15 @@ def _mix_sums(weights: Float[Array, " m"], sums: tuple[Array, ...]) -> list[Arra
 
 
 def _sum_over_tokens(x: Float[Array, "n k"], y: Float[Array, "n v"]) -> Float[Array, "k v"]:
-    """`x.T @ y` [k, v] of [n, k] and [n, v], accumulated and returned in float32."""
+    """`x.T @ y`: the sum over tokens of the outer products of their features.
+
+    Args:
+        x: Features of n tokens [n, k], BF16.
+        y: Other features of the same tokens [n, v], BF16.
+
+    Returns:
+        The sums [k, v], accumulated and returned in float32.
+    """
     return jax.lax.dot_general(x, y, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
 
@@ -697,10 +721,14 @@ def _wide_dot(x: Float[Array, "n k"], y: Float[Array, "k v"]) -> Float[Array, "n
 
 
 def _split_bf16(x: Float[Array, "..."]) -> list[Float[Array, "..."]]:
-    """Splits a float32 array into three BF16 arrays of its shape, the largest first.
+    """Splits a float32 array into three BF16 arrays.
 
-    Their sum is exactly `x`, as long as no part is so small that it underflows. An infinite value
-    becomes NaN.
+    Args:
+        x: A float32 array of any shape.
+
+    Returns:
+        Three arrays of the shape of `x`, the largest magnitudes first. Their sum is exactly `x`, as
+        long as no part is so small that it underflows. For an infinite value, it is NaN.
     """
     parts = []
     for _ in range(3):

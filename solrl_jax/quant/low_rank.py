@@ -84,7 +84,13 @@ def _low_rank_matmul(
 
 
 def _low_rank_forward(scale, x, a, b):
-    """The forward pass of `_low_rank_matmul`, with the same arguments.
+    """The forward pass of `_low_rank_matmul`.
+
+    Args:
+        scale: alpha / rank.
+        x: Inputs [rows, n_in].
+        a: The first LoRA factor [n_in, rank].
+        b: The second LoRA factor [rank, n_out].
 
     Returns:
         The result [rows, n_out], and the residuals for the backward pass: x, the inner result `x @
@@ -118,7 +124,15 @@ def _low_rank_backward(scale, residuals, g):
 
 
 def _sum_over_rows(left, right):
-    """`left.T @ right` [m, n] of [rows, m] and [rows, n], accumulated and returned in float32."""
+    """`left.T @ right`, the sum over rows of their outer products.
+
+    Args:
+        left: A matrix [rows, m].
+        right: A matrix [rows, n], of the dtype of `left`.
+
+    Returns:
+        The sums [m, n], accumulated and returned in float32.
+    """
     return jnp.dot(left.T, right, preferred_element_type=jnp.float32)
 
 

@@ -99,6 +99,9 @@ def dequantize(w: Weight) -> Float[Array, "... n_in n_out"]:
     Args:
         w: An array of any floating-point dtype, or a leaf: LoRA adapters are merged, and codes are
             multiplied by their scales.
+
+    Returns:
+        The matrix. It differs from the one that was quantized by the rounding of the format.
     """
     return w.dequantize() if isinstance(w, Leaf) else w.astype(jnp.float32)
 

@@ -304,16 +304,26 @@ def _cudnn_scaled_dot(
 
 
 def pack(codes: Shaped[Array, "... k"]) -> UInt8[Array, "... half"]:
-    """Packs float4_e2m1fn codes [..., k], k even, into bytes uint8 [..., k / 2].
+    """Packs pairs of codes into bytes. XLA's own float4 arrays take one byte per element in memory.
 
-    The code of the even index comes into the low four bits. XLA's own float4 arrays take one byte
-    per element in memory.
+    Args:
+        codes: float4_e2m1fn codes [..., k]; k is even.
+
+    Returns:
+        Bytes, uint8 [..., k / 2]. The code of the even index is in the low four bits.
     """
     return jax.lax.bitcast_convert_type(codes.reshape(*codes.shape[:-1], -1, 2), jnp.uint8)
 
 
 def unpack(packed: UInt8[Array, "... half"]) -> Shaped[Array, "... k"]:
-    """Unpacks bytes uint8 [..., k / 2] into float4_e2m1fn codes [..., k]: the inverse of `pack`."""
+    """The inverse of `pack`.
+
+    Args:
+        packed: Bytes, uint8 [..., k / 2], with the code of the even index in the low four bits.
+
+    Returns:
+        The codes, float4_e2m1fn [..., k].
+    """
     # Without the barrier, XLA (jaxlib 0.10) folds constant bytes to wrong codes.
     codes = jax.lax.bitcast_convert_type(jax.lax.optimization_barrier(packed), jnp.float4_e2m1fn)
     return codes.reshape(*packed.shape[:-1], -1)

@@ -55,7 +55,7 @@ def shard_map_kernel(f: Callable[..., Any], *, by_heads: bool = False) -> Callab
 
     Args:
         f: The kernel. It takes arrays, and returns an array or a tree of arrays, with rows first.
-            No operation may mix rows.
+            No operation may mix rows. On each device it sees the device's own rows alone.
         by_heads: Whether the second axis of the results, and of inputs with four axes, holds
             attention heads. Heads are then sharded over the mesh axis `tensor`, which the mesh must
             have (KeyError otherwise), if the heads of the first array are a multiple of its size.

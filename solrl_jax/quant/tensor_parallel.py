@@ -126,7 +126,15 @@ def _sharded_matmul(
 
 
 def _sharded_matmul_forward(x, w):
-    """The forward pass of `_sharded_matmul`: its result and the residuals (x, w)."""
+    """The forward pass of `_sharded_matmul`.
+
+    Args:
+        x: Inputs [rows, n_in].
+        w: The weight [n_in, n_out].
+
+    Returns:
+        The result [rows, n_out], and the residuals for the backward pass: (x, w).
+    """
     return _sharded_matmul(x, w), (x, w)
 
 
@@ -138,7 +146,8 @@ def _sharded_matmul_backward(residuals, g):
         g: The gradient of the result [rows, n_out].
 
     Returns:
-        The gradients of x, complete on every device of the mesh axis `tensor`, and of w.
+        The gradients of x [rows, n_in], complete on every device of the mesh axis `tensor`, and of
+        w [n_in, n_out], whose sharding is left to the partitioner.
     """
     x, w = residuals
     return gather_axis(g @ shard_weight(w, 0).T), x.T @ g

@@ -190,13 +190,16 @@ class UpBlock(nnx.Module):
         self.shuffle = shuffle
 
     def __call__(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b 2*h 2*w n_out"]:
-        """Returns the sum of the upsampled convolution and of the shortcut, in the dtype of `x`.
+        """Computes the sum of the upsampled convolution and of the shortcut.
 
         The shortcut repeats each channel of `x` `4 * n_out / n_in` times, and moves the channels
         into pixels.
 
         Args:
-            x: images, whose height and width the result has twice.
+            x: images with `n_in` channels.
+
+        Returns:
+            Images of twice the height and width with `n_out` channels, in the dtype of `x`.
         """
         y = depth_to_space(self.conv(x)) if self.shuffle else self.conv.apply_upsampled(x)
         return y + depth_to_space(x.repeat(self.repeats, axis=-1))
@@ -414,8 +417,8 @@ def make_stages(
     Args:
         config: configuration of the autoencoder.
         side: "encoder" or "decoder": the prefix of the configuration fields that are read.
-        activations: activation of the residual blocks of each stage, keys of `ACTIVATIONS`: "silu"
-            or "relu".
+        activations: activation of the residual blocks of each stage, finest first, keys of
+            `ACTIVATIONS`: "silu" or "relu". Stages of another kind do not read it.
         rngs: random number generators of the initial parameters.
 
     Returns:
@@ -469,8 +472,8 @@ class Decoder(nnx.Module):
                 here.
 
         Returns:
-            The images: H is `h * config.spatial_compression`, and W is `w *
-            config.spatial_compression`.
+            The images with `config.in_channels` channels: H is `h * config.spatial_compression`,
+            and W is `w * config.spatial_compression`.
         """
         x = self.conv_in(latent)
         if self.shortcut:

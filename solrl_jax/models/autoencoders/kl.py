@@ -387,10 +387,13 @@ class Upsample2D(nnx.Module):
         self.conv = Conv(channels, channels, 3, rngs=rngs)
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b 2*h 2*w c"]:
-        """Repeats each pixel 2 x 2 times, and convolves the result. It has the dtype of `x`.
+        """Repeats each pixel 2 x 2 times, and convolves the result.
 
         Args:
             x: images with the layer's number of channels.
+
+        Returns:
+            Images of twice the height and width with as many channels, in the dtype of `x`.
         """
         return self.conv.apply_upsampled(x)
 
@@ -413,20 +416,24 @@ class GroupNorm(nnx.Module):
         self.groups = groups
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        """Normalises images in float32, applies weight and bias, and rounds once to the dtype of
-        `x`.
+        """Normalises images in float32, applies weight and bias, and rounds once.
 
         Args:
-            x: images of any floating-point dtype.
+            x: images of any floating-point dtype, with the layer's number of channels.
+
+        Returns:
+            An array of the shape and dtype of `x`.
         """
         return self.in_float32(x).astype(x.dtype)
 
     def in_float32(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        """Returns the float32 result before it is rounded to the dtype of `x`, weight and bias
-        applied.
+        """Returns the result of the layer before it is rounded, weight and bias applied.
 
         Args:
-            x: images of any floating-point dtype.
+            x: images of any floating-point dtype, with the layer's number of channels.
+
+        Returns:
+            A float32 array of the shape of `x`.
         """
         grouped = x.astype(jnp.float32).reshape(*x.shape[:3], self.groups, -1)
         # Both sums take one pass over memory. They are about the first pixel's mean, which is close
@@ -449,6 +456,9 @@ def norm_silu(norm: GroupNorm, x: Float[Array, "b h w c"]) -> Float[Array, "b h 
 
     Args:
         norm: the normalisation, with its weight and bias.
-        x: images.
+        x: images with the number of channels of `norm`.
+
+    Returns:
+        An array of the shape and dtype of `x`.
     """
     return jax.nn.silu(norm.in_float32(x)).astype(x.dtype)

@@ -26,9 +26,10 @@ def decode_tiled(
         decode: maps the latents of a tile, for the whole batch, to images of `compression` times
             its size, with k colours.
         latent: the whole latents.
-        tile: side of a tile in latent pixels. A direction in which the latent fits into one tile is
-            not divided.
-        overlap: number of latent pixels that neighbouring tiles share at least, less than `tile`.
+        tile: side of a tile in latent pixels, at least 1. A direction in which the latent fits into
+            one tile is not divided.
+        overlap: number of latent pixels that neighbouring tiles share at least, from 0 to `tile -
+            1`, which is not checked.
             Tiles are spaced evenly, as few as cover the latent. In the shared region, one tile
             fades linearly into the next.
         compression: side of the square of image pixels that one latent pixel stands for.
@@ -74,8 +75,8 @@ def _axis(size: int, tile: int, overlap: int, compression: int) -> tuple[Array, 
     Args:
         size: size of the latent along the axis.
         tile: side of a tile in latent pixels.
-        overlap: latent pixels that neighbouring tiles share at least.
-        compression: image pixels per latent pixel.
+        overlap: latent pixels that neighbouring tiles share at least, less than `tile`.
+        compression: side, in image pixels, of the square that one latent pixel stands for.
 
     Returns:
         The first latent pixel of each of n tiles [n], int32, and the weight of each tile's image

@@ -17,7 +17,7 @@ Activation: TypeAlias = Float[Array, "b s d"] | LazyActivation
 
 
 def as_lazy(x: Activation, dtype: DTypeLike | None = None) -> LazyActivation:
-    """The activation as a `LazyActivation`.
+    """The activation as a `LazyActivation`, which later layers can extend and read in one pass.
 
     Args:
         x: An array [b, s, d] or a lazy activation.
@@ -39,8 +39,8 @@ def concat_features(first: Activation, *others: Activation, dtype: DTypeLike) ->
         first: An activation [b, s, d].
         *others: Activations [b, s, d_i] that follow it.
         dtype: The dtype of the result if `first` is an array, and the dtype that arrays are read
-            in. FP8 attention returns E4M3 values, which are read in this dtype. If `first` is lazy,
-            the result has its dtype.
+            in: FP8 attention, for example, returns E4M3 values, which count as values of this
+            dtype. If `first` is lazy, the result has its dtype.
 
     Returns:
         The lazy activation [b, s, d + sum of d_i].

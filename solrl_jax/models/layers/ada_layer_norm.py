@@ -23,8 +23,9 @@ class AdaLayerNorm(nnx.Module):
         d: The number of features of the tokens and of the condition.
         num_vectors: The number of modulation vectors, for example 6: shift, scale and gate, twice.
         bias: Whether the linear layer has a bias.
-        modulate: The function (x, shift, scale) -> `x (1 + scale) + shift`, which networks round
-            differently.
+        modulate: The function (x, shift, scale) -> `x (1 + scale) + shift`. Networks round it
+            differently: `modulate` (the default) after each operation, `modulate_rounding_once`
+            at the end.
         rngs: Random number generators for the initial weights.
     """
 
@@ -46,7 +47,8 @@ class AdaLayerNorm(nnx.Module):
         """Computes the modulation vectors of a condition.
 
         Args:
-            condition: The vector that modulates the block, after its SiLU.
+            condition: The vector that modulates the block, such as the embedded timestep and text,
+                after its SiLU.
 
         Returns:
             A list of `num_vectors` arrays [b, 1, d], in the dtype of `condition` and in the order
@@ -69,6 +71,6 @@ class AdaLayerNorm(nnx.Module):
             scale: The scale of each sample and feature, one of `vectors`.
 
         Returns:
-            The lazy activation [b, s, d].
+            The lazy activation [b, s, d], in the dtype of `x`.
         """
         return self.norm.modulated(x, shift, scale, self.modulate)

@@ -48,12 +48,13 @@ def attention(
             pad the keys). A number of keys must be at least 1.
         scale: The factor of the logits. None: `h ** -0.5`.
         softcap: A cap c turns the logits into `c tanh(logits / c)`, before the mask is applied.
-            None: no cap.
-        bias: Added to the logits; cuDNN reads it in the dtype of `q`. Cannot be combined with
-            `softcap`.
+            None: no cap. With a cap, no fused kernel is used, and all scores are in memory.
+        bias: Added to the logits, broadcast to [b, n, t, s]; cuDNN reads it in the dtype of `q`.
+            Cannot be combined with `softcap`. None: no bias.
 
     Returns:
-        The attended values, in the dtype of `q`.
+        The attended values [b, t, n, h] in the dtype of `q`, which is that of `k` and `v`, too.
+        They have a gradient in q, k, v and bias.
 
     Raises:
         AssertionError: Both `softcap` and `bias` are given.
@@ -75,7 +76,8 @@ def attention_forward(
     """Computes `softmax(h ** -0.5 q k^T) v` for each head, as `attention` does, for programs that
     take no gradient of it.
 
-    Without a gradient, cuDNN takes odd lengths, and one mask for all heads.
+    Without a gradient, cuDNN takes odd lengths, and one mask for all heads. That a gradient is
+    taken all the same is not checked; cuDNN then fails for such shapes.
 
     Args:
         q: Queries [b, t, n, h]: batch, query positions, heads, features of a head.
@@ -93,9 +95,14 @@ def attention_forward(
 
 
 def _shard_heads(x: Array) -> Array:
-    """Shards an activation [b, t, n, h] by its heads, under tensor parallelism.
+    """Shards an activation by its heads over the mesh axis `tensor`.
 
-    Without an axis `tensor` on the mesh, it returns `x` unchanged.
+    Args:
+        x: The activation [b, t, n, h].
+
+    Returns:
+        `x` with a sharding constraint: by heads if the axis divides their number n, otherwise
+        complete on every device. `x` itself if the mesh has no such axis, or one of size 1.
     """
     return tensor_parallel.shard_axis(x, 2)
 
@@ -296,7 +303,7 @@ def _softcapped(
         v: values, [b, s, kv, h].
         mask: Boolean matrix that broadcasts to [b, n, t, s], or None.
         scale: factor of the logits before the cap.
-        softcap: the largest magnitude of a logit.
+        softcap: the largest magnitude of a logit, a positive number.
 
     Returns:
         The attended values [b, t, n, h], in the dtype of `v`.

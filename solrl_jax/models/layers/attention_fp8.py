@@ -25,9 +25,11 @@ def attention_fp8(
 ) -> Float[Array, "b t n h"]:
     """Computes `softmax(h ** -0.5 q k^T) v` for each head, in FP8.
 
-    There is no gradient, no mask and no bias. On CPUs it is plain JAX (`reference`). On GPUs older
-    than Hopper, on TPUs, and for heads whose size is no multiple of 16 or above 128, the attention
-    runs in BF16, which rounds the probabilities less.
+    There is no mask and no bias, and no program may take a gradient of it. On CPUs it is plain JAX
+    (`reference`) for heads of any size. On TPUs, on GPUs older than Hopper, and on other GPUs for
+    heads whose size is no multiple of 16 or above 128, the matmuls run in BF16, which rounds the
+    probabilities less. Under tensor parallelism, heads are computed on different devices, and the
+    result is gathered.
 
     Args:
         q: Queries in E4M3: batch, query positions, heads, features of a head.
@@ -51,7 +53,8 @@ def _cudnn_attention(q: Array, k: Array, v: Array) -> Array:
     """Calls cuDNN's attention on queries, keys and values in E4M3.
 
     The logits are multiplied by `h ** -0.5`. Probabilities are quantized 256 times as large
-    (`PROBABILITY_SCALE`); every other scale is 1. There is no mask.
+    (`PROBABILITY_SCALE`); every other scale is 1. There is no mask. The caller makes sure that the
+    GPU is a Hopper or newer, and that h is a multiple of 16, up to 128.
 
     Args:
         q: Queries [b, t, n, h], E4M3.

@@ -35,8 +35,9 @@ def fits(
     Args:
         q: queries.
         k: keys.
-        mask: Boolean mask over queries and keys, or None.
-        bias: addition to the logits, or None.
+        mask: Boolean mask over queries and keys, True where a query may attend to a key; None: no
+            mask.
+        bias: addition to the logits; None: no bias.
     """
     head_dim = q.shape[-1]
     if compile_target.platform() != "tpu" or bias is not None:
@@ -55,8 +56,9 @@ def flash_attention(
 ) -> Float[Array, "b t n h"]:
     """Computes `softmax(scale * q k^T) v` over the keys of the mask. The softmax is in float32.
 
-    Lengths are padded to multiples of `TILE` and the result is cut to its true length. It has a
-    gradient. The operands are those that `fits` accepts.
+    Lengths are padded to multiples of `TILE` (128) and the result is cut to its true length. It has
+    a gradient in q, k and v. The operands are those that `fits` accepts. A mesh, if one is set, has
+    an axis `tensor`, over which heads are divided.
 
     Args:
         q: Queries.
@@ -91,6 +93,9 @@ def _attend(scale: float, *arrays: Array) -> Float[Array, "b n t h"]:
     Args:
         scale: The factor of the logits.
         *arrays: The operands q, k, v and masked of `_kernel`. The last one has no gradient.
+
+    Returns:
+        The attended values [b, n, t, h], in the dtype of q.
     """
     # Mosaic takes no BF16 operands at a precision above the default
     precision = "highest" if arrays[0].dtype == jnp.float32 else "default"
@@ -124,7 +129,7 @@ def _kernel(
         masked: 0 for keys that queries attend to, 1 for all others.
 
     Returns:
-        The attended values.
+        The attended values [b, n, t, h], in the dtype of `q`.
     """
     # imported here because the import takes a second
     from jax.experimental.pallas.ops.tpu import flash_attention as pallas

@@ -21,7 +21,7 @@ class Conv(nnx.Module):
         n_in: The number of input channels.
         n_out: The number of output channels.
         kernel: The side of the kernel, an odd number.
-        stride: The stride. 1 keeps the size of images, 2 halves even sizes.
+        stride: The stride. 1 keeps the size of images, 2 halves it, rounded up.
         bias: Whether to add a bias.
         rngs: Random number generators for the initial weight, which has PyTorch's default
             distribution.
@@ -45,11 +45,14 @@ class Conv(nnx.Module):
         self.padding = kernel // 2
 
     def __call__(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b h2 w2 n_out"]:
-        """Convolves images, adds the bias if there is one, and returns the result in the dtype of
-        `x`.
+        """Convolves images, and adds the bias if there is one.
 
         Args:
-            x: The images. With stride 1 they keep their size; with stride 2, even sizes are halved.
+            x: The images, with `n_in` channels.
+
+        Returns:
+            Images with `n_out` channels, in the dtype of `x`. With stride 1 they have the size of
+            `x`; with stride 2, half of it, rounded up.
         """
         y = jax.lax.conv_general_dilated(
             x,
@@ -64,8 +67,9 @@ class Conv(nnx.Module):
         """The convolution of `x` upsampled by two with nearest-neighbor interpolation, plus the
         bias.
 
-        For layers with a 3x3 kernel and stride 1. Except on CPUs, one transposed convolution
-        computes it (`conv_upsampled`).
+        For layers with a 3x3 kernel and stride 1, which is not checked. Except on CPUs, one
+        transposed convolution computes it (`conv_upsampled`), with sums of weights that are rounded
+        to the dtype of `x`.
 
         Args:
             x: The images before upsampling.

@@ -37,10 +37,13 @@ class PatchProjection(nnx.Module):
         self.patch = patch
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b rows columns d"]:
-        """Embeds images: one token per patch, on the grid of patches, in the dtype of `x`.
+        """Embeds images: one token per patch.
 
         Args:
-            x: Images. Height and width are multiples of the side of a patch.
+            x: Images with `n_in` channels. Height and width are multiples of the side of a patch.
+
+        Returns:
+            The tokens on the grid of patches, [b, rows, columns, `n_out`], in the dtype of `x`.
         """
         kernel = self.kernel.get_value()
         y = matmul(patches(x, self.patch), kernel.reshape(-1, kernel.shape[-1]))
@@ -128,8 +131,9 @@ class TimestepMLP(nnx.Module):
         """Embeds one number per sample.
 
         Args:
-            value: The numbers, e.g. timesteps in 0..1000.
-            dtype: The dtype that the sinusoids are cast to and the MLP computes in.
+            value: The numbers, e.g. timesteps from 0 to 1000, which need not be whole.
+            dtype: The dtype that the sinusoids, computed in float32, are cast to, and in which the
+                MLP computes.
 
         Returns:
             The embeddings [b, d], in this dtype.
@@ -165,12 +169,13 @@ def sincos_positions(
 
     Args:
         d: The number of features, a multiple of 4.
-        rows: The vertical coordinate of each row.
-        columns: The horizontal coordinate of each column.
+        rows: The vertical coordinate of each row of tokens, in any unit, such as 0, 1, 2, ....
+        columns: The horizontal coordinate of each column of tokens, in the same unit.
 
     Returns:
-        Float32 features. The first half encodes the column and the second half the row; each half
-        consists of d / 4 sines, then d / 4 cosines, at the frequencies `10000 ** (-4 i / d)`.
+        Float32 features [rows, columns, d]. The first half encodes the column and the second half
+        the row; each half consists of d / 4 sines, then d / 4 cosines, of the coordinate times the
+        frequencies `10000 ** (-4 i / d)`, i = 0, 1, ..., d / 4 - 1.
     """
     # The waves of each axis are computed on the host in float64. The whole grid takes up to a
     # gigabyte, so JAX computes it: then it is not allocated when a network is only traced for its

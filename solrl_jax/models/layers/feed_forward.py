@@ -18,6 +18,9 @@ def silu_gate(gate: Float[Array, "..."], value: Float[Array, "..."]) -> Float[Ar
     Args:
         gate: The first factor before its SiLU, which is applied here.
         value: The second factor, of the same shape.
+
+    Returns:
+        The product, of this shape.
     """
     return jax.nn.silu(gate) * value
 
@@ -143,7 +146,7 @@ class GLUMBConv(nnx.Module):
 
         Args:
             x: The pixels [b, n, d], row by row, an array or a lazy activation.
-            grid: The number of rows and of columns of the n pixels.
+            grid: The number of rows and of columns of the image, whose product is n.
 
         Returns:
             The output [b, n, d], to which the input is not added, in the dtype of `x`.

@@ -14,8 +14,8 @@ from solrl_jax.quant.matmul import lazy_matmul, matmul
 
 
 class Linear(nnx.Module):
-    """`y = x W + b`. The weight `kernel` [in, out] may be any leaf that `quant.matmul` accepts,
-    such as a quantized or an adapted one.
+    """`y = x W + b`. The weight `kernel` [in, out] may be an array, or any leaf that
+    `quant.matmul` accepts, such as a quantized or an adapted one.
 
     Args:
         n_in: The number of input features.
@@ -35,10 +35,18 @@ class Linear(nnx.Module):
         self.bias = param(jnp.zeros(n_out), "bias") if bias else None
 
     def __call__(self, x: Float[Array, "... n_in"] | LazyActivation) -> Float[Array, "... n_out"]:
-        """Computes `x W + b` for an array of any rank or for a lazy activation, and returns an
-        array.
+        """Computes `x W + b` for an array of any rank or for a lazy activation.
 
-        The last axis holds the features. The result has the dtype of `x`.
+        Args:
+            x: The input, with the `n_in` features in the last axis, of a floating-point dtype.
+
+        Returns:
+            An array with `n_out` features in the last axis, also for a lazy input. It has the dtype
+            of `x`, unless the weight is a `HalfPrecisionWeight`, which gives its own dtype.
+
+        Raises:
+            ValueError: If `x` is an array that is not of a floating-point dtype, or that does not
+                have the `n_in` features of an NVFP4 weight.
         """
         if isinstance(x, LazyActivation):
             return self.lazy(x).value
@@ -49,10 +57,12 @@ class Linear(nnx.Module):
         """Applies the layer. Scales and bias are left to the layer that reads the result.
 
         Args:
-            x: The input [b, s, in].
+            x: The input [b, s, in], an array or a lazy activation. Unless the weight quantizes its
+                input, a lazy one is computed and written to memory.
 
         Returns:
-            The lazy activation [b, s, out].
+            The lazy activation [b, s, out], in the dtype of `x` (of the weight if that is a
+            `HalfPrecisionWeight`). The matmul itself is computed at once.
         """
         x = as_lazy(x)
         y = lazy_matmul(x, self.kernel.get_value())
@@ -64,8 +74,8 @@ class Linear(nnx.Module):
         """`f(x W + b)`, computed by the layer that reads the result.
 
         Args:
-            x: The input [b, s, in].
-            f: An elementwise function, for example `jax.nn.gelu`.
+            x: The input [b, s, in], an array or a lazy activation.
+            f: An elementwise function of arrays of any shape, for example `jax.nn.gelu`.
 
         Returns:
             The lazy activation [b, s, out].

@@ -20,7 +20,7 @@ class CrossProjection(nnx.Module):
     Args:
         widths: The number of features of the query sequence, of the key sequence, and of all heads
             together.
-        heads: The number of heads.
+        heads: The number of heads, which divides the third of these.
         normed: Whether queries and keys are normalized (RMSNorm), all heads together.
         bias: Whether the projections to queries, keys and values have biases.
         rngs: Random number generators for the initial weights.
@@ -53,8 +53,8 @@ class CrossProjection(nnx.Module):
             source: The sequence that is attended to [b, l, d_source], which may be `x` itself.
 
         Returns:
-            Queries [b, n, inner], keys and values [b, l, inner] as lazy activations. Heads lie side
-            by side in the last axis.
+            Queries [b, n, inner], keys and values [b, l, inner] as lazy activations. inner is the
+            number of features of all heads together, which lie side by side.
         """
         q = self.to_q.lazy(x)
         k = self.to_k.lazy(source)
@@ -74,7 +74,7 @@ class LinearAttention(CrossProjection):
 
     Args:
         widths: The number of features of the tokens (twice), and of all heads together.
-        heads: The number of heads.
+        heads: The number of heads, which divides the third of these.
         normed: Whether queries and keys are normalized (RMSNorm), all heads together.
         bias: Whether the projections to queries, keys and values have biases. The output projection
             always has one.
@@ -103,7 +103,7 @@ class CrossAttention(CrossProjection):
     Args:
         widths: The number of features of the image tokens, of the text tokens, and of all heads
             together.
-        heads: The number of heads.
+        heads: The number of heads, which divides the third of these.
         normed: Whether queries and keys are normalized (RMSNorm), all heads together.
         bias: Whether the projections to queries, keys and values have biases. The output projection
             always has one.
@@ -123,8 +123,8 @@ class CrossAttention(CrossProjection):
             mask: True for tokens, False for padding.
 
         Returns:
-            The output for each image token, to which the input is not added. For a sample whose
-            mask is all False, the attention is the mean of the values.
+            The output for each image token, to which the input is not added, in the dtype of `x`.
+            For a sample whose mask is all False, the attention is the mean of the values.
         """
         q, k, v = (
             y.value.reshape(*y.value.shape[:2], self.heads, -1)

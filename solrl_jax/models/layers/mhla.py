@@ -30,7 +30,8 @@ class Mhla:
     """How MHLA replaces SANA's linear attention (configuration section `model`).
 
     Attributes:
-        blocks: The number M of blocks that the tokens of an image are divided into.
+        blocks: The number M of equal blocks that the tokens of an image are divided into, 1 or
+            more. It must divide the tokens of every image size, see `tiling`.
         released: Whether to follow the released code instead of the paper: m is normalized by
             columns and is not bounded, `lepe` starts as the identity and has a bias, and each query
             position has its own denominator.
@@ -55,7 +56,7 @@ class BlockMixing(CrossProjection):
         layout: The number of blocks from top to bottom and from left to right. It is the same for
             images of every size, because m is about places in the image.
         widths: The number of features of the tokens (twice), and of all heads together.
-        heads: The number of heads.
+        heads: The number of heads, which divides the third of these.
         normed: Whether the checkpoint normalizes queries and keys, regardless of `mhla.normed`.
         bias: Whether the projections to queries, keys and values have biases.
         rngs: Random number generators for the initial weights.
@@ -94,12 +95,13 @@ class BlockMixing(CrossProjection):
         projects the sum.
 
         Args:
-            x: The image tokens [b, n, d], row by row.
+            x: The image tokens [b, n, d], row by row, an array or a lazy activation.
             grid: The number of rows and of columns of the tokens, multiples of the blocks in
                 `layout`.
 
         Returns:
-            The output [b, n, d]: the projected sum of the attention and of the convolution `lepe`.
+            The output [b, n, d] in the dtype of `x`: the projected sum of the attention and of the
+            convolution `lepe`. The input is not added.
         """
         x = as_lazy(x)
         q, k, v = self.project(x, x)
@@ -167,7 +169,12 @@ def initial_mix(layout: tuple[int, int], released: bool) -> Float[np.ndarray, "m
 
 
 def initial_filter(released: bool) -> Float[np.ndarray, "3 3 1 1"]:
-    """The filter of `lepe` before training, for every channel: the identity if `released`, else
-    zero.
+    """The filter of `lepe` before training: zero, or the identity.
+
+    Args:
+        released: Whether to follow the released code, where the filter is the identity.
+
+    Returns:
+        A float64 filter [3, 3, 1, 1], which is broadcast to all channels.
     """
     return np.pad(np.full((1, 1), float(released)), 1)[..., None, None]

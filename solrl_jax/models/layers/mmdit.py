@@ -22,9 +22,10 @@ class JointBlock(nnx.Module):
     """One layer of both streams (arXiv 2403.03206, figure 2b).
 
     Args:
-        d: The number of features of the tokens.
+        d: The number of features of the tokens, a multiple of `head_dim`.
         head_dim: The number of features of one attention head.
-        modulate: The function that applies shift and scale. FLUX.1 and SD3 round it differently.
+        modulate: The function (x, shift, scale) -> `x (1 + scale) + shift`: `modulate` for FLUX.1,
+            `modulate_rounding_once` for SD3.
         normed: Whether each head of queries and keys is normalized (RMSNorm).
         dual: Whether the image stream also attends to itself, beside the joint attention (SD3.5
             Medium).
@@ -71,11 +72,13 @@ class JointBlock(nnx.Module):
             condition: The vector that modulates the block, after its SiLU.
             rotation: The rotary angles of the l + n positions, text first. None: no rotary
                 positions.
-            fp8_attention: Whether the attention runs in FP8, that of the image to itself included.
+            fp8_attention: Whether the attention runs in FP8, that of the image to itself included,
+                for programs that take no gradient; see `attention_fp8` for where it falls back to
+                BF16.
 
         Returns:
-            The text tokens (unchanged in the `last` layer) and the image tokens after the layer.
-            The residual sums are included.
+            The text tokens (unchanged in the `last` layer) and the image tokens after the layer,
+            each of the shape and dtype of its input. The residual sums are included.
         """
         image_vectors = self.norm1.vectors(condition)
         shift, scale, gate, shift_ff, scale_ff, gate_ff = image_vectors[:6]

@@ -21,6 +21,9 @@ def modulate(
         x: normalised activations.
         shift: shift of each feature, which broadcasts to `x`.
         scale: scale of each feature, which broadcasts to `x`.
+
+    Returns:
+        An array of the shape of `x`. If all three have one dtype, it has that dtype.
     """
     return x * (1 + scale) + shift
 
@@ -34,6 +37,9 @@ def modulate_rounding_once(
         x: normalised activations.
         shift: shift of each feature, which broadcasts to `x`.
         scale: scale of each feature, which broadcasts to `x`.
+
+    Returns:
+        An array of the shape and dtype of `x`.
     """
     wide = jnp.float32
     return (x.astype(wide) * (1 + scale.astype(wide)) + shift.astype(wide)).astype(x.dtype)
@@ -43,5 +49,11 @@ def silu_rounding_once(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """`x sigmoid(x)`, elementwise, computed in float32 and rounded once to the dtype of `x`.
 
     For the condition vector that modulates every block: its rounding error would not average out.
+
+    Args:
+        x: An array of any shape and floating-point dtype.
+
+    Returns:
+        An array of the shape and dtype of `x`.
     """
     return jax.nn.silu(x.astype(jnp.float32)).astype(x.dtype)

@@ -85,14 +85,15 @@ class LayerNorm(nnx.Module):
         If the norm has learned weights, the normalization itself is computed at once.
 
         Args:
-            x: The input.
+            x: The input, of any floating-point dtype.
             shift: The shift of each sample and feature.
             scale: The scale of each sample and feature, before 1 is added. It is not the norm's own
                 weight, which is applied before.
-            modulate: The function that applies shift and scale.
+            modulate: The function (x, shift, scale) -> `x (1 + scale) + shift`, which decides how
+                it is rounded. A kernel calls it on float32 rows.
 
         Returns:
-            The lazy activation [b, s, d].
+            The lazy activation [b, s, d], in the dtype of `x`.
         """
         return self._lazy(x).map(modulate, shift, scale)
 
@@ -104,6 +105,9 @@ class LayerNorm(nnx.Module):
         Args:
             x: activations.
             factor: one factor per feature of each sample.
+
+        Returns:
+            The lazy activation [b, s, d], in the dtype of `x`.
         """
         return self._lazy(x).map(jnp.multiply, factor)
 
@@ -112,6 +116,12 @@ class LayerNorm(nnx.Module):
 
         With a learned scale, the norm is computed at once, and the lazy activation wraps the
         result.
+
+        Args:
+            x: activations of any floating-point dtype.
+
+        Returns:
+            The lazy activation [b, s, d], in the dtype of `x`.
         """
         if self.scale is not None:
             return LazyActivation.from_array(self(x))
@@ -130,7 +140,8 @@ def rms_norm(
 
     Args:
         x: The input, of any floating-point dtype.
-        scale: The weight; it broadcasts against `x`.
+        scale: The weight, one factor per column, which broadcasts against `x`. In float32, or in a
+            dtype that float32 contains.
         eps: Added to the mean of the squares.
         width: The number of columns that are not padding, by which the sum of squares is divided.
             Kernels pad rows with zeros. None: all columns.
@@ -192,7 +203,7 @@ class RMSNorm(nnx.Module):
             factor: A factor for each sample and feature. None: 1.
 
         Returns:
-            The lazy activation [b, s, d].
+            The lazy activation [b, s, d], in the dtype of `x`.
         """
         width = x.shape[-1]
 
@@ -208,7 +219,8 @@ class RMSNorm(nnx.Module):
         The weight, of the size of one head, is the same for all heads.
 
         Args:
-            x: Queries or keys [b, s, n * features], heads side by side.
+            x: Queries or keys [b, s, n * features], heads side by side; `features` is the size of
+                the weight.
 
         Returns:
             The normalized lazy activation, of the same shape.

@@ -10,6 +10,9 @@ def space_to_depth(x: Float[Array, "b h w c"]) -> Float[Array, "b h/2 w/2 4*c"]:
 
     Args:
         x: Images of even height and width.
+
+    Returns:
+        Images of half the height and width, with four times the channels.
     """
     b, h, w, c = x.shape
     squares = x.reshape(b, h // 2, 2, w // 2, 2, c).transpose(0, 1, 3, 5, 2, 4)
@@ -23,6 +26,9 @@ def depth_to_space(x: Float[Array, "b h w c4"]) -> Float[Array, "b 2*h 2*w c4/4"
 
     Args:
         x: Images. The number of channels is a multiple of 4.
+
+    Returns:
+        Images of twice the height and width, with a quarter of the channels.
     """
     b, h, w, c = x.shape
     squares = x.reshape(b, h, w, c // 4, 2, 2).transpose(0, 1, 4, 2, 5, 3)

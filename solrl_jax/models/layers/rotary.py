@@ -19,7 +19,8 @@ def rotation_table(
     3.3).
 
     Args:
-        positions: The coordinates of each of s positions.
+        positions: The coordinates of each of s positions, one row per axis, such as the row and the
+            column of an image token.
         axes_dims: The number of features of a head that each coordinate rotates (even numbers), one
             per axis. Their sum is the number of features of a head.
         theta: The base of the rotation frequencies, `theta ** (-2 i / dim)` for pair i of an axis
@@ -47,12 +48,13 @@ def rotate_pairs(
     equation 34).
 
     Args:
-        x: Queries or keys. The last axis holds heads of `2 * half` features side by side.
-        cos: The cosines of the angles of each position.
-        sin: The sines of the angles of each position.
+        x: Queries or keys [..., d]. The last axis holds heads of `2 * half` features side by side.
+        cos: The cosines of the angles of each position [..., half], whose leading axes broadcast
+            against those of `x`.
+        sin: The sines of the angles of each position, of the shape of `cos`.
 
     Returns:
-        The rotated array, in the dtype of `x`.
+        The rotated array, of the shape and dtype of `x`.
     """
     cos = cos[..., None, :]
     sin = sin[..., None, :]
@@ -67,11 +69,15 @@ def rotate(x: LazyActivation, rotation: Rotation | None, start: int = 0) -> Lazy
 
     Args:
         x: Queries or keys [b, s, d], heads side by side.
-        rotation: The angles of all positions of the sequence. None leaves `x` as it is.
-        start: The position of the first row of `x`.
+        rotation: The cosines and sines of the angles of all positions of the sequence, from 0 on
+            (`Rotation`). None leaves `x` as it is.
+        start: The position of the first row of `x` in the sequence.
 
     Returns:
-        The rotated activation, which stays lazy.
+        The rotated activation [b, s, d], which stays lazy.
+
+    Raises:
+        ValueError: `x` has several parts (`LazyActivation.concat`), and `rotation` is not None.
     """
     if rotation is None:
         return x

@@ -35,9 +35,9 @@ def project_qkv(
         to_q: The projection to queries.
         to_k: The projection to keys.
         to_v: The projection to values.
-        norm_q: The norm of each head of the queries, or None.
-        norm_k: The norm of each head of the keys, or None.
-        rotation: The rotary angles of all positions, or None.
+        norm_q: The norm of each head of the queries, of the size of one head. None: no norm.
+        norm_k: The norm of each head of the keys, likewise.
+        rotation: The cosines and sines of the rotary angles of all positions. None: no rotation.
         start: The position of the first token of `x` in `rotation`.
 
     Returns:
@@ -60,7 +60,7 @@ def attend(
 ) -> Float[Array, "b s d"]:
     """Softmax attention over streams of tokens that form one sequence.
 
-    No gradient can be taken in FP8, or if a projection is quantized: the first stream's queries
+    No gradient may be taken in FP8, or if a projection is quantized: the first stream's queries
     decide which kernel runs.
 
     Args:
@@ -69,11 +69,13 @@ def attend(
             There is at least one stream.
         key_lengths: How many keys, from the first, each sample attends to, at least 1. None: all.
             Ignored with FP8.
-        fp8_attention: Whether the attention runs in FP8.
+        fp8_attention: Whether queries, keys, values and result are rounded to E4M3. The matmuls
+            run in FP8 on GPUs from Hopper on, for head sizes that are multiples of 16 up to 128,
+            and in BF16 on TPUs and other GPUs (`attention_fp8`).
 
     Returns:
         The attended values [b, sum of s_i, d], heads side by side. In E4M3 if `fp8_attention` is
-        set, otherwise in the dtype of the first stream.
+        set, wherever the matmuls run, otherwise in the dtype of the first stream.
     """
     q, k, v = (
         materialize_heads(pieces, head_dim, E4M3 if fp8_attention else None)
@@ -92,7 +94,8 @@ class QKVProjection(nnx.Module):
     """The projections of one sequence to queries, keys and values.
 
     Args:
-        d: The number of features of the tokens, and of all heads together.
+        d: The number of features of the tokens, and of all heads together, a multiple of
+            `head_dim`.
         head_dim: The number of features of one head.
         normed: Whether each head of queries and keys is normalized (RMSNorm).
         bias: Whether the projections have biases.
@@ -178,8 +181,9 @@ class SelfAttention(QKVProjection):
             rotation: Cosines and sines of the rotary angles of the s positions. None: no rotation.
             key_lengths: How many tokens, from the first, each sample attends to, at least 1. None:
                 all. Ignored with FP8.
-            fp8_attention: Whether the attention runs in FP8, without a gradient. Without an output
-                projection, the result is then in E4M3.
+            fp8_attention: Whether the attention runs in FP8, without a gradient (see `attend` for
+                where it falls back to BF16). Without an output projection, the result is then in
+                E4M3.
 
         Returns:
             The output [b, s, d], to which the input is not added, in the dtype of `x` but for that
@@ -248,7 +252,8 @@ class JointAttention(QKVProjection):
             image: The image tokens [b, n, d], an array or a lazy activation.
             rotation: Cosines and sines of the rotary angles of the l + n positions, text first.
                 None: no rotation.
-            fp8_attention: Whether the attention runs in FP8, without a gradient.
+            fp8_attention: Whether the attention runs in FP8, without a gradient (see `attend` for
+                where it falls back to BF16).
 
         Returns:
             The outputs for the text (None if this is the `last` layer) and for the image, to which
@@ -306,7 +311,8 @@ class ParallelAttention(nnx.Module):
         Args:
             x: The input [b, s, d], an array or a lazy activation.
             rotation: Cosines and sines of the rotary angles of the s positions.
-            fp8_attention: Whether the attention runs in FP8, without a gradient. The MLP does not.
+            fp8_attention: Whether the attention runs in FP8, without a gradient (see `attend` for
+                where it falls back to BF16). The MLP is not affected.
 
         Returns:
             The output [b, s, d], to which the input is not added, in the dtype of `x`.

@@ -24,8 +24,11 @@ def _saves_kernel_outputs(primitive: Any, *_: Any, **__: Any) -> bool:
     names of their primitives.
 
     Args:
-        primitive: The JAX primitive. Its operands' shapes and its parameters, which
-            `jax.checkpoint` passes too, are ignored.
+        primitive: The JAX primitive, whose name is read. Its operands' shapes and its parameters,
+            which `jax.checkpoint` passes too, are ignored.
+
+    Returns:
+        True if the name begins with "dot_product_attention_fwd" or "pallas_call".
     """
     return primitive.name.startswith(("dot_product_attention_fwd", "pallas_call"))
 
@@ -48,15 +51,17 @@ def stack(n: int, make: Callable[[nnx.Rngs], M], rngs: nnx.Rngs, *, first: int |
     In PyTorch the layers form a list, and the name of a parameter contains the index of its layer.
 
     Args:
-        n: The number of modules.
-        make: Builds one module from random number generators.
+        n: The number of modules, at least 1.
+        make: Builds one module from random number generators. It is traced once, so that all
+            modules have the same structure.
         rngs: Random number generators, which are split for the modules.
         first: For a list with layers of several kinds, the index in the list of this stack's first
             layer. Each run of equal layers is then a stack of its own, and one container with the
             name of the list holds all stacks, under any keys. None: the list holds only this stack.
 
     Returns:
-        The module, whose parameters have a leading axis of size `n`.
+        The module, whose parameters have a leading axis of size `n`. Their metadata say so to
+        `models.loading.weights` (`below_stack`, `first_layer`).
     """
     build = nnx.split_rngs(splits=n)(nnx.vmap(make, in_axes=(0,), out_axes=0))
     blocks = build(rngs)
@@ -78,7 +83,8 @@ def scan_blocks(blocks: Any, apply: Callable[..., X], x: X, *each: Array, remat:
         x: The input of the first block: an array, or a tree of arrays for several streams.
         *each: Arrays with one row per block. `apply` receives the block's rows after `x`.
         remat: What the gradient recomputes, a key of `REMAT`: "none", "matmuls" (all but matmuls
-            and attention kernels) or "blocks" (everything but the input of each block).
+            and attention kernels) or "blocks" (everything but the input of each block). Without a
+            gradient it has no effect.
 
     Returns:
         The output of the last block.

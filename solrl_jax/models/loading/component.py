@@ -39,8 +39,9 @@ class Component:
     Attributes:
         graphdef: static structure of the network.
         state: abstract state with the path, shape and PyTorch layout of each parameter.
-        source: a directory with safetensors files, or one safetensors file.
-        locate: finds the network's tensors in `source`.
+        source: a directory with safetensors files, or one safetensors file. It need not exist until
+            the files are checked or loaded.
+        locate: finds the network's tensors in `source`, given it and `state` (`TensorLocator`).
     """
 
     graphdef: nnx.GraphDef
@@ -64,7 +65,11 @@ class Component:
             source: a directory with safetensors files, or one safetensors file. It need not exist
                 yet.
             build: constructs the network, given random number generators as `rngs`.
-            locate: finds the network's tensors in `source`, and raises for those that do not fit.
+            locate: finds the network's tensors in `source`, and raises for those that do not fit
+                (`TensorLocator`). The default is `models.loading.weights.locate_tensors`.
+
+        Returns:
+            The component.
         """
         graphdef, state = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))
         return cls(graphdef, state, source, locate)
@@ -75,6 +80,10 @@ class Component:
         Args:
             params: The parameters, a nested dictionary by path as `load` returns it. Leaves may be
                 quantized or adapted.
+
+        Returns:
+            An `nnx.Module` of the class that the component was built from, whose parameters are
+            those arrays or leaves.
         """
         return nnx.merge(self.graphdef, params)
 
@@ -93,8 +102,10 @@ class Component:
     def load(self, dtype: DTypeLike, place: Placement | None = None) -> Params:
         """Reads the parameters. Those with an initial value that the files lack are initialised.
 
+        In a run of several processes, each reads only what its own devices hold.
+
         Args:
-            dtype: dtype that the parameters are cast to.
+            dtype: dtype that the parameters are cast to. Values beyond its range become infinite.
             place: gives the sharding of a parameter from its path and shape; None: JAX's default
                 device.
 
@@ -154,7 +165,8 @@ class Component:
         (`models.layers.stack.gather`). Without a mesh, nothing changes.
 
         Args:
-            params: the network's parameters, or the subtree at `path`. Leaves may be quantized.
+            params: the network's parameters, or the subtree at `path`. Leaves may be quantized or
+                adapted.
             path: position of `params` in the network's parameter tree; () for the whole tree.
 
         Returns:

@@ -119,6 +119,9 @@ class ReleasedConfig:
                 that of the network where it is present. Unknown fields are ignored for
                 transformers, and for diffusers if their names begin with "_".
 
+        Returns:
+            The configuration, whose fields have been checked.
+
         Raises:
             ValueError: a field is unknown or not supported, the network is another one, or
                 `quantization_config` is set; the message names the field.
@@ -235,7 +238,8 @@ def _as_tuple(value: Any) -> Any:
     """Converts a list to a tuple, and lists in it likewise, at all levels.
 
     Args:
-        value: a value of a JSON object. If it is not a list, it is returned unchanged.
+        value: a value of a JSON object. If it is not a list, it is returned unchanged, even if it
+            is an object that contains lists.
     """
     return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
@@ -248,7 +252,8 @@ def _matches(value: Any, annotation: Any) -> bool:
 
     Args:
         value: the value of a field, with tuples in place of lists.
-        annotation: its type: int, float, str, bool, None, tuple[TYPE, ...], or a union of these.
+        annotation: its type: int, float, str, bool, None, tuple[TYPE, ...], a union of these, or
+            another class, of which the value must be an instance (not of a subclass).
     """
     if isinstance(annotation, UnionType):
         return any(_matches(value, option) for option in get_args(annotation))
@@ -263,8 +268,9 @@ def _matches(value: Any, annotation: Any) -> bool:
 def _describe(annotation: Any) -> str:
     """Describes the values of an annotated type, for error messages.
 
-    For example "a positive integer" for int, "a list of strings" for tuple[str, ...], and the
-    descriptions of the options joined by " or " for a union.
+    For example "a positive integer" for int, "a list of strings" for tuple[str, ...], "a list of
+    lists" for a tuple of anything else than int and str, and the descriptions of the options joined
+    by " or " for a union. A class that is none of the basic types is described as "None".
 
     Args:
         annotation: a type that `_matches` accepts.

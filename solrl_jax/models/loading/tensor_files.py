@@ -39,9 +39,10 @@ class StoredTensor:
     Attributes:
         name: name of the tensor.
         file: the safetensors file.
-        dtype: name of the dtype in safetensors, such as "BF16".
-        shape: shape of the tensor.
-        start: position of its first byte in the file.
+        dtype: name of the dtype in safetensors, such as "BF16". Networks read the keys of
+            `STORED_DTYPES` only.
+        shape: shape of the tensor, in PyTorch's order of axes.
+        start: position of its first byte, counted from the beginning of the file.
     """
 
     name: str
@@ -234,6 +235,9 @@ def _variant(name: str) -> str:
 
     The variant is what remains of the parts between dots, without the first part, the words
     "safetensors", "index" and "json", and what follows a hyphen.
+
+    Args:
+        name: name of a safetensors file or of an index, without directories.
     """
     _, *parts = name.split(".")
     variants = [part for part in parts if part not in ("safetensors", "index", "json")]

@@ -83,9 +83,9 @@ class ParameterEntry:
         layout: "same" or a key of `OUR_AXES`.
         shape: shape of one tensor, in our order of axes.
         stacked: whether the parameter has a leading axis of layers.
-        start: initial value (function, *arguments) of a parameter that files may lack
-            (`models.layers.parameter.param`).
-        bounds: interval that training keeps the values in; None: unbounded.
+        start: `(function, *arguments)`, whose call returns the initial value of a parameter that
+            files may lack (`models.layers.parameter.param`); None: files must hold it.
+        bounds: smallest and largest value that training keeps the values between; None: unbounded.
     """
 
     path: tuple[Any, ...]
@@ -312,8 +312,10 @@ def load_tensors(
     """Reads the parameters of a table. Each tensor goes at once to the devices that hold a part of
     it.
 
-    Host memory holds no more than `CHUNK_BYTES` at a time, or one tensor if that is larger. A
-    process reads only those rows of a file that its own devices hold.
+    With `place`, host memory holds no more than `CHUNK_BYTES` (256 MiB) at a time, or the parts of
+    one tensor if those are larger, and a process reads only those rows of a file that its own
+    devices hold. Without `place`, it holds one whole parameter at a time, with all layers of a
+    stack.
 
     Args:
         table: parameters to read.
@@ -323,7 +325,8 @@ def load_tensors(
             device.
 
     Returns:
-        The parameters as a nested dictionary by path.
+        The parameters as a nested dictionary by path, on the devices. A stack of layers is one
+        parameter with a leading axis of layers.
 
     Raises:
         KeyError: a tensor without an initial value is not in `stored`.
@@ -345,8 +348,8 @@ def load_parameter(
     """Reads one parameter, or initialises it if the files lack it.
 
     A parameter with an initial value is initialised if `stored` lacks its first name; the initial
-    value is broadcast to its shape. A large parameter goes to the devices in chunks, see
-    `CHUNK_BYTES`.
+    value is broadcast to its shape. With `place`, a large parameter goes to the devices in chunks,
+    see `CHUNK_BYTES`.
 
     Args:
         entry: the parameter.
@@ -485,6 +488,8 @@ def read_regions(
     regions: Sequence[Region],
 ) -> list[np.ndarray]:
     """Reads regions of one parameter into host memory. Each tensor is read once for all regions.
+
+    Values beyond the range of `dtype` become infinite, without a warning.
 
     Args:
         entry: the parameter.

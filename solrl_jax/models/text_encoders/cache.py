@@ -81,12 +81,13 @@ class Cache:
     def write(self, key: str, encoding: Encoding) -> None:
         """Writes the entry of a key. An older entry is replaced.
 
-        The file appears complete or not at all, but is not synced to the disk. Missing folders are
-        created.
+        The file appears complete or not at all, but is not synced to the disk: after a crash of the
+        machine it may be damaged, which `read` notices. Missing folders are created.
 
         Args:
             key: the key of a prompt (`key_of`).
-            encoding: the prompt's arrays by name, without the axis of prompts.
+            encoding: the prompt's arrays by name, without the axis of prompts, for example "text"
+                [tokens, features].
 
         Raises:
             RunError: the disk is full or cannot be written.
@@ -170,6 +171,7 @@ def open_cache(path: str | None) -> Cache | None:
 
     Raises:
         InputError: the path is a file, or it needs a home directory that the user does not have.
+        PermissionError: a parent of the folder may not be searched.
     """
     if path is None:
         return None

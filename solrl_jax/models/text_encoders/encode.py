@@ -121,19 +121,22 @@ class TextEncoders:
 
         Args:
             prompts: one or more prompts.
-            max_tokens: number of tokens to which each prompt is padded or cut.
+            max_tokens: number of tokens to which each prompt is padded or cut, see
+                `Pipeline.tokenize` of the model for its limits.
             instruction: text before each prompt, for models that accept one; other models ignore
                 it. None: no instruction.
 
         Returns:
-            The encodings by name in host memory, one row per prompt in the order of `prompts`; and
-            the number of prompts that were computed.
+            The encodings by name in host memory, one row per prompt in the order of `prompts` (the
+            arrays that `Pipeline.encode_text` of the model returns); and the number of prompts that
+            were computed, in this process or because another one lacked them.
 
         Raises:
-            InputError: the tokenizer fails, `max_tokens` is not possible for the model, the files
-                of a text encoder do not fit, or the cache cannot be written before the text
-                encoders load.
+            InputError: the tokenizer fails; `max_tokens` is not possible for the model; a file of a
+                text encoder is missing or does not fit; or the folder of the cache cannot be
+                created or written, which is checked before the text encoders load.
             RunError: an encoding cannot be written to the cache.
+            PermissionError: a folder of the cache may not be searched.
         """
         tokens = self.pipeline.tokenize(prompts, max_tokens, instruction)
         rows: list[Encoding | None] = [None] * len(prompts)
@@ -167,7 +170,8 @@ class TextEncoders:
 
         Args:
             prompts: all prompts that will be needed, one or more.
-            max_tokens: number of tokens to which each prompt is padded or cut.
+            max_tokens: number of tokens to which each prompt is padded or cut, see
+                `Pipeline.tokenize` of the model for its limits.
             instruction: text before each prompt, for models that accept one; other models ignore
                 it. None: no instruction.
             progress: called before each chunk of `chunk` prompts with the total number of missing
@@ -175,14 +179,15 @@ class TextEncoders:
                 not called after the last chunk.
 
         Returns:
-            The number of prompts that the cache lacked; 0 without a cache. A prompt that is listed
-            twice counts twice.
+            The number of prompts that the cache lacked, in any process; 0 without a cache. A prompt
+            that is listed twice counts twice.
 
         Raises:
-            InputError: the tokenizer fails, `max_tokens` is not possible for the model, the files
-                of a text encoder do not fit, or the cache cannot be written before the text
-                encoders load.
+            InputError: the tokenizer fails; `max_tokens` is not possible for the model; a file of a
+                text encoder is missing or does not fit; or the folder of the cache cannot be
+                created or written, which is checked before the text encoders load.
             RunError: an encoding cannot be written to the cache.
+            PermissionError: a folder of the cache may not be searched.
         """
         if self.cache is None:
             return 0
@@ -202,6 +207,9 @@ class TextEncoders:
 
         Args:
             tokens: the tokens of one or more prompts, arrays by name with one row per prompt.
+
+        Returns:
+            One key per prompt, 64 hexadecimal digits (`key_of`).
 
         Raises:
             InputError: a file of a text encoder is missing or cannot be read.
@@ -246,7 +254,8 @@ class TextEncoders:
             The encoding of each prompt: arrays by name in host memory, without the axis of prompts.
 
         Raises:
-            InputError: the files of a text encoder do not fit, or the cache cannot be written.
+            InputError: a file of a text encoder is missing or does not fit, or the folder of the
+                cache cannot be created or written.
         """
         count = len(next(iter(tokens.values())))
         for start in range(0, count, self.chunk):

@@ -184,7 +184,8 @@ class Gemma2Model(nnx.Module):
 
         Args:
             x: embedded tokens, as `embed` returns them.
-            attention_mask: which tokens may be attended to: true on tokens, false on padding.
+            attention_mask: which tokens may be attended to, [b, l]: true on tokens, false on the
+                padding after them.
 
         Returns:
             The normalised hidden states, of the shape and dtype of `x`.
@@ -309,8 +310,13 @@ class GatedMLP(nnx.Module):
         self.activation = activation
 
     def __call__(self, x: Float[Array, "b l d"]) -> Float[Array, "b l d"]:
-        """Computes `down(activation(gate(x)) * up(x))` for each token; the input is not added. The
-        result has the shape and dtype of `x`.
+        """Computes `down(activation(gate(x)) * up(x))` for each token; the input is not added.
+
+        Args:
+            x: the tokens, with d features.
+
+        Returns:
+            An array of the shape and dtype of `x`.
         """
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 

@@ -147,8 +147,8 @@ class Qwen3Model(nnx.Module):
         config: configuration of the whole network.
         states: one or more indices of the hidden states to return. As in transformers, state 0 is
             the embedded tokens and state i the output of layer i, counted from 1, without a norm.
-            The largest index is the number of layers that are built. The normalised output of the
-            last layer is not available.
+            The largest index, at least 1, is the number of layers that are built. The normalised
+            output of the last layer is not available.
         rngs: random number generators for the initial weights.
     """
 

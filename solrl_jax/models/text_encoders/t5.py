@@ -263,10 +263,15 @@ class T5FeedForward(nnx.Module):
         self.wo = Linear(config.d_ff, config.d_model, bias=False, rngs=rngs)
 
     def __call__(self, x: Float[Array, "b l d"]) -> Float[Array, "b l d"]:
-        # jax.nn.gelu is the tanh approximation by default
-        """Computes `wo(gelu(wi_0(x)) * wi_1(x))` for each token; the input is not added. The result
-        has the shape and dtype of `x`.
+        """Computes `wo(gelu(wi_0(x)) * wi_1(x))` for each token; the input is not added.
+
+        Args:
+            x: normalised hidden states of the tokens, with `d_model` features.
+
+        Returns:
+            An array of the shape and dtype of `x`.
         """
+        # jax.nn.gelu is the tanh approximation by default
         return self.wo(jax.nn.gelu(self.wi_0(x)) * self.wi_1(x))
 
 

@@ -26,7 +26,8 @@ def load_tokenizer(folder: Path) -> Any:
     if the files have changed.
 
     Args:
-        folder: a tokenizer folder of a released pipeline or reward.
+        folder: a tokenizer folder of a released pipeline or reward. Paths that are spelled
+            differently are loaded separately.
 
     Returns:
         A tokenizer of transformers, or a `NoVocabulary` if `tokenizer_config.json` names this
@@ -138,9 +139,10 @@ def tokenize(
     `options` do.
 
     Args:
-        folder: the tokenizer's folder.
+        folder: the tokenizer's folder. `load_tokenizer` loads it once per process.
         texts: one or more texts.
-        length: number of tokens per text, special tokens included, up to 4096 (`MAX_LENGTH`).
+        length: number of tokens per text, special tokens included: up to 4096 (`MAX_LENGTH`), and
+            at least as many as the tokenizer adds to every text.
         options: further keyword arguments of the transformers tokenizer, such as `padding_side`.
 
     Returns:
@@ -206,7 +208,7 @@ def check_chat_template(folder: Path) -> None:
         folder: directory of the tokenizer.
 
     Raises:
-        InputError: it has none, or the tokenizer cannot be loaded.
+        InputError: it has none, or the tokenizer or its `tokenizer_config.json` cannot be loaded.
         FileNotFoundError: the folder or its `tokenizer_config.json` is missing.
     """
     try:
@@ -227,7 +229,8 @@ def chat(folder: Path, prompts: Sequence[str], **variables: Any) -> list[str]:
         The rendered texts, in the order of `prompts`.
 
     Raises:
-        InputError: the tokenizer cannot be loaded, there is no template, or it fails.
+        InputError: the folder is missing, the tokenizer cannot be loaded, there is no template, or
+            it fails.
     """
     turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
     try:
@@ -265,7 +268,7 @@ def clip_length(folder: Path, positions: int) -> int:
 
     Args:
         folder: the tokenizer's folder.
-        positions: number of positions of the text tower.
+        positions: number of positions of the text tower, its `max_position_embeddings`.
 
     Raises:
         ValueError: the tower has fewer positions, or the tokenizer cannot be loaded.

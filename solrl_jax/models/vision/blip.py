@@ -72,6 +72,8 @@ class ImageRewardConfig:
 class ImageReward(nnx.Module):
     """The reward network: a vision transformer, a text encoder and a head.
 
+    No gradient may be taken of it, because its attention is `attention_forward`.
+
     Args:
         config: The sizes of the network.
         rngs: Random number generators for the initial parameters.
@@ -166,13 +168,13 @@ class VisionBlock(nnx.Module):
         self.mlp = MLP(width, 4 * width, "gelu", rngs=rngs)
 
     def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
-        """Applies the block to image tokens.
+        """Applies attention, then the MLP, each to a norm of its input and added to that.
 
         Args:
-            x: The tokens: batch, tokens, features.
+            x: The image tokens: batch, tokens, features.
 
         Returns:
-            The tokens, of the same shape.
+            The tokens, of the same shape and dtype.
         """
         x = x + self.attn(self.norm1(x))
         return x + self.mlp(self.norm2(x))
@@ -271,7 +273,8 @@ class TextLayer(nnx.Module):
     def __call__(
         self, x: Float[Array, "b l d"], mask: Bool[Array, "b 1 1 l"], image: Float[Array, "b n e"]
     ) -> Float[Array, "b l d"]:
-        """Applies the layer to text tokens.
+        """Applies self-attention, cross-attention and the MLP, each added to its input and then
+        normalised.
 
         Args:
             x: The text tokens: batch, tokens, features.

@@ -192,6 +192,9 @@ class CLIPConfig(ReleasedConfig):
             fields: The contents, with a mapping for each tower. Missing fields, also a missing
                 tower, have their defaults; unknown ones are ignored.
 
+        Returns:
+            The configuration, whose fields and towers have been checked.
+
         Raises:
             ValueError: If a field of the file or of a tower is not supported, `model_type` is
                 another one, or `quantization_config` is set. The message names the field.
@@ -226,7 +229,8 @@ def _tower_fields(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
 class CLIPModel(nnx.Module):
     """Both towers of a CLIP, and the projections of both to the shared space.
 
-    The parameter `logit_scale`, a scalar, is the logarithm of the factor of the cosines.
+    The parameter `logit_scale`, a scalar, is the logarithm of the factor of the cosines. Neither
+    tower may be differentiated: they use `attention_forward`, whose kernels need have no gradient.
 
     Args:
         config: The sizes of the network.
@@ -299,6 +303,8 @@ class CLIPTextOutput(NamedTuple):
 class CLIPTextModel(nnx.Module):
     """The text tower alone. Padding needs no mask: it comes last, and the tower is causal.
 
+    No gradient may be taken of it, because it uses `attention_forward`.
+
     Args:
         config: The sizes of the tower. `projection_dim` is not read.
         rngs: Random number generators for the initial parameters.
@@ -316,7 +322,9 @@ class CLIPTextModel(nnx.Module):
                 end-of-text token, and any padding follows it.
 
         Returns:
-            The states before the last layer, those after it, and those that stand for the texts.
+            The states before the last layer (not normalised), those after it (normalised), both [b,
+            l, `hidden_size`], and of the latter those of the end-of-text tokens, [b,
+            `hidden_size`], as the fields of a `CLIPTextOutput`.
 
         Raises:
             ValueError: If there are more tokens.
@@ -582,7 +590,7 @@ class EncoderLayer(nnx.Module):
     def __call__(
         self, x: Float[Array, "b l d"], mask: Bool[Array, "#b 1 l l"] | None
     ) -> Float[Array, "b l d"]:
-        """Applies the layer.
+        """Applies attention, then the MLP, each to a norm of its input and added to that.
 
         Args:
             x: The tokens: batch, tokens, features.
@@ -615,7 +623,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "b l d"], mask: Bool[Array, "#b 1 l l"] | None
     ) -> Float[Array, "b l d"]:
-        """Applies attention.
+        """Applies self-attention and the output projection.
 
         Args:
             x: The tokens: batch, tokens, features.
@@ -651,7 +659,7 @@ class MLP(nnx.Module):
         self.activation = ACTIVATIONS[activation]
 
     def __call__(self, x: Float[Array, "b l d"]) -> Float[Array, "b l d"]:
-        """Applies the layers to each token.
+        """Applies linear layer, activation and linear layer to each token.
 
         Args:
             x: The tokens: batch, tokens, features.

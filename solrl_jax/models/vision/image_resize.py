@@ -89,6 +89,10 @@ class Preprocessing:
         Args:
             height: Height of the image in pixels.
             width: Width of the image in pixels.
+
+        Returns:
+            The height, then the width: one of them is `size`, and the other at least (with "crop")
+            or at most (with "pad") `size`.
         """
         if self.fit == "pad":
             scale = self.size / max(height, width)
