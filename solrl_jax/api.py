@@ -42,18 +42,25 @@ from solrl_jax.storage import files
 def load(preset: str, *overrides: str) -> Experiment:
     """Builds the experiment of a preset: the models, the prompts and the rewards of a run.
 
-    Loads the weights onto all devices, and downloads a model that is named by its repository.
-    Writes no run directory.
+    Loads the weights onto the devices of the mesh, downloads a model or rewards that are named by
+    their repository and not in the hub's cache, and starts the worker processes of rewards outside
+    of JAX. Writes no run directory.
 
     Args:
         preset: The name of a preset, e.g. "tiny". `preset_names()` lists all.
         *overrides: Settings that differ from the preset, as `key=value`, e.g. "seed=1". A later one
             takes precedence.
 
+    Returns:
+        The experiment, see `rl.experiment.Experiment`. Its images have the first of the configured
+        training sizes.
+
     Raises:
         ConfigError: If the preset or an override is invalid.
         InputError: If a file that they name cannot be used here, or the sizes cannot fit into
             memory.
+        RunError: If a reward outside of JAX fails on its trial image and the configuration says
+            that the run stops then.
     """
     return build(resolve(preset, overrides))
 
@@ -89,8 +96,10 @@ def open_policy(
 
     Raises:
         ConfigError: If the configuration or an override is invalid.
-        InputError: If `target`, `checkpoint` or a file cannot be used, or if a run needs `trust`.
-        RunError: If the checkpoint is damaged.
+        InputError: If `target`, `checkpoint` or a file cannot be used, if a run needs `trust`, or
+            if the sizes cannot fit into memory.
+        RunError: If the checkpoint is damaged, or a reward outside of JAX fails on its trial image.
+        ValueError: If `target` begins with the `~USER` of a user that does not exist.
     """
     config, run = configuration(expand_home(str(target)), overrides, preset, trust=trust)
     path = find_checkpoint(run or str(target), checkpoint)
@@ -157,7 +166,8 @@ def train(
         TrainingInterrupted: If it was interrupted. This is a KeyboardInterrupt.
         ConfigError: If the preset or an override is invalid.
         InputError: If the run directory or an input file cannot be used, or holds another run.
-        RunError: If the run fails for another reason, such as a full disk or a divergence.
+        RunError: If the run fails for another reason, such as a full disk, a reward that fails or a
+            divergence (`Diverged`).
     """
     config = resolve(preset, overrides)
     with TerminalProgress(bars=progress_bar) as progress:
@@ -191,9 +201,12 @@ def rank(
             native one. Empty: the recipe's.
         explore: Names of recipes in `configs/explore/`, e.g. ["paper", "best"]. Empty: the
             experiment's own exploration.
-        steps: Numbers of solver steps to explore with, each 1 to 1000. Empty: the recipe's.
-        progress: Called with the name of the running phase, its number of images, and the number of
-            further images that are done.
+        steps: Numbers of solver steps to explore with, each from 1 to `rollout.num_steps` (equal to
+            it if the configuration does not regenerate) and above the recipe's `exact_steps`.
+            Empty: the recipe's.
+        progress: Called with the name of the running phase ("regenerate" or "explore"), its number
+            of images, and the number of further images that are done; with 0 when a pass over all
+            candidates starts. The default reports nothing.
 
     Returns:
         One mapping per combination (recipes outermost, steps innermost), with its "explore",
@@ -203,9 +216,11 @@ def rank(
     Raises:
         InputError: If `prompts` is not from 1 to the number of test prompts, or an entry of a list
             cannot be used.
-        ConfigError: If a recipe does not exist or does not fit the configuration.
+        ConfigError: If a recipe does not exist or does not fit the configuration, or a run could
+            not be configured with a number of steps.
         RunError: If a reward outside of JAX fails and the configuration says that the run stops
-            then.
+            then, or if the disk refuses the cache of prompts.
+        numpy.linalg.LinAlgError: If exploration options measure values that are not finite.
     """
     available = len(experiment.test_prompts)
     if prompts not in range(1, available + 1):
@@ -282,7 +297,8 @@ def generate(
         negative_prompt: The negative prompt of classifier-free guidance, the same for all images.
             It is refused if there is no such guidance.
         seed: The seed of the initial noise, 0 to 2**31 - 1.
-        size: Height and width of the images in pixels. None: that of `latents`, or of the run's
+        size: Height and width of the images in pixels, each at most 16,384 and a multiple of the
+            number of pixels that the model requires. None: that of `latents`, or of the run's
             evaluation, or the model's default.
         latents: The initial noise to use in place of that of `seed`, float32 [N, C, h, w] with one
             entry per prompt. These are the axes that the pipelines of diffusers use, except that of
@@ -295,8 +311,9 @@ def generate(
             None: the run's, or the model's default.
         instruction: The text that precedes every prompt, for SANA. None: the run's, or none.
         vae_tile_size: The side in pixels of the tiles in which images are decoded, which takes less
-            memory. None: the run's, or whole images.
-        batch_size: The largest number of images that each device generates at once.
+            memory. It must be a multiple of the pixels per latent pixel (8 for FLUX.1 and SD3, 32
+            for SANA). None: the run's, or whole images.
+        batch_size: The largest number of images that each device generates at once, at least 1.
         checkpoint: The checkpoint of a run: "latest", "best" (highest evaluation reward), or the
             number of an iteration as text. A model accepts only "latest".
 
@@ -374,10 +391,13 @@ def quantize(w: Matrix, precision: str = "nvfp4") -> Quantized:
         precision: A quantizing number format, "nvfp4", "fp8" or "int8".
 
     Returns:
-        The quantized matrices, a leaf of a parameter tree.
+        The quantized matrices, a leaf of a parameter tree. Its class depends on the format; sizes
+        that the format needs padded are padded inside, and `matmul` and `dequantize` have the
+        shapes of `w`.
 
     Raises:
         InputError: If the format does not exist or quantizes nothing, or if `w` is no such array.
+        ValueError: If `precision` is "int8" and the matrices have more than 133,144 inputs.
     """
     names = [name for name, form in FORMATS.items() if form.quantize is not None]
     form = FORMATS.get(str(precision))
@@ -414,7 +434,8 @@ def export(
         out: The file to write, which ends in .safetensors, or for PEFT and for whole transformers a
             directory, which must hold nothing but an earlier export. Missing parent directories are
             created. `~` is expanded.
-        form: "diffusers" or "peft". A run that trains parameters in full accepts only "diffusers".
+        form: "diffusers" or "peft". A run that trains parameters in full (any, also beside
+            adapters) accepts only "diffusers".
         dtype: The number format of the written tensors, "fp32" or "bf16".
         fold_alpha: Whether B is multiplied by alpha / rank, for programs that ignore alpha. Only
             for a LoRA with `form` "diffusers".
@@ -424,12 +445,13 @@ def export(
 
     Returns:
         "iteration" (of the checkpoint), and "rank" and "alpha" as in the file: with `fold_alpha`,
-        "alpha" is the rank. For parameters trained in full also their number, "trained_in_full".
+        "alpha" is the rank. For parameters trained in full also their number, "trained_in_full";
+        "rank" and "alpha" are then those of the configuration, also if there are no adapters.
 
     Raises:
         InputError: If `run` is no run directory or has no such checkpoint, `out` cannot be written
-            or exists without `force`, an option does not suit the run, or the parameters are not
-            finite in `dtype` or change nothing.
+            or exists without `force`, an option does not suit the run, the parameters are not
+            finite in `dtype`, or the adapters change nothing.
         ConfigError: If the configuration of the run is invalid.
         RunError: If the checkpoint is damaged, or the disk refuses.
         ValueError: If a path begins with the `~USER` of a user that does not exist.
@@ -498,7 +520,9 @@ def export_lora(
     Args:
         experiment: The experiment that the adapters belong to.
         adapters: LoRA adapters by path, e.g. `state.ema`.
-        path: A file that ends in .safetensors for "diffusers", or a directory for "peft".
+        path: A file that ends in .safetensors for "diffusers", or a directory for "peft", which
+            must hold nothing but an earlier export. Missing parent directories are created. `~` is
+            not expanded.
         form: The program that is to load it, "diffusers" or "peft".
 
     Raises:
@@ -527,10 +551,11 @@ def export_transformer(experiment: Experiment, trained: Trainable, folder: str |
         trained: The trainable parameters by path, e.g. `state.ema`. Adapters among them become a
             LoRA in the directory.
         folder: The directory to write, which `from_pretrained` of the transformer's class loads.
+            `~` is not expanded.
 
     Raises:
         InputError: If `folder` is a file or ends in .safetensors, if the directory holds other
-            files, or a parameter is not finite.
+            files, a parameter is not finite, or the adapters change nothing.
         RunError: If the disk refuses.
     """
     settings = LoraSettings(experiment.config.lora.rank, experiment.config.lora.alpha)
@@ -542,7 +567,8 @@ def import_lora(experiment: Experiment, path: str | Path) -> tuple[Trainable, Lo
 
     Args:
         experiment: The experiment. Its own rank and alpha do not matter.
-        path: A LoRA file of diffusers, kohya, ai-toolkit or ComfyUI, or a LoRA directory of PEFT.
+        path: A LoRA file of diffusers, kohya, ai-toolkit or ComfyUI, or a directory with one, such
+            as that of PEFT. `~` is not expanded.
 
     Returns:
         The adapters in float32, {"a": [..., in, rank], "b": [..., rank, out]} by the path of their

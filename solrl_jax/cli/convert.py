@@ -407,7 +407,8 @@ def _component_files(base: Path) -> dict[str, Path]:
         base: The directory of the pipeline.
 
     Returns:
-        The files by their path in that directory, with "/" between folders.
+        The files by their path in that directory, with "/" between folders. `model_index.json` is
+        among them, and links are not resolved.
     """
     paths = {path.relative_to(base).as_posix(): path for path in base.rglob("*") if path.is_file()}
     return {

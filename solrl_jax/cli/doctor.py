@@ -95,6 +95,8 @@ def command(preset: str | None, overrides: tuple[str, ...], as_json: bool) -> No
 def machine() -> dict[str, Any]:
     """Describes this machine. On a GPU, also runs the checks of its kernels, which takes a moment.
 
+    Starts JAX's backend, and on a GPU loads cuDNN into the process.
+
     Returns:
         JSON values by name: "versions" (by package), "extras" (whether each is installed),
         "devices" ("count", "memory" of one in bytes, "platform", "kind" and "capability"),
@@ -151,7 +153,8 @@ def needs(config: Config) -> dict[str, Any]:
 
     Every part is checked on its own, so that everything missing is reported at once: prompt files,
     instruction, prompt cache, files of rewards, memory, and files of the model. Rewards are opened
-    only if nothing was missing before and nothing must be downloaded.
+    only if nothing was missing before and nothing must be downloaded; this imports the functions
+    that the configuration names.
 
     Args:
         config: The configuration.
@@ -412,8 +415,9 @@ def _folder(path: Path) -> dict[str, Any]:
         path: The directory.
 
     Returns:
-        "folder" (the path as text), "free" (bytes on its disk) and "writable". If it does not
-        exist, the last two are those of the nearest parent that does.
+        "folder" (the path as text), "free" (bytes on its disk) and "writable" (whether this user
+        may write to it; False for a file). If it does not exist, the last two are those of the
+        nearest parent that does.
     """
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     writable = existing.is_dir() and os.access(existing, os.W_OK)

@@ -65,8 +65,9 @@ def fill_cache(
 
     Raises:
         InputError: If the configuration names no cache, or the model, the instruction, the mesh or
-            a prompt file cannot be used.
-        RunError: If the cache cannot be written.
+            a prompt file cannot be used, or if the cache cannot be written before the text encoders
+            load.
+        RunError: If the disk refuses a later entry of the cache.
     """
     prompts = list(
         dict.fromkeys([p for prompt_set in load_prompt_sets(config) for p in prompt_set])

@@ -126,7 +126,7 @@ class Commands(click.Group):
             InputError: If the command raised it, with the changed message. A subclass keeps its
                 type.
             RunError: If the command raised it, with the changed message. A subclass keeps its type.
-            SystemExit: With code 130, if the command was interrupted.
+            SystemExit: With code 130, if the command was interrupted. A line is printed before.
         """
         try:
             return super().invoke(ctx)
@@ -187,9 +187,19 @@ def main() -> None:
     """Runs the command line, with the arguments of `sys.argv`.
 
     Whatever ends a command is one line on standard error, and with `--json` also an object on
-    standard output. Also sets environment variables, the handlers of SIGTERM and SIGHUP (both as
-    Ctrl-C) and the standard streams for the whole process. Returns if the command succeeded;
-    otherwise the process ends with an exit code of this module.
+    standard output. Returns if the command succeeded; otherwise the process ends with an exit code
+    of this module.
+
+    Also changes the whole process:
+
+    * Environment variables. MPLBACKEND is set to "agg". TOKENIZERS_PARALLELISM, HF_HUB_VERBOSITY
+      and TRANSFORMERS_VERBOSITY are set unless they are there. JAX_ENABLE_X64,
+      JAX_NUMPY_RANK_PROMOTION and JAX_NUMPY_DTYPE_PROMOTION are removed.
+    * Signals. SIGTERM and SIGHUP act as Ctrl-C, except that a SIGHUP that is ignored (`nohup`)
+      stays so. The signals that `signals.block` held back are let through.
+    * Streams. Standard streams that the caller closed lead nowhere, and text that the encoding of
+      an output lacks is escaped.
+    * The logger of JAX's platforms shows errors only.
 
     Raises:
         SystemExit: With code 1, 2 or 130, if the command did not succeed.

@@ -16,8 +16,10 @@ overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE].
 
 
 class _Path(click.Path):
-    """The type of an option that is a path, as `pathlib.Path`. `~` is expanded, and an empty path
-    is refused.
+    """The type of an option that is a path. `~` is expanded, and an empty path is refused.
+
+    The value is a `pathlib.Path` if the type is made with `path_type=Path`, as `PATH` is; otherwise
+    text, as of `click.Path`.
     """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -29,11 +31,12 @@ class _Path(click.Path):
             ctx: The context of click, for messages.
 
         Returns:
-            The path.
+            The path, of the type `path_type`; text if that is None.
 
         Raises:
             click.BadParameter: If the text is empty, has a null character, or begins with the
-                `~USER` of a user that does not exist.
+                `~USER` of a user that does not exist; or for what `click.Path` refuses, e.g. a
+                missing file if the type is made with `exists=True`.
         """
         if value == "":
             self.fail("expected a path; an empty one would be the working directory", param, ctx)

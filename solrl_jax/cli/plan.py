@@ -57,9 +57,14 @@ def command(
         force: Whether programs that are at `hlo` are replaced.
         as_json: Whether to print the result as one line of JSON in place of text.
 
+    Also sets environment variables for the rest of the process, with which JAX runs on the CPU
+    without a compilation cache, and libtpu looks for no TPU (`planning.topology.prepare`).
+
     Raises:
         ConfigError: If the preset or an override is invalid.
-        InputError: If the compiler is not installed, or the configuration does not fit the devices.
+        InputError: If the compiler is not installed, the configuration does not fit the devices, or
+            `hlo` cannot be written or has programs without `force`.
+        RunError: If the disk refuses.
     """
     with bar(None, "plan", "program") as progress:
 

@@ -89,6 +89,9 @@ def shown_settings(config: Config, show_all: bool) -> dict[str, Any]:
         config: The configuration.
         show_all: Whether to include fields that have no effect in a run with this configuration
             (`config.inert`).
+
+    Returns:
+        New dicts. A section whose fields are all left out is an empty dict.
     """
     tree = to_tree(config)
     return tree if show_all else _without(tree, inert_fields(config), "")
@@ -118,13 +121,16 @@ def describe_prompts(config: Config) -> dict[str, Any]:
         config: The configuration. The prompt files, the seed and `train.num_prompts` are read.
 
     Returns:
-        "files" (those of "train" and "test", as the configuration names them), "train" and "test"
-        (the number of distinct prompts in each), "shared" (the number of prompts in both), and
-        "first": "prompt" and "metadata" of each prompt of the first iteration. If there are fewer
-        training prompts than an iteration draws, these are all of them.
+        "files" (a dict with the files of "train" and "test", as the configuration names them),
+        "train" and "test" (the number of distinct prompts in each), "shared" (the number of prompts
+        in both, by their text), and "first": a list of dicts with "prompt" (text) and "metadata" (a
+        dict) for each prompt of the first iteration, in the order in which it is drawn. If there
+        are fewer training prompts than an iteration draws, these are all of them.
 
     Raises:
-        InputError: If a file cannot be read or holds no prompt.
+        InputError: If a file is missing, cannot be read, holds no prompt or more than 2**20, holds
+            a prompt with control characters or of more than 20,000 characters, or repeats a prompt
+            with other metadata (see `load_prompts`).
     """
     train, test = load_prompt_sets(config)
     first = draw_prompts(train, config.seed, 0, min(config.train.num_prompts, len(train)))

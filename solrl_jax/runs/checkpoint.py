@@ -281,9 +281,11 @@ def restore(
 
     Raises:
         CheckpointError: If files are missing, unknown or altered, if another version of solrl_jax
-            saved the checkpoint, if orbax cannot read it, or if the names, shapes or dtypes of its
-            arrays are not those of `abstract_state`. All processes raise it.
+            saved the checkpoint, if orbax cannot read it (also because a device has too little
+            memory), or if the names, shapes or dtypes of its arrays are not those of
+            `abstract_state`. All processes raise it.
         InputError: If the metadata differs from `expected`: the checkpoint belongs to another run.
+        RunError: If another process gives no answer.
     """
     check = functools.partial(_verify_meta, path, expected or {})
     meta = consensus.first("restore/judge", check, CheckpointError)

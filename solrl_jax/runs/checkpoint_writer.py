@@ -71,8 +71,8 @@ class Saver:
 
         Raises:
             RunError: If the disk refused the previous save, which is then not retried, or refuses
-                the beginning of this one.
-            TypeError: If a leaf of the state is no plain jax array.
+                the beginning of this one. Also if another process failed or gives no answer.
+            TypeError: If a leaf of the state is no plain jax array, or JSON has no value of `meta`.
         """
         self.wait()
         if iteration == self._last:
@@ -85,8 +85,9 @@ class Saver:
         """Waits for the save in progress. Returns at once if there is none.
 
         Raises:
-            RunError: If the disk refused it. The message names the last checkpoint. The next call
-                does not raise the error again, and the save may be repeated.
+            RunError: If the disk refused it, or another process failed or gives no answer. If the
+                disk is the cause, the message names the last checkpoint. The next call does not
+                raise the error again, and the save may be repeated.
         """
         pending = self._pending
         self._pending = None
@@ -102,7 +103,15 @@ class Saver:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Waits for the save in progress, then ends the thread."""
+        """Waits for the save in progress, then ends the thread, also if `wait` raises.
+
+        Args:
+            *_: The exception of the body, if it raised one. Not read.
+
+        Raises:
+            RunError: If the save in progress failed, see `wait`. It replaces an exception of the
+                body.
+        """
         try:
             self.wait()
         finally:
@@ -139,7 +148,8 @@ def begin(
 
     Raises:
         RunError: If the disk refuses; both halves raise it. The message names the last checkpoint.
-        TypeError: If a leaf of the state is no plain jax array.
+            Also if another process failed or gives no answer.
+        TypeError: If a leaf of the state is no plain jax array, or JSON has no value of `meta`.
     """
     root = root.absolute()
     target = root / f"{iteration:06d}"

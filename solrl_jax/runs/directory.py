@@ -59,8 +59,9 @@ def configuration(
         is none.
 
     Raises:
-        InputError: If `target` is none of the three, if an override changes which parameters a run
-            trains, if a run needs `trust`, or if its `config.yaml` cannot be read.
+        InputError: If `target` is none of the three, or is a model while `preset` is None; if an
+            override changes which parameters a run trains, if a run needs `trust`, or if its
+            `config.yaml` cannot be read.
         ConfigError: If the configuration or an override is invalid.
     """
     if is_run(target):
@@ -295,7 +296,10 @@ def load_policy(
 
     Raises:
         RunError: If the checkpoint is damaged, or all are.
-        InputError: If the run has no checkpoint, or `lora.path` cannot be used.
+        InputError: If the run has no checkpoint, its `config.yaml` cannot be read, or `lora.path`
+            cannot be used.
+        ConfigError: If the `config.yaml` of the run is invalid.
+        ValueError: If a pattern of the trained parameters fits no parameter, see `find_targets`.
     """
     if run is not None:
         return load_ema(run, config, backbone, path)
@@ -327,6 +331,7 @@ def load_ema(
         RunError: If the checkpoint is damaged or holds another state, or if all do.
         InputError: If the run has no checkpoint, or its `config.yaml` cannot be read.
         ConfigError: If its `config.yaml` is invalid.
+        ValueError: If a pattern of the trained parameters fits no parameter, see `find_targets`.
     """
     transformer = backbone.pipeline.transformer
     targets = find_targets(transformer, config)

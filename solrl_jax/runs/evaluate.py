@@ -61,7 +61,8 @@ def evaluate(
     """Generates images of the first test prompts with a policy, and scores them.
 
     The images have the evaluation's size and number of steps. They are generated in the training
-    precision, without noise in the solver, and are not kept.
+    precision, without noise in the solver, and are not kept. Also encodes the prompts, see
+    `Experiment.encode_prompts`. Every process of a run must call it.
 
     Args:
         experiment: The experiment. `eval.num_prompts` prompts with `eval.num_images_per_prompt`
@@ -76,8 +77,10 @@ def evaluate(
         prompts.
 
     Raises:
+        InputError: If the prompts cannot be encoded.
         RewardError: If a reward outside of JAX fails and the configuration says that the run stops
-            then.
+            then. It is a RunError.
+        RunError: If the disk refuses the cache of prompts, or another process gives no answer.
     """
     config = experiment.config.eval
     prompts, seeds = _held_out(experiment, config.num_prompts, config.num_images_per_prompt)
@@ -162,7 +165,8 @@ class ImageGrid:
         prompts: The p prompts, one per row of the grid.
         images: The images, float32 [p, m, height, width, 3], with values in [0, 1].
         right: Whether each image is right, bool [p, m]: whether the first score whose name ends in
-            "/strict" is above 0.5. None if there is no such score.
+            "/strict" is above 0.5. An image without that score counts as wrong. None if there is no
+            score of such a name.
     """
 
     prompts: Sequence[str]
@@ -177,6 +181,12 @@ class ImageGrid:
             prompts: The p prompts.
             samples: m samples of each prompt, prompt by prompt, kept with their images. Their
                 scores decide `right`.
+
+        Returns:
+            The grid, whose images are those of the samples and are not copied.
+
+        Raises:
+            AssertionError: If the samples have no images.
         """
         assert samples.images is not None
         verdicts = [scores for name, scores in samples.scores.items() if name.endswith("/strict")]
@@ -208,6 +218,11 @@ def sample_grid(experiment: Experiment, adapters: Trainable) -> ImageGrid:
 
     Returns:
         The grid, with the verdicts of `experiment.evaluation_reward`.
+
+    Raises:
+        InputError: If the prompts cannot be encoded.
+        RewardError: If a reward outside of JAX fails and the configuration says that the run stops
+            then. It is a RunError.
     """
     num_images = experiment.config.eval.num_grid_images
     per_prompt = min(4, num_images)
@@ -289,6 +304,11 @@ class LargestDifferences:
 
         Returns:
             The grid, with rows and columns in the order of `prompts` and `images`.
+
+        Raises:
+            InputError: If the prompts cannot be encoded.
+            RewardError: If a reward outside of JAX fails and the configuration says that the run
+                stops then. It is a RunError.
         """
         config = experiment.config.eval
         prompts, seeds = _held_out(experiment, config.num_prompts, config.num_images_per_prompt)
@@ -338,6 +358,11 @@ def pool_images(
     Returns:
         The candidates and their images. For a prompt of which nothing was kept, the `rollout.kept`
         best candidates by rank stand for the kept ones.
+
+    Raises:
+        InputError: If the prompts cannot be encoded.
+        RewardError: If a reward outside of JAX fails and the configuration says that the run stops
+            then. It is a RunError.
     """
     experiment = experiment.for_iteration(iteration)
     config = experiment.config
@@ -445,6 +470,11 @@ def _generate_grid(
 
     Returns:
         The images with the verdicts of the reward.
+
+    Raises:
+        InputError: If the prompts cannot be encoded.
+        RewardError: If a reward outside of JAX fails and the configuration says that the run stops
+            then.
     """
     samples = _generate(experiment, adapters, prompts, seeds, keep_images=True)
     return ImageGrid.from_samples(prompts, samples)

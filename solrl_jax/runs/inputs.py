@@ -31,7 +31,8 @@ def hash_inputs(
 ) -> dict[str, str]:
     """Hashes the inputs that the trained parameters depend on.
 
-    Reads all source files and a sample of the weight files.
+    Reads all source files and a sample of the weight files. To find the source file of
+    `package.module:function`, the package is imported.
 
     Args:
         config: The configuration, which names rewards and objectives outside of the package.
@@ -47,8 +48,10 @@ def hash_inputs(
         and "question/NAME" for every judge that is trained on.
 
     Raises:
-        FileNotFoundError: If the directory of a component holds no weights.
+        FileNotFoundError: If the directory of a component holds no weights, several files none of
+            which has a standard name, or not all shards of its index.
         ValueError: If the index of a component's weight files is damaged.
+        ModuleNotFoundError: If the package of a function outside of solrl_jax does not exist.
         OSError: If a file cannot be read.
     """
     texts = [(str(prompt), dict(prompt.metadata)) for prompt in prompts]
@@ -142,8 +145,11 @@ def _hash_weights(folder: Path) -> str:
         The first 16 hexadecimal digits of a SHA-256.
 
     Raises:
-        FileNotFoundError: If the directory holds no weights, or a shard is missing.
-        ValueError: If the index of the weight files is damaged.
+        FileNotFoundError: If the directory is missing or holds no weights, if it holds several
+            files and none has a standard name (see `weight_files`), or if a shard is missing.
+        ValueError: If the index of the weight files cannot be read, or names a file in another
+            directory.
+        OSError: If a file cannot be read.
     """
     digest = hashlib.sha256()
     for path in weight_files(folder):
@@ -175,13 +181,18 @@ def _plugins(config: Config) -> list[str]:
 def _source_file(plugin: str) -> Path | None:
     """Returns the file that defines the module of a plug-in.
 
-    The module has been imported before, or its directory is on `sys.path`.
+    The module has been imported before, or its directory is on `sys.path`. The module itself is not
+    imported here, but the packages that it is in are.
 
     Args:
         plugin: The function, as "module:function".
 
     Returns:
         The file; None if the module is not found or has no file, such as a built-in one.
+
+    Raises:
+        ModuleNotFoundError: If a package that the module is in does not exist.
+        ValueError: If the module has been imported and has no `__spec__`, such as `__main__`.
     """
     spec = importlib.util.find_spec(plugin.partition(":")[0])
     if spec is None or spec.origin is None:

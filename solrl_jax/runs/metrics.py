@@ -180,18 +180,19 @@ class Metrics:
         self._closing.close()
 
     def log(self, iteration: int, values: Mapping[str, SupportsFloat]) -> None:
-        """Appends one row to every output, and to `rows`.
+        """Appends one row to every output, and to `rows`. Call it within the context only.
 
         When it returns, the row is on the disk.
 
         Args:
             iteration: The number of the iteration; 0 before training.
             values: Its values by name. A value that is not finite is recorded as null in
-                `metrics.jsonl`.
+                `metrics.jsonl` and as None in `rows`, and as it is in the other outputs.
 
         Raises:
-            RunError: If the disk refuses. If it refused `metrics.jsonl`, the record ends with the
-                previous row.
+            RunError: If the disk refuses. `rows` then lacks the row. If the disk refused
+                `metrics.jsonl`, the record ends with the previous row; if it refused TensorBoard's
+                file, `metrics.jsonl` has the row.
         """
         numbers = {name: float(value) for name, value in values.items()}
         for log in self._logs:
@@ -291,7 +292,7 @@ def _weights_and_biases(run_dir: Path) -> Iterator[Log]:
     """Starts Weights & Biases, or continues the run that this run directory started before.
 
     It is a context manager that ends the run of Weights & Biases. The project is "solrl_jax", and
-    the run has the name of the directory.
+    the run has the name of the directory. What `run.log` and `run.finish` raise passes unchanged.
 
     Args:
         run_dir: The run directory, which stores the identity of the run in `wandb-id.txt`.

@@ -109,8 +109,8 @@ class TerminalProgress:
 
         Args:
             name: The name of the stage, e.g. "explore".
-            total: The number of samples (or prompts) of the stage.
-            done: The number of samples that are done since the last call. 0: the stage begins.
+            total: The number of samples (of "encode": prompts) of the stage.
+            done: The number of them that are done since the last call. 0: the stage begins.
 
         Raises:
             KeyboardInterrupt: After a signal. Several processes stop together, and therefore only

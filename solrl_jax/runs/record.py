@@ -77,16 +77,18 @@ def _facts(experiment: Experiment, done: int) -> dict[str, Any]:
     """Collects the content of `run.json`.
 
     Args:
-        experiment: The experiment of the run.
+        experiment: The experiment of the run. Nothing is measured for it.
         done: The number of iterations that were done before this start.
 
     Returns:
         JSON values by name: "solrl_jax", "python" and "packages" (versions), "devices", "hosts" and
-        "mesh", "exploration" (the configured precision, the format and whether it is native, the
-        names of the active options, and a phrase "means"), "evaluation" (see `evaluate.setting`),
-        "remat", "parameters" (their number by component), "adapted", "trained_in_full" and
-        "quantized" (paths of parameters), "linears" (totals over the linear layers), and
-        "started_after_iteration".
+        "mesh" (sizes by axis), "exploration" ("precision" as configured, "format", the one that it
+        stands for here, "native", whether the devices have units for it, "options", the class names
+        of the active options, and "means", a phrase for people), "evaluation" (see
+        `evaluate.setting`), "remat" (what the gradient recomputes: "none", "matmuls" or "blocks"),
+        "parameters" (their number by component), "adapted", "trained_in_full" and "quantized"
+        (paths of parameters; the last is empty for a format that quantizes nothing), "linears" (see
+        `quantized_layers.totals`), and "started_after_iteration" (`done`).
     """
     config = experiment.config
     backbone = experiment.backbone

@@ -159,8 +159,9 @@ def run(
         InputError: If the configuration, the run directory or an input file cannot be used, or if
             another process uses the directory.
         ConfigError: If the configuration of the run that is in the directory is invalid.
-        RunError: If the run fails for another reason, such as a full disk or damaged checkpoints.
-        Diverged: If rewards, loss or trained parameters stop being finite.
+        RunError: If the run fails for another reason, such as a full disk, damaged checkpoints, a
+            reward that fails (RewardError) or a process that gives no answer.
+        Diverged: If rewards, loss or trained parameters stop being finite. It is a RunError.
     """
     folder = Path(config.run.dir)
     if config.run.wandb:
@@ -271,7 +272,8 @@ def _restore(
         The state, and the number of complete iterations; 0 if there is no checkpoint.
 
     Raises:
-        InputError: If the checkpoint is from another run, or if the input files have changed.
+        InputError: If the checkpoint is from another run, if the input files have changed, or if
+            the LoRA of `lora.path`, from which a new run starts, cannot be used.
         RunError: If there are checkpoints and none can be used.
     """
     expected = {"fingerprint": fingerprint(experiment.config, experiment.explorer.format.name)}
@@ -325,6 +327,7 @@ def _train(this: _Run) -> None:
     Raises:
         KeyboardInterrupt: After a signal, between batches or iterations.
         Diverged: If the parameters are not finite, or nothing could be learned too often.
+        InputError: If the prompts cannot be encoded.
         RunError: If the disk refuses, or another part of the run fails.
     """
     config = this.config
@@ -399,6 +402,8 @@ def _prepare(this: _Run) -> None:
         this: The run.
 
     Raises:
+        InputError: If the prompts cannot be encoded, for example because a file of a text encoder
+            does not fit.
         RunError: If the measured values of the calibration are not finite, or the cache cannot be
             written.
         KeyboardInterrupt: After a signal.
