@@ -64,9 +64,10 @@ def select(
         rewards: One row per prompt. Equal rewards are ranked by the index of the candidate, the
             lower index as the better one.
         kept: How many candidates are kept per prompt, from 1 to their number. It must be even for
-            "best_worst" and "best_random".
+            "best_worst".
         mode: "best_worst" keeps the kept/2 best and the kept/2 worst, "best" the best, "random" a
-            random choice, and "best_random" the kept/2 best and a random choice of the others.
+            random choice, and "best_random" the kept/2 best (rounded down) and a random choice of
+            the others.
         seed: Non-negative integers that seed NumPy's generator for the random choices. The other
             modes do not read it.
 
@@ -80,11 +81,7 @@ def select(
             of range or odd where it must be even.
     """
     n = rewards.shape[-1]
-    if (
-        rewards.ndim != 2
-        or kept not in range(1, n + 1)
-        or (kept % 2 and mode in ("best_worst", "best_random"))
-    ):
+    if rewards.ndim != 2 or kept not in range(1, n + 1) or (kept % 2 and mode == "best_worst"):
         raise ValueError(
             f"rewards {list(rewards.shape)}, kept={kept}: the shape must be [prompts, candidates], "
             f"and kept must be from 1 to {n}, and even for two halves"

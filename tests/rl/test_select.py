@@ -174,6 +174,16 @@ def test_best_random_keeps_the_best_and_draws_the_rest():
     )  # 4.6 standard deviations
 
 
+def test_best_random_keeps_an_odd_number():
+    rewards = np.tile(np.arange(8.0), (20, 1))
+    chosen, usable = select(rewards, 5, "best_random", seed=(0, 1))
+    assert usable.all()
+    assert chosen.shape == (20, 5)
+    assert (chosen[:, 3:] == [6, 7]).all()
+    with pytest.raises(ValueError, match="even for two halves"):
+        select(rewards, 5, "best_worst")
+
+
 def test_an_unknown_mode_is_refused():
     with pytest.raises(
         ValueError,
