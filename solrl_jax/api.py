@@ -322,7 +322,8 @@ def generate(
         prompts. `generate_with_latents` also returns the initial noise.
 
     Raises:
-        InputError: If an argument cannot be used. No weight of the model is loaded then.
+        InputError: If an argument cannot be used. No weight of the model is loaded then, unless the
+            tokenizer refuses `max_sequence_length` or the length of `instruction`.
         ConfigError: If the configuration of the run is invalid.
         RunError: If an image is not finite, or the checkpoint is damaged.
         ValueError: If `model` begins with the `~USER` of a user that does not exist.
@@ -371,7 +372,7 @@ def generate_with_latents(
 
     Raises:
         InputError: If an argument is unknown or cannot be used. No weight of the model is loaded
-            then.
+            then, unless the tokenizer refuses `max_sequence_length` or the length of `instruction`.
         ConfigError: If the configuration of the run is invalid.
         RunError: If an image is not finite, or the checkpoint is damaged.
         ValueError: If `model` begins with the `~USER` of a user that does not exist.

@@ -76,20 +76,22 @@ class Request:
         guidance_scale: The scale of the model's guidance, at least 0. None: the run's, or 1.
         true_cfg_scale: The scale of classifier-free guidance for models that embed
             `guidance_scale`, at least 0; others accept only 1. None: the run's, or 1.
-        negative_prompt: The negative prompt of classifier-free guidance.
+        negative_prompt: The negative prompt of classifier-free guidance, the same for all images,
+            of at most 20,000 characters. One that is not empty needs guidance above 1.
         seed: The seed of the initial noise, 0 to 2**31 - 1.
         size: Height and width in pixels, each 1 to 16,384. None: that of `latents`, or of the run's
             evaluation, or the model's default.
         latents: The initial noise, float32 [N, C, h, w]. It takes precedence over `seed`. None:
             drawn from the seed.
         lora: A LoRA file, or a directory of PEFT; only for a model. None: no LoRA.
-        precision: The number format of all steps: "bf16", "fp32", "fp8", "nvfp4" or "auto", the
-            fastest that the device runs natively.
+        precision: The number format of all steps: "bf16", "fp32", "int8", "fp8", "nvfp4" or "auto",
+            the fastest that the device runs natively.
         max_sequence_length: The number of tokens that prompts are padded or cut to, 1 to 2048.
             None: the run's, or the model's default.
-        instruction: The text before every prompt, for SANA. None: the run's, or none.
-        vae_tile_size: The side in pixels of the tiles that the autoencoder decodes. None: the
-            run's, or whole images.
+        instruction: The text before every prompt, for SANA, of at most 20,000 characters. None: the
+            run's, or none.
+        vae_tile_size: The side in pixels of the tiles that the autoencoder decodes, a multiple of
+            the pixels per latent pixel (`Pipeline.compression`). None: the run's, or whole images.
         batch_size: The largest number of images that a device generates at once, at least 1.
         checkpoint: The checkpoint of a run: "latest", "best" or the number of an iteration.
     """
@@ -202,7 +204,7 @@ def generate_images(
         InputError: If the model, the run, its checkpoint or the LoRA cannot be used, if the model
             does not support the request, or if the images would not fit into the memory of this
             host. Raised before any weight of the model is loaded, unless a weight file itself
-            cannot be read.
+            cannot be read, or the tokenizer fails or cannot make so many tokens.
         ConfigError: If the configuration of the run is invalid.
         RunError: If an image is not finite, the checkpoint is damaged, or the prompt cache of the
             run cannot be written.
@@ -300,6 +302,10 @@ def _channels_last(latents: Any, count: int) -> Float[np.ndarray, "n h w c"]:
     Args:
         latents: The noise, as an array of NumPy, JAX or PyTorch, with the channels first.
         count: The number of prompts, which N must be.
+
+    Returns:
+        The view of a NumPy array, which is not contiguous. Arrays on a device are copied to the
+        host first.
 
     Raises:
         InputError: If it is no float32 array with four axes, or N is not `count`.
@@ -508,7 +514,7 @@ def _seeds(prompts: Sequence[str], seed: int) -> np.ndarray:
     A repeated prompt gets the seed of its next candidate, so that its images differ.
 
     Args:
-        prompts: The prompts, of which some may be equal.
+        prompts: The prompts, at least one, of which some may be equal.
         seed: The root seed, 0 to 2**31 - 1.
     """
     candidates = {
