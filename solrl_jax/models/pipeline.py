@@ -258,6 +258,9 @@ class Pipeline(abc.ABC):
         Args:
             height: image height in pixels.
             width: image width in pixels.
+
+        Returns:
+            The number of image tokens, without those of the text and without padding.
         """
         return height * width // (self.compression * self.patch) ** 2
 

@@ -56,6 +56,10 @@ class DeviceInfo:
 
         Args:
             capability: The lowest (major, minor) that is accepted.
+
+        Returns:
+            False for CPUs and TPUs, and for a GPU whose capability is not known, unless (0, 0) is
+            accepted.
         """
         return self.platform == "gpu" and self.capability >= capability
 

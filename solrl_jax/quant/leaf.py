@@ -177,5 +177,8 @@ def nbytes(tree: Any) -> int:
 
     Args:
         tree: A tree of arrays of JAX or NumPy, which may be abstract (`jax.ShapeDtypeStruct`).
+
+    Returns:
+        The number of bytes. A dtype of less than 8 bits counts as a whole byte per value.
     """
     return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(tree))

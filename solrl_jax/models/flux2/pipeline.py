@@ -37,6 +37,9 @@ def empirical_mu(steps: int, tokens: int) -> float:
     Args:
         steps: number of sampling steps.
         tokens: number of image tokens.
+
+    Returns:
+        mu. The shift itself is `exp(mu)`.
     """
     mu_200_steps = 0.00016927 * tokens + 0.45666666
     if tokens > 4300:

@@ -38,6 +38,9 @@ def fits(
         mask: Boolean mask over queries and keys, True where a query may attend to a key; None: no
             mask.
         bias: addition to the logits; None: no bias.
+
+    Returns:
+        True if `flash_attention` may be called with these operands.
     """
     head_dim = q.shape[-1]
     if compile_target.platform() != "tpu" or bias is not None:

@@ -254,6 +254,9 @@ def _matches(value: Any, annotation: Any) -> bool:
         value: the value of a field, with tuples in place of lists.
         annotation: its type: int, float, str, bool, None, tuple[TYPE, ...], a union of these, or
             another class, of which the value must be an instance (not of a subclass).
+
+    Returns:
+        True if the value is of the type.
     """
     if isinstance(annotation, UnionType):
         return any(_matches(value, option) for option in get_args(annotation))

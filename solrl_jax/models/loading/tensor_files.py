@@ -89,10 +89,14 @@ def read_json(path: Path) -> dict[str, Any]:
     Args:
         path: the file. Links are followed.
 
+    Returns:
+        The object as a dictionary, whose values are dictionaries, lists, strings, numbers (floats
+        where they have a fraction or an exponent, otherwise ints), booleans and None.
+
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file cannot be read, is not JSON, repeats a key, or holds another value than
-            an object; the message names the file.
+        ValueError: the file cannot be read, is not JSON, repeats a key, is nested too deeply, or
+            holds another value than an object; the message names the file.
     """
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file")
@@ -188,6 +192,10 @@ def _indexed_files(index: Path) -> list[Path]:
     Args:
         index: the JSON file, whose `weight_map` maps names of tensors to names of files.
 
+    Returns:
+        The paths of the files, each once, all of which exist. That they are safetensors files is
+        not checked.
+
     Raises:
         FileNotFoundError: the index, or a file that it names, is missing.
         ValueError: the file is not an index of shards, or names a file in another folder.
@@ -219,6 +227,10 @@ def without_variants(names: Iterable[str]) -> list[str]:
     Args:
         names: names of all files in a folder, without directories. Other files, such as pickles and
             configurations, are left out of the result.
+
+    Returns:
+        The names that end in ".safetensors", and the JSON files with ".safetensors.index." in their
+        names. [] if there are none.
     """
     weights = sorted(
         name
@@ -238,6 +250,9 @@ def _variant(name: str) -> str:
 
     Args:
         name: name of a safetensors file or of an index, without directories.
+
+    Returns:
+        The variant. Several parts that remain are joined by dots.
     """
     _, *parts = name.split(".")
     variants = [part for part in parts if part not in ("safetensors", "index", "json")]

@@ -217,6 +217,9 @@ def _without_optional_prefix(
     Args:
         table: the table of a network.
         stored_names: the names of all tensors in the files.
+
+    Returns:
+        The table with other `names`, in the same order.
     """
     for prefix in OPTIONAL_PREFIXES:
         in_table = all(name.startswith(prefix) for entry in table for name in entry.names)
@@ -240,6 +243,9 @@ def _with_aliases(table: list[ParameterEntry], stored_names: set[str]) -> list[P
     Args:
         table: the table of a network, which is not changed.
         stored_names: the names of all tensors in the files.
+
+    Returns:
+        A new table, in the same order.
     """
     renamed = {
         ours: other
@@ -471,7 +477,11 @@ def _local_shards(entry: ParameterEntry, sharding: NamedSharding) -> dict[Region
 
     Args:
         entry: the parameter, whose whole shape counts, with the axis of layers if it is stacked.
-        sharding: its sharding.
+        sharding: its sharding, over devices of this and possibly of other processes.
+
+    Returns:
+        The devices of this process by region. A region has one range of indices per axis. The
+        dictionary is empty if no device of this process holds a part.
     """
     shape = entry.full_shape
     shards: dict[Region, list[jax.Device]] = {}
@@ -571,8 +581,11 @@ def to_torch_order(parameter: np.ndarray, layout: str) -> np.ndarray:
     It shares the memory of `parameter`. The layout "pointwise" adds two axes of size 1 at the end.
 
     Args:
-        parameter: in our order of axes.
-        layout: "same" or a key of `OUR_AXES`.
+        parameter: the values of one layer, in our order of axes.
+        layout: "same" or a key of `OUR_AXES` ("linear", "pointwise" or "conv").
+
+    Returns:
+        The view, which is `parameter` itself for "same".
     """
     if layout == "same":
         return parameter
@@ -587,7 +600,10 @@ def region_in_torch(region: Region, layout: str) -> Region:
 
     Args:
         region: one range per axis of our parameter, without an axis of layers.
-        layout: "same" or a key of `OUR_AXES`.
+        layout: "same" or a key of `OUR_AXES` ("linear", "pointwise" or "conv").
+
+    Returns:
+        One range per axis of the PyTorch tensor, in its order.
     """
     if layout == "same":
         return region

@@ -204,6 +204,9 @@ def mlp_ratio(hidden: int, width: int) -> float:
     Args:
         hidden: hidden width of the MLP after its gate, not negative.
         width: width of the tokens, a positive number.
+
+    Returns:
+        The value for the field `mlp_ratio` of the configuration.
     """
     ratio = hidden / width
     # rounding may have made the product a little less than `hidden`
@@ -220,6 +223,10 @@ def _full_table(depth: int, ffn: str, qk_norm: bool) -> Table:
         depth: number of blocks.
         ffn: name of the feed-forward layer in the native names, "conv" or "linear".
         qk_norm: whether queries and keys are normalised.
+
+    Returns:
+        The table: `OUTER` with full names, then the entries of each block. Most native tensors have
+        one diffusers tensor; the fused projections have two or three.
     """
     block = BLOCK | (QK_NORM if qk_norm else {})
     table = dict(OUTER)

@@ -73,6 +73,9 @@ class Cache:
         Args:
             key: the key of a prompt (`key_of`).
 
+        Returns:
+            True if the file exists. `read` may return None all the same.
+
         Raises:
             PermissionError: a folder of the cache may not be searched.
         """

@@ -159,7 +159,11 @@ class Gemma2Model(nnx.Module):
         Args:
             input_ids: tokens, below `vocab_size`. Their positions count from 0.
             attention_mask: true on tokens, false on the padding after them, to which no token
-                attends. The states of padding are finite but have no meaning.
+                attends.
+
+        Returns:
+            One state per token, [b, l, `hidden_size`]. Those of padding are finite but have no
+            meaning.
         """
         return self.decode(self.embed(input_ids), attention_mask)
 
@@ -169,7 +173,11 @@ class Gemma2Model(nnx.Module):
         The factor is rounded to this dtype, as in training.
 
         Args:
-            input_ids: tokens, below `vocab_size`.
+            input_ids: tokens, below `vocab_size`, which is not checked.
+
+        Returns:
+            The embedded tokens, the input of `decode`. Positions are not added to them: the
+            attention rotates queries and keys instead.
         """
         x = self.embed_tokens(input_ids)
         return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)

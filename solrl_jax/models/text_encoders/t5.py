@@ -130,7 +130,10 @@ class T5EncoderModel(nnx.Module):
         Padding is not masked, as in the released pipelines: every token attends to all tokens.
 
         Args:
-            input_ids: tokens, below `vocab_size`.
+            input_ids: tokens, below `vocab_size`, of any length l.
+
+        Returns:
+            One state per token, padding included, [b, l, `d_model`].
         """
         return self.encoder(self.shared(input_ids))
 

@@ -194,6 +194,9 @@ def count_tokens(folder: Path, text: str) -> int:
         folder: directory of the tokenizer.
         text: the text.
 
+    Returns:
+        The number of tokens; an estimate for a `NoVocabulary`: a third of the characters.
+
     Raises:
         FileNotFoundError: the folder or its `tokenizer_config.json` is missing.
         ValueError: the tokenizer cannot be loaded.
@@ -269,6 +272,9 @@ def clip_length(folder: Path, positions: int) -> int:
     Args:
         folder: the tokenizer's folder.
         positions: number of positions of the text tower, its `max_position_embeddings`.
+
+    Returns:
+        The length, at most `positions`. It includes the tokens that begin and end a text.
 
     Raises:
         ValueError: the tower has fewer positions, or the tokenizer cannot be loaded.

@@ -286,6 +286,9 @@ def _repeat_token(
         token: the token, [1, d].
         like: activations [b, s, d] whose batch size and dtype the result has.
         count: number of copies for each sample, which may be 0.
+
+    Returns:
+        The copies, in the dtype of `like`.
     """
     batch, _, d = like.shape
     return jnp.broadcast_to(token.get_value().astype(like.dtype), (batch, count, d))
