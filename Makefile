@@ -18,15 +18,21 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Some images set this variable. Then each of the many processes of the tests compiles all that it imports, for three seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo docs notebook wheel test test-all test-targets test-targets-tpu clean
+.PHONY: demo docs notebook wheel test types quick-tests test-all test-targets test-targets-tpu clean
 
 demo: .venv/installed
 	$(BIN)/solrl train tiny --report run.dir=runs/demo
 
+# Types are checked beside the tests: mypy uses one core, and two of the tests' processes often wait.
 test: .venv/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(MAKE) --no-print-directory -j 2 types quick-tests
+
+types: .venv/installed-test
 	$(BIN)/mypy
+
+quick-tests: .venv/installed-test
 	$(BIN)/python -m pytest $(QUICKLY) tests
 
 # The site, in site/index.html: it can be read from disk. Its search works where it is served: python3 -m http.server -d site

@@ -1,5 +1,8 @@
 """The smallest settings of `tiny` that still go through every stage, for tests of the loop."""
 
+import contextlib
+import fcntl
+from collections.abc import Iterator
 from pathlib import Path
 
 from solrl_jax.config.presets import resolve
@@ -28,3 +31,17 @@ SMALL = (
 
 def small_config(run_dir: Path | str = "unused", *overrides: str, preset: str = "tiny") -> Config:
     return resolve(preset, (*SMALL, f"run.dir={run_dir}", *overrides))
+
+
+@contextlib.contextmanager
+def one_run_at_a_time(temporary: Path) -> Iterator[None]:
+    """Lets one process of the tests train at a time, so that the next one finds the compiled
+    programs in JAX's cache.
+
+    Args:
+        temporary: The base directory of this process's temporary files, which is one of the
+            directories of all processes.
+    """
+    with (temporary.parent / "one-run-at-a-time").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

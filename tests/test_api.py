@@ -53,7 +53,7 @@ def experiment():
 BAD = {  # unwrapped where the types are wrong, which these tests check before
     "a format that does not exist": (
         lambda _: solrl.quantize(np.zeros((32, 2), np.float32), "fp5"),
-        "precision='fp5': accepted are fp8, nvfp4",
+        "precision='fp5': accepted are fp8, int8, nvfp4",
     ),
     "a list of formats": (
         lambda _: unwrap(solrl.quantize)(np.zeros((32, 2), np.float32), ["fp8"]),

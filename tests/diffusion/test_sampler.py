@@ -143,7 +143,7 @@ def test_where_a_grid_is_cut_into_legs_changes_nothing(solver):
     """Earlier predictions and the numbers of the draws go on from segment to segment."""
     grid = grid_of(SIGMAS, solver_table(SOLVERS[solver][0], SIGMAS, SOLVERS[solver][1]))
     whole = None
-    for cuts in ((), (1,), (3,), (1, 4), (1, 2, 3, 4, 5)):
+    for cuts in ((), (3,), (1, 2, 3, 4, 5)):
         parts = [grid.slice_steps(*ends) for ends in itertools.pairwise((0, *cuts, None))]
         assert sum(part.steps for part in parts) == grid.steps
         got = compiled((curved,) * len(parts), tuple(parts), NOISE, SEEDS)

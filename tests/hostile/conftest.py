@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.hostile.harness import call
-from tests.small import SMALL
+from tests.small import SMALL, one_run_at_a_time
 
 
 @pytest.fixture(scope="session")
@@ -21,17 +21,9 @@ def run(tmp_path_factory, worker_id) -> Path:
     with (shared / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (shared / "finished").exists():
-            ended = call(
-                [
-                    "train",
-                    "tiny",
-                    *SMALL,
-                    "train.iterations=2",
-                    "eval.num_grid_images=0",
-                    f"run.dir={shared / 'new'}",
-                ],
-                300,
-            )
+            arguments = ["train", "tiny", *SMALL, "train.iterations=2", "eval.num_grid_images=0"]
+            with one_run_at_a_time(root):
+                ended = call([*arguments, f"run.dir={shared / 'new'}"], 300)
             assert ended.code == 0, ended.error
             (shared / "new").rename(shared / "finished")
     return Path(shutil.copytree(shared / "finished", tmp_path_factory.mktemp("hostile") / "run"))

@@ -202,8 +202,10 @@ def test_parts_are_what_arrays_hold():
         ("tiny", ()),
         ("sana_sol_rl_hpsv2", ()),
         ("sana_naive_scaling_hpsv2", ("sync", "regenerate")),
-        ("sana_naive_quant_hpsv2", ("regenerate",)),
-        ("sana_diffusionnft_hpsv2", ("sync", "regenerate")),
+        pytest.param("sana_naive_quant_hpsv2", ("regenerate",), marks=pytest.mark.exhaustive),
+        pytest.param(
+            "sana_diffusionnft_hpsv2", ("sync", "regenerate"), marks=pytest.mark.exhaustive
+        ),
         pytest.param("flux1_sol_rl_hpsv2", (), marks=pytest.mark.exhaustive),
         pytest.param("sd3_sol_rl_pickscore", (), marks=pytest.mark.exhaustive),
     ],

@@ -180,9 +180,7 @@ TPU_FORMS = {  # of the forms, those of one stretch; with other rows than one, b
 
 
 @pytest.mark.parametrize("form", TPU_FORMS)
-@pytest.mark.parametrize(
-    "encoder", ["int8", pytest.param("fp8", marks=pytest.mark.exhaustive), "bf16"]
-)
+@pytest.mark.parametrize("encoder", first_is_quick(["int8", "fp8", "bf16"]))
 def test_the_kernel_for_tpus_is_its_twin_bit_for_bit(encoder, form):
     """Beyond one part, 128 columns lie in the first, as the kernel takes them."""
 

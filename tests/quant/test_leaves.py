@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from solrl_jax.parallel.sharding import make_mesh, parameter_sharding
 from solrl_jax.quant.leaf import Leaf, Quantized
 from solrl_jax.quant.matmul import dequantize, matmul, output_partition_specs
+from tests.cases import first_is_quick
 from tests.quant.leaves import BOUND, EXACT, MAKE, QUANTISING, normal
 
 ROWS = 24
@@ -48,7 +49,8 @@ def test_a_leaf_stands_for_its_matrix_and_multiplies_by_it(kind):
 
 @every_kind
 @pytest.mark.parametrize(
-    ("dtype", "of_weight"), [(jnp.float32, jnp.float32), (jnp.bfloat16, jnp.float32)]
+    ("dtype", "of_weight"),
+    first_is_quick([(jnp.bfloat16, jnp.float32), (jnp.float32, jnp.float32)]),
 )
 def test_the_product_has_the_dtype_and_the_leading_axes_of_x(kind, dtype, of_weight):
     leaf = MAKE[kind](W.astype(of_weight))

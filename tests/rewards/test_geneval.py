@@ -16,6 +16,7 @@ from solrl_jax.data.prompts import EMBEDDED_FOLDER
 from solrl_jax.data.shapes import scenes, verifier
 from solrl_jax.rewards.detectors import Detection, detect_shapes
 from solrl_jax.rewards.geneval import geneval, relations
+from tests.cases import first_is_quick
 
 HERE = __name__
 
@@ -303,7 +304,7 @@ def test_the_sets_that_are_tested_on_are_held_out():
     assert not any(drawing.held_out(line["prompt"]) for line in lines("train"))
 
 
-@pytest.mark.parametrize("side", [32, 64])
+@pytest.mark.parametrize("side", first_is_quick([64, 32]))
 def test_the_verifier_says_where_things_are(side):
     image = np.full((side, side, 3), scenes.BACKGROUND, np.float32)
     unit = side // 32

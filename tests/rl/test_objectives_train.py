@@ -48,12 +48,9 @@ def settings(objective, family):
     )
 
 
-# every kind of data once; a combination takes seconds to compile, so the others are for the whole
-# suite
-QUICK = {
-    ("dpo", "diffusionnft"),
-    ("mix_grpo", "sol_rl"),
-}
+# A combination takes seconds to compile, so most are for the whole suite. Further tests of this file
+# train on pairs and on samples.
+QUICK = {("mix_grpo", "sol_rl")}
 COMBINATIONS = [
     pytest.param(
         objective, family, marks=[] if (objective, family) in QUICK else pytest.mark.exhaustive

@@ -305,7 +305,7 @@ def test_a_row_of_weight_0_changes_nothing_whatever_it_holds(backbones, bad, mic
             assert metrics["grad_norm"] == pytest.approx(norm(gradient), rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("mesh", [*MESHES][1:])
+@pytest.mark.parametrize("mesh", first_is_quick(reversed([*MESHES][1:])))
 def test_rows_of_weight_0_change_nothing_on_a_mesh(backbones, mesh):
     backbone = backbones[mesh]
     weight = np.array([0, 1, 1, 0, 1, 0])
