@@ -602,16 +602,17 @@ class Prompts(Section):
     """The prompt sets (`data/prompts.py`).
 
     Each is a text file with one prompt per line, a .json, .jsonl, .csv, .tsv or .parquet file with
-    metadata, "FILE:COLUMN" to name the column of its prompts, or "embedded:NAME". Relative paths
-    start at the directory in which the run is started; nothing is read here.
+    metadata, "FILE:COLUMN" to name the column of its prompts, "embedded:NAME" for a set of this
+    package, or "hub:OWNER/DATASET[:SPLIT][:COLUMN]" for a data set of the hub. Relative paths start
+    at the directory in which the run is started; nothing is read here. The defaults are ours.
 
     Attributes:
         train: The prompts that are trained on.
         test: The prompts that evaluations generate.
     """
 
-    train: PathText = "prompts/pickscore/train.txt"
-    test: PathText = "prompts/pickscore/test.txt"
+    train: PathText = "embedded:general-train"
+    test: PathText = "embedded:general-test"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -620,7 +621,7 @@ class Train(Section):
 
     Attributes:
         iterations: Number of iterations: generate, select, update. At least 1. Ours.
-        num_prompts: G, the prompts per iteration; at least 1.
+        num_prompts: G, the prompts per iteration; at least 1. A run with fewer prompts takes all.
         parameters: What is trained. "adapters": the adapters of `lora`. "all": all parameters. A
             regular expression (not empty): the parameters that it matches are trained themselves,
             and adapters on others.
@@ -641,7 +642,8 @@ class Eval(Section):
         every: Iterations between two evaluations; at least 0. 0: only before and after the run.
         size: (height, width) in pixels. None: the model's size.
         num_steps: Solver steps, 1 to 1000.
-        num_prompts: Number of test prompts, the first of the set; at least 1.
+        num_prompts: Number of test prompts, the first of the set; at least 1. If there are fewer,
+            all are taken.
         num_images_per_prompt: Number of images for each of these prompts; at least 1.
         seed: Seed of the initial noise, from 0 to 2^31 - 1. It is apart from the run's seed, so
             that runs can be compared image by image.

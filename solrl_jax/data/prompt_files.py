@@ -431,7 +431,7 @@ def _find_column(names: list[str], column: str | None, where: str) -> str:
         raise InputError(f"{where}: no column {column!r}; there are {known}")
     raise InputError(
         f"{where}: no column {', '.join(PROMPT_COLUMNS)}; there are {known}, so name the one with "
-        "the prompts as FILE:COLUMN"
+        "the prompts as FILE:COLUMN, or hub:OWNER/DATASET:SPLIT:COLUMN"
     )
 
 

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from solrl_jax.config.values import brief_repr
-from solrl_jax.data.prompt_files import TABLES, read_file, read_rows, split_column
+from solrl_jax.data.hub_prompts import HUB, fetch_files, parse_reference
+from solrl_jax.data.prompt_files import MAX_PROMPTS, TABLES, read_file, read_rows, split_column
 from solrl_jax.errors import InputError
 
 T = TypeVar("T", bound=str)
@@ -53,12 +54,13 @@ def load_prompts(path: str, field: str, *, distinct: bool = True) -> list[Prompt
     White space around a prompt is removed.
 
     Args:
-        path: A file, "FILE:COLUMN" with the column or key of the prompts, or "embedded:NAME" for a
-            set that is shipped with the package.
+        path: A file, "FILE:COLUMN" with the column or key of the prompts, "embedded:NAME" for a
+            set that is shipped with the package, or "hub:OWNER/DATASET[:SPLIT][:COLUMN]" for a data
+            set of the hub, which is downloaded unless it is in the hub's cache.
         field: The setting that names the file, for messages.
         distinct: Whether a prompt that is repeated is returned only once, at its first place. In a
-            table (.csv, .tsv, .parquet) the metadata of its first row counts; elsewhere it must be
-            the same each time, even if all are returned.
+            table (.csv, .tsv, .parquet) and in a data set of the hub the metadata of its first row
+            counts; elsewhere it must be the same each time, even if all are returned.
 
     Returns:
         At least one prompt, with its metadata.
@@ -66,27 +68,71 @@ def load_prompts(path: str, field: str, *, distinct: bool = True) -> list[Prompt
     Raises:
         InputError: If the file does not exist, cannot be read, holds no prompt or more than 2**20;
             if an entry has no prompt, or one with control characters or more than 20,000 characters
-            (`check_text`); or if a file that is no table repeats a prompt with other metadata.
+            (`check_text`); if a file that is no table repeats a prompt with other metadata; or if a
+            data set of the hub is not available or has no such split.
     """
     where = f"{field}={path!r}"
-    if path.startswith(EMBEDDED):
-        file = _embedded_file(path, where)
-        column = None
+    if path.startswith(HUB):
+        prompts = _hub_prompts(path, where)
+        is_table = True
     else:
-        file, column = split_column(path)
-    prompts = [
-        check_text(Prompt(row.text, row.metadata), f"{where}: {row.position}")
-        for row in read_rows(file, column, where)
-    ]
+        if path.startswith(EMBEDDED):
+            file = _embedded_file(path, where)
+            column = None
+        else:
+            file, column = split_column(path)
+        prompts = _read_prompts(file, column, where)
+        is_table = file.suffix.lower() in TABLES
     if not prompts:
         raise InputError(f"{where}: holds no prompt; expected one per line")
     first: dict[str, Prompt] = {}
-    is_table = file.suffix.lower() in TABLES
     for prompt in prompts:
         same_metadata = first.setdefault(prompt, prompt).metadata == prompt.metadata
         if not same_metadata and not is_table:
             raise InputError(f"{where}: {str(prompt)!r} comes twice, with different metadata")
     return list(first.values()) if distinct else prompts
+
+
+def _read_prompts(file: Path, column: str | None, where: str) -> list[Prompt]:
+    """Reads all prompts of a file, with repetitions.
+
+    Args:
+        file: The file, in a format of `prompt_files.read_rows`.
+        column: The column or key of the prompts; None: the first of the usual names that is there.
+        where: The setting and its value, for messages.
+
+    Raises:
+        InputError: If the file cannot be read, or a text cannot be used as a prompt.
+    """
+    return [
+        check_text(Prompt(row.text, row.metadata), f"{where}: {row.position}")
+        for row in read_rows(file, column, where)
+    ]
+
+
+def _hub_prompts(path: str, where: str) -> list[Prompt]:
+    """Reads all prompts of a split of a data set of the hub, with repetitions.
+
+    Also downloads the files of the split, unless they are in the hub's cache.
+
+    Args:
+        path: "hub:OWNER/DATASET[:SPLIT][:COLUMN]".
+        where: The setting and its value, for messages.
+
+    Returns:
+        The prompts of all files of the split, in the order of the files' names.
+
+    Raises:
+        InputError: If the data set is not available, has no such split or column, holds more than
+            2**20 prompts, or has a text that cannot be used as a prompt.
+    """
+    reference = parse_reference(path, where)
+    prompts: list[Prompt] = []
+    for file in fetch_files(reference, where):
+        prompts += _read_prompts(file, reference.column, f"{where}: {file.name}")
+        if len(prompts) > MAX_PROMPTS:
+            raise InputError(f"{where}: more than {MAX_PROMPTS} prompts")
+    return prompts
 
 
 def check_text(text: T, where: str) -> T:

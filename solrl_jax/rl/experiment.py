@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Sequence
 from functools import cache, cached_property, partial
 
@@ -12,7 +13,7 @@ from jaxtyping import UInt32
 
 from solrl_jax.config.schema import Config
 from solrl_jax.config.sizes import evaluation_size, training_sizes
-from solrl_jax.config.values import Size
+from solrl_jax.config.values import ConfigError, Size
 from solrl_jax.data.prompts import Prompt, load_instruction, load_prompts
 from solrl_jax.diffusion.schedule import Schedule
 from solrl_jax.diffusion.seeds import candidate_seeds, key, prompt_uid
@@ -344,7 +345,8 @@ def build(config: Config, *, force: bool = False) -> Experiment:
     one prompt of each set. Every process of a run must call it.
 
     Args:
-        config: The configuration.
+        config: The configuration. If it asks for more prompts than there are, the experiment's has
+            fewer (`fit_prompt_counts`), and a UserWarning says so.
         force: Whether sizes that cannot fit into memory by `memory_check` are loaded all the same.
 
     Returns:
@@ -352,9 +354,10 @@ def build(config: Config, *, force: bool = False) -> Experiment:
 
     Raises:
         InputError: If the configuration cannot be run here: a file, model, reward or function that
-            is missing or does not fit, too few prompts or devices, image sizes that the model does
+            is missing or does not fit, too few devices, image sizes that the model does
             not support, patterns that match no parameter, or arrays that cannot fit into memory.
-        ConfigError: If settings do not fit what an objective `module:function` trains on.
+        ConfigError: If settings do not fit what an objective `module:function` trains on, or the
+            number of prompts.
         RewardError: If a reward outside JAX fails on the trial image and `reward.on_failure` is
             "stop". It is a RunError.
         RunError: If another process of the run gives no answer.
@@ -367,8 +370,9 @@ def build(config: Config, *, force: bool = False) -> Experiment:
     vae_dtype, reward_dtype = scoring_dtypes(rollout.scoring_precision, rollout.precision, device)
     opened_rewards = open_rewards(config.reward, reward_dtype, rollout.explore.reward)
     train_prompts, test_prompts = load_prompt_sets(config)
-    _check_count("train.num_prompts", config.train.num_prompts, train_prompts)
-    _check_count("eval.num_prompts", config.eval.num_prompts, test_prompts)
+    config, notes = fit_prompt_counts(config, len(train_prompts), len(test_prompts))
+    for note in notes:
+        warnings.warn(note, UserWarning, stacklevel=2)
     instruction = read_instruction(config)
     mesh = open_mesh(config)
     hosts.connect(mesh)
@@ -410,21 +414,62 @@ def build(config: Config, *, force: bool = False) -> Experiment:
     )
 
 
-def _check_count(field: str, count: int, prompts: Sequence[Prompt]) -> None:
-    """Checks that a field does not ask for more prompts than there are.
+def fit_prompt_counts(config: Config, num_train: int, num_test: int) -> tuple[Config, list[str]]:
+    """Reduces `train.num_prompts` and `eval.num_prompts` to the prompts that there are.
+
+    If the terms of an iteration with all training prompts do not divide among its optimizer steps,
+    or an objective needs whole pairs, the largest number of prompts with which they do is taken.
 
     Args:
-        field: The dotted name of the field, for the message.
-        count: Its value, a number of prompts.
-        prompts: The distinct prompts of its file.
+        config: The configuration.
+        num_train: The number of distinct training prompts, at least 1.
+        num_test: The number of distinct test prompts, at least 1.
+
+    Returns:
+        The configuration that fits, `config` itself if nothing changes, and one line for each
+        setting that changed. Applied to its own result, the function changes nothing.
 
     Raises:
-        InputError: If there are fewer prompts than `count`.
+        ConfigError: If no number of prompts up to `num_train` fits the other settings.
     """
-    if count > len(prompts):
-        raise InputError(
-            f"{field}={count}: must be at most the {len(prompts)} distinct prompts of its file"
+    notes = []
+    train = config.train
+    if train.num_prompts > num_train:
+        config = _with_train_prompts(config, num_train)
+        notes.append(
+            f"train.num_prompts={train.num_prompts}: prompts.train={config.prompts.train!r} has "
+            f"{num_train} distinct prompts, so each iteration takes {config.train.num_prompts}"
         )
+    evaluation = config.eval
+    if evaluation.num_prompts > num_test:
+        fitted = dataclasses.replace(evaluation, num_prompts=num_test)
+        config = dataclasses.replace(config, eval=fitted)
+        notes.append(
+            f"eval.num_prompts={evaluation.num_prompts}: prompts.test={config.prompts.test!r} has "
+            f"{num_test} distinct prompts, so each evaluation takes {num_test}"
+        )
+    return config, notes
+
+
+def _with_train_prompts(config: Config, most: int) -> Config:
+    """Returns a configuration with the largest `train.num_prompts` that fits its other settings.
+
+    Args:
+        config: The configuration.
+        most: The largest number, at least 1.
+
+    Raises:
+        ConfigError: If none fits. The error is that of `most`.
+    """
+    first_error: ConfigError | None = None
+    for count in range(most, 0, -1):
+        train = dataclasses.replace(config.train, num_prompts=count)
+        try:
+            return dataclasses.replace(config, train=train)
+        except ConfigError as error:
+            first_error = first_error or error
+    assert first_error is not None
+    raise first_error
 
 
 def _check_scoring(

@@ -33,7 +33,14 @@ from solrl_jax.config.sizes import training_sizes
 from solrl_jax.data.prompts import Prompt, draw_prompts
 from solrl_jax.errors import InputError, RunError, first_line
 from solrl_jax.parallel import hosts
-from solrl_jax.rl.experiment import Experiment, build, fresh_state, state_shapes
+from solrl_jax.rl.experiment import (
+    Experiment,
+    build,
+    fit_prompt_counts,
+    fresh_state,
+    load_prompt_sets,
+    state_shapes,
+)
 from solrl_jax.rl.explore.monitor import WINDOW, next_setting
 from solrl_jax.rl.iteration import iterate
 from solrl_jax.rl.state import TrainState
@@ -141,7 +148,8 @@ def run(
     After any other failure but Diverged that iteration is saved too, and the error is raised again.
 
     Args:
-        config: The resolved configuration. `run.dir` is the run directory.
+        config: The resolved configuration. `run.dir` is the run directory. If it asks for more
+            prompts than there are, the run takes all that there are, and a line says so.
         progress: The output in the terminal, entered as a context manager by the caller.
         profile: Numbers of the iterations to trace, from 1. They must not be complete yet.
         html_report: Whether `report.html` is kept up to date, in at most 1 % of the time.
@@ -166,7 +174,12 @@ def run(
     folder = Path(config.run.dir)
     if config.run.wandb:
         import_wandb()  # fails early if it is not installed: loading a model takes minutes
+    # Before the directory is read, because it records the numbers of prompts that the run takes.
+    counts = hosts.agreed(lambda: [len(prompts) for prompts in load_prompt_sets(config)])
+    config, notes = fit_prompt_counts(config, *counts)
     with contextlib.ExitStack() as stack:
+        for note in notes:
+            progress.line(note)
         # Refuse whatever would lose data before any model is loaded.
         hosts.write(lambda: profiling.refuse(profile, folder, config.train.iterations))
         hosts.write(lambda: stack.enter_context(files.only_user(files.writable_directory(folder))))

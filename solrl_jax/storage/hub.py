@@ -7,8 +7,9 @@ The package contains the configurations of the released models that presets name
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
-from solrl_jax.errors import InputError
+from solrl_jax.errors import InputError, RunError, first_line
 
 # The directory of the configurations in the package.
 CARRIED = Path(__file__).parents[1] / "assets" / "released"
@@ -33,7 +34,14 @@ def is_name(path: str) -> bool:
     return "/" in path
 
 
-def snapshot(name: str, patterns: Callable[[], Sequence[str]], what: str, remedy: str = "") -> Path:
+def snapshot(
+    name: str,
+    patterns: Callable[[], Sequence[str]],
+    what: str,
+    remedy: str = "",
+    *,
+    repo_type: Literal["model", "dataset"] = "model",
+) -> Path:
     """Downloads files of a repository to the hub's cache, unless they are there already.
 
     If HF_HUB_OFFLINE is set, nothing is downloaded and the files must be in the cache.
@@ -44,6 +52,7 @@ def snapshot(name: str, patterns: Callable[[], Sequence[str]], what: str, remedy
             and its errors are reported like those of the download.
         what: The subject of the error message, e.g. the configuration field and its value.
         remedy: The end of the error message, e.g. advice. It follows without a space.
+        repo_type: The kind of the repository, "model" or "dataset".
 
     Returns:
         The local directory with the files, a revision in the hub's cache.
@@ -55,11 +64,98 @@ def snapshot(name: str, patterns: Callable[[], Sequence[str]], what: str, remedy
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(patterns())))
+        return Path(snapshot_download(name, repo_type=repo_type, allow_patterns=list(patterns())))
     except Exception as error:  # the client raises a dozen unrelated types
-        state = " (HF_HUB_OFFLINE is set)" if offline() else ""
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise InputError(f"{what} cannot be had from the hub{state}: {reason}{remedy}") from error
+        raise unavailable(what, error, remedy) from error
+
+
+def unavailable(what: str, error: Exception, remedy: str = "") -> InputError:
+    """Returns the error for a repository that the hub's client could not provide.
+
+    Args:
+        what: The subject of the message, e.g. the configuration field and its value.
+        error: What the client raised. The first line of its message is the reason.
+        remedy: The end of the message, e.g. advice. It follows without a space.
+
+    Returns:
+        The error with a message of one line, to be raised.
+    """
+    state = " (HF_HUB_OFFLINE is set)" if offline() else ""
+    reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return InputError(f"{what} cannot be had from the hub{state}: {reason}{remedy}")
+
+
+def read_card(folder: Path, repo_type: Literal["model", "dataset"]) -> dict[str, Any]:
+    """Reads the metadata of the card of a repository, its `README.md`.
+
+    Args:
+        folder: The local directory of the repository.
+        repo_type: The kind of the repository, "model" or "dataset".
+
+    Returns:
+        The metadata by name; an empty dict if there is no card, or if its metadata cannot be read.
+    """
+    from huggingface_hub import DatasetCard, ModelCard
+
+    kind = {"model": ModelCard, "dataset": DatasetCard}[repo_type]
+    path = folder / "README.md"
+    if not path.is_file():
+        return {}
+    try:
+        return dict(kind.load(path, ignore_metadata_errors=True).data.to_dict())
+    except Exception:  # a card that cannot be read says nothing
+        return {}
+
+
+def check_login(name: str) -> None:
+    """Checks that the user is logged in to the hub, by asking it.
+
+    Args:
+        name: The repository that is to be written, OWNER/NAME, for the message.
+
+    Raises:
+        InputError: If HF_HUB_OFFLINE is set, or the hub cannot be reached or knows no such user.
+    """
+    from huggingface_hub import HfApi
+
+    remedy = "; log in with `hf auth login`, or write the folder alone with dry_run=True"
+    if offline():
+        raise InputError(f"hub={name!r}: HF_HUB_OFFLINE is set, so nothing can be uploaded{remedy}")
+    try:
+        HfApi().whoami()
+    except Exception as error:  # the client raises a dozen unrelated types
+        raise InputError(f"hub={name!r}: the hub refuses ({first_line(error)}){remedy}") from error
+
+
+def push(folder: Path, name: str, *, private: bool, message: str) -> str:
+    """Uploads all files of a directory to a model repository, which is created if necessary.
+
+    Files of the repository that the directory lacks stay.
+
+    Args:
+        folder: The directory.
+        name: The repository, OWNER/NAME.
+        private: Whether a new repository is private. An existing one stays as it is.
+        message: The message of the commit.
+
+    Returns:
+        The address of the repository.
+
+    Raises:
+        RunError: If the hub refuses or cannot be reached. The directory stays.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        url = api.create_repo(name, private=private, exist_ok=True)
+        api.upload_folder(folder_path=folder, repo_id=name, commit_message=message)
+    except Exception as error:  # the client raises a dozen unrelated types
+        raise RunError(
+            f"hub={name!r}: cannot be uploaded: {first_line(error)}; {folder} holds all files, "
+            f"which `hf upload {name} {folder}` uploads"
+        ) from error
+    return str(url)
 
 
 def cached(name: str, file: str = "model_index.json") -> Path | None:

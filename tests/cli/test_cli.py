@@ -738,7 +738,6 @@ def test_presets_lists_them_all(call):
             ("eval", "embedded:tiny-sana", "eval.size=[30,32]"),
             "eval.size: size 30x32: this model supports heights in multiples of 4 pixels",
         ),
-        (("train", "tiny", "eval.num_prompts=5000"), "eval.num_prompts=5000: must be at most"),
         (("train", "tiny", "mesh.data=64"), "mesh.data=64"),
         (("train", "sana_sol_rl_pickscore"), "reward 'pickscore': yuvalkirstain/PickScore_v1"),
         (("eval", "nowhere"), "'nowhere': no run directory and no preset"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from solrl_jax.data.prompts import Prompt, draw_prompts, load_prompts
 from solrl_jax.errors import InputError
 
-KINDS = ("geneval-shapes", "ocr", "shapes")
+KINDS = ("general", "geneval-shapes", "ocr", "shapes")
 SETS = tuple(f"embedded:{kind}-{part}" for kind in KINDS for part in ("test", "train"))
 PROMPTS = [f"prompt {i}" for i in range(12)]
 
@@ -140,6 +140,26 @@ def test_embedded_sets_are_text_without_repetition(name):
 def test_the_embedded_test_prompts_are_not_trained_on(kind):
     test, train = (set(load_prompts(f"embedded:{kind}-{part}", "f")) for part in ("test", "train"))
     assert not test & train
+
+
+def words(prompt):
+    """The words of a prompt that carry its meaning."""
+    little = {"a", "an", "the", "of", "in", "on", "at", "with", "and", "to", "its", "by", "from"}
+    return set(re.findall(r"\w+", prompt.lower())) - little
+
+
+def test_the_general_sets_are_varied_and_none_resembles_another():
+    train, test = (load_prompts(f"embedded:general-{part}", "f") for part in ("train", "test"))
+    assert len(train) >= 400
+    assert len(test) >= 100
+    for prompts in (train, test):
+        lengths = sorted(len(prompt.split()) for prompt in prompts)
+        assert 3 <= lengths[0] <= 5
+        assert 40 <= lengths[-1] <= 60
+    for prompt in test:
+        for other in train:
+            shared, together = words(prompt) & words(other), words(prompt) | words(other)
+            assert len(shared) <= len(together) / 2, (prompt, other)
 
 
 def test_an_embedded_set_that_is_not_there_is_refused_with_those_that_are():

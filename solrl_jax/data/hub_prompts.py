@@ -1,0 +1,287 @@
+"""Prompt sets on the Hugging Face hub: `hub:OWNER/DATASET[:SPLIT][:COLUMN]`.
+
+The files of a split are found as the `datasets` library finds them: by the metadata of the data
+set's card, else by the names of the files. Only those files are downloaded, to the hub's cache.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from solrl_jax.config.values import brief_repr
+from solrl_jax.data.prompt_files import ENDINGS
+from solrl_jax.errors import InputError
+from solrl_jax.storage import hub
+
+# Begins the name of a prompt set on the hub.
+HUB = "hub:"
+FORM = "hub:OWNER/DATASET[:SPLIT][:COLUMN]"
+# The most bytes of the files of a split. A set of prompts with images is often a thousand times
+# larger, and is more likely a mistake than a wish.
+MAX_BYTES = 4 * 2**30
+DATA_ENDINGS = (".parquet", *(ending for ending in ENDINGS if ending != ".parquet"), ".txt")
+# Files that describe a data set and hold no rows of it.
+METADATA_FILES = ("dataset_infos.json", "dataset_info.json", "state.json", "requirements.txt")
+# Words in the path of a file, between characters that are no letters or digits, and their split.
+SPLIT_WORDS = {
+    "train": "train",
+    "training": "train",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "test": "test",
+    "testing": "test",
+    "eval": "test",
+    "evaluation": "test",
+}
+SHARD = re.compile(r"(?:^|/)(?P<split>[\w.]+)-\d+-of-(?P<count>\d+)(?:-[0-9a-f]+)?\.\w+$")
+
+
+class Reference(NamedTuple):
+    """What `hub:OWNER/DATASET[:SPLIT][:COLUMN]` names.
+
+    Attributes:
+        repository: The data set, OWNER/DATASET.
+        split: The name of the split; None: "train", or the only one.
+        column: The column of the prompts; None: the first of the usual names that is there.
+    """
+
+    repository: str
+    split: str | None
+    column: str | None
+
+
+def parse_reference(path: str, where: str) -> Reference:
+    """Splits the name of a prompt set on the hub into its parts. The hub is not asked.
+
+    Args:
+        path: The text, which begins with "hub:". An empty split or column counts as none, so
+            "hub:OWNER/DATASET::COLUMN" names a column of the default split.
+        where: The setting and its value, for messages.
+
+    Raises:
+        InputError: If OWNER/DATASET is no name of a repository.
+    """
+    repository, split, column = [*path.removeprefix(HUB).split(":", 2), "", ""][:3]
+    if not hub.is_name(repository):
+        raise InputError(f"{where}: {brief_repr(repository)} is no name OWNER/DATASET; use {FORM}")
+    return Reference(repository, split or None, column or None)
+
+
+def fetch_files(reference: Reference, where: str) -> list[Path]:
+    """Returns the files of a split, downloading those that are not in the hub's cache.
+
+    If the hub cannot be reached, or HF_HUB_OFFLINE is set, the files in the cache are used.
+
+    Args:
+        reference: The data set and its split.
+        where: The setting and its value, for messages.
+
+    Returns:
+        The local files in the order of their names, at least one.
+
+    Raises:
+        InputError: If the data set is not available, has no such split or no files with an ending
+            of `DATA_ENDINGS`, if the files of the split have more than 4 GiB together
+            (`MAX_BYTES`), or if the cache holds only some of them and the hub cannot be reached.
+    """
+    name = reference.repository
+    sizes = _list_files(name, where)
+    card = [file for file in sizes if file == "README.md"]
+    folder = _snapshot(name, card, where) if card else None
+    splits = find_splits(list(sizes), {} if folder is None else hub.read_card(folder, "dataset"))
+    files = _choose_split(splits, reference, where)
+    total = sum(sizes[file] for file in files)
+    if total > MAX_BYTES:
+        raise InputError(
+            f"{where}: its files take {total / 1e9:.3g} GB; expected prompts without images, at"
+            f" most {MAX_BYTES / 1e9:.3g} GB"
+        )
+    folder = _snapshot(name, [*card, *files], where)
+    missing = [file for file in files if not (folder / file).is_file()]
+    if missing:
+        raise InputError(f"{where}: {missing[0]} is not in the hub's cache ({folder})")
+    return [folder / file for file in files]
+
+
+def find_splits(files: Sequence[str], card: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Finds which files of a data set hold which split.
+
+    The metadata of the card counts first: the entry of `configs` with `default: true` or the name
+    "default", else the first. Without such an entry the names of the files decide: "NAME-00000-of-
+    00002.parquet" belongs to the split NAME, other files to the split whose name is a word of their
+    path, and if no file names a split, all belong to "train". Of several formats the one with most
+    files counts.
+
+    Args:
+        files: The paths of all files of the repository, with "/" between the parts.
+        card: The metadata of the card by name, which may be empty.
+
+    Returns:
+        The sorted paths of the files by split; an empty dict if there are none.
+    """
+    data = [
+        file
+        for file in files
+        if PurePosixPath(file).suffix.lower() in DATA_ENDINGS
+        and PurePosixPath(file).name not in METADATA_FILES
+        and not file.startswith(".")
+    ]
+    declared = _declared_splits(card)
+    if declared:
+        matches = {
+            split: sorted(f for f in data if any(fnmatchcase(f, pattern) for pattern in patterns))
+            for split, patterns in declared.items()
+        }
+        return {split: found for split, found in matches.items() if found}
+    counts = Counter(PurePosixPath(file).suffix.lower() for file in data)
+    if not counts:
+        return {}
+    ending = max(counts, key=lambda suffix: (counts[suffix], -DATA_ENDINGS.index(suffix)))
+    by_split: dict[str | None, list[str]] = {}
+    for file in sorted(data):
+        if PurePosixPath(file).suffix.lower() == ending:
+            by_split.setdefault(_split_of(file), []).append(file)
+    named = {split: found for split, found in by_split.items() if split is not None}
+    return named or {"train": by_split[None]}
+
+
+def _split_of(file: str) -> str | None:
+    """Returns the split that the path of a file names, or None if it names none.
+
+    Args:
+        file: The path in the repository.
+    """
+    shard = SHARD.search(file)
+    if shard:
+        return shard["split"]
+    words = re.split(r"[^a-z0-9]+", file.lower())
+    return next((SPLIT_WORDS[word] for word in reversed(words) if word in SPLIT_WORDS), None)
+
+
+def _declared_splits(card: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Returns the splits that the card of a data set declares in `configs`.
+
+    Args:
+        card: The metadata of the card.
+
+    Returns:
+        Patterns of file names by split, of the default configuration; an empty dict if it declares
+        none, or in a form that is unknown.
+    """
+    configs = card.get("configs")
+    if not isinstance(configs, list):
+        return {}
+    configs = [config for config in configs if isinstance(config, dict) and "data_files" in config]
+    if not configs:
+        return {}
+    default = next(
+        (c for c in configs if c.get("default") is True or c.get("config_name") == "default"),
+        configs[0],
+    )
+    data_files = default["data_files"]
+    entries: Iterable[tuple[Any, Any]]
+    if isinstance(data_files, dict):
+        entries = data_files.items()
+    elif isinstance(data_files, list) and all(isinstance(entry, dict) for entry in data_files):
+        entries = [(entry.get("split"), entry.get("path")) for entry in data_files]
+    else:
+        entries = [("train", data_files)]
+    folder = str(default.get("data_dir") or "").strip("/")
+    splits: dict[str, list[str]] = {}
+    for split, paths in entries:
+        listed = paths if isinstance(paths, list) else [paths]
+        patterns = [path for path in listed if isinstance(path, str)]
+        if isinstance(split, str) and patterns:
+            splits[split] = [f"{folder}/{path}".lstrip("/") for path in patterns]
+    return splits
+
+
+def _choose_split(splits: Mapping[str, list[str]], reference: Reference, where: str) -> list[str]:
+    """Returns the files of the split that a reference names.
+
+    Args:
+        splits: The files of each split, see `find_splits`.
+        reference: The data set and the split. Without a split: "train", or the only one.
+        where: The setting and its value, for messages.
+
+    Raises:
+        InputError: If there is no such split, if a split must be named, or if some of the shards
+            that the file names count are not there.
+    """
+    if not splits:
+        raise InputError(
+            f"{where}: the data set has no files that end in {', '.join(DATA_ENDINGS)}"
+        )
+    known = ", ".join(sorted(splits))
+    split = reference.split
+    if split is None:
+        split = "train" if "train" in splits else next(iter(splits))
+        if len(splits) > 1 and split != "train":
+            raise InputError(f"{where}: name one of its splits ({known}) as {FORM}")
+    if split not in splits:
+        raise InputError(f"{where}: no split {split!r}; there are {known}")
+    files = splits[split]
+    shard = SHARD.search(files[0])
+    if shard and len(files) < int(shard["count"]):
+        raise InputError(
+            f"{where}: only {len(files)} of the {int(shard['count'])} files of the split {split!r}"
+            " are there"
+        )
+    return files
+
+
+def _list_files(name: str, where: str) -> dict[str, int]:
+    """Lists the files of a data set: those on the hub, else those in the cache.
+
+    Args:
+        name: The data set, OWNER/DATASET.
+        where: The setting and its value, for messages.
+
+    Returns:
+        The size in bytes of each file by its path in the repository. Sizes that the hub does not
+        say are 0.
+
+    Raises:
+        InputError: If the hub does not have the data set or cannot be reached, and the cache has
+            no file of it.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+
+    try:
+        siblings = HfApi().dataset_info(name, files_metadata=True).siblings or []
+        return {file.rfilename: file.size or 0 for file in siblings}
+    except Exception as error:  # the client raises a dozen unrelated types
+        problem = error
+    try:  # without patterns, a snapshot with the files of one split would count as incomplete
+        folder = Path(
+            snapshot_download(name, repo_type="dataset", local_files_only=True, allow_patterns=[])
+        )
+    except Exception:
+        raise hub.unavailable(where + ":", problem) from problem
+    return {
+        file.relative_to(folder).as_posix(): file.stat().st_size
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
+
+
+def _snapshot(name: str, files: Sequence[str], where: str) -> Path:
+    """Downloads files of a data set to the hub's cache, unless they are there.
+
+    Args:
+        name: The data set, OWNER/DATASET.
+        files: The paths of the files in the repository.
+        where: The setting and its value, for messages.
+
+    Returns:
+        The local directory that holds them.
+
+    Raises:
+        InputError: If they are not available.
+    """
+    return hub.snapshot(name, lambda: files, f"{where}:", repo_type="dataset")
