@@ -1,0 +1,239 @@
+"""Settings for the devices at hand, from plans that were made before: `mesh=auto`.
+
+Compiling a plan takes minutes and the compiler of the device. The package therefore carries the
+peak memory and the seconds of plans of released models (`assets/plan_records.json`, which
+`scripts/plan_records.py` collects), and proposes the settings of the plan that suits best.
+"""
+
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from solrl_jax.config.schema import Config
+from solrl_jax.config.sizes import largest_training_size
+from solrl_jax.planning.targets import TARGETS
+
+RECORDS = Path(__file__).parents[1] / "assets" / "plan_records.json"
+# The override that takes the proposed settings.
+MESH_AUTO = "mesh=auto"
+
+
+class Record(NamedTuple):
+    """The plan of a preset with its own batch sizes, for one kind of device.
+
+    Attributes:
+        model: The name of the model, `model.name`.
+        device: The kind of device, a key of `planning.targets.TARGETS`.
+        platform: "gpu" or "tpu".
+        devices: The number of devices of all hosts.
+        hosts: The number of hosts.
+        fsdp: `mesh.fsdp`.
+        tensor: `mesh.tensor`.
+        size: Height and width of the images in pixels.
+        gradient_checkpointing: `model.gradient_checkpointing`; None: what "auto" chose there.
+        update_batch: `optimizer.per_device_batch_size`.
+        rollout_batch: `rollout.per_device_batch_size`.
+        peak: The largest bytes of one device in any phase.
+        seconds: Roofline seconds of one iteration by phase, which may be empty.
+        source: The file of the plan in the repository.
+    """
+
+    model: str
+    device: str
+    platform: str
+    devices: int
+    hosts: int
+    fsdp: int
+    tensor: int
+    size: tuple[int, int]
+    gradient_checkpointing: str | None
+    update_batch: int
+    rollout_batch: int
+    peak: int
+    seconds: Mapping[str, float]
+    source: str
+
+    @property
+    def shards(self) -> int:
+        """The number of devices that the base is divided among."""
+        return self.fsdp * self.tensor
+
+
+class Machine(NamedTuple):
+    """The devices that settings are proposed for.
+
+    Attributes:
+        platform: "gpu", "tpu" or "cpu".
+        kind: JAX's `device_kind`.
+        devices: The number of devices of one host.
+        memory: The bytes of one device that JAX may use.
+    """
+
+    platform: str
+    kind: str
+    devices: int
+    memory: float
+
+
+class Proposal(NamedTuple):
+    """Settings for a machine.
+
+    Attributes:
+        settings: The values of fields by their dotted names. Empty: keep those of the preset.
+        record: The plan that they come from; None if none fits.
+        reason: One line that says where they come from.
+    """
+
+    settings: Mapping[str, Any]
+    record: Record | None
+    reason: str
+
+    def overrides(self, config: Config) -> list[str]:
+        """Returns the settings that differ from a configuration, as `key=value`.
+
+        Args:
+            config: The configuration.
+        """
+        changed = []
+        for name, value in self.settings.items():
+            section, field = name.split(".")
+            if getattr(getattr(config, section), field) != value:
+                changed.append(f"{name}={value}")
+        return changed
+
+
+@functools.cache
+def load_records() -> tuple[Record, ...]:
+    """Reads the records of the package, in the order of their file."""
+    return tuple(
+        Record(**{**entry, "size": tuple(entry["size"])})
+        for entry in json.loads(RECORDS.read_text())
+    )
+
+
+def propose(config: Config, machine: Machine, records: Sequence[Record]) -> Proposal:
+    """Proposes mesh, gradient checkpointing and batch sizes for a machine.
+
+    Of the plans of the same model and platform that fit, those without tensor parallelism come
+    first, then those that do not recompute whole blocks, those with the fewest shards, those for
+    this kind of device, and the one that uses most memory. If none fits, the base is divided among
+    all devices of the host, blocks are recomputed, and batches are halved until the plan with the
+    least memory would fit if its memory shrank with its batch, which is a guess.
+
+    Args:
+        config: The configuration. Its model, image size and trained parameters are read.
+        machine: The devices.
+        records: The plans to choose from, e.g. those of `load_records`.
+
+    Returns:
+        The proposal. It has no settings for CPUs, for models without a plan, and for full
+        fine-tuning, which no record covers.
+    """
+    where = f"{machine.devices} x {machine.kind}, {machine.memory / 1e9:.3g} GB each"
+    height, width = largest_training_size(config)
+    same_model = [
+        record
+        for record in records
+        if record.model == config.model.name
+        and record.platform == machine.platform
+        and record.size[0] * record.size[1] >= height * width
+    ]
+    if config.train.parameters != "adapters":
+        parameters = f"train.parameters={config.train.parameters}"
+        return Proposal({}, None, f"no plan on record has {parameters}")
+    if not same_model:
+        return Proposal(
+            {}, None, f"no plan on record of {config.model.name} at {width} x {height} for {where}"
+        )
+    fitting = [
+        record
+        for record in same_model
+        if record.peak <= machine.memory and machine.devices % record.shards == 0
+    ]
+    if not fitting:
+        return _guess(config, machine, min(same_model, key=lambda record: record.peak), where)
+    best = min(
+        fitting,
+        key=lambda record: (
+            record.tensor,
+            record.gradient_checkpointing == "blocks",
+            record.fsdp,
+            TARGETS[record.device].kind != machine.kind,
+            -record.peak,
+        ),
+    )
+    settings: dict[str, Any] = {
+        "mesh.fsdp": best.fsdp,
+        "mesh.tensor": best.tensor,
+        "optimizer.per_device_batch_size": best.update_batch,
+        "rollout.per_device_batch_size": best.rollout_batch,
+    }
+    if best.gradient_checkpointing is not None:
+        settings["model.gradient_checkpointing"] = best.gradient_checkpointing
+    reason = (
+        f"planned {best.peak / 1e9:.3g} GB on {best.devices} x {best.device} ({best.source}), of "
+        f"{where}"
+    )
+    return Proposal(settings, best, reason)
+
+
+def _guess(config: Config, machine: Machine, nearest: Record, where: str) -> Proposal:
+    """Proposes settings for a machine that no plan fits.
+
+    Args:
+        config: The configuration.
+        machine: The devices.
+        nearest: The plan with the least memory.
+        where: The devices in words, for the reason.
+    """
+    batch = nearest.update_batch
+    while batch > 2 and nearest.peak * batch / nearest.update_batch > machine.memory:
+        batch //= 2
+    batch = max(2, batch - batch % 2)  # objectives that train on pairs need an even batch
+    settings: dict[str, Any] = {
+        "mesh.fsdp": machine.devices,
+        "model.gradient_checkpointing": "blocks",
+        "optimizer.per_device_batch_size": batch,
+        "rollout.per_device_batch_size": min(batch, nearest.rollout_batch),
+    }
+    height, width = largest_training_size(config)
+    if max(height, width) > 512:
+        settings["model.vae_tile_size"] = 512
+    reason = (
+        f"no plan on record fits {where}: the least is {nearest.peak / 1e9:.3g} GB on "
+        f"{nearest.devices} x {nearest.device} ({nearest.source}); these settings are a guess, "
+        "which `solrl plan` can check"
+    )
+    return Proposal(settings, None, reason)
+
+
+def expand_mesh_auto(
+    overrides: Sequence[str], resolve: Callable[[Sequence[str]], Config], machine: Machine
+) -> tuple[list[str], str | None]:
+    """Replaces the override `mesh=auto` by the settings that are proposed for a machine.
+
+    Args:
+        overrides: Overrides `key=value`.
+        resolve: Returns the configuration of a preset with overrides.
+        machine: The devices.
+
+    Returns:
+        The overrides with the proposed settings first, so that the others win, and one line about
+        them; the overrides as they are and None if `mesh=auto` is not among them.
+
+    Raises:
+        ConfigError: If the preset or another override is invalid.
+    """
+    if MESH_AUTO not in overrides:
+        return list(overrides), None
+    others = [override for override in overrides if override != MESH_AUTO]
+    config = resolve(others)
+    proposal = propose(config, machine, load_records())
+    named = {override.partition("=")[0].strip() for override in others}
+    chosen = [
+        setting for setting in proposal.overrides(config) if setting.partition("=")[0] not in named
+    ]
+    settings = " ".join(chosen) or "the preset's own settings"
+    return [*chosen, *others], f"{MESH_AUTO}: {settings}: {proposal.reason}"

@@ -1,0 +1,103 @@
+"""Settings that recorded plans propose for a machine: `mesh=auto`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts import plan_records
+from solrl_jax.config.presets import resolve
+from solrl_jax.planning.recipes import (
+    RECORDS,
+    Machine,
+    expand_mesh_auto,
+    load_records,
+    propose,
+)
+
+H100 = "NVIDIA H100 80GB HBM3"
+GB = 10**9
+
+
+def proposed(preset, devices, memory, platform="gpu", kind=H100, *overrides):
+    config = resolve(preset, overrides)
+    chosen = propose(config, Machine(platform, kind, devices, memory * GB), load_records())
+    return chosen, chosen.overrides(config)
+
+
+def test_the_records_of_the_package_are_those_of_the_benchmarks():
+    assert json.loads(RECORDS.read_text()) == plan_records.collect()
+
+
+def test_the_page_has_the_table_of_these_records():
+    assert plan_records.table() in Path("docs/recipes.md").read_text()
+
+
+def test_a_plan_that_fits_without_recomputing_blocks_comes_first():
+    chosen, settings = proposed("sana_sol_rl_pickscore", 8, 75)
+    assert chosen.record.peak == pytest.approx(29.5e9, rel=0.02)
+    assert settings == ["model.gradient_checkpointing=matmuls"]
+    assert "planned 29." in chosen.reason
+    assert chosen.reason.endswith(f"of 8 x {H100}, 75 GB each")
+
+
+def test_on_one_host_the_base_is_divided_before_blocks_are_recomputed():
+    chosen, settings = proposed("flux1_sol_rl_pickscore", 8, 75)
+    assert settings == ["mesh.fsdp=8"]
+    assert chosen.record.source == "benchmarks/scaling.json"
+    chosen, settings = proposed("flux1_sol_rl_pickscore", 1, 75)
+    assert settings == ["model.gradient_checkpointing=blocks"]
+    assert chosen.record.device == "h100"
+
+
+def test_a_plan_for_the_same_kind_of_device_is_preferred():
+    for device, kind in (("h200", "NVIDIA H200"), ("b200", "NVIDIA B200")):
+        chosen, _ = proposed("flux1_sol_rl_pickscore", 1, 130, "gpu", kind)
+        assert chosen.record.device == device
+
+
+def test_where_no_plan_fits_the_guess_says_so():
+    chosen, settings = proposed("sana_sol_rl_pickscore", 2, 20)
+    assert chosen.record is None
+    assert "no plan on record fits 2 x " in chosen.reason
+    assert settings == [
+        "mesh.fsdp=2",
+        "model.gradient_checkpointing=blocks",
+        "optimizer.per_device_batch_size=8",
+        "rollout.per_device_batch_size=8",
+        "model.vae_tile_size=512",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("tiny", 1, 8, "cpu", "cpu"), "no plan on record of tiny-sana at 32 x 32 for 1 x cpu"),
+        (
+            ("sana_sol_rl_pickscore", 1, 8, "gpu", H100, "train.parameters=all"),
+            "no plan on record has train.parameters=all",
+        ),
+        (
+            ("sana_sol_rl_pickscore", 1, 99, "gpu", H100, "model.height=2048", "model.width=2048"),
+            "no plan on record of sana at 2048 x 2048",
+        ),
+    ],
+)
+def test_without_a_record_the_settings_stay(arguments, reason):
+    chosen, settings = proposed(*arguments)
+    assert settings == []
+    assert chosen.reason.startswith(reason)
+
+
+def test_mesh_auto_stands_for_the_settings_and_others_win():
+    def resolved(overrides):
+        return resolve("flux1_sol_rl_pickscore", overrides)
+
+    machine = Machine("gpu", H100, 8, 75 * GB)
+    assert expand_mesh_auto(("seed=1",), resolved, machine) == (["seed=1"], None)
+    overrides, line = expand_mesh_auto(("mesh=auto", "seed=1"), resolved, machine)
+    assert overrides == ["mesh.fsdp=8", "seed=1"]
+    assert line.startswith("mesh=auto: mesh.fsdp=8: planned ")
+    overrides, line = expand_mesh_auto(("mesh.fsdp=4", "mesh=auto"), resolved, machine)
+    assert overrides == ["mesh.fsdp=4"]
+    assert line.startswith("mesh=auto: the preset's own settings: ")
