@@ -3,10 +3,13 @@
 `solrl_jax.__all__` lists them, together with the public names that other modules define.
 """
 
+import warnings
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
@@ -18,11 +21,13 @@ from solrl_jax.errors import InputError, in_one_line
 from solrl_jax.models.backbone import DTYPES, load_backbone
 from solrl_jax.models.locate import mhla_override, open_model
 from solrl_jax.parallel.sharding import make_mesh
+from solrl_jax.planning import recipes
 from solrl_jax.quant.formats import FORMATS
 from solrl_jax.quant.leaf import Matrix, Quantized
 from solrl_jax.rl import rank as ranking
-from solrl_jax.rl.experiment import Experiment, build
+from solrl_jax.rl.experiment import Experiment, build, local_device
 from solrl_jax.rl.iteration import Progress, no_progress
+from solrl_jax.rl.memory_check import device_memory
 from solrl_jax.rl.trainable import lora_files, transformer_files
 from solrl_jax.rl.trainable.lora_settings import LoraSettings
 from solrl_jax.rl.trainable.trainable import Trainable, find_targets
@@ -35,8 +40,10 @@ from solrl_jax.runs.directory import (
     read_run,
 )
 from solrl_jax.runs.generation import Generation, Request, generate_images
+from solrl_jax.runs.model_card import add_card, check_name, check_replaceable
 from solrl_jax.runs.progress import TerminalProgress
 from solrl_jax.storage import files
+from solrl_jax.storage.hub import check_login, push
 
 
 def load(preset: str, *overrides: str) -> Experiment:
@@ -49,7 +56,7 @@ def load(preset: str, *overrides: str) -> Experiment:
     Args:
         preset: The name of a preset, e.g. "tiny". `preset_names()` lists all.
         *overrides: Settings that differ from the preset, as `key=value`, e.g. "seed=1". A later one
-            takes precedence.
+            takes precedence. "mesh=auto" is as in `train`.
 
     Returns:
         The experiment, see `rl.experiment.Experiment`. Its images have the first of the configured
@@ -62,7 +69,36 @@ def load(preset: str, *overrides: str) -> Experiment:
         RunError: If a reward outside of JAX fails on its trial image and the configuration says
             that the run stops then.
     """
-    return build(resolve(preset, overrides))
+    settings, note = _expand_mesh_auto(preset, overrides)
+    if note is not None:
+        warnings.warn(note, UserWarning, stacklevel=2)
+    return build(resolve(preset, settings))
+
+
+def _expand_mesh_auto(preset: str, overrides: Sequence[str]) -> tuple[list[str], str | None]:
+    """Replaces the override `mesh=auto` by settings for the devices of this process.
+
+    Also starts JAX's backend if `mesh=auto` is among the overrides.
+
+    Args:
+        preset: The name of a preset.
+        overrides: Settings that differ from the preset, as `key=value`.
+
+    Returns:
+        The overrides, and one line about the settings; None without `mesh=auto`.
+
+    Raises:
+        ConfigError: If the preset or an override is invalid.
+    """
+    if recipes.MESH_AUTO not in overrides:
+        return list(overrides), None
+    return recipes.expand_mesh_auto(overrides, partial(resolve, preset), this_machine())
+
+
+def this_machine() -> recipes.Machine:
+    """Describes the devices of this host, for which `mesh=auto` chooses settings."""
+    device = local_device()
+    return recipes.Machine(device.platform, device.kind, jax.local_device_count(), device_memory())
 
 
 def open_policy(
@@ -147,6 +183,8 @@ def train(
     Args:
         preset: The name of a preset, e.g. "tiny". `preset_names()` lists all.
         *overrides: Settings that differ from the preset, as `key=value`, e.g. "run.dir=runs/a".
+            "mesh=auto" stands for the mesh, the gradient checkpointing and the batch sizes that
+            plans propose for the devices of this host (`planning.recipes`); other overrides win.
         profile: Numbers of iterations to trace for TensorBoard, from 1. They must not be complete
             yet.
         html_report: Whether `report.html` in the run directory is kept up to date.
@@ -169,8 +207,11 @@ def train(
         RunError: If the run fails for another reason, such as a full disk, a reward that fails or a
             divergence (`Diverged`).
     """
-    config = resolve(preset, overrides)
+    settings, note = _expand_mesh_auto(preset, overrides)
+    config = resolve(preset, settings)
     with TerminalProgress(bars=progress_bar) as progress:
+        if note is not None:
+            progress.line(note)
         summary = trainer.run(config, progress, profile, html_report, force=force)
     if summary["interrupted"]:
         raise TrainingInterrupted(summary)
@@ -416,13 +457,16 @@ def quantize(w: Matrix, precision: str = "nvfp4") -> Quantized:
 
 def export(
     run: str | Path,
-    out: str | Path,
+    out: str | Path | None = None,
     *,
     form: Literal["diffusers", "peft"] = "diffusers",
     dtype: Literal["fp32", "bf16"] = "fp32",
     fold_alpha: bool = False,
     checkpoint: str = "latest",
     force: bool = False,
+    hub: str | None = None,
+    private: bool = False,
+    dry_run: bool = False,
 ) -> dict[str, Any]:
     """Writes the averaged policy (EMA) of a run as files that diffusers or PEFT load.
 
@@ -430,11 +474,15 @@ def export(
     directory for `from_pretrained` of the transformer's class, with a LoRA in it if there are
     adapters too. Loads the weights of the base model.
 
+    With `hub`, a folder with the weights, a model card and images before and after training is
+    written and uploaded to the Hugging Face hub.
+
     Args:
         run: The run directory. `~` is expanded.
         out: The file to write, which ends in .safetensors, or for PEFT and for whole transformers a
-            directory, which must hold nothing but an earlier export. Missing parent directories are
-            created. `~` is expanded.
+            directory, which must hold nothing but an earlier export. With `hub`, the folder that is
+            uploaded; None: `hub` in the run directory. Missing parent directories are created. `~`
+            is expanded.
         form: "diffusers" or "peft". A run that trains parameters in full (any, also beside
             adapters) accepts only "diffusers".
         dtype: The number format of the written tensors, "fp32" or "bf16".
@@ -443,22 +491,94 @@ def export(
         checkpoint: "latest", "best" (highest evaluation reward), or the number of an iteration as
             text.
         force: Whether existing files are replaced.
+        hub: The repository on the hub to write to, OWNER/NAME, which is created if necessary. Only
+            with `form` "diffusers". None: nothing is uploaded.
+        private: Whether a new repository is private. Only with `hub`.
+        dry_run: Whether the folder is only written, and not uploaded. Only with `hub`.
 
     Returns:
         "iteration" (of the checkpoint), and "rank" and "alpha" as in the file: with `fold_alpha`,
         "alpha" is the rank. For parameters trained in full also their number, "trained_in_full";
-        "rank" and "alpha" are then those of the configuration, also if there are no adapters.
+        "rank" and "alpha" are then those of the configuration, also if there are no adapters. With
+        `hub` also "folder", and "url" unless `dry_run`.
 
     Raises:
         InputError: If `run` is no run directory or has no such checkpoint, `out` cannot be written
             or exists without `force`, an option does not suit the run, the parameters are not
-            finite in `dtype`, or the adapters change nothing.
+            finite in `dtype`, the adapters change nothing, or the hub does not know the user.
         ConfigError: If the configuration of the run is invalid.
-        RunError: If the checkpoint is damaged, or the disk refuses.
+        RunError: If the checkpoint is damaged, the disk refuses, or the upload fails. In the last
+            case the folder is complete.
         ValueError: If a path begins with the `~USER` of a user that does not exist.
     """
     run = Path(expand_home(str(run)))
-    out = Path(expand_home(str(out)))
+    if hub is None:
+        if out is None:
+            raise InputError("out=None: expected the file or directory to write, or hub=OWNER/NAME")
+        for name, value in (("private", private), ("dry_run", dry_run)):
+            if value:
+                raise InputError(f"{name}=True: is for an upload; it needs hub=OWNER/NAME")
+        out = Path(expand_home(str(out)))
+        return _export_files(
+            run, out, form=form, dtype=dtype, fold_alpha=fold_alpha, checkpoint=checkpoint,
+            force=force,
+        )  # fmt: skip
+    check_name(hub)
+    if form != "diffusers":
+        raise InputError(f"form={brief_repr(form)}: a run is published as diffusers; leave it out")
+    folder = run / "hub" if out is None else Path(expand_home(str(out)))
+    config = read_run(run)
+    files.refuse_existing("out", [folder], force, folders=True)
+    check_replaceable(folder)
+    if not dry_run:
+        check_login(hub)
+    folder = folder.absolute()
+    with files.atomic_directory(folder) as filled:
+        pipeline = open_model(config.model.path, mhla=mhla_override(config.model))
+        with in_one_line():
+            whole = find_targets(pipeline.transformer, config).whole
+        target = filled / ("transformer" if whole else lora_files.DIFFUSERS_FILE)
+        summary = _export_files(
+            run, target, form=form, dtype=dtype, fold_alpha=fold_alpha, checkpoint=checkpoint,
+            force=False,
+        )  # fmt: skip
+        add_card(filled, run, config, hub, summary)
+    summary |= {"folder": str(folder)}
+    if not dry_run:
+        message = f"solrl_jax: the policy after iteration {summary['iteration']}"
+        summary["url"] = push(folder, hub, private=private, message=message)
+    return summary
+
+
+def _export_files(
+    run: Path,
+    out: Path,
+    *,
+    form: Literal["diffusers", "peft"],
+    dtype: Literal["fp32", "bf16"],
+    fold_alpha: bool,
+    checkpoint: str,
+    force: bool,
+) -> dict[str, Any]:
+    """Writes the files of `export`, without a model card.
+
+    Args:
+        run: The run directory.
+        out: The file or directory to write.
+        form: See `export`, like the other arguments.
+        dtype: See `export`.
+        fold_alpha: See `export`.
+        checkpoint: See `export`.
+        force: See `export`.
+
+    Returns:
+        "iteration", "rank", "alpha" and, for parameters trained in full, "trained_in_full".
+
+    Raises:
+        InputError: See `export`.
+        ConfigError: If the configuration of the run is invalid.
+        RunError: If the checkpoint is damaged, or the disk refuses.
+    """
     for name, value, accepted in (
         ("form", form, ("diffusers", "peft")),
         ("dtype", dtype, ("fp32", "bf16")),

@@ -49,6 +49,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
                     },
                 )
         if path == "/api/whoami-v2":
+            if self.headers.get("Authorization") != "Bearer hf_right":
+                return self.refuse(401, "Invalid username or password.")
             return self.answer({"type": "user", "name": "owner"})
         return self.refuse(404, "Repository Not Found", {"X-Error-Code": "RepoNotFound"})
 

@@ -16,6 +16,7 @@ from typing import Any
 import click
 import jax
 
+from solrl_jax import api
 from solrl_jax.cli.options import finish, json_option, overrides_argument
 from solrl_jax.config.presets import resolve
 from solrl_jax.config.schema import Config
@@ -24,9 +25,9 @@ from solrl_jax.errors import InputError, in_one_line, one_line
 from solrl_jax.models.backbone import DTYPES
 from solrl_jax.models.locate import open_model
 from solrl_jax.models.text_encoders.cache import open_cache
-from solrl_jax.planning import device_checks
+from solrl_jax.planning import device_checks, recipes
 from solrl_jax.planning.abstract import open_configurations
-from solrl_jax.planning.targets import CUDNN
+from solrl_jax.planning.targets import CUDNN, TARGETS
 from solrl_jax.quant.formats import AUTO, FORMATS, DeviceInfo, resolve_format
 from solrl_jax.rewards.host import Failure
 from solrl_jax.rewards.judge.settings import open_judge
@@ -37,7 +38,13 @@ from solrl_jax.rewards.registry import (
     reward_names,
 )
 from solrl_jax.rewards.sources import SOURCES, Converted, Hub, find
-from solrl_jax.rl.experiment import local_device, open_mesh, read_instruction, select_parameters
+from solrl_jax.rl.experiment import (
+    fit_prompt_counts,
+    local_device,
+    open_mesh,
+    read_instruction,
+    select_parameters,
+)
 from solrl_jax.rl.memory_check import device_memory, refuse_what_cannot_fit
 from solrl_jax.runs.record import PACKAGES
 from solrl_jax.storage import hub
@@ -59,9 +66,10 @@ def command(preset: str | None, overrides: tuple[str, ...], as_json: bool) -> No
     """Show what this machine can do, and what PRESET lacks here.
 
     On a GPU, also run the kernels of the low-precision formats and of attention for a moment, and
-    compare them with plain JAX. Loads no weights and downloads nothing. Sends one request to the
-    endpoint of each judge that PRESET uses as a reward. The exit code is 1 if something is missing
-    or a kernel is wrong.
+    compare them with plain JAX. For a PRESET, also propose settings for this machine, which
+    `solrl train PRESET mesh=auto` takes. Loads no weights and downloads nothing. Sends one request
+    to the endpoint of each judge that PRESET uses as a reward. The exit code is 1 if something is
+    missing or a kernel is wrong.
 
     \b
     solrl doctor
@@ -78,10 +86,11 @@ def command(preset: str | None, overrides: tuple[str, ...], as_json: bool) -> No
         InputError: If the user has no home directory.
         SystemExit: With code 1, if something is missing or wrong.
     """
+    overrides = tuple(override for override in overrides if override != recipes.MESH_AUTO)
     config = None if preset is None else resolve(preset, overrides)
     summary = machine()
     if config is not None:
-        wanted = needs(config)
+        wanted = needs(config) | {"proposal": proposal(config)}
         summary |= wanted | {"missing": summary["missing"] + wanted["missing"]}
     finish(summary, as_json, table(summary))
     if missing := summary["missing"]:
@@ -162,8 +171,9 @@ def needs(config: Config) -> dict[str, Any]:
     Returns:
         "preset" (its name), "weights" (see `sizes`; empty if they cannot be computed or do not
         fit), "downloads" (names in the Hub of what the first start downloads), "judges" (what the
-        endpoint of each judge supports, in one line), and "missing" (a message for each problem,
-        each once).
+        endpoint of each judge supports, in one line), "adapted" (a line for each number of prompts
+        that is reduced to what its file has), and "missing" (a message for each problem, each
+        once).
     """
     missing: list[str] = []
     downloads = [*_model_download(config), *_reward_downloads(config)]
@@ -176,16 +186,17 @@ def needs(config: Config) -> dict[str, Any]:
         except InputError as error:
             missing.append(str(error))
 
-    for field, path, least in (
-        ("prompts.train", config.prompts.train, config.train.num_prompts),
-        ("prompts.test", config.prompts.test, config.eval.num_prompts),
+    counts: dict[str, int] = {}
+    for field, path in (
+        ("prompts.train", config.prompts.train),
+        ("prompts.test", config.prompts.test),
     ):
         with noted():
-            if (count := len(load_prompts(path, field))) < least:
-                raise InputError(
-                    f"{field}={path!r}: has {count} distinct prompts; the preset takes "
-                    f"{least} at once"
-                )
+            counts[field] = len(load_prompts(path, field))
+    adapted: list[str] = []
+    if len(counts) == 2:
+        with noted():
+            config, adapted = fit_prompt_counts(config, *counts.values())
     with noted():
         read_instruction(config)
     with noted():
@@ -215,6 +226,7 @@ def needs(config: Config) -> dict[str, Any]:
         "weights": weights,
         "downloads": downloads,
         "judges": judges,
+        "adapted": adapted,
         "missing": list(dict.fromkeys(missing)),
     }
 
@@ -253,6 +265,30 @@ def _probe_judge(name: str, config: Config) -> str:
             f"reward '{name}': {judge.settings.base_url} {describe(support)}: {support.problem}"
         )
     return f"{judge.settings.base_url} {describe(support)}"
+
+
+def proposal(config: Config) -> dict[str, Any]:
+    """Proposes settings for this machine, which `solrl train PRESET mesh=auto` takes.
+
+    Args:
+        config: The configuration of the preset.
+
+    Returns:
+        "settings" (those that differ from the configuration, as `key=value`), "planned" (the peak
+        bytes of one device in the plan that they come from, None if no plan fits), "seconds" (its
+        roofline seconds by phase if the plan is for this kind of device, else empty), and "reason"
+        (a line that says where they come from).
+    """
+    here = api.this_machine()
+    chosen = recipes.propose(config, here, recipes.load_records())
+    record = chosen.record
+    same_kind = record is not None and TARGETS[record.device].kind == here.kind
+    return {
+        "settings": chosen.overrides(config),
+        "planned": None if record is None else record.peak,
+        "seconds": dict(record.seconds) if record is not None and same_kind else {},
+        "reason": chosen.reason,
+    }
 
 
 def sizes(config: Config) -> dict[str, int]:
@@ -485,8 +521,15 @@ def table(summary: dict[str, Any]) -> str:
                 f"{parts}; `solrl plan {summary['preset']}` says what training takes beside them",
             )
         )
+    if proposed := summary.get("proposal"):
+        settings = " ".join(proposed["settings"]) or "the preset's own settings"
+        rows.append(("mesh=auto", f"{settings}: {proposed['reason']}"))
+        if proposed["seconds"]:
+            phases = ", ".join(f"{name} {s:.3g} s" for name, s in proposed["seconds"].items())
+            rows.append(("planned", f"at least {phases} per iteration on its devices"))
     rows += [("download", f"{name}, at the first start") for name in summary.get("downloads", ())]
     rows += [(name, line) for name, line in summary.get("judges", {}).items()]
+    rows += [("adapted", line) for line in summary.get("adapted", ())]
     rows += [("warning", line) for line in summary["warnings"]]
     rows += [("wrong", line) for line in _wrong(summary)]
     rows += [("missing", line) for line in summary["missing"]] or [("missing", "nothing")]

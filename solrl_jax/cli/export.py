@@ -1,4 +1,4 @@
-"""`solrl export`: writes a run's averaged policy for diffusers or PEFT."""
+"""`solrl export`: writes a run's averaged policy for diffusers or PEFT, or publishes it."""
 
 from pathlib import Path
 from typing import Literal
@@ -12,8 +12,15 @@ from solrl_jax.cli.options import PATH, TARGET, checkpoint_option, finish, force
 @click.command("export")
 @click.argument("run", metavar="RUN", type=TARGET)
 @click.option(
-    "--out", required=True, type=PATH, help="Output: a .safetensors file; else a directory."
+    "--out", type=PATH, help="Output: a .safetensors file; else a directory. [--hub: RUN/hub]"
 )
+@click.option(
+    "--hub",
+    metavar="OWNER/NAME",
+    help="Upload to this repository of the Hugging Face Hub, with a model card.",
+)
+@click.option("--private", is_flag=True, help="--hub: a new repository is private.")
+@click.option("--dry-run", is_flag=True, help="--hub: write the folder, and upload nothing.")
 @click.option(
     "--format",
     "form",
@@ -32,7 +39,10 @@ from solrl_jax.cli.options import PATH, TARGET, checkpoint_option, finish, force
 @json_option
 def command(
     run: str,
-    out: Path,
+    out: Path | None,
+    hub: str | None,
+    private: bool,
+    dry_run: bool,
     form: Literal["diffusers", "peft"],
     dtype: Literal["fp32", "bf16"],
     fold_alpha: bool,
@@ -45,10 +55,19 @@ def command(
     A run that trains parameters in full becomes the directory of a whole transformer, with a LoRA
     in it if there are adapters too.
 
+    \b
+    solrl export runs/demo --out lora.safetensors
+    solrl export runs/demo --hub me/my-lora --dry-run     # writes runs/demo/hub with a model card
+    solrl export runs/demo --hub me/my-lora               # and uploads it
+
     \f
     Args:
         run: The run directory.
-        out: The file, or for PEFT and whole transformers the directory, to write.
+        out: The file, or for PEFT and whole transformers the directory, to write. With `hub`, the
+            folder; None: `hub` in the run directory.
+        hub: The repository to upload to, OWNER/NAME; None: nothing is uploaded.
+        private: Whether a new repository is private.
+        dry_run: Whether the folder is written and not uploaded.
         form: "diffusers" or "peft".
         dtype: The number format of the tensors, "fp32" or "bf16".
         fold_alpha: Whether B is multiplied by alpha / rank.
@@ -59,7 +78,7 @@ def command(
     Raises:
         ConfigError: If the configuration of the run is invalid.
         InputError: If an argument cannot be used, see `api.export`.
-        RunError: If the checkpoint is damaged, or the disk refuses.
+        RunError: If the checkpoint is damaged, the disk refuses, or the upload fails.
     """
     summary = api.export(
         run,
@@ -69,10 +88,16 @@ def command(
         fold_alpha=fold_alpha,
         checkpoint=checkpoint,
         force=force,
+        hub=hub,
+        private=private,
+        dry_run=dry_run,
     )
     if "trained_in_full" in summary:
         contents = f"{summary['trained_in_full']} parameter(s) in full"
     else:
         contents = f"rank {summary['rank']}, alpha {summary['alpha']:g}"
-    text = f"the averaged policy after iteration {summary['iteration']}, {contents}: {out}"
-    finish({"out": str(out), "format": form, "dtype": dtype} | summary, as_json, text)
+    place = summary.get("folder", str(out))
+    text = f"the averaged policy after iteration {summary['iteration']}, {contents}: {place}"
+    if "url" in summary:
+        text += f"\nuploaded to {summary['url']}"
+    finish({"out": place, "format": form, "dtype": dtype} | summary, as_json, text)

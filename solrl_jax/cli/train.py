@@ -11,6 +11,7 @@ from solrl_jax import api
 from solrl_jax.cli.options import INTERRUPTED, finish, iterations, json_option, overrides_argument
 from solrl_jax.config.presets import resolve
 from solrl_jax.parallel import hosts
+from solrl_jax.planning.recipes import MESH_AUTO
 
 
 @click.command("train")
@@ -86,7 +87,8 @@ def command(
         RunError: If the run fails for another reason.
         SystemExit: With code 130, if training was interrupted.
     """
-    resolve(preset, overrides)  # raises before the other processes are waited for
+    # Raises before the other processes are waited for.
+    resolve(preset, [override for override in overrides if override != MESH_AUTO])
     hosts.initialise(**processes)
     try:
         summary = api.train(

@@ -68,12 +68,19 @@ def test_it_says_what_the_machine_has(diagnosed):
 def test_the_embedded_preset_lacks_nothing(diagnosed):
     code, said = diagnosed("tiny")
     assert (code, said["missing"], said["downloads"]) == (0, [], [])
+    assert said["proposal"]["settings"] == []
+    assert said["proposal"]["reason"].startswith("no plan on record of tiny-sana at 32 x 32 for ")
     pipeline = doctor.open_configurations("embedded:tiny-sana")
     assert said["weights"]["transformer"] == 2 * pipeline.transformer.num_parameters
 
 
 def test_all_that_a_released_preset_lacks_is_told_at_once(diagnosed):
-    code, said = diagnosed("flux1_sol_rl_hpsv2", "model.instruction=absent.txt")
+    code, said = diagnosed(
+        "flux1_sol_rl_hpsv2",
+        "model.instruction=absent.txt",
+        "prompts.train=train.txt",
+        "prompts.test=test.txt",
+    )
     assert code == 1
     assert said["downloads"] == [
         "black-forest-labs/FLUX.1-dev",
@@ -116,11 +123,13 @@ def test_weights_that_are_not_whole_are_missing(diagnosed, tmp_path):
     assert ".safetensors" in line
 
 
-def test_too_few_prompts_and_an_unknown_reward_are_missing(diagnosed, tmp_path):
-    (tmp_path / "few.txt").write_text("a cat\na dog\n")
-    _, said = diagnosed("tiny", "prompts.train=few.txt")
-    assert said["missing"] == [
-        "prompts.train='few.txt': has 2 distinct prompts; the preset takes 6 at once"
+def test_few_prompts_are_said_and_an_unknown_reward_is_missing(diagnosed, tmp_path):
+    (tmp_path / "few.txt").write_text("a red circle\na blue square\n")
+    code, said = diagnosed("tiny", "prompts.train=few.txt")
+    assert (code, said["missing"]) == (0, [])
+    assert said["adapted"] == [
+        "train.num_prompts=6: prompts.train='few.txt' has 2 distinct prompts, so each iteration "
+        "takes 2"
     ]
     _, said = diagnosed("tiny", "reward=nowhere:score")
     assert "reward 'nowhere:score': cannot be imported" in said["missing"][0]

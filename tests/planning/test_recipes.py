@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
+import plan_records
 import pytest
 
-from scripts import plan_records
 from solrl_jax.config.presets import resolve
 from solrl_jax.planning.recipes import (
     RECORDS,

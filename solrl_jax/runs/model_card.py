@@ -1,0 +1,507 @@
+"""The model card of a published run: the `README.md` of its repository on the Hugging Face hub.
+
+It states what a reader needs to use and to judge the policy: the base model and its licence, the
+reward, the settings, held-out scores with standard errors, images before and after, and the command
+that trained it.
+"""
+
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from solrl_jax.config.presets import resolve
+from solrl_jax.config.schema import Config
+from solrl_jax.config.serialization import to_tree
+from solrl_jax.config.sizes import evaluation_size
+from solrl_jax.config.validation import section_names
+from solrl_jax.config.values import ConfigError
+from solrl_jax.data.hub_prompts import HUB
+from solrl_jax.errors import InputError
+from solrl_jax.rl.trainable.lora_files import DIFFUSERS_FILE
+from solrl_jax.runs import metrics
+from solrl_jax.storage import files, hub
+from solrl_jax.storage.readers import parse_json, read_text
+
+# The image in the folder of a published run, and where a run directory has it.
+IMAGE = "images/before-after.png"
+RUN_IMAGE = "pictures/before-after.png"
+# What the folder of a published run may hold.
+FILES = {"README.md", "images", "transformer", DIFFUSERS_FILE}
+# Settings that say where a run works, and not what it computes.
+PLACES = ("run", "mesh", "model.prompt_cache_dir", "reward.paths", "reward.workers", "version")
+
+
+class Licence(NamedTuple):
+    """The licence of a base model, in the fields of a card's metadata.
+
+    Attributes:
+        license: The identifier of the hub; "other" for those that it has none for.
+        license_name: The name of the licence if `license` is "other".
+        license_link: The address of its text if `license` is "other".
+    """
+
+    license: str
+    license_name: str | None = None
+    license_link: str | None = None
+
+
+def _other(name: str, repository: str, file: str) -> Licence:
+    """Returns a licence that the hub has no identifier for.
+
+    Args:
+        name: Its name on the card of the base.
+        repository: The base, OWNER/NAME.
+        file: The file of that repository with its text.
+    """
+    return Licence("other", name, f"https://huggingface.co/{repository}/blob/main/{file}")
+
+
+_SANA = (
+    "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers",
+    "Efficient-Large-Model/Sana_600M_512px_diffusers",
+    "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers",
+    "Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers",
+)
+_STABILITY = (
+    "stabilityai/stable-diffusion-3.5-large",
+    "stabilityai/stable-diffusion-3.5-medium",
+)
+_FLUX = "flux-non-commercial-license"
+_BFL = "black-forest-labs"
+# The licences of the models that presets name.
+LICENCES = {
+    **{name: _other("nscl-v2-custom", name, "LICENSE.txt") for name in _SANA},
+    **{name: _other("stabilityai-ai-community", name, "LICENSE.md") for name in _STABILITY},
+    f"{_BFL}/FLUX.1-dev": _other(
+        "flux-1-dev-non-commercial-license", f"{_BFL}/FLUX.1-dev", "LICENSE.md"
+    ),
+    f"{_BFL}/FLUX.2-klein-4B": Licence("apache-2.0"),
+    f"{_BFL}/FLUX.2-klein-base-4B": Licence("apache-2.0"),
+    f"{_BFL}/FLUX.2-klein-9B": _other(_FLUX, f"{_BFL}/FLUX.2-klein-9B", "LICENSE.md"),
+    f"{_BFL}/FLUX.2-klein-base-9B": _other(_FLUX, f"{_BFL}/FLUX.2-klein-base-9B", "LICENSE.md"),
+    "Tongyi-MAI/Z-Image": Licence("apache-2.0"),
+    "Tongyi-MAI/Z-Image-Turbo": Licence("apache-2.0"),
+}
+
+
+def model_card(
+    run: Path, config: Config, name: str, export: Mapping[str, Any], *, has_image: bool
+) -> str:
+    """Returns the text of a model card.
+
+    Args:
+        run: The run directory. `metrics.jsonl` and `run.json` are read, if they are there.
+        config: The configuration of the run.
+        name: The repository that the card is for, OWNER/NAME.
+        export: The result of `api.export`: "iteration", "rank", "alpha", and "trained_in_full" if
+            parameters are trained in full.
+        has_image: Whether the folder has the image `IMAGE`.
+
+    Returns:
+        Markdown with metadata in YAML at the top. Absolute paths in settings are cut to their last
+        part.
+    """
+    whole = bool(export.get("trained_in_full"))
+    base = config.model.path
+    rewards = " + ".join(config.reward.weights)
+    kind = "whole transformer" if whole else "LoRA"
+    sections = [
+        _front_matter(config, whole),
+        f"# {name}",
+        f"A {kind} for {_base_link(base)}, trained by reinforcement learning on the reward "
+        f"**{rewards}** with solrl_jax, in the framework of "
+        f"[Sol-RL](https://arxiv.org/abs/2604.06916), for {export['iteration']} iterations. The "
+        "weights are the average (EMA) of the trained policy.",
+        _licence_sentence(base),
+        "## Use",
+        _usage(config, name, whole),
+        "## Held-out scores",
+        _scores(run, config, export["iteration"]),
+    ]
+    if has_image:
+        sections += [
+            f"![held-out prompts before and after training]({IMAGE})",
+            "Held-out prompts from the same noise, before and after training.",
+        ]
+    sections += ["## Settings", _settings(run, config, export)]
+    command = training_command(config)
+    if command is not None:
+        sections += ["The command, with everything that differs from its preset:", _code(command)]
+    return "\n\n".join(sections) + "\n"
+
+
+def find_licence(base: str) -> Licence | None:
+    """Returns the licence of a base model, without asking the hub.
+
+    Args:
+        base: `model.path`: a repository of the hub, a directory, or "embedded:NAME".
+
+    Returns:
+        That of `LICENCES`, of this package for an embedded model, or of the card in the directory
+        or in the hub's cache; None if none of these says one.
+    """
+    if base.startswith("embedded:"):
+        return Licence("apache-2.0")
+    if base in LICENCES:
+        return LICENCES[base]
+    folder = Path(base) if Path(base).is_dir() else None
+    if folder is None and hub.is_name(base):
+        folder = hub.cached(base, "README.md")
+    metadata = hub.read_card(folder, "model") if folder is not None else {}
+    identifier = metadata.get("license")
+    if not isinstance(identifier, str):
+        return None
+    return Licence(identifier, metadata.get("license_name"), metadata.get("license_link"))
+
+
+def training_command(config: Config) -> str | None:
+    """Returns the command that trains a configuration again, for a shell.
+
+    Settings about places are left out (`PLACES`), and absolute paths are cut to their last part.
+
+    Args:
+        config: The configuration of the run.
+
+    Returns:
+        "solrl train PRESET [family=FAMILY] KEY=VALUE ..."; None if its preset does not exist.
+    """
+    family = f"family={config.family}"
+    try:
+        preset = resolve(config.preset)
+        parts = [config.preset] if preset.family == config.family else [config.preset, family]
+        start = to_tree(resolve(config.preset, parts[1:]))
+    except ConfigError:
+        return None
+    for key, value in _changes(start, to_tree(config), ""):
+        text = yaml.safe_dump(_public(value), default_flow_style=True, width=10**6, sort_keys=False)
+        parts.append(f"{key}={text.removesuffix('...' + chr(10)).strip()}")
+    return " ".join(["solrl", "train", *map(shlex.quote, parts)])
+
+
+def _changes(
+    start: Mapping[str, Any], end: Mapping[str, Any], prefix: str
+) -> Iterator[tuple[str, Any]]:
+    """Yields the settings that differ between two configurations, apart from `PLACES`.
+
+    Args:
+        start: The settings of a section of one, as plain values by name.
+        end: The same section of the other.
+        prefix: The dotted name of the section with a dot at its end; "" for the whole.
+
+    Yields:
+        The dotted name of a field and its value in `end`.
+    """
+    for key, value in end.items():
+        name = f"{prefix}{key}"
+        if name in PLACES or value == start[key]:
+            continue
+        if name in section_names():
+            yield from _changes(start[key], value, f"{name}.")
+        else:
+            yield name, value
+
+
+def _public(value: Any) -> Any:
+    """Returns a value of a setting with absolute paths cut to their last part.
+
+    Args:
+        value: A value of JSON.
+    """
+    if isinstance(value, str):
+        return Path(value).name if Path(value).is_absolute() else value
+    if isinstance(value, list):
+        return [_public(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _public(item) for key, item in value.items()}
+    return value
+
+
+def _front_matter(config: Config, whole: bool) -> str:
+    """Returns the metadata of the card, between lines of dashes.
+
+    Args:
+        config: The configuration of the run.
+        whole: Whether parameters are trained in full.
+    """
+    base = config.model.path
+    metadata: dict[str, Any] = {}
+    licence = find_licence(base)
+    if licence is not None:
+        metadata |= {key: value for key, value in licence._asdict().items() if value is not None}
+    if _is_repository(base):
+        metadata["base_model"] = base
+        metadata["base_model_relation"] = "finetune" if whole else "adapter"
+    metadata["library_name"] = "diffusers"
+    metadata["pipeline_tag"] = "text-to-image"
+    metadata["tags"] = ["text-to-image", "solrl_jax", "reinforcement-learning"]
+    if not whole:
+        metadata["tags"].append("lora")
+    prompts = config.prompts.train
+    if prompts.startswith(HUB):
+        metadata["datasets"] = [prompts.split(":")[1]]
+    return f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---"
+
+
+def _is_repository(base: str) -> bool:
+    """Whether `model.path` names a repository of the hub, and no directory.
+
+    Args:
+        base: `model.path`.
+    """
+    return not base.startswith("embedded:") and not Path(base).is_dir() and hub.is_name(base)
+
+
+def _base_link(base: str) -> str:
+    """Returns the name of the base as Markdown, with a link if it is on the hub.
+
+    Args:
+        base: `model.path`.
+    """
+    if _is_repository(base):
+        return f"[{base}](https://huggingface.co/{base})"
+    return f"`{_public(base)}`"
+
+
+def _licence_sentence(base: str) -> str:
+    """Returns the sentence about the licence of the base.
+
+    Args:
+        base: `model.path`.
+    """
+    licence = find_licence(base)
+    if licence is None:
+        return (
+            "The licence of the base applies to these weights. It is not known to the program that "
+            "wrote this card: please add it."
+        )
+    name = licence.license_name or licence.license
+    link = f"[{name}]({licence.license_link})" if licence.license_link else name
+    return f"The licence of the base applies to these weights: {link}."
+
+
+def _usage(config: Config, name: str, whole: bool) -> str:
+    """Returns a Python example that generates an image with diffusers.
+
+    Args:
+        config: The configuration of the run, whose evaluation the example follows.
+        name: The repository, OWNER/NAME.
+        whole: Whether parameters are trained in full.
+    """
+    base = str(_public(config.model.path))
+    height, width = evaluation_size(config)
+    if whole:
+        imports = "from diffusers import AutoModel, DiffusionPipeline"
+        load = [
+            "transformer = AutoModel.from_pretrained(",
+            f'    "{name}", subfolder="transformer", torch_dtype=torch.bfloat16',
+            ")",
+            "pipeline = DiffusionPipeline.from_pretrained(",
+            f'    "{base}", transformer=transformer, torch_dtype=torch.bfloat16',
+            ").to(DEVICE)",
+        ]
+    else:
+        imports = "from diffusers import DiffusionPipeline"
+        load = [
+            f'pipeline = DiffusionPipeline.from_pretrained("{base}", torch_dtype=torch.bfloat16)',
+            "pipeline.to(DEVICE)",
+            f'pipeline.load_lora_weights("{name}")',
+        ]
+    lines = [
+        "import torch",
+        imports,
+        "",
+        *load,
+        "image = pipeline(",
+        '    "a red bicycle leaning against a yellow wall",',
+        f"    height={height}, width={width}, num_inference_steps={config.eval.num_steps},",
+        f"    guidance_scale={config.rollout.guidance_scale:g},",
+        ").images[0]",
+    ]
+    return _code("\n".join(lines).replace("DEVICE", '"cuda"'), "python")
+
+
+def _scores(run: Path, config: Config, iteration: int) -> str:
+    """Returns the table of held-out scores before and after training.
+
+    Args:
+        run: The run directory.
+        config: The configuration of the run.
+        iteration: The exported iteration. The last evaluation up to it counts.
+
+    Returns:
+        A Markdown table with standard errors and a line about the evaluation, or a sentence if
+        nothing was evaluated.
+    """
+    rows = [row for row in metrics.read(run) if "eval/reward" in row]
+    rows = [row for row in rows if row["iteration"] <= iteration]
+    if not rows:
+        return "The run was not evaluated."
+    shown = [rows[0]] if len(rows) == 1 else [rows[0], rows[-1]]
+    heads = [f"after iteration {row['iteration']}" for row in shown]
+    if shown[0]["iteration"] == 0:
+        heads[0] = "before training"
+    suffix = "/standard_error"
+    names = [
+        key.removeprefix("eval/").removesuffix(suffix) for key in shown[-1] if key.endswith(suffix)
+    ]
+    lines = [f"| score | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
+    for name in names:
+        watched = name in config.reward.eval_only
+        values = [_with_error(row, f"eval/{name}") for row in shown]
+        label = f"{name} (not trained on)" if watched else name
+        lines.append(f"| {label} | {' | '.join(values)} |")
+    facts = _run_facts(run)
+    setting = facts.get("evaluation")
+    images = config.eval.num_prompts * config.eval.num_images_per_prompt
+    note = f"Means over {images} images of held-out prompts, ± one standard error over images"
+    note += f" ({setting})." if isinstance(setting, str) else "."
+    return "\n".join(lines) + f"\n\n{note}"
+
+
+def _with_error(row: Mapping[str, Any], key: str) -> str:
+    """Returns a score with its standard error as text; "-" if there is none.
+
+    Args:
+        row: A row of the record.
+        key: The name of the score in it, e.g. "eval/reward".
+    """
+    mean = row.get(key)
+    error = row.get(f"{key}/standard_error")
+    if mean is None:
+        return "-"
+    return f"{mean:.4f}" if error is None else f"{mean:.4f} ± {error:.4f}"
+
+
+def _settings(run: Path, config: Config, export: Mapping[str, Any]) -> str:
+    """Returns a table of the settings that matter most.
+
+    Args:
+        run: The run directory, whose `run.json` is read if it is there.
+        config: The configuration of the run.
+        export: The result of `api.export`.
+    """
+    rollout = config.rollout
+    explore = rollout.explore
+    weights = ", ".join(f"{name} x {value:g}" for name, value in config.reward.weights.items())
+    if export.get("trained_in_full"):
+        trained = f"{export['trained_in_full']} parameters in full"
+    else:
+        trained = f"LoRA of rank {export['rank']}, alpha {export['alpha']:g}"
+    height, width = evaluation_size(config)
+    facts = _run_facts(run)
+    rows = {
+        "preset, family": f"{config.preset}, {config.family}",
+        "reward": weights,
+        "objective": config.algorithm.objective,
+        "trained": trained,
+        "training prompts": _public(config.prompts.train),
+        "per iteration": f"{config.train.num_prompts} prompts x {rollout.candidates} candidates, "
+        f"{rollout.kept} kept",
+        "exploration": f"{explore.precision}, {explore.num_steps} steps",
+        "training samples": f"{rollout.precision}, {rollout.num_steps} steps, {rollout.solver}, "
+        f"guidance {rollout.guidance_scale:g}",
+        "image size": f"{width} x {height}",
+        "learning rate": f"{config.optimizer.learning_rate:g}",
+        "seed": str(config.seed),
+        "devices": facts.get("devices"),
+        "solrl_jax": facts.get("solrl_jax"),
+    }
+    lines = ["| setting | value |", "|---|---|"]
+    lines += [f"| {name} | {value} |" for name, value in rows.items() if value is not None]
+    return "\n".join(lines)
+
+
+def _run_facts(run: Path) -> Mapping[str, Any]:
+    """Reads `run.json`; an empty mapping if it is missing or damaged.
+
+    Args:
+        run: The run directory.
+    """
+    try:
+        facts = parse_json(read_text(run / "run.json"))
+    except (OSError, ValueError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
+def finished_after(run: Path) -> int | None:
+    """Returns the iteration after which a run finished, whose policy its last images show.
+
+    Args:
+        run: The run directory.
+
+    Returns:
+        The number of the iteration; None if the run has not finished.
+    """
+    iteration = _run_facts(run).get("finished_after_iteration")
+    return iteration if isinstance(iteration, int) else None
+
+
+def add_card(folder: Path, run: Path, config: Config, name: str, export: Mapping[str, Any]) -> None:
+    """Adds the model card to a folder with exported weights, and the run's images if there are any.
+
+    The images are those of the end of the run, so they are left out if an earlier iteration is
+    exported.
+
+    Args:
+        folder: The folder. `README.md` and `images/` are written in it.
+        run: The run directory.
+        config: The configuration of the run.
+        name: The repository that the card is for, OWNER/NAME.
+        export: The result of `api.export`, see `model_card`.
+
+    Raises:
+        RunError: If the disk refuses.
+    """
+    source = run / RUN_IMAGE
+    has_image = source.is_file() and finished_after(run) == export["iteration"]
+    if has_image:
+        with files.writing(folder / IMAGE):
+            files.atomic_write(folder / IMAGE, source.read_bytes())
+    card = model_card(run, config, name, export, has_image=has_image)
+    files.atomic_write(folder / "README.md", card)
+
+
+def check_replaceable(folder: Path) -> None:
+    """Checks that a folder holds nothing but an earlier published run, which may be replaced.
+
+    Args:
+        folder: The folder, which need not exist.
+
+    Raises:
+        InputError: If it is a file or a link, or holds other files.
+    """
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise InputError(f"out={folder}: is no directory; name one for the files to upload")
+    others = sorted({f.name for f in folder.iterdir()} - FILES) if folder.exists() else []
+    if others:
+        raise InputError(
+            f"out={folder}: holds {', '.join(others)}, which would be removed; name another "
+            "directory"
+        )
+
+
+def check_name(name: str) -> None:
+    """Checks that a text can name a repository of a user or an organization on the hub.
+
+    Args:
+        name: The text.
+
+    Raises:
+        InputError: If it is not of the form OWNER/NAME.
+    """
+    if not hub.is_name(name):
+        raise InputError(f"hub={name!r}: expected the name of a repository, OWNER/NAME")
+
+
+def _code(text: str, language: str = "sh") -> str:
+    """Returns a block of code in Markdown.
+
+    Args:
+        text: The code.
+        language: Its language.
+    """
+    return f"```{language}\n{text}\n```"

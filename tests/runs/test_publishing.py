@@ -1,0 +1,157 @@
+"""Publishing a run: the folder with its model card, and the upload."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import solrl_jax as solrl
+from solrl_jax.config.presets import resolve
+from solrl_jax.errors import InputError
+from solrl_jax.rl.trainable.lora_files import import_lora
+from solrl_jax.runs import model_card, trainer
+from solrl_jax.runs.progress import TerminalProgress
+from tests.hub_server import serve
+from tests.small import small_config
+
+LORA = "pytorch_lora_weights.safetensors"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("published") / "run"
+    config = small_config(folder, "train.iterations=1", "seed=3", "reward.eval_only=[tiny-clip]")
+    with TerminalProgress(bars=False) as progress:
+        trainer.run(config, progress)
+    return folder
+
+
+def metadata(card):
+    """The metadata at the top of a card."""
+    return yaml.safe_load(card.split("---")[1])
+
+
+def test_the_folder_holds_weights_images_and_a_card_with_everything(run, tmp_path):
+    out = tmp_path / "hub"
+    summary = solrl.export(run, out, hub="me/lora", dry_run=True)
+    assert summary == {"iteration": 1, "rank": 32, "alpha": 64.0, "folder": str(out)}
+    files = sorted(str(f.relative_to(out)) for f in out.rglob("*") if f.is_file())
+    assert files == ["README.md", "images/before-after.png", LORA]
+    card = (out / "README.md").read_text()
+    assert metadata(card) == {
+        "license": "apache-2.0",
+        "library_name": "diffusers",
+        "pipeline_tag": "text-to-image",
+        "tags": ["text-to-image", "solrl_jax", "reinforcement-learning", "lora"],
+    }
+    assert "![held-out prompts before and after training](images/before-after.png)" in card
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    first, last = (row for row in rows if "eval/reward" in row)
+    for name, label in (("reward", "reward"), ("tiny-clip", "tiny-clip (not trained on)")):
+        cells = [
+            f"{row[f'eval/{name}']:.4f} ± {row[f'eval/{name}/standard_error']:.4f}"
+            for row in (first, last)
+        ]
+        assert f"| {label} | {' | '.join(cells)} |" in card
+    assert "| score | before training | after iteration 1 |" in card
+    assert 'pipeline.load_lora_weights("me/lora")' in card
+    assert "\nsolrl train tiny seed=3 " in card
+    assert str(run) not in card
+    with pytest.raises(InputError, match=r"^out=.*hub: exists; .*force=True"):
+        solrl.export(run, out, hub="me/lora", dry_run=True)
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match=r"^out=.*: holds notes.txt, which would be removed"):
+        solrl.export(run, out, hub="me/lora", dry_run=True, force=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "out=None: expected the file or directory to write, or hub=OWNER/NAME"),
+        ({"dry_run": True, "out": "x.safetensors"}, "dry_run=True: is for an upload; it needs hub"),
+        ({"hub": "lora"}, "hub='lora': expected the name of a repository, OWNER/NAME"),
+        ({"hub": "me/lora", "form": "peft"}, "form='peft': a run is published as diffusers"),
+        ({"hub": "me/lora"}, "hub='me/lora': HF_HUB_OFFLINE is set, so nothing can be uploaded"),
+    ],
+)
+def test_what_cannot_be_published_is_one_line_before_anything_is_written(run, options, message):
+    with pytest.raises(InputError) as error:
+        solrl.export(run, **options)
+    assert str(error.value).startswith(message)
+    assert not (run / "hub").exists()
+
+
+def upload(run, environment, token, *options):
+    done = subprocess.run(
+        [sys.executable, "-m", "solrl_jax", "export", str(run), "--hub", "owner/lora", *options],
+        env=os.environ | environment | {"HF_TOKEN": token, "HF_HOME": str(run / "home")},
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_run_is_uploaded_and_a_refusal_is_one_line(run, tmp_path):
+    repositories: dict[str, dict[str, bytes]] = {}
+    with serve(repositories) as (_, environment):
+        code, _, err = upload(run, environment, "hf_wrong", "--out", str(tmp_path / "refused"))
+        assert code == 2
+        assert err.startswith("solrl: --hub='owner/lora': the hub refuses (")
+        assert "hf auth login" in err
+        assert not (tmp_path / "refused").exists()
+        code, out, err = upload(run, environment, "hf_right", "--out", str(tmp_path / "sent"))
+        assert code == 0, err
+        assert out.rstrip().endswith("/owner/lora")
+    uploaded = repositories["models/owner/lora"]
+    assert sorted(uploaded) == ["README.md", "images/before-after.png", LORA]
+    for name, content in uploaded.items():
+        assert (tmp_path / "sent" / name).read_bytes() == content
+    path = tmp_path / "sent" / LORA
+    experiment = solrl.load("tiny", "rollout.precision=fp32")
+    _, settings = import_lora(path, experiment.backbone.parameter_table())
+    assert (settings.rank, settings.alpha) == (32, 64)
+
+
+@pytest.mark.parametrize(
+    ("base", "name"),
+    [
+        ("black-forest-labs/FLUX.1-dev", "flux-1-dev-non-commercial-license"),
+        ("Tongyi-MAI/Z-Image", None),
+        ("embedded:tiny-flux", None),
+    ],
+)
+def test_the_licence_of_the_base_is_that_of_its_card(base, name):
+    assert model_card.find_licence(base).license_name == name
+
+
+def test_every_model_of_the_presets_has_a_licence():
+    for model in solrl.preset_names():
+        assert model_card.find_licence(resolve(model).model.path) is not None
+
+
+def test_a_directory_says_its_licence_by_its_card_or_nothing_is_said(tmp_path):
+    assert model_card.find_licence(str(tmp_path)) is None
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# A model\n")
+    assert model_card.find_licence(str(tmp_path)) == model_card.Licence("mit")
+
+
+def test_the_command_has_what_differs_and_no_places():
+    overrides = ("family=naive_quant", "seed=2", "rollout.size=[[32,32],[24,32]]")
+    config = resolve("tiny", (*overrides, "run.dir=/secret/run", "mesh.data=1"))
+    command = model_card.training_command(config)
+    assert command is not None
+    assert command.startswith("solrl train tiny family=naive_quant seed=2 ")
+    assert "secret" not in command
+    arguments = command.split()[3:]
+    assert resolve("tiny", [a.strip("'") for a in arguments[:2]]).family == "naive_quant"
+
+
+def test_absolute_paths_do_not_leave_the_machine():
+    config = resolve("tiny", ("prompts.train=/home/someone/prompts.txt", "prompts.test=set.txt"))
+    command = model_card.training_command(config)
+    assert "prompts.train=prompts.txt prompts.test=set.txt" in command
+    assert Path("/home/someone").name not in command
