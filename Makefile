@@ -18,7 +18,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Some images set this variable. Then each of the many processes of the tests compiles all that it imports, for three seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo docs notebook wheel test types quick-tests test-all test-targets test-targets-tpu clean
+.PHONY: demo docs notebook wheel test types quick-tests test-all test-containers test-targets test-targets-tpu clean
 
 demo: .venv/installed
 	$(BIN)/solrl train tiny --report run.dir=runs/demo
@@ -58,6 +58,19 @@ test-all: .venv/installed-test
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --skip-covered
 
+# What a machine without Docker can check of scripts/launch/: the Dockerfiles by a linter, and their Python layer by installing it as
+# they do and running the demo there. CUDA's wheels are left out, so JAX runs on the CPU. It takes six to ten minutes.
+test-containers: .venv-layer/installed .venv/installed-test
+	$(BIN)/hadolint scripts/launch/cuda.Dockerfile scripts/launch/tpu.Dockerfile
+	$(<D)/bin/solrl train tiny --report run.dir=runs/layer
+
+.venv-layer/installed: scripts/launch/requirements-cuda.txt pyproject.toml
+	python3.12 -m venv $(@D)
+	grep -vE '^(nvidia-|jax-cuda13-)' $< > $(@D)/requirements.txt
+	$(@D)/bin/python -m pip install --quiet --no-deps --requirement $(@D)/requirements.txt
+	$(@D)/bin/python -m pip install --quiet --no-deps .
+	touch $@
+
 # What the compilers of absent devices make of the programs that train: of an H200 and a B200, and of a TPU v6e (20 minutes). Their
 # wheels must not lie beside those that train, nor beside each other.
 test-targets: .venv-plan-cuda/installed
@@ -92,4 +105,4 @@ test-targets-tpu: .venv-plan-tpu/installed
 	touch $@ .venv/installed .venv/installed-docs
 
 clean:
-	rm -rf .venv .venv-plan-cuda .venv-plan-tpu build dist site
+	rm -rf .venv .venv-layer .venv-plan-cuda .venv-plan-tpu build dist site
