@@ -13,7 +13,15 @@ import torch
 
 from solrl_jax.models.registry import open_pipeline
 from tests.cases import first_is_quick
-from tests.pipelines import CHANNELS, COMPRESSION, MAX_TOKENS, WORDS, save_pipeline
+from tests.pipelines import (
+    CHANNELS,
+    COMPRESSION,
+    MAX_TOKENS,
+    WORDS,
+    euler,
+    generated,
+    save_pipeline,
+)
 
 TOLERANCE = 1e-5
 PROMPTS = ["", "Star", " one  happy CAT \t", "two " * 30, "an astronaut on a horse"]
@@ -224,3 +232,30 @@ def test_decoding_equals_diffusers_autoencoder_and_postprocessing(opened):
     assert {0.0, 1.0} <= set(want.ravel().tolist())  # both ends are cut off
     print(f"decode: {np.abs(got - want).max():.1e}")
     np.testing.assert_allclose(got, want, atol=TOLERANCE)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("steps", "guidance", "size"), [(4, 4.5, (16, 24)), (10, 1.0, (20, 12))])
+def test_images_of_sana_1_5_equal_those_of_diffusers(steps, guidance, size, tmp_path):
+    """Queries and keys are normalized, all heads together."""
+    qk_norm = "rms_norm_across_heads"
+    reference = save_pipeline(tmp_path, scheduler=euler(shift=3.0), qk_norm=qk_norm)
+    prompts = ["", *(p.strip() for p in PROMPTS[1:])]
+    shape = (len(prompts), CHANNELS, *(n // COMPRESSION for n in size))
+    latents = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    want = reference(
+        prompts, height=size[0], width=size[1], num_inference_steps=steps, guidance_scale=guidance,
+        latents=torch.from_numpy(latents), output_type="np", max_sequence_length=MAX_TOKENS,
+        complex_human_instruction=None, use_resolution_binning=False,
+    ).images  # fmt: skip
+    got, _ = generated(
+        tmp_path,
+        prompts,
+        latents=latents,
+        num_steps=steps,
+        guidance_scale=guidance,
+        max_sequence_length=MAX_TOKENS,
+    )
+    print(f"{steps} steps, guidance {guidance}, {size}: {np.abs(got - want).max():.1e}")
+    assert got.std() > 0.1
+    assert np.abs(got - want).max() <= 1e-4

@@ -21,6 +21,7 @@ from diffusers import (
     FluxPipeline,
     FluxTransformer2DModel,
     SanaPipeline,
+    SanaTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
     ZImagePipeline,
@@ -42,6 +43,7 @@ from solrl_jax.models.backbone import load_backbone
 from solrl_jax.models.flux import transformer as flux
 from solrl_jax.models.flux2 import transformer as flux2
 from solrl_jax.models.loading.weights import parameter_table
+from solrl_jax.models.sana import transformer as sana
 from solrl_jax.models.sd3 import transformer as sd3
 from solrl_jax.models.zimage import transformer as zimage
 from solrl_jax.parallel.sharding import make_mesh
@@ -467,7 +469,7 @@ def test_a_file_that_is_not_the_runs_is_refused_with_both_values(
     assert read_start(Lora(rank=1, alpha=1.0, target_modules=("a",), path=None), [], table) == {}
 
 
-# --- FLUX, SD3, Z-Image: other names, layers that differ within a list, and a last linear that is
+# --- FLUX, SD3, SANA-1.5, Z-Image: other names, layers that differ within a list, and a last linear that is
 # named like each block's
 
 FLUX = {
@@ -494,6 +496,19 @@ SD3 = {
     "pos_embed_max_size": 8,
     "dual_attention_layers": (1, 2),
     "qk_norm": "rms_norm",
+}
+SANA15 = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_attention_heads": 4,
+    "attention_head_dim": 8,
+    "num_layers": 2,
+    "num_cross_attention_heads": 2,
+    "cross_attention_head_dim": 16,
+    "cross_attention_dim": 32,
+    "caption_channels": 12,
+    "sample_size": 8,
+    "qk_norm": "rms_norm_across_heads",
 }
 FLUX2 = {
     "in_channels": 16,
@@ -570,6 +585,17 @@ def other(kind) -> Other:
         pipeline = Flux2KleinPipeline(
             transformer=network, **dict.fromkeys(("scheduler", "vae", "text_encoder", "tokenizer"))
         )
+    elif kind == "sana-1.5":
+        network = SanaTransformer2DModel(**SANA15)
+
+        def make():
+            return sana.SanaTransformer2DModel(sana.SanaConfig.from_dict(SANA15), rngs=nnx.Rngs(0))
+
+        inputs = {name: text[name] for name in ("encoder_hidden_states", "timestep")}
+        inputs |= {"hidden_states": draw(1, 4, 8, 8)}
+        pipeline = SanaPipeline(
+            transformer=network, **dict.fromkeys(("scheduler", "vae", "text_encoder", "tokenizer"))
+        )
     elif kind == "zimage":
         network = ZImageTransformer2DModel(**ZIMAGE)
 
@@ -615,6 +641,7 @@ TARGETS = {
     "sd3": r"transformer_blocks/[^/]+/(attn2?/(to_[qkv]|add_[qkv]_proj|to_out/0|to_add_out)|ff/net/2)/kernel|proj_out/kernel",
     "flux2": r"transformer_blocks/(attn/(to_[qkv]|add_[qkv]_proj|to_out/0|to_add_out)|ff(_context)?/linear_(in|out))/kernel"
     r"|single_transformer_blocks/attn/to_(qkv_mlp_proj|out)/kernel|proj_out/kernel",
+    "sana-1.5": r"transformer_blocks/attn[12]/(to_[qkv]|to_out/0)/kernel",
     "zimage": r"(layers|noise_refiner|context_refiner)/"
     r"(attention/(to_[qkv]|to_out/0)|feed_forward/w[123]|adaLN_modulation/0)/kernel",
 }
@@ -622,12 +649,14 @@ REFUSED = {  # what pipelines say of keys MODULE.alpha
     "flux": "network_alphas.*metadata.*cannot",
     "flux2": "Invalid adapter checkpoint",
     "sd3": "Invalid LoRA check",
+    "sana-1.5": "Invalid LoRA check",
     "zimage": "Target modules .* not found",
 }
 COUNTS = {
     "flux": 2 * 8 + 2 * 3 + 1,
     "flux2": 2 * 12 + 2 * 2 + 1,
     "sd3": 4 * 9 - 1 + 2 * 4 + 1,
+    "sana-1.5": 2 * 8,
     "zimage": 2 * 8 + 8 + 7,
 }
 

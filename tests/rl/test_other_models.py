@@ -1,7 +1,8 @@
-"""One training iteration of FLUX.1 and 2, Stable Diffusion 3 and Z-Image in miniature, by the
-recipes of `configs/model`.
+"""One training iteration of FLUX.1 and 2, Stable Diffusion 3, the other models of SANA and Z-Image
+in miniature, by the recipes of `configs/model`.
 """
 
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -25,8 +26,10 @@ from solrl_jax.rl.iteration import iterate
 from solrl_jax.rl.trainable.trainable import flatten
 from solrl_jax.rl.update import update
 from tests.pipelines import (
+    MAX_TOKENS,
     save_flux2_pipeline,
     save_flux_pipeline,
+    save_pipeline,
     save_sd3_pipeline,
     save_zimage_pipeline,
 )
@@ -59,6 +62,8 @@ FLUX_BLOCK = [
     "norm1_context/linear",
     *(f"{ff}/net/{x}" for ff in ("ff", "ff_context") for x in ("0/proj", "2")),
 ]
+ATTENTION = ("to_q", "to_k", "to_v", "to_out/0")
+SD3_FF = [f"{ff}/net/{x}" for ff in ("ff", "ff_context") for x in ("0/proj", "2")]
 ZIMAGE_STACKS = ("layers", "noise_refiner", "context_refiner")
 ZIMAGE_ATTENTION = [f"attention/{x}" for x in ("to_q", "to_k", "to_v", "to_out/0")]
 FLUX2_FF = [f"{ff}/linear_{way}" for ff in ("ff", "ff_context") for way in ("in", "out")]
@@ -71,6 +76,10 @@ def paths(block: str, names: list[str]) -> set[str]:
 
 BLOCKS = "transformer_blocks"
 SINGLE = "single_transformer_blocks"
+SANA = (
+    paths(BLOCKS, ["attn2/to_k", "attn2/to_v", "ff/conv_inverted", "ff/conv_point"]),
+    paths(BLOCKS, [f"attn{i}/{x}" for i in (1, 2) for x in ("to_q", "to_k", "to_v", "to_out/0")]),
+)
 # What is in NVFP4 while exploring, and what has an adapter; SD3's last block leaves the text where
 # it is.
 RECIPES = {
@@ -83,6 +92,18 @@ RECIPES = {
         | paths(f"{BLOCKS}/2-2", ["ff/net/0/proj", "ff/net/2"]),
         paths(f"{BLOCKS}/0-1", JOINT) | paths(f"{BLOCKS}/2-2", JOINT[:-1]),
     ),
+    # the last of three blocks leaves the text where it is; the first has two attentions
+    "sd3-medium": (
+        paths(f"{BLOCKS}/0-0", [*JOINT, *SD3_FF, *(f"attn2/{x}" for x in ATTENTION)])
+        | paths(f"{BLOCKS}/1-1", JOINT + SD3_FF)
+        | paths(f"{BLOCKS}/2-2", JOINT[:-1] + SD3_FF[:2]),
+        paths(f"{BLOCKS}/0-0", JOINT)
+        | paths(f"{BLOCKS}/1-1", JOINT)
+        | paths(f"{BLOCKS}/2-2", JOINT[:-1]),
+    ),
+    "sana-600m": SANA,
+    "sana-1.5-1.6b": SANA,
+    "sana-1.5-4.8b": SANA,
     "zimage": (
         set().union(
             *(
@@ -97,24 +118,31 @@ RECIPES = {
         paths(BLOCKS, JOINT[:4]) | paths(SINGLE, ["attn/to_qkv_mlp_proj"]),
     ),
 }
+LINEAR = np.append(np.linspace(1, 1 / 3, 3), 0)
 SIGMAS = {  # of three steps
     "flux1": flux(3, TOKENS),
     "sd3": sd3(3, 3.0),
+    "sd3-medium": sd3(3, 3.0),
+    "sana-600m": LINEAR,
+    "sana-1.5-1.6b": LINEAR,
+    "sana-1.5-4.8b": LINEAR,
     "zimage": np.append(shift_sigmas(np.linspace(1, 1 / 3, 3), 6.0), 0),
     "flux2-klein-4b": flux(3, TOKENS, empirical_mu),
 }
+save_sana15_pipeline = partial(save_pipeline, qk_norm="rms_norm_across_heads")
 SAVE = {
     "flux1": save_flux_pipeline,
     "sd3": save_sd3_pipeline,
+    "sd3-medium": partial(save_sd3_pipeline, dual_attention_layers=(0,)),
+    "sana-600m": save_pipeline,
+    "sana-1.5-1.6b": save_sana15_pipeline,
+    "sana-1.5-4.8b": partial(save_sana15_pipeline, num_layers=3),
     "zimage": save_zimage_pipeline,
     "flux2-klein-4b": save_flux2_pipeline,
 }
 # The queries of the last block's text ask for what nobody reads: nothing flows back to them.
-UNREAD = {
-    "flux1": set(),
-    "sd3": paths(f"{BLOCKS}/2-2", ["attn/add_q_proj"]),
-    "zimage": set(),
-    "flux2-klein-4b": set(),
+UNREAD = dict.fromkeys(SAVE, frozenset()) | {
+    name: paths(f"{BLOCKS}/2-2", ["attn/add_q_proj"]) for name in ("sd3", "sd3-medium")
 }
 
 
@@ -132,11 +160,12 @@ SHORT = ("rollout.candidates=4", "rollout.kept=2", "rollout.per_device_batch_siz
 
 def build(name: str, folder: Path, *overrides: str) -> Experiment:
     """The recipe of `configs/model/NAME.yaml` on the pipeline in `folder`."""
-    text = (
-        "model.max_sequence_length=12"
-        if name in ("flux1", "sd3")
-        else "model.max_sequence_length=60"
-    )  # a template takes 27 of them
+    tokens = 60  # a template takes 27 of them
+    if name.startswith(("flux1", "sd3")):
+        tokens = 12
+    if name.startswith("sana"):
+        tokens = MAX_TOKENS
+    text = f"model.max_sequence_length={tokens}"
     of_model = (
         f"model={name}",
         f"model.path={folder}",
@@ -155,10 +184,7 @@ def build(name: str, folder: Path, *overrides: str) -> Experiment:
         )
 
 
-OTHERS = [
-    pytest.param(name, marks=pytest.mark.exhaustive)
-    for name in ("flux1", "sd3", "zimage", "flux2-klein-4b")
-]
+OTHERS = [pytest.param(name, marks=pytest.mark.exhaustive) for name in SAVE]
 
 
 @pytest.fixture(scope="module", params=OTHERS)
@@ -191,7 +217,7 @@ def trained(request, tmp_path_factory):
 
 def test_the_recipe_is_the_models_own(trained):
     name, experiment, _, _ = trained
-    solver = "euler" if name == "flux2-klein-4b" else "dpm2"
+    solver = "euler" if name.startswith(("sana", "flux2")) else "dpm2"
     assert (experiment.config.model.name, experiment.config.rollout.solver) == (name, solver)
     assert experiment.backbone.pipeline.image_tokens(SIZE, SIZE) == TOKENS
     grid = experiment.schedule(3)
