@@ -18,6 +18,7 @@ OUR_ORDER = {
     "linear": lambda t: t.T,
     "pointwise": lambda t: t[:, :, 0, 0].T,
     "conv": lambda t: t.transpose(2, 3, 1, 0),
+    "conv3d": lambda t: t.transpose(2, 3, 4, 1, 0),
 }
 
 

@@ -10,12 +10,15 @@ from diffusers import (
     AutoencoderDC,
     AutoencoderKL,
     AutoencoderKLFlux2,
+    AutoencoderKLQwenImage,
     DPMSolverMultistepScheduler,
     FlowMatchEulerDiscreteScheduler,
     Flux2KleinPipeline,
     Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
     SanaPipeline,
     SanaTransformer2DModel,
     SD3Transformer2DModel,
@@ -34,6 +37,8 @@ from transformers import (
     Gemma2Config,
     Gemma2Model,
     PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -251,6 +256,41 @@ ZIMAGE = {
     "axes_lens": [450, 32, 32],
 }
 
+QWEN_IMAGE = {
+    "in_channels": 4 * KL_CHANNELS,
+    "out_channels": KL_CHANNELS,
+    "num_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 32,
+    "axes_dims_rope": (4, 6, 6),
+}
+QWEN_IMAGE_VAE = {
+    "base_dim": 8,
+    "z_dim": KL_CHANNELS,
+    "dim_mult": [1, 2],
+    "num_res_blocks": 1,
+    "temperal_downsample": [True],
+    "latents_mean": [-0.5, 0.3, 1.1, -0.2],
+    "latents_std": [1.5, 0.8, 2.2, 1.1],
+}
+QWEN_VL_TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]},
+}
+QWEN_VL_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "fullatt_block_indexes": [0],
+}
+
 
 def dpm(**changes) -> DPMSolverMultistepScheduler:
     """The scheduler that SANA is released with."""
@@ -386,6 +426,38 @@ def save_zimage_pipeline(
             scheduler=scheduler or euler(shift=6.0),
             vae=_strong(AutoencoderKL(**KL), _strengthen_vae),
             text_encoder=_strong(encoder(qwen), _strengthen_text),
+            tokenizer=tokenizer,
+            transformer=_strong(network, _strengthen_transformer),
+        ),
+        folder,
+    )
+
+
+def stretched(**changes) -> FlowMatchEulerDiscreteScheduler:
+    """The scheduler that Qwen-Image is released with."""
+    released = {"max_shift": 0.9, "max_image_seq_len": 8192, "shift_terminal": 0.02, "shift": 1.0}
+    return dynamic(**released | changes)
+
+
+def save_qwen_image_pipeline(
+    folder: Path, scheduler=None, seed: int = 0, **transformer
+) -> QwenImagePipeline:
+    """The same for Qwen-Image. The text encoder has its vision part, which nothing reads."""
+    torch.manual_seed(seed)
+    tokenizer = make_qwen_tokenizer()
+    network = QwenImageTransformer2DModel(**QWEN_IMAGE | transformer)
+    encoder = Qwen2_5_VLForConditionalGeneration(
+        Qwen2_5_VLConfig(
+            text_config=QWEN_VL_TEXT | {"vocab_size": len(tokenizer)},
+            vision_config=QWEN_VL_VISION,
+            attn_implementation="eager",
+        )
+    )
+    return _saved(
+        QwenImagePipeline(
+            scheduler=scheduler or stretched(),
+            vae=_strong(AutoencoderKLQwenImage(**QWEN_IMAGE_VAE), _strengthen_vae),
+            text_encoder=_strong(encoder, _strengthen_text),
             tokenizer=tokenizer,
             transformer=_strong(network, _strengthen_transformer),
         ),

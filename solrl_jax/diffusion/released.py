@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from solrl_jax.diffusion.sigmas import Mu, flux, sd3, shift_sigmas
+from solrl_jax.diffusion.sigmas import Mu, flux, sd3, shift_sigmas, stretch_to_terminal
 from solrl_jax.diffusion.solver import Table, solver_table
 
 # The smallest accepted shift. A much smaller one would divide by almost 0 in `shift_sigmas`.
@@ -22,17 +22,20 @@ SMALLEST_SHIFT = 1e-6
 EULER = {
     "num_train_timesteps": (1000,),
     "invert_sigmas": (False,),
-    "shift_terminal": (None, 0),
     "use_karras_sigmas": (False,),
     "use_exponential_sigmas": (False,),
     "use_beta_sigmas": (False,),
     "time_shift_type": ("exponential",),
     "stochastic_sampling": (False,),
+    "prediction_type": ("flow_prediction",),
+}
+# Settings of the same scheduler that are those of FLUX.1, unless the pipeline has a formula of its
+# own for the shift.
+FLUX_MU = {
     "base_shift": (0.5,),
     "max_shift": (1.15,),
     "base_image_seq_len": (256,),
     "max_image_seq_len": (4096,),
-    "prediction_type": ("flow_prediction",),
 }
 DPM = {
     "num_train_timesteps": (1000,),
@@ -66,7 +69,7 @@ def read_scheduler(
     Args:
         config: The contents of `scheduler_config.json`. `_class_name` names the scheduler. Other
             settings that are absent have the defaults of diffusers. Keys that are neither read nor
-            in the tables `EULER` and `DPM` are ignored.
+            in the tables `EULER`, `FLUX_MU` and `DPM` are ignored.
         steps: Number of solver steps, at least 1.
         tokens: Number of image tokens of one latent. Read only with `use_dynamic_shifting`, whose
             shift depends on the resolution; the setting `shift` is then checked but not used.
@@ -74,8 +77,8 @@ def read_scheduler(
             to be shifted, as that of FLUX does, instead of only the number of steps. Only the Euler
             scheduler reads it.
         mu: Computes the logarithm of a shift that depends on the resolution, from `steps` and
-            `tokens`. None uses `sigmas.flux_mu`, that of FLUX.1. Read only with
-            `use_dynamic_shifting`.
+            `tokens`. None uses `sigmas.flux_mu`, that of FLUX.1, and accepts its settings alone
+            (`FLUX_MU`). Read only with `use_dynamic_shifting`.
 
     Returns:
         The `steps` + 1 sigmas, decreasing to 0, float64; the timestep that the network is given at
@@ -85,18 +88,27 @@ def read_scheduler(
 
     Raises:
         ValueError: If the scheduler or a setting is not supported: `_class_name` is another one or
-            absent; a setting of `EULER` or `DPM` has another value than those listed there (for
-            both: 1000 training timesteps, flow prediction, no Karras, exponential or beta sigmas);
-            `shift` or `flow_shift` is no finite number of at least 1e-6; `solver_order` is not 1 or
-            2; `use_flow_sigmas` or `prediction_type` of DPMSolverMultistepScheduler is absent; or
+            absent; a setting of `EULER`, `FLUX_MU` or `DPM` has another value than those listed
+            there (for both schedulers: 1000 training timesteps, flow prediction, no Karras,
+            exponential or beta sigmas); `shift_terminal` is neither None nor in [0, 1); `shift` or
+            `flow_shift` is no finite number of at least 1e-6; `solver_order` is not 1 or 2;
+            `use_flow_sigmas` or `prediction_type` of DPMSolverMultistepScheduler is absent; or
             `use_dynamic_shifting` is set without `pipeline_sigmas`. The message names the setting,
             its value and the accepted values.
     """
     kind = config.get("_class_name")
     match kind:
         case "FlowMatchEulerDiscreteScheduler":
-            _check_settings(kind, config, EULER)
+            _check_settings(kind, config, EULER if mu is not None else EULER | FLUX_MU)
             shift = _positive(kind, config, "shift")
+            terminal = config.get("shift_terminal")
+            if terminal is not None and (
+                type(terminal) not in (int, float) or not 0 <= terminal < 1
+            ):
+                raise ValueError(
+                    f"{kind}: shift_terminal={terminal!r}; must be None or a number from 0 to less "
+                    "than 1"
+                )
             if config.get("use_dynamic_shifting", False):
                 if not pipeline_sigmas:  # diffusers would shift other sigmas, or fail without a mu
                     raise ValueError(
@@ -108,6 +120,7 @@ def read_scheduler(
                 sigmas = np.append(shift_sigmas(np.linspace(1.0, 1 / steps, steps), shift), 0.0)
             else:
                 sigmas = sd3(steps, shift)
+            sigmas = stretch_to_terminal(sigmas, terminal)
             return sigmas, 1000 * sigmas[:-1], solver_table("euler", sigmas)
         case "DPMSolverMultistepScheduler":
             _check_settings(kind, config, DPM)
@@ -152,9 +165,9 @@ def _check_settings(kind: str, config: dict[str, Any], settings: dict[str, tuple
     Args:
         kind: The name of the scheduler's class, for the message.
         config: The contents of `scheduler_config.json`.
-        settings: `EULER` or `DPM`: the accepted values of each setting by its name, compared with
-            `==`. An absent setting is accepted, except for `use_flow_sigmas` and `prediction_type`
-            with `DPM`, whose defaults in diffusers are not those of flow models.
+        settings: A table such as `EULER` or `DPM`: the accepted values of each setting by its name,
+            compared with `==`. An absent setting is accepted, except for `use_flow_sigmas` and
+            `prediction_type` with `DPM`, whose defaults in diffusers are not those of flow models.
 
     Raises:
         ValueError: For the first setting, in the order of `settings`, whose value is not accepted;

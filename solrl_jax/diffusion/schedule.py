@@ -58,6 +58,7 @@ class Schedule:
         embedded_guidance: bool,
         noise_start: int | None = 0,
         mu: Mu | None = None,
+        shift_terminal: float | None = None,
     ) -> "Schedule":
         """Builds the schedule that a configuration asks for, with any number of steps.
 
@@ -81,6 +82,8 @@ class Schedule:
                 does. None: no step does.
             mu: Computes the logarithm of the shift of the "flux" schedule. None uses that of
                 FLUX.1.
+            shift_terminal: The lowest sigma before the final 0 of the "flux" schedule, to which the
+                others are stretched. None: they are not stretched.
 
         Returns:
             The schedule with NumPy arrays on the host.
@@ -91,7 +94,7 @@ class Schedule:
         """
 
         def sigmas_of(count: int) -> Sigmas:
-            return make_sigmas(rollout.schedule, count, rollout.shift, tokens, mu)
+            return make_sigmas(rollout.schedule, count, rollout.shift, tokens, mu, shift_terminal)
 
         sigmas = sigmas_of(steps)
         full = sigmas if steps > rollout.num_steps else sigmas_of(rollout.num_steps)

@@ -32,6 +32,22 @@ def shift_sigmas(sigmas: Float[np.ndarray, " n"], shift: float) -> Float[np.ndar
     return shift * sigmas / (1 + (shift - 1) * sigmas)
 
 
+def stretch_to_terminal(sigmas: Sigmas, terminal: float | None) -> Sigmas:
+    """Stretches sigmas so that the lowest one before the final 0 is a given one. 1 stays 1.
+
+    Args:
+        sigmas: Noise levels, the first one 1 and the last one 0.
+        terminal: The lowest sigma before the final 0, in (0, 1). None and 0 change nothing.
+
+    Returns:
+        As many sigmas. A single step, from 1 to 0, has nothing to stretch and stays as it is.
+    """
+    if not terminal or len(sigmas) < 3:
+        return sigmas
+    denoised = 1 - sigmas[:-1]
+    return np.append(1 - denoised * (1 - terminal) / denoised[-1], 0.0)
+
+
 def sd3(steps: int, shift: float, train_timesteps: int = 1000) -> Sigmas:
     """The default schedule of the released SD3 scheduler.
 
@@ -65,7 +81,7 @@ def flux_mu(steps: int, tokens: int) -> float:
     return 0.5 + 0.65 * (tokens - 256) / (4096 - 256)
 
 
-def flux(steps: int, tokens: int, mu: Mu | None = None) -> Sigmas:
+def flux(steps: int, tokens: int, mu: Mu | None = None, terminal: float | None = None) -> Sigmas:
     """The schedule of FLUX, whose shift depends on the resolution: `e^mu / (e^mu + 1/s - 1)`.
 
     Args:
@@ -73,16 +89,26 @@ def flux(steps: int, tokens: int, mu: Mu | None = None) -> Sigmas:
             steps)`.
         tokens: Number of image tokens of one latent.
         mu: Computes the logarithm of the shift from `steps` and `tokens`. None uses `flux_mu`.
+        terminal: The lowest sigma before the final 0, to which the others are stretched (see
+            `stretch_to_terminal`). None: they are not stretched.
 
     Returns:
         `steps` + 1 sigmas, float64, from 1 down to 0.
     """
     shift = math.exp((mu or flux_mu)(steps, tokens))
     unshifted = np.linspace(1.0, 1 / steps, steps)
-    return np.append(shift / (shift + (1 / unshifted - 1)), 0.0)
+    shifted = np.append(shift / (shift + (1 / unshifted - 1)), 0.0)
+    return stretch_to_terminal(shifted, terminal)
 
 
-def make_sigmas(name: str, steps: int, shift: float, tokens: int, mu: Mu | None = None) -> Sigmas:
+def make_sigmas(
+    name: str,
+    steps: int,
+    shift: float,
+    tokens: int,
+    mu: Mu | None = None,
+    terminal: float | None = None,
+) -> Sigmas:
     """Returns the sigmas of the schedule that a configuration names.
 
     Args:
@@ -93,6 +119,8 @@ def make_sigmas(name: str, steps: int, shift: float, tokens: int, mu: Mu | None 
         tokens: Number of image tokens of one latent. Only "flux" reads it.
         mu: Computes the logarithm of the shift from `steps` and `tokens`. None uses `flux_mu`. Only
             "flux" reads it.
+        terminal: The lowest sigma before the final 0, to which the others are stretched. None: they
+            are not stretched. Only "flux" reads it.
 
     Returns:
         `steps` + 1 sigmas, float64, from 1 down to 0.
@@ -106,5 +134,5 @@ def make_sigmas(name: str, steps: int, shift: float, tokens: int, mu: Mu | None 
         case "sd3":
             return sd3(steps, shift)
         case "flux":
-            return flux(steps, tokens, mu)
+            return flux(steps, tokens, mu, terminal)
     raise ValueError(f"rollout.schedule={name!r}: must be one of 'linear', 'sd3', 'flux'")

@@ -61,6 +61,9 @@ class Pipeline(abc.ABC):
             evaluation with a negative prompt.
         largest_side: largest height or width of an image in pixels; None: unlimited.
         vae_dtype: the only dtype that the autoencoder works in; None: any.
+        shift_terminal: the lowest sigma before the final 0 of the released schedule, to which the
+            others are stretched after the shift that depends on the resolution; None: they are not
+            stretched.
     """
 
     kind: ClassVar[str]
@@ -82,6 +85,7 @@ class Pipeline(abc.ABC):
     embedded_guidance: bool = False
     largest_side: int | None = None
     vae_dtype: jnp.dtype | None = None
+    shift_terminal: float | None = None
 
     def __init__(self, folder: Path, remat: str):
         """Opens a model directory. No weight is read.
@@ -201,6 +205,25 @@ class Pipeline(abc.ABC):
         """
         image = self.vae(params).decode(self.unscale(latent))  # in [-1, 1], overshoots included
         return jnp.clip(image.astype(jnp.float32) / 2 + 0.5, 0.0, 1.0)
+
+    def guide(
+        self,
+        conditional: Float[Array, "b h w c"],
+        unconditional: Float[Array, "b h w c"],
+        scale: Float[Array, ""],
+    ) -> Float[Array, "b h w c"]:
+        """Combines two velocities by classifier-free guidance (arXiv 2207.12598): `unconditional +
+        scale (conditional - unconditional)`. For use under jit.
+
+        Args:
+            conditional: the velocity for the prompt, float32.
+            unconditional: the velocity for the negative prompt, float32.
+            scale: the guidance scale, above 1.
+
+        Returns:
+            The guided velocity, float32.
+        """
+        return unconditional + scale * (conditional - unconditional)
 
     @property
     def mu(self) -> Callable[[int, int], float] | None:

@@ -9,6 +9,7 @@ from solrl_jax.models.flux.pipeline import FluxPipeline
 from solrl_jax.models.flux2.pipeline import Flux2KleinPipeline
 from solrl_jax.models.loading.tensor_files import read_json
 from solrl_jax.models.pipeline import Pipeline
+from solrl_jax.models.qwen_image.pipeline import QwenImagePipeline
 from solrl_jax.models.sana.pipeline import MhlaOverride, SanaPipeline
 from solrl_jax.models.sd3.pipeline import StableDiffusion3Pipeline
 from solrl_jax.models.zimage.pipeline import ZImagePipeline
@@ -21,6 +22,7 @@ PIPELINES: dict[str, type[Pipeline]] = {
         StableDiffusion3Pipeline,
         ZImagePipeline,
         Flux2KleinPipeline,
+        QwenImagePipeline,
     )
 }
 

@@ -167,7 +167,13 @@ class Experiment:
         pipeline = self.backbone.pipeline
         tokens = pipeline.image_tokens(*self.size)
         return Schedule.from_config(
-            self.config.rollout, steps, tokens, pipeline.embedded_guidance, noise_start, pipeline.mu
+            self.config.rollout,
+            steps,
+            tokens,
+            pipeline.embedded_guidance,
+            noise_start,
+            pipeline.mu,
+            pipeline.shift_terminal,
         )
 
     def sampler(

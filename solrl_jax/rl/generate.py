@@ -455,7 +455,7 @@ def sample_chunk(
     """Samples one chunk of latents from noise, on the ambient mesh.
 
     With a guided schedule (a classifier-free scale above 1), every step evaluates the network for
-    the negative prompt and for the prompt: `v = v_neg + guidance_scale (v_pos - v_neg)`.
+    the negative prompt and for the prompt, and the pipeline combines both (`Pipeline.guide`).
 
     Args:
         backbone: The networks; static.
@@ -489,10 +489,10 @@ def sample_chunk(
         )
         if not segment.schedule.guided:
             return predict(cond)
-        # Classifier-free guidance (arXiv 2207.12598).
         unconditional = predict(uncond).astype(jnp.float32)
         conditional = predict(cond).astype(jnp.float32)
-        return unconditional + segment.schedule.guidance_scale * (conditional - unconditional)
+        scale = jnp.asarray(segment.schedule.guidance_scale)
+        return backbone.pipeline.guide(conditional, unconditional, scale)
 
     noise = sharding.split_rows(jnp.asarray(seed_batch.noise))
     fields = [(partial(velocity, segment), segment.schedule) for segment in segments]

@@ -425,7 +425,9 @@ def build_schedule(
             rollout = dataclasses.replace(
                 config.rollout, guidance_scale=guidance_scale, true_cfg_scale=true_cfg_scale
             )
-            schedule = Schedule.from_config(rollout, num_steps, tokens, embedded, None, pipeline.mu)
+            schedule = Schedule.from_config(
+                rollout, num_steps, tokens, embedded, None, pipeline.mu, pipeline.shift_terminal
+            )
         else:
             sigmas, timesteps, table = read_scheduler(
                 pipeline.scheduler, num_steps, tokens, pipeline.linear_sigmas, pipeline.mu

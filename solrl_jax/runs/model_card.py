@@ -82,6 +82,8 @@ LICENCES = {
     f"{_BFL}/FLUX.2-klein-base-4B": Licence("apache-2.0"),
     f"{_BFL}/FLUX.2-klein-9B": _other(_FLUX, f"{_BFL}/FLUX.2-klein-9B", "LICENSE.md"),
     f"{_BFL}/FLUX.2-klein-base-9B": _other(_FLUX, f"{_BFL}/FLUX.2-klein-base-9B", "LICENSE.md"),
+    "Qwen/Qwen-Image": Licence("apache-2.0"),
+    "Qwen/Qwen-Image-2512": Licence("apache-2.0"),
     "Tongyi-MAI/Z-Image": Licence("apache-2.0"),
     "Tongyi-MAI/Z-Image-Turbo": Licence("apache-2.0"),
 }

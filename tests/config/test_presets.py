@@ -85,6 +85,8 @@ RECIPES = {
         "Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers",
     ),
     "flux1": (512, "dpm2", "flux", 3.0, 4, 1.0, 12, 28, 128, "black-forest-labs/FLUX.1-dev"),
+    "qwen-image": (512, "dpm2", "flux", 1.0, 6, 1.0, 4, 28, 256, "Qwen/Qwen-Image"),
+    "qwen-image-2512": (512, "dpm2", "flux", 1.0, 6, 1.0, 4, 28, 256, "Qwen/Qwen-Image-2512"),
     "zimage": (1024, "dpm2", "linear", 6.0, 6, 1.0, 8, 28, 128, "Tongyi-MAI/Z-Image"),
     "zimage-turbo": (1024, "euler", "linear", 3.0, 4, 1.0, 8, 8, 128, "Tongyi-MAI/Z-Image-Turbo"),
 }
@@ -132,6 +134,7 @@ TARGETS = {
     | {f"single attn/{name}" for name in ATTENTION - {"to_out/0"}},
     "flux2-klein-4b": {f"attn/{name}" for name in ATTENTION} | {"single attn/to_qkv_mlp_proj"},
 }
+TARGETS["qwen-image"] = TARGETS["sd3"]
 TARGETS["sd3-medium"] = TARGETS["sd3"]  # as in Flow-GRPO: none on the image's own attention
 # All modules of diffusers with a kernel in a layer.
 JOINT = [f"attn/{x}" for x in (*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")]
@@ -142,6 +145,11 @@ MODULES = {
     "sana": [
         *TARGETS["sana"],
         *(f"ff/conv_{x}" for x in ("inverted", "depth", "point")),
+    ],
+    "qwen-image": [
+        *JOINT[:8],
+        *(f"{mlp}/net/{x}" for mlp in ("img_mlp", "txt_mlp") for x in ("0/proj", "2")),
+        *("img_mod/1", "txt_mod/1"),
     ],
     "sd3": JOINT,
     "sd3-medium": [*JOINT, *(f"attn2/{name}" for name in ATTENTION)],
@@ -179,6 +187,12 @@ def test_models_of_one_architecture_share_their_rules():
             assert config.lora == other.lora
             assert config.model.quantization == other.model.quantization
             assert config.rollout.explore == other.rollout.explore
+    for field in ("lora", "rollout", "optimizer", "algorithm"):
+        one, other = (
+            getattr(resolve(f"{name}_sol_rl_hpsv2"), field)
+            for name in ("qwen-image", "qwen-image-2512")
+        )
+        assert one == other
     for name in ("flux2-klein-9b", "flux2-klein-base-4b", "flux2-klein-base-9b"):
         config = resolve(f"{name}_sol_rl_hpsv2")
         other = resolve("flux2-klein-4b_sol_rl_hpsv2")

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 
-from solrl_jax.diffusion.released import DPM, EULER, read_scheduler
+from solrl_jax.diffusion.released import DPM, EULER, FLUX_MU, read_scheduler
 from solrl_jax.diffusion.sigmas import make_sigmas
 from solrl_jax.diffusion.solver import solver_table
 from solrl_jax.models.flux2.pipeline import empirical_mu
@@ -104,6 +105,38 @@ def test_a_pipelines_own_shift_equals_diffusers(steps, tokens):
         )
 
 
+# as released: Qwen-Image
+QWEN = FLUX | {"max_image_seq_len": 8192, "max_shift": 0.9, "shift_terminal": 0.02, "shift": 1.0}
+
+
+def qwen_mu(steps, tokens):
+    return calculate_shift(tokens, 256, 8192, 0.5, 0.9)
+
+
+@pytest.mark.parametrize("tokens", [256, 1024, 6889])
+@pytest.mark.parametrize("steps", STEPS[1:])
+def test_a_terminal_sigma_equals_diffusers(steps, tokens):
+    theirs = FlowMatchEulerDiscreteScheduler.from_config(QWEN)
+    theirs.set_timesteps(sigmas=np.linspace(1, 1 / steps, steps), mu=qwen_mu(steps, tokens))
+    sigmas, times, _ = read_scheduler(QWEN, steps, tokens, pipeline_sigmas=True, mu=qwen_mu)
+    np.testing.assert_allclose(sigmas, theirs.sigmas, atol=1e-6, rtol=0)
+    np.testing.assert_allclose(times, theirs.timesteps, atol=1e-3, rtol=0)
+    np.testing.assert_array_equal(make_sigmas("flux", steps, 1.0, tokens, qwen_mu, 0.02), sigmas)
+    assert sigmas[-2] == pytest.approx(0.02)
+
+
+def test_a_single_step_has_no_terminal_sigma():
+    """In diffusers it is NaN."""
+    sigmas, _, _ = read_scheduler(QWEN, 1, TOKENS, pipeline_sigmas=True, mu=qwen_mu)
+    np.testing.assert_array_equal(sigmas, [1.0, 0.0])
+
+
+@pytest.mark.parametrize("value", [1.0, -0.1, "x", True])
+def test_a_terminal_sigma_that_is_none_is_refused(value):
+    with pytest.raises(ValueError, match=f"shift_terminal={value!r}; must be None or a number"):
+        read_scheduler(QWEN | {"shift_terminal": value}, 6, TOKENS, True, qwen_mu)
+
+
 @pytest.mark.parametrize("shift", [1.0, 3.0])
 @pytest.mark.parametrize("steps", STEPS)
 def test_a_fixed_shift_of_a_pipelines_own_sigmas_equals_diffusers(steps, shift):
@@ -170,7 +203,6 @@ def test_a_scheduler_that_diffusers_wrote_is_read():
 UNSUPPORTED = {
     "num_train_timesteps": 500,
     "invert_sigmas": True,
-    "shift_terminal": 0.02,
     "use_karras_sigmas": True,
     "use_exponential_sigmas": True,
     "use_beta_sigmas": True,
@@ -193,7 +225,7 @@ UNSUPPORTED = {
 
 
 @pytest.mark.parametrize(
-    ("config", "setting"), [(FLUX, s) for s in EULER] + [(SANA, s) for s in DPM]
+    ("config", "setting"), [(FLUX, s) for s in EULER | FLUX_MU] + [(SANA, s) for s in DPM]
 )
 def test_a_setting_that_is_not_supported_is_refused_by_name(config, setting):
     value = UNSUPPORTED[setting]
@@ -206,7 +238,7 @@ def test_a_setting_that_is_not_supported_is_refused_by_name(config, setting):
 
 def test_every_setting_that_diffusers_knows_is_read_or_refused_or_changes_nothing():
     """Another release of diffusers with a new setting fails here, to be looked at."""
-    read = {"FlowMatchEulerDiscreteScheduler": {"shift", "use_dynamic_shifting"}}
+    read = {"FlowMatchEulerDiscreteScheduler": {"shift", "use_dynamic_shifting", "shift_terminal"}}
     read["DPMSolverMultistepScheduler"] = {"solver_order", "flow_shift"}
     # with flow sigmas and a last sigma of zero, these have no part in the steps
     without_effect = {
@@ -225,7 +257,7 @@ def test_every_setting_that_diffusers_knows_is_read_or_refused_or_changes_nothin
         "time_shift_type": "exponential",
     }
     for config, scheduler, refused in (
-        (SD3, FlowMatchEulerDiscreteScheduler, EULER),
+        (SD3, FlowMatchEulerDiscreteScheduler, EULER | FLUX_MU),
         (SANA, DPMSolverMultistepScheduler, DPM),
     ):
         known = {k for k in scheduler().config if not k.startswith("_")}

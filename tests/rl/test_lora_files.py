@@ -20,6 +20,8 @@ from diffusers import (
     Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
     SanaPipeline,
     SanaTransformer2DModel,
     SD3Transformer2DModel,
@@ -43,6 +45,7 @@ from solrl_jax.models.backbone import load_backbone
 from solrl_jax.models.flux import transformer as flux
 from solrl_jax.models.flux2 import transformer as flux2
 from solrl_jax.models.loading.weights import parameter_table
+from solrl_jax.models.qwen_image import transformer as qwen_image
 from solrl_jax.models.sana import transformer as sana
 from solrl_jax.models.sd3 import transformer as sd3
 from solrl_jax.models.zimage import transformer as zimage
@@ -469,7 +472,7 @@ def test_a_file_that_is_not_the_runs_is_refused_with_both_values(
     assert read_start(Lora(rank=1, alpha=1.0, target_modules=("a",), path=None), [], table) == {}
 
 
-# --- FLUX, SD3, SANA-1.5, Z-Image: other names, layers that differ within a list, and a last linear that is
+# --- FLUX, SD3, SANA-1.5, Qwen-Image, Z-Image: other names, layers that differ within a list, and a last linear that is
 # named like each block's
 
 FLUX = {
@@ -519,6 +522,15 @@ FLUX2 = {
     "joint_attention_dim": 12,
     "axes_dims_rope": (4, 4, 4, 4),
     "guidance_embeds": False,
+}
+QWEN_IMAGE = {
+    "in_channels": 16,
+    "out_channels": 4,
+    "num_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 12,
+    "axes_dims_rope": (4, 6, 6),
 }
 ZIMAGE = {
     "in_channels": 4,
@@ -585,6 +597,19 @@ def other(kind) -> Other:
         pipeline = Flux2KleinPipeline(
             transformer=network, **dict.fromkeys(("scheduler", "vae", "text_encoder", "tokenizer"))
         )
+    elif kind == "qwen-image":
+        network = QwenImageTransformer2DModel(**QWEN_IMAGE)
+
+        def make():
+            return qwen_image.QwenImageTransformer2DModel(
+                qwen_image.QwenImageConfig.from_dict(QWEN_IMAGE), rngs=nnx.Rngs(0)
+            )
+
+        inputs = {name: text[name] for name in ("encoder_hidden_states", "timestep")}
+        inputs |= {"hidden_states": draw(1, 6, 16), "img_shapes": [[(1, 2, 3)]]}
+        pipeline = QwenImagePipeline(
+            transformer=network, **dict.fromkeys(("scheduler", "vae", "text_encoder", "tokenizer"))
+        )
     elif kind == "sana-1.5":
         network = SanaTransformer2DModel(**SANA15)
 
@@ -641,6 +666,8 @@ TARGETS = {
     "sd3": r"transformer_blocks/[^/]+/(attn2?/(to_[qkv]|add_[qkv]_proj|to_out/0|to_add_out)|ff/net/2)/kernel|proj_out/kernel",
     "flux2": r"transformer_blocks/(attn/(to_[qkv]|add_[qkv]_proj|to_out/0|to_add_out)|ff(_context)?/linear_(in|out))/kernel"
     r"|single_transformer_blocks/attn/to_(qkv_mlp_proj|out)/kernel|proj_out/kernel",
+    "qwen-image": r"transformer_blocks/(attn/(to_[qkv]|add_[qkv]_proj|to_out/0|to_add_out)"
+    r"|(img|txt)_mlp/net/(0/proj|2)|img_mod/1)/kernel|proj_out/kernel",
     "sana-1.5": r"transformer_blocks/attn[12]/(to_[qkv]|to_out/0)/kernel",
     "zimage": r"(layers|noise_refiner|context_refiner)/"
     r"(attention/(to_[qkv]|to_out/0)|feed_forward/w[123]|adaLN_modulation/0)/kernel",
@@ -649,6 +676,7 @@ REFUSED = {  # what pipelines say of keys MODULE.alpha
     "flux": "network_alphas.*metadata.*cannot",
     "flux2": "Invalid adapter checkpoint",
     "sd3": "Invalid LoRA check",
+    "qwen-image": "Target modules .* not found",
     "sana-1.5": "Invalid LoRA check",
     "zimage": "Target modules .* not found",
 }
@@ -656,6 +684,7 @@ COUNTS = {
     "flux": 2 * 8 + 2 * 3 + 1,
     "flux2": 2 * 12 + 2 * 2 + 1,
     "sd3": 4 * 9 - 1 + 2 * 4 + 1,
+    "qwen-image": 2 * 13 + 1,
     "sana-1.5": 2 * 8,
     "zimage": 2 * 8 + 8 + 7,
 }

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from diffusers import Flux2KleinPipeline, FluxPipeline, ZImagePipeline
+from diffusers import Flux2KleinPipeline, FluxPipeline, QwenImagePipeline, ZImagePipeline
 from peft import LoraConfig, get_peft_model
 from safetensors.numpy import save_file
 
@@ -92,6 +92,15 @@ FLUX2 = DOUBLE | {
     "img_in": (WIDTH, 16),
     "final_layer.linear": (16, WIDTH),
 }
+QWEN_IMAGE = {
+    "transformer_blocks.1.attn.to_q": (WIDTH, WIDTH),
+    "transformer_blocks.0.attn.to_out.0": (WIDTH, WIDTH),
+    "transformer_blocks.0.attn.add_k_proj": (WIDTH, WIDTH),
+    "transformer_blocks.1.attn.to_add_out": (WIDTH, WIDTH),
+    "transformer_blocks.0.img_mlp.net.0.proj": (MLP, WIDTH),
+    "transformer_blocks.1.txt_mlp.net.2": (WIDTH, MLP),
+    "transformer_blocks.1.img_mod.1": (6 * WIDTH, WIDTH),
+}
 Z_IMAGE = {
     "layers.1.attention.to_q": (WIDTH, WIDTH),
     "noise_refiner.0.attention.to_out.0": (WIDTH, WIDTH),
@@ -123,6 +132,16 @@ CASES = {
         "zimage",
         ZImagePipeline,
         make(prefixed("diffusion_model.", Z_IMAGE), alpha=3.0),
+    ),
+    "kohya, Qwen-Image": (
+        "qwen-image",
+        QwenImagePipeline,
+        make(kohya(QWEN_IMAGE), KOHYA, alpha=3.0),
+    ),
+    "ComfyUI, Qwen-Image": (
+        "qwen-image",
+        QwenImagePipeline,
+        make(prefixed("diffusion_model.", QWEN_IMAGE)),
     ),
     "kohya, Z-Image": ("zimage", ZImagePipeline, make(kohya(Z_IMAGE), KOHYA, alpha=3.0)),
 }

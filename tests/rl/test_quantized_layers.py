@@ -20,6 +20,7 @@ from solrl_jax.config.presets import resolve
 from solrl_jax.models.backbone import load_backbone
 from solrl_jax.models.flux.transformer import FluxConfig, FluxTransformer2DModel
 from solrl_jax.models.locate import EMBEDDED_FOLDER, open_model
+from solrl_jax.models.qwen_image.transformer import QwenImageConfig, QwenImageTransformer2DModel
 from solrl_jax.models.sana.transformer import SanaConfig, SanaTransformer2DModel
 from solrl_jax.models.sd3.transformer import SD3Config, SD3Transformer2DModel
 from solrl_jax.models.zimage.transformer import ZImageConfig, ZImageTransformer2DModel
@@ -119,6 +120,12 @@ NETWORKS = {  # the released ones, and small ones of the same kind
             "num_attention_heads": 1,
         },
     ),
+    "qwen-image": (
+        QwenImageTransformer2DModel,
+        QwenImageConfig,
+        {},
+        {"num_layers": 2, "num_attention_heads": 1},
+    ),
     "zimage": (
         ZImageTransformer2DModel,
         ZImageConfig,
@@ -204,6 +211,17 @@ PEERS = {  # the modules that are quantised, and how many linears they are in th
         | {f"single_transformer_blocks/{x}" for x in ("proj_mlp", "proj_out")}
         | {"proj_out"},
         19 * 14 + 38 * 6 + 1,
+    ),
+    # none of the peers knows it: those of the blocks, without what modulates
+    "qwen-image": (
+        {
+            f"transformer_blocks/{x}"
+            for x in (
+                *ATTENTION,
+                *(f"{mlp}/net/{x}" for mlp in ("img_mlp", "txt_mlp") for x in ("0/proj", "2")),
+            )
+        },
+        60 * 12,
     ),
     # none of the peers knows it: those of the blocks, as in FLUX.1, without what modulates
     "zimage": (

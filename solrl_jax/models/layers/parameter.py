@@ -23,8 +23,9 @@ def param(
         value: The initial value.
         torch_name: The last part of the parameter's name in PyTorch, for example "weight".
         layout: The order of the axes in PyTorch: "same" as ours; "linear", [out, in] there and [in,
-            out] here; "pointwise", [out, in, 1, 1] there and [in, out] here; or "conv", [out, in,
-            kh, kw] there and [kh, kw, in, out] here (`models.loading.weights.OUR_AXES`).
+            out] here; "pointwise", [out, in, 1, 1] there and [in, out] here; "conv", [out, in, kh,
+            kw] there and [kh, kw, in, out] here; or "conv3d", [out, in, kt, kh, kw] there and [kt,
+            kh, kw, in, out] here (`models.loading.weights.OUR_AXES`).
         start: `(function, *arguments)`, for a parameter that checkpoints may lack. The call
             `function(*arguments)` returns its initial value, which is broadcast to the parameter's
             shape. None: checkpoints must hold it.

@@ -281,7 +281,7 @@ def _describe(annotation: Any) -> str:
     if isinstance(annotation, UnionType):
         return " or ".join(map(_describe, get_args(annotation)))
     if get_args(annotation):
-        items = {int: "integers", str: "strings"}
+        items = {int: "integers", float: "numbers", str: "strings", bool: "True or False"}
         return "a list of " + items.get(get_args(annotation)[0], "lists")
     names = {int: "a positive integer", bool: "True, False", float: "a number", str: "a string"}
     return names.get(annotation, "None")

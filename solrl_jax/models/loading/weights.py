@@ -53,8 +53,9 @@ CHUNK_BYTES = 2**28
 #   "linear": [in, out] here, [out, in] there.
 #   "pointwise": the same for a 1x1 convolution, [out, in, 1, 1] there.
 #   "conv": [kh, kw, in / groups, out] here, [out, in / groups, kh, kw] there.
+#   "conv3d": [kt, kh, kw, in, out] here, [out, in, kt, kh, kw] there.
 # The layout "same" keeps the order.
-OUR_AXES = {"linear": (1, 0), "pointwise": (1, 0), "conv": (3, 2, 0, 1)}
+OUR_AXES = {"linear": (1, 0), "pointwise": (1, 0), "conv": (3, 2, 0, 1), "conv3d": (4, 3, 0, 1, 2)}
 
 # Tensors of older files that may be there but add nothing, if the network has the parameter on the
 # right: the positions are 0, 1, 2, ..., and the encoder of T5 shares its token table.

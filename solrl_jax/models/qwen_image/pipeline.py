@@ -1,0 +1,256 @@
+"""Qwen-Image as a pipeline: text-to-image generation as in diffusers' `QwenImagePipeline` (arXiv
+2508.02324).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from solrl_jax.errors import InputError
+from solrl_jax.models.layers.pixel_shuffle import depth_to_space, space_to_depth
+from solrl_jax.models.loading.component import Component
+from solrl_jax.models.loading.config_file import unsupported
+from solrl_jax.models.loading.weights import Params
+from solrl_jax.models.pipeline import Conditioning, Pipeline, Tokens, TracedTokens, check_equal
+from solrl_jax.models.qwen_image.autoencoder import AutoencoderKLQwenImageConfig, open_autoencoder
+from solrl_jax.models.qwen_image.transformer import (
+    PATCH,
+    QwenImageConfig,
+    QwenImageTransformer2DModel,
+)
+from solrl_jax.models.text_encoders.qwen2_5_vl import Qwen2_5_VLTextConfig, open_qwen2_5_vl
+from solrl_jax.models.text_encoders.tokenizers import check_vocabulary, tokenize
+
+MAX_TOKENS = 1024
+DEFAULT_LATENT_SIDE = 128  # of images, in latent pixels; no released config has it
+# The text encoder reads each prompt within this template, and the transformer sees no token before
+# those of the prompt.
+TEMPLATE = (
+    "<|im_start|>system\n"
+    "Describe the image by detailing the color, shape, size, texture, quantity, text, spatial "
+    "relationships of the objects and background:<|im_end|>\n"
+    "<|im_start|>user\n"
+    "{}<|im_end|>\n"
+    "<|im_start|>assistant\n"
+)
+PREFIX_TOKENS = 34  # those of the template before the prompt
+# The settings of the scheduler from which the shift of the schedule follows, with the defaults of
+# diffusers' pipeline.
+SHIFT_SETTINGS = {
+    "base_shift": 0.5,
+    "max_shift": 1.15,
+    "base_image_seq_len": 256,
+    "max_image_seq_len": 4096,
+}
+
+
+class QwenImagePipeline(Pipeline):
+    """Qwen-Image or Qwen-Image-2512. The language part of Qwen2.5-VL encodes the prompt.
+
+    Attributes:
+        config: configuration of the transformer.
+        vae_config: configuration of the autoencoder.
+        tokenizer: directory of the tokenizer.
+    """
+
+    kind = "QwenImagePipeline"
+    linear_sigmas = True
+
+    def __init__(self, folder: Path, remat: str = "none"):
+        """Opens a directory in the layout of `Qwen/Qwen-Image`. No weight is read.
+
+        Args:
+            folder: the directory.
+            remat: what the gradient of the transformer recomputes: "none" (nothing), "matmuls" (all
+                but matmuls and attention kernels) or "blocks" (all but the input of each block). It
+                is not checked here.
+
+        Raises:
+            FileNotFoundError: a configuration or the tokenizer is missing.
+            ValueError: a configuration is unsupported, the tokenizer cannot be loaded or does not
+                fit the text encoder, or the components do not fit together.
+        """
+        super().__init__(folder, remat)
+        config = QwenImageConfig.read(folder / "transformer")
+        vae_config = AutoencoderKLQwenImageConfig.read(folder / "vae")
+        text_config = Qwen2_5_VLTextConfig.read(folder / "text_encoder")
+        check_equal(
+            folder, "transformer in_channels", config.in_channels, PATCH**2 * vae_config.z_dim
+        )
+        check_equal(folder, "transformer out_channels", config.features_out, vae_config.z_dim)
+        check_equal(
+            folder,
+            "transformer joint_attention_dim",
+            config.joint_attention_dim,
+            text_config.hidden_size,
+        )
+        self.tokenizer = folder / "tokenizer"
+        check_vocabulary(self.tokenizer, text_config.vocab_size)
+        self.config = config
+        self.vae_config = vae_config
+
+        self.transformer = Component.from_builder(
+            folder / "transformer",
+            lambda rngs: QwenImageTransformer2DModel(config, remat=remat, rngs=rngs),
+        )
+        self.text_encoders = {"text_encoder": open_qwen2_5_vl(folder / "text_encoder", text_config)}
+        self.vae = open_autoencoder(folder / "vae", vae_config)
+        self.compression = vae_config.spatial_compression
+        self.channels = vae_config.z_dim
+        self.patch = PATCH
+        side = DEFAULT_LATENT_SIDE * self.compression
+        self.default_size = (side, side)
+        self.default_max_tokens = MAX_TOKENS
+        self._read_shift()
+
+    def _read_shift(self) -> None:
+        """Sets `shift_terminal` and the settings that `mu` reads, from the scheduler's
+        configuration.
+
+        Raises:
+            ValueError: a setting is no number in its range. The message names the file and the
+                setting.
+        """
+        file = str(self.folder / "scheduler" / "scheduler_config.json")
+        settings = SHIFT_SETTINGS | {
+            name: value for name, value in self.scheduler.items() if name in SHIFT_SETTINGS
+        }
+        for name, value in settings.items():
+            if type(value) not in (int, float) or not 0 <= value < math.inf:
+                raise unsupported(file, name, value, "a number of at least 0")
+        if settings["max_image_seq_len"] <= settings["base_image_seq_len"]:
+            value = settings["max_image_seq_len"]
+            raise unsupported(file, "max_image_seq_len", value, "more than base_image_seq_len")
+        terminal = self.scheduler.get("shift_terminal")
+        if terminal is not None and (type(terminal) not in (int, float) or not 0 <= terminal < 1):
+            raise unsupported(file, "shift_terminal", terminal, "None or a number in [0, 1)")
+        self._shift = settings
+        self.shift_terminal = terminal
+
+    @property
+    def mu(self) -> Callable[[int, int], float]:
+        """The formula of the schedule shift: a line through the two pairs of image tokens and shift
+        in the scheduler's configuration. It does not depend on the number of steps.
+        """
+
+        def line(steps: int, tokens: int) -> float:
+            settings = self._shift
+            slope = (settings["max_shift"] - settings["base_shift"]) / (
+                settings["max_image_seq_len"] - settings["base_image_seq_len"]
+            )
+            return settings["base_shift"] + slope * (tokens - settings["base_image_seq_len"])
+
+        return line
+
+    def velocity(
+        self,
+        params: Params,
+        latent: Array,
+        conditioning: Conditioning,
+        timestep: Array,
+        guidance: Array,
+        fp8_attention: bool = False,
+    ) -> Array:
+        """Predicts the velocity `noise - x0`, in the dtype of `latent`. For use under jit.
+
+        Args:
+            params: parameters of the transformer, gathered.
+            latent: noisy latents [b, h, w, c], of even height and width.
+            conditioning: "text" [b, l, d] and "mask" [b, l], as returned by `encode_text`.
+            timestep: `1000 sigma` of each latent.
+            guidance: ignored.
+            fp8_attention: must be False, because the attention is masked.
+
+        Returns:
+            The velocity, of the shape of `latent`.
+
+        Raises:
+            ValueError: `fp8_attention` is set; or, while tracing, height or width is odd, or image
+                and text have more positions than the released code stores.
+        """
+        if fp8_attention:
+            raise ValueError(
+                f"fp8_attention: not available for {self.kind}, whose attention is masked"
+            )
+        network = self.transformer(params)
+        return network(latent, conditioning["text"], conditioning["mask"], timestep)
+
+    def guide(
+        self,
+        conditional: Float[Array, "b h w c"],
+        unconditional: Float[Array, "b h w c"],
+        scale: Float[Array, ""],
+    ) -> Float[Array, "b h w c"]:
+        """Combines two velocities by classifier-free guidance, and rescales the result to the norm
+        of the conditional one, token by token. For use under jit.
+
+        Args:
+            conditional: the velocity for the prompt, float32.
+            unconditional: the velocity for the negative prompt, float32.
+            scale: the guidance scale, above 1.
+
+        Returns:
+            The guided velocity, float32. A token whose guided velocity is exactly zero becomes NaN
+            or infinite, as in diffusers.
+        """
+
+        def norm(tokens: Array) -> Array:
+            return jnp.sqrt((tokens**2).sum(-1, keepdims=True))
+
+        guided = space_to_depth(super().guide(conditional, unconditional, scale))
+        return depth_to_space(guided * (norm(space_to_depth(conditional)) / norm(guided)))
+
+    def tokenize(
+        self, prompts: Sequence[str], max_tokens: int, instruction: str | None = None
+    ) -> Tokens:
+        """Tokenizes prompts within the template, padded on the right.
+
+        Args:
+            prompts: one or more texts.
+            max_tokens: number of tokens of each prompt that the transformer sees, those of the
+                template after the prompt included. Longer texts are cut.
+            instruction: not supported, and ignored.
+
+        Returns:
+            "ids", int32, and "mask", bool, true on tokens and false on padding: both [prompts,
+            `max_tokens` plus the 34 tokens of the template before the prompt].
+
+        Raises:
+            InputError: `max_tokens` is above 1024 (`MAX_TOKENS`), or the tokenizer fails.
+        """
+        if max_tokens > MAX_TOKENS:
+            raise InputError(
+                f"{max_tokens} tokens per prompt: this model supports up to {MAX_TOKENS}"
+            )
+        texts = [TEMPLATE.format(prompt) for prompt in prompts]
+        return tokenize(self.tokenizer, texts, PREFIX_TOKENS + max_tokens, padding_side="right")
+
+    def encode_text(self, params: dict[str, Params], tokens: TracedTokens) -> Conditioning:
+        """Encodes tokenized prompts by the language part of Qwen2.5-VL. For use under jit.
+
+        Args:
+            params: parameters of "text_encoder".
+            tokens: result of `tokenize`.
+
+        Returns:
+            "text" [b, l, d], the normalised hidden states after the last layer, and "mask" [b, l],
+            bool, both without the 34 tokens of the template before the prompt.
+        """
+        encoder = self.text_encoders["text_encoder"](params["text_encoder"])
+        text = encoder(tokens["ids"], tokens["mask"])
+        return {"text": text[:, PREFIX_TOKENS:], "mask": tokens["mask"][:, PREFIX_TOKENS:]}
+
+    def unscale(self, latent: Array) -> Array:
+        """Converts latents to the scale that the autoencoder decodes: `latent * latents_std +
+        latents_mean`, per channel.
+
+        Args:
+            latent: the transformer's latents.
+
+        Returns:
+            An array of the shape and dtype of `latent`.
+        """
+        return self.vae_config.unscale(latent)

@@ -1,0 +1,323 @@
+"""Qwen-Image's diffusion transformer (arXiv 2508.02324, section 2.4): `QwenImageTransformer2DModel`
+of diffusers in Flax NNX.
+
+A multimodal diffusion transformer (arXiv 2403.03206, section 4) in which text and image are two
+streams in every block. Rotary positions count rows and columns from the middle of the image, and
+the text follows on the diagonal. Only the timestep modulates the blocks. The network predicts the
+velocity `v = noise - x0` of a flow.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from solrl_jax.models.layers.activation import Activation, as_lazy
+from solrl_jax.models.layers.ada_layer_norm import EPS, AdaLayerNorm
+from solrl_jax.models.layers.embeddings import TimestepMLP
+from solrl_jax.models.layers.feed_forward import FeedForward
+from solrl_jax.models.layers.linear import Linear
+from solrl_jax.models.layers.norm import LayerNorm, RMSNorm
+from solrl_jax.models.layers.pixel_shuffle import depth_to_space, space_to_depth
+from solrl_jax.models.layers.rotary import Rotation, rotation_table
+from solrl_jax.models.layers.softmax_attention import JointAttention, attend, project_qkv
+from solrl_jax.models.layers.stack import scan_blocks, stack
+from solrl_jax.models.loading.config_file import TransformerConfig
+from solrl_jax.quant.lazy import LazyActivation
+
+PATCH = 2  # the side of the square of latent pixels that one token represents
+THETA = 10000.0  # the base of the rotary frequencies
+POSITIONS = 4096  # stored by the released code in each direction
+
+
+@dataclasses.dataclass(frozen=True)
+class QwenImageConfig(TransformerConfig):
+    """The fields of a published `transformer/config.json`. The defaults are those of diffusers.
+
+    Attributes:
+        patch_size: 2, the only supported value: side of a patch in latent pixels.
+        in_channels: features of an image token, four times the channels of the latents.
+        out_channels: channels of the output latents; None: as many as `in_channels`.
+        num_layers: number of blocks.
+        attention_head_dim: features of one attention head.
+        num_attention_heads: number of attention heads.
+        joint_attention_dim: features of a text embedding.
+        guidance_embeds: whether the network takes the guidance scale as an input; only False is
+            supported.
+        axes_dims_rope: features of a head that each of the three coordinates of a position rotates,
+            positive even numbers whose sum is `attention_head_dim`.
+        zero_cond_t: whether condition images have the timestep 0 (Qwen-Image-Edit-2511); only False
+            is supported, as for the two fields below.
+        use_additional_t_cond: whether a second condition is added to the timestep (layered images).
+        use_layer3d_rope: whether positions have a layer (layered images).
+    """
+
+    network = "QwenImageTransformer2DModel"
+
+    patch_size: int = PATCH
+    in_channels: int = 64
+    out_channels: int | None = 16
+    num_layers: int = 60
+    attention_head_dim: int = 128
+    num_attention_heads: int = 24
+    joint_attention_dim: int = 3584
+    guidance_embeds: bool = False
+    axes_dims_rope: tuple[int, ...] = (16, 56, 56)
+    zero_cond_t: bool = False
+    use_additional_t_cond: bool = False
+    use_layer3d_rope: bool = False
+
+    def check(self) -> None:
+        """Rejects configurations that this port does not implement.
+
+        Raises:
+            ValueError: a field has a value that the class does not list as supported. The message
+                names the field.
+        """
+        self.require(self.patch_size == PATCH, "patch_size", str(PATCH))
+        self.require(
+            self.in_channels % PATCH**2 == 0, "in_channels", f"a positive multiple of {PATCH**2}"
+        )
+        for name in (
+            "guidance_embeds",
+            "zero_cond_t",
+            "use_additional_t_cond",
+            "use_layer3d_rope",
+        ):
+            self.require(not getattr(self, name), name, "False")
+        axes = self.axes_dims_rope
+        are_even = all(dim > 0 and dim % 2 == 0 for dim in axes)
+        self.require(
+            len(axes) == 3 and are_even and sum(axes) == self.attention_head_dim,
+            "axes_dims_rope",
+            "three positive even numbers whose sum is "
+            f"attention_head_dim={self.attention_head_dim}",
+        )
+
+
+class QwenImageTransformer2DModel(nnx.Module):
+    """The velocity network.
+
+    Args:
+        config: configuration of the network.
+        remat: what gradients recompute: "none" (nothing), "matmuls" (all but matmuls and attention
+            kernels) or "blocks" (all but the input of each block).
+        rngs: random number generators for the initial weights.
+    """
+
+    def __init__(self, config: QwenImageConfig, *, remat: str = "none", rngs: nnx.Rngs):
+        d = config.width
+        self.config = config
+        self.remat = remat
+        self.time_text_embed = nnx.Dict(timestep_embedder=TimestepMLP(d, rngs=rngs))
+        self.txt_norm = RMSNorm(config.joint_attention_dim, eps=EPS)
+        self.img_in = Linear(config.in_channels, d, rngs=rngs)
+        self.txt_in = Linear(config.joint_attention_dim, d, rngs=rngs)
+        self.transformer_blocks = stack(
+            config.num_layers,
+            lambda rngs: QwenImageBlock(d, config.attention_head_dim, rngs=rngs),
+            rngs,
+        )
+        self.norm_out = AdaLayerNorm(d, 2, rngs=rngs)
+        self.proj_out = Linear(d, PATCH**2 * config.features_out, rngs=rngs)
+
+    def __call__(
+        self,
+        latent: Float[Array, "b h w c"],
+        text: Float[Array, "b l joint"],
+        mask: Bool[Array, "b l"],
+        timestep: Float[Array, " b"],
+    ) -> Float[Array, "b h w out"]:
+        """Predicts the velocity `noise - x0` at `latent`.
+
+        Args:
+            latent: noisy latents, not packed: c is `in_channels / 4`. Height and width are even.
+            text: hidden states of Qwen2.5-VL, cast to the dtype of `latent`.
+            mask: true on tokens, false on the padding after them, to which nothing attends.
+            timestep: `1000 * sigma` of each latent. It is embedded in float32.
+
+        Returns:
+            The velocity, in the dtype of `latent`, with `config.features_out` channels.
+
+        Raises:
+            ValueError: height or width is odd, or image and text together have more positions than
+                the released code stores.
+            KeyError: `remat` is not a key of `REMAT`.
+        """
+        batch, height, width, _ = latent.shape
+        dtype = latent.dtype
+        if height % PATCH or width % PATCH:
+            raise ValueError(
+                f"{self.config.network}: latents of {height} x {width}; accepted: even sizes"
+            )
+        rows = height // PATCH
+        columns = width // PATCH
+        length = text.shape[1]
+        if max(rows // 2, columns // 2) + length > POSITIONS:
+            raise ValueError(
+                f"{self.config.network}: latents of {height} x {width} with {length} text tokens; "
+                f"accepted: half of the larger side in tokens plus the text up to {POSITIONS}"
+            )
+        # In float32, because the condition modulates every token of every block, so that its
+        # rounding error would not average out.
+        embedded = self.time_text_embed.timestep_embedder(timestep, jnp.float32)
+        condition = jax.nn.silu(embedded).astype(dtype)
+        rotation = rotary_table(rows, columns, length, self.config.axes_dims_rope)
+        key_lengths = rows * columns + mask.sum(-1, dtype=jnp.int32)
+
+        squares = space_to_depth(latent)
+        image = self.img_in(squares.reshape(batch, rows * columns, -1))
+        text = self.txt_in(self.txt_norm(text.astype(dtype)))
+
+        def apply(block, streams):
+            return block(*streams, condition, rotation, key_lengths)
+
+        image, _ = scan_blocks(self.transformer_blocks, apply, (image, text), remat=self.remat)
+        scale, shift = self.norm_out.vectors(condition)
+        x = self.proj_out(self.norm_out(image, shift, scale))
+        return depth_to_space(x.reshape(batch, rows, columns, -1))
+
+
+class QwenImageBlock(nnx.Module):
+    """One layer of both streams: joint attention, then an MLP for each stream.
+
+    Args:
+        d: number of features of the tokens, a multiple of `head_dim`.
+        head_dim: number of features of one attention head.
+        rngs: random number generators for the initial weights.
+    """
+
+    def __init__(self, d: int, head_dim: int, *, rngs: nnx.Rngs):
+        # a list in PyTorch, whose index 0 is the SiLU
+        self.img_mod, self.txt_mod = (
+            nnx.Dict({"1": Linear(d, 6 * d, rngs=rngs)}) for _ in range(2)
+        )
+        self.img_norm1, self.img_norm2, self.txt_norm1, self.txt_norm2 = (
+            LayerNorm(d, eps=EPS, affine=False) for _ in range(4)
+        )
+        self.attn = MaskedJointAttention(d, head_dim, normed=True, rngs=rngs)
+        self.img_mlp, self.txt_mlp = (FeedForward(d, rngs=rngs) for _ in range(2))
+
+    def __call__(
+        self,
+        image: Float[Array, "b n d"],
+        text: Float[Array, "b l d"],
+        condition: Float[Array, "b d"],
+        rotation: Rotation,
+        key_lengths: Int[Array, " b"],
+    ) -> tuple[Float[Array, "b n d"], Float[Array, "b l d"]]:
+        """Applies joint attention of image and text, then an MLP to each stream. Both read
+        modulated norms, and their gated results are added to the streams.
+
+        Args:
+            image: the image tokens.
+            text: the text tokens, padding last.
+            condition: the vector that modulates the block, after its SiLU.
+            rotation: cosines and sines of the rotary angles of the n + l positions, image first.
+            key_lengths: how many tokens, from the first image token on, each sample attends to.
+
+        Returns:
+            The image tokens and the text tokens after the layer, the sums with the input included.
+        """
+
+        def split(modulation: nnx.Dict) -> list[Array]:
+            return jnp.split(modulation["1"](condition)[:, None], 6, axis=-1)
+
+        shift, scale, gate, shift_ff, scale_ff, gate_ff = split(self.img_mod)
+        text_vectors = split(self.txt_mod)
+        text_shift, text_scale, text_gate, text_shift_ff, text_scale_ff, text_gate_ff = text_vectors
+
+        attended, text_attended = self.attn.image_first(
+            self.img_norm1.modulated(image, shift, scale),
+            self.txt_norm1.modulated(text, text_shift, text_scale),
+            rotation,
+            key_lengths,
+        )
+        image = image + gate * attended
+        text = text + text_gate * text_attended
+        hidden = self.img_norm2.modulated(image, shift_ff, scale_ff)
+        image = image + gate_ff * self.img_mlp(hidden)
+        hidden = self.txt_norm2.modulated(text, text_shift_ff, text_scale_ff)
+        return image, text + text_gate_ff * self.txt_mlp(hidden)
+
+
+class MaskedJointAttention(JointAttention):
+    """Softmax attention over image and text as one sequence, of which padded text is masked.
+
+    The parameters are those of `JointAttention`. The image comes first here, so that a number of
+    keys, counted from the first, is the mask.
+
+    Args:
+        d: number of features of the tokens, and of all heads together.
+        head_dim: number of features of one head.
+        normed: whether each head of queries and keys is normalised (RMSNorm).
+        rngs: random number generators for the initial weights.
+    """
+
+    def image_first(
+        self,
+        image: Activation,
+        text: Activation,
+        rotation: Rotation,
+        key_lengths: Int[Array, " b"],
+    ) -> tuple[Float[Array, "b n d"], Float[Array, "b l d"]]:
+        """Applies softmax attention over image and text as one sequence, and an output projection
+        for each of the two.
+
+        Args:
+            image: the image tokens [b, n, d], an array or a lazy activation.
+            text: the text tokens [b, l, d], padding last, an array or a lazy activation.
+            rotation: cosines and sines of the rotary angles of the n + l positions, image first.
+            key_lengths: how many tokens, from the first image token on, each sample attends to.
+
+        Returns:
+            The outputs for the image and for the text, to which the inputs are not added, each in
+            the dtype of its stream.
+        """
+        assert self.to_add_out is not None, "every block has an output for the text"
+        image = as_lazy(image)
+        text = as_lazy(text)
+        count = image.num_rows
+        text_qkv = project_qkv(
+            text,
+            self.add_q_proj,
+            self.add_k_proj,
+            self.add_v_proj,
+            self.norm_added_q,
+            self.norm_added_k,
+            rotation,
+            start=count,
+        )
+        image_qkv = self.project(image, rotation)
+        out = attend(self.head_dim, image_qkv, text_qkv, key_lengths=key_lengths)
+        image_rows = LazyActivation.from_array(out, (0, count), image.dtype)
+        text_rows = LazyActivation.from_array(out, (count, out.shape[1]), text.dtype)
+        return self.to_out[0](image_rows), self.to_add_out(text_rows)
+
+
+def rotary_table(rows: int, columns: int, length: int, axes_dims: tuple[int, ...]) -> Rotation:
+    """Returns the rotary angles of the image tokens, row by row, then of the text tokens.
+
+    A position has three coordinates. Those of image tokens are (0, row, column), counted from the
+    middle: rows run from `-ceil(rows / 2)` to `floor(rows / 2) - 1`, and columns likewise. The
+    three coordinates of text token i, counted from 0, are all `max(rows // 2, columns // 2) + i`.
+
+    Args:
+        rows: number of rows of image tokens.
+        columns: number of columns of image tokens.
+        length: number of text tokens, padding included.
+        axes_dims: number of features of a head that each coordinate rotates: three even numbers.
+
+    Returns:
+        Cosines and sines, two float32 arrays [1, rows * columns + length, head_dim / 2].
+    """
+    count = rows * columns
+    positions = np.zeros((3, count + length))
+    row, column = np.indices((rows, columns)).reshape(2, -1)
+    positions[1, :count] = row - (rows - rows // 2)
+    positions[2, :count] = column - (columns - columns // 2)
+    positions[:, count:] = max(rows // 2, columns // 2) + np.arange(length)
+    return rotation_table(positions, axes_dims, THETA)

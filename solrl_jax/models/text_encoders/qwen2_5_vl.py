@@ -1,0 +1,279 @@
+"""The language part of Qwen2.5-VL as a text encoder (arXiv 2502.13923, section 2.1): the decoder
+`Qwen2_5_VLTextModel` of transformers in Flax NNX.
+
+A causal transformer. Groups of query heads share keys and values. The rotary positions of
+Qwen2.5-VL have three coordinates, which are equal for text, so that they are ordinary positions
+here. The vision part is not ported, and its weights are not read.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from solrl_jax.models.layers.attention import attention
+from solrl_jax.models.layers.embeddings import Embedding
+from solrl_jax.models.layers.linear import Linear
+from solrl_jax.models.layers.norm import RMSNorm
+from solrl_jax.models.layers.stack import scan_blocks, stack
+from solrl_jax.models.loading.component import Component
+from solrl_jax.models.loading.config_file import ReleasedConfig, unsupported, with_rope_theta
+from solrl_jax.models.loading.tensor_files import StoredTensor, read_header, weight_files
+from solrl_jax.models.loading.weights import ParameterEntry, match_tensors, parameter_table
+from solrl_jax.models.text_encoders.gemma2 import GatedMLP, rotate
+
+# The prefixes that released files have for the names of the language part: that of transformers 5
+# and that of transformers 4.
+PREFIXES = ("model.language_model.", "model.")
+# Tensors of the same files that the language part's hidden states do not need.
+UNUSED = ("lm_head.", "visual.", "model.visual.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen2_5_VLTextConfig(ReleasedConfig):
+    """The fields of a `config.json`, of transformers 4 or 5, that the hidden states of text depend
+    on. Other fields of the file are ignored. The defaults are those of the 7B model.
+
+    Attributes:
+        vocab_size: number of tokens in the vocabulary.
+        hidden_size: features of a token, a multiple of twice `num_attention_heads`.
+        intermediate_size: hidden features of the MLPs.
+        num_hidden_layers: number of layers.
+        num_attention_heads: number of query heads.
+        num_key_value_heads: number of key and value heads, a divisor of `num_attention_heads`.
+        hidden_act: "silu", the only supported value.
+        rms_norm_eps: epsilon of all norms, added to the mean of the squares.
+        rope_theta: base of the rotary frequencies.
+    """
+
+    network = "Qwen2_5_VLTextModel"
+    model_type = "qwen2_5_vl"
+
+    vocab_size: int = 152064
+    hidden_size: int = 3584
+    intermediate_size: int = 18944
+    num_hidden_layers: int = 28
+    num_attention_heads: int = 28
+    num_key_value_heads: int = 4
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 1000000.0
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "Qwen2_5_VLTextConfig":
+        """Makes a configuration from the contents of a `config.json` of the whole Qwen2.5-VL.
+
+        Missing fields keep their defaults, and unknown ones are ignored. Those of the language part
+        are read from `text_config` if it has them, otherwise from the top level.
+
+        Args:
+            fields: the contents. They are not changed.
+
+        Returns:
+            The configuration, whose fields have been checked.
+
+        Raises:
+            ValueError: a field has a type or value that is not supported, such as another
+                `model_type`, a `quantization_config`, a kind of rotary embedding other than
+                "default" or "mrope", or sliding attention (a true `use_sliding_window`, or
+                `layer_types` other than "full_attention" for every layer). The message names the
+                field.
+        """
+        text = fields.get("text_config") or {}
+        if not isinstance(text, Mapping):
+            raise unsupported(cls.network, "text_config", text, "a mapping")
+        merged = {**fields, **text, "model_type": fields.get("model_type", cls.model_type)}
+        for name in ("rope_parameters", "rope_scaling"):
+            rope = merged.get(name)
+            # The older name of the three-dimensional positions, which are ordinary ones for text.
+            if isinstance(rope, Mapping) and rope.get("rope_type", rope.get("type")) == "mrope":
+                merged[name] = {**rope, "rope_type": "default"}
+        config = super().from_dict(with_rope_theta(cls.network, merged))
+        full_attention = ["full_attention"] * config.num_hidden_layers
+        for name, accepted in (("use_sliding_window", False), ("layer_types", full_attention)):
+            value = merged.get(name)
+            if value is not None and value != accepted:
+                raise unsupported(cls.network, name, value, "full causal attention in every layer")
+        return config
+
+    def check(self) -> None:
+        """Checks the values of the fields; the accepted ones are listed in the class.
+
+        Raises:
+            ValueError: a value is not supported. The message names the field.
+        """
+        self.require_one_of("hidden_act", ("silu",))
+        self.require(
+            self.hidden_size % (2 * self.num_attention_heads) == 0,
+            "hidden_size",
+            f"a multiple of twice num_attention_heads={self.num_attention_heads} (rotary pairs)",
+        )
+        self.require(
+            self.num_attention_heads % self.num_key_value_heads == 0,
+            "num_key_value_heads",
+            f"a divisor of num_attention_heads={self.num_attention_heads}",
+        )
+
+    @property
+    def head_dim(self) -> int:
+        """Number of features of one attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+
+def open_qwen2_5_vl(folder: Path, config: Qwen2_5_VLTextConfig) -> Component:
+    """Opens the language part of a released Qwen2.5-VL. No weight is read.
+
+    The files also hold the vision part and a language-model head, which are ignored.
+
+    Args:
+        folder: the text encoder's folder.
+        config: configuration of the language part.
+
+    Returns:
+        The network `Qwen2_5_VLTextModel` without its parameters, with `folder` as their source.
+    """
+    return Component.from_builder(
+        folder, lambda rngs: Qwen2_5_VLTextModel(config, rngs=rngs), locate_language_tensors
+    )
+
+
+def locate_language_tensors(
+    source: Path, state: nnx.State
+) -> tuple[list[ParameterEntry], dict[str, StoredTensor]]:
+    """Finds the tensors of the language part in released files, from the headers of the files
+    alone.
+
+    Args:
+        source: the directory of the component, or one safetensors file.
+        state: abstract state of the network.
+
+    Returns:
+        The table of the network with the names that the files use, and the position of each tensor
+        in the files by name, unused ones included: the arguments of `weights.load_tensors`.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file or an index cannot be read; or tensors are missing, unexpected, of
+            another shape, stored twice or of an unsupported dtype. The message lists all of them.
+    """
+    files = [source] if source.is_file() else weight_files(source)
+    names = {tensor.name for file in files for tensor in read_header(file)}
+    newer, older = PREFIXES
+    prefix = newer if any(name.startswith(newer) for name in names) else older
+    table = [
+        dataclasses.replace(entry, names=tuple(f"{prefix}{name}" for name in entry.names))
+        for entry in parameter_table(state)
+    ]
+    expected = {name: entry.torch_shape for entry in table for name in entry.names}
+    return table, match_tensors(files, expected, str(source), lambda name: name.startswith(UNUSED))
+
+
+class Qwen2_5_VLTextModel(nnx.Module):
+    """The token embedding, the layers of the decoder, and the norm after them.
+
+    Args:
+        config: configuration of the network.
+        rngs: random number generators for the initial weights.
+    """
+
+    def __init__(self, config: Qwen2_5_VLTextConfig, *, rngs: nnx.Rngs):
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, rngs=rngs)
+        self.layers = stack(
+            config.num_hidden_layers, lambda rngs: DecoderLayer(config, rngs=rngs), rngs
+        )
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def __call__(
+        self, input_ids: Int[Array, "b l"], attention_mask: Bool[Array, "b l"]
+    ) -> Float[Array, "b l d"]:
+        """Returns the normalised hidden states after the last layer, in the dtype of the token
+        embedding.
+
+        Args:
+            input_ids: tokens of text, below `vocab_size`. Their positions count from 0.
+            attention_mask: true on tokens, false on the padding after them, to which no token
+                attends.
+        """
+        x = self.embed_tokens(input_ids)
+        position = jnp.arange(input_ids.shape[1])
+        mask = (position[:, None] >= position) & attention_mask[:, None, None, :]
+        x = scan_blocks(self.layers, lambda layer, x: layer(x, mask), x)
+        return self.norm(x)
+
+
+class DecoderLayer(nnx.Module):
+    """Attention, then a gated MLP. Each is normalised before, and added to its input.
+
+    Args:
+        config: configuration of the network.
+        rngs: random number generators for the initial weights.
+    """
+
+    def __init__(self, config: Qwen2_5_VLTextConfig, *, rngs: nnx.Rngs):
+        self.self_attn = Attention(config, rngs=rngs)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, jax.nn.silu, rngs=rngs)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def __call__(
+        self, x: Float[Array, "b l d"], mask: Bool[Array, "b 1 l l"]
+    ) -> Float[Array, "b l d"]:
+        """Applies attention, then the gated MLP. Each reads a norm of its input, and is added to
+        it.
+
+        Args:
+            x: hidden states of the tokens.
+            mask: true where a query (third axis) attends to a key (last axis), the same for all
+                heads.
+
+        Returns:
+            An array of the shape and dtype of `x`.
+        """
+        x = x + self.self_attn(self.input_layernorm(x), mask)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with rotary positions, including the output projection.
+
+    The projections to queries, keys and values have biases, and the output projection has none.
+    Consecutive query heads share the keys and values of one head.
+
+    Args:
+        config: configuration of the network.
+        rngs: random number generators for the initial weights.
+    """
+
+    def __init__(self, config: Qwen2_5_VLTextConfig, *, rngs: nnx.Rngs):
+        width = config.hidden_size
+        key_width = config.num_key_value_heads * config.head_dim
+        self.q_proj = Linear(width, width, rngs=rngs)
+        self.k_proj = Linear(width, key_width, rngs=rngs)
+        self.v_proj = Linear(width, key_width, rngs=rngs)
+        self.o_proj = Linear(width, width, bias=False, rngs=rngs)
+        self.config = config
+
+    def __call__(
+        self, x: Float[Array, "b l d"], mask: Bool[Array, "b 1 l l"]
+    ) -> Float[Array, "b l d"]:
+        """Applies the attention; the input is not added. The result has the shape and dtype of `x`.
+
+        Args:
+            x: normalised hidden states of the tokens at the positions 0 to l - 1.
+            mask: true where a query (third axis) attends to a key (last axis), the same for all
+                heads. A query without keys gets the mean of the values.
+        """
+        config = self.config
+
+        def heads(y):
+            return y.reshape(*y.shape[:2], -1, config.head_dim)
+
+        q = rotate(heads(self.q_proj(x)), config.rope_theta)
+        k = rotate(heads(self.k_proj(x)), config.rope_theta)
+        out = attention(q, k, heads(self.v_proj(x)), mask)
+        return self.o_proj(out.reshape(*x.shape[:2], -1))
