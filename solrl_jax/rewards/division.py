@@ -26,12 +26,13 @@ Scores = dict[str, Float[np.ndarray, " n"]]
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """The images that this host scores with some rewards.
+    """The images that this process scores with some of the rewards.
 
     Attributes:
-        scoring: Scores them.
-        rows: Their indices among the images of all hosts.
-        gathers: Whether they may be on the devices of other hosts.
+        scoring: The `host.Scoring` that passes them to the worker processes of this host.
+        rows: The indices of these images in the whole series, ascending.
+        gathers: Whether some of them may be on the devices of other processes, because their groups
+            were divided over the processes. Then every chunk is copied to every host.
     """
 
     scoring: Scoring
@@ -47,11 +48,13 @@ class DividedScoring:
     """
 
     def __init__(self, shares: list[Share], count: int) -> None:
-        """Every host makes one. `divided_scoring` does this.
+        """Keeps the shares. `divided_scoring` calls this, in every process.
 
         Args:
-            shares: The images of this host, for rewards that compare images and for others.
-            count: The number of images of all hosts.
+            shares: One entry for the rewards that score each image alone and one for those that
+                compare images; either may be missing. With a single process, one entry for all
+                rewards.
+            count: The number of images of the series, those of all processes together.
         """
         self._shares = shares
         self._count = count
@@ -191,7 +194,14 @@ def divided_scoring(
 
 
 def _renumber(groups: Sequence[slice]) -> list[slice]:
-    """Returns slices of the same lengths that follow each other from 0."""
+    """Returns ranges of the same lengths that follow each other from 0.
+
+    Args:
+        groups: The ranges of images of this process's groups among the images of all processes.
+
+    Returns:
+        The ranges of the same groups among the images of this process, in the same order.
+    """
     slices = []
     start = 0
     for group in groups:

@@ -13,20 +13,25 @@ from solrl_jax.rewards.protocol import Reward, score_images
 
 
 class GroupScoring:
-    """Collects images until a group is complete, and scores it.
+    """Collects images until a group of candidates of one prompt is complete, and scores it.
 
-    At most one group and one chunk are held in the memory of the host. A group is scored on every
-    device alike, so its images need not divide by the number of devices.
+    The memory of the host holds at most one incomplete group and one chunk. A group is scored on
+    every device alike, so its size need not be a multiple of the number of devices. With several
+    processes, all of them make the same calls with the same arguments. The scoring is compiled once
+    per size of a group; a prompt that is divided has groups of up to two sizes.
     """
 
     def __init__(self, reward: Reward, prepared: Any, prompts: Sequence[int], mesh: Mesh) -> None:
-        """Scores nothing yet.
+        """Divides the images into groups (`rewards.groups.group_slices`), and scores nothing yet.
 
         Args:
-            reward: The reward, with `groupwise` set.
-            prepared: What its `prepare` returned, one row per prompt, on every device.
-            prompts: For each image, the row of its prompt.
-            mesh: The devices.
+            reward: The reward, with `groupwise` set and loaded parameters. Its `group_size` is the
+                most images in a group.
+            prepared: What its `prepare` returned, one row per prompt, on every device. Entries of
+                other rewards in it are not read by the weighted sums of `rewards.mixture`.
+            prompts: For each image of the series, the row of its prompt in `prepared`. The
+                candidates of a prompt follow each other.
+            mesh: The devices that score.
         """
         self._reward = reward
         self._prepared = prepared
@@ -38,11 +43,17 @@ class GroupScoring:
         self._scores: dict[str, list[np.ndarray]] = {}
 
     def add(self, images: np.ndarray | None, latents: np.ndarray) -> None:
-        """Passes on the next images or latents, on the host. Also scores complete groups.
+        """Passes on the next images, in the order of the series. Also scores the groups they complete.
 
         Args:
-            images: The images; None if the reward scores latents alone.
-            latents: Their latents. Rows beyond the last image are padding.
+            images: The images as a NumPy array [b, H, W, 3] in [0, 1]; None if the reward scores
+                latents alone.
+            latents: Their latents, a NumPy array [b, h, w, c]. Rows beyond the last image of the
+                series are padding, which is not scored.
+
+        Raises:
+            InputError: If the reward's code raises, or returns no scores of the right names and
+                shapes.
         """
         known = len(self._prompts) - self._first - len(self._pending)
         for row in range(min(len(latents), known)):
@@ -55,11 +66,21 @@ class GroupScoring:
             self._first += count
 
     def finish(self) -> dict[str, np.ndarray]:
-        """Returns the scores of all images by name."""
+        """Returns the scores of the images so far, in order: arrays [images] by the name of the score.
+
+        The names are "reward", the name of each groupwise reward and "NAME/OTHER" for its other
+        scores. Images of an incomplete group are missing, so this is called after the last image
+        was added. The dict is empty if no group was scored.
+        """
         return {name: np.concatenate(parts) for name, parts in self._scores.items()}
 
     def _score(self, rows: list[tuple[Any, ...]], prompts: np.ndarray) -> None:
-        """Scores one group, and keeps the scores."""
+        """Scores one group on all devices alike, waits for the scores and appends them to those so far.
+
+        Args:
+            rows: The image (or None) and the latent of each candidate of the group.
+            prompts: The row of the prompt of each candidate, int32.
+        """
         everywhere = sharding.replicated(self._mesh)
         images, latents = (
             None if column[0] is None else np.stack(column) for column in zip(*rows, strict=True)

@@ -23,12 +23,16 @@ def group_slices(prompts: Sequence[Any], size: int) -> list[slice]:
     """Divides a series of images into groups.
 
     Args:
-        prompts: The prompt of each image. Equal ones that follow each other belong together.
-        size: The most images in a group. The images of a prompt are divided into as few groups as
-            possible, whose sizes differ by at most 1.
+        prompts: The prompt of each image, or anything else that is equal for equal prompts, such as
+            an index. Equal ones that directly follow each other belong together; if a prompt comes
+            again later, its images there form groups of their own.
+        size: The most images in a group, at least 1. The images of a prompt are divided into as few
+            groups as possible, whose sizes differ by at most 1, so that 3 images in groups of at
+            most 2 leave a group of one.
 
     Returns:
-        The images of each group, in order.
+        The range of the images of each group. The ranges are not empty, follow each other and cover
+        all images; [] without images.
     """
     slices = []
     start = 0
@@ -44,7 +48,14 @@ def group_slices(prompts: Sequence[Any], size: int) -> list[slice]:
 
 
 def ordered_pairs(count: int) -> Int[np.ndarray, "pairs 2"]:
-    """Returns all pairs of two different indices below `count`, in both orders."""
+    """Returns all pairs of two different indices, in both orders.
+
+    Args:
+        count: The number of indices, 0, ..., count - 1. It may be 0.
+
+    Returns:
+        An array [count (count - 1), 2] of int64, sorted by the first index, then by the second.
+    """
     first, second = np.nonzero(~np.eye(count, dtype=bool))
     return np.stack([first, second], axis=1)
 
@@ -59,11 +70,11 @@ def win_rates(preferences: Float[np.ndarray, "n n"]) -> Float[np.ndarray, " n"]:
 
     Args:
         preferences: p[i, j] in [0, 1] is how much image i is preferred to image j when i comes
-            first. NaN: they were not compared.
+            first. NaN: they were not compared in this order. The diagonal is not read.
 
     Returns:
-        The scores in [0, 1]. A pair that lacks an order is left out. An image without opponents
-        scores `ALONE`, and one whose pairs were all left out NaN.
+        The scores in [0, 1], float32. A pair that lacks an order is left out of the means. The only
+        image of a group scores 0.5 (`ALONE`), and one whose pairs were all left out NaN.
     """
     count = len(preferences)
     if count == 1:
@@ -76,17 +87,26 @@ def win_rates(preferences: Float[np.ndarray, "n n"]) -> Float[np.ndarray, " n"]:
 
 
 def round_robin(prefer: Callable[[Any, Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
-    """Makes the function `score` of a groupwise reward inside JAX of a function of two images.
+    """Turns a comparison of two images into the function `score` of a groupwise reward inside JAX.
 
         Reward(params, prepare, score=round_robin(prefer), groupwise=True)
 
+    An image is scored by its win rate in its group, as `win_rates` defines it.
+
     Args:
-        prefer: A function (params, first, second, prepared) -> preferences [n] in [0, 1] for the
-            first of two images each. Its inputs have the shapes of those of `Reward.score`.
+        prefer: A pure function (params, first, second, prepared) -> preferences [n] in [0, 1]: how
+            much each image of `first` is preferred to the image of `second` in the same row, when
+            it comes first. The argument `params` is that of the reward. `first` and `second` are
+            images [n, H, W, 3], latents or pairs of both, as `Reward.inputs` says, and `prepared`
+            has n equal rows, because all images of a group have the same prompt.
 
     Returns:
-        A function (params, inputs, prepared) -> {"reward": win rates [n]}. It calls `prefer` n
-        times with n pairs each.
+        A function (params, inputs, prepared) -> {"reward": win rates [n] in [0, 1]}, which jit can
+        trace. It runs `prefer` n times, one after the other, with n pairs each: one image against
+        all images, itself included, whose result is dropped. The only image of a group scores 0.5
+        without a call. Pairs with a preference that is not finite are left out, and an image
+        without other pairs scores NaN. It raises ValueError when it is traced if the preferences do
+        not have the shape [n].
     """
 
     def score(params: Any, inputs: Any, prepared: Any) -> dict[str, Array]:

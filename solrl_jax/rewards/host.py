@@ -281,8 +281,9 @@ class Scoring:
         Args:
             host: The rewards, and how their worker processes run.
             prompts: The prompt of each image, in order.
-            groups: The images that are compared with each other, in order. None: those of a prompt
-                that follow each other, divided into groups of `host.group_size`.
+            groups: The ranges of the images that are compared with each other, which follow each
+                other from 0 and cover all images. None: the images of a prompt that directly follow
+                each other, divided into groups of at most `host.group_size`.
         """
         self.failed: dict[str, int] = {reward.name: 0 for reward in host.rewards}
         self.usage: dict[str, float] = {}
@@ -338,8 +339,15 @@ class Scoring:
     def _start_groups(self, images: Images) -> list[tuple[HostReward, slice, Wait]]:
         """Starts the calls of rewards that compare images, for the groups that are complete.
 
+        Also keeps the images of an incomplete group, and removes the groups that it starts.
+
         Args:
-            images: The next images. Those of an incomplete group are kept.
+            images: The next images, without padding, float32 [b, H, W, 3].
+
+        Returns:
+            For each call: the reward, the range of the group among all images, and the function
+            that waits for the result. A group is one call per reward, whatever the `batch` of the
+            reward.
         """
         rewards = [reward for reward in self._host.rewards if reward.in_groups]
         if not rewards:
@@ -413,12 +421,14 @@ class Scoring:
                 self._workers.failures_in_a_row[reward.name] = 0
 
     def _count(self, name: str, counts: Mapping[str, float], seconds: float) -> None:
-        """Adds what a call cost.
+        """Adds what a call cost to `usage`.
 
         Args:
             name: The name of the reward.
-            counts: The counters of the call. Without any, nothing is added.
-            seconds: How long the run waited for the call.
+            counts: The counters of the call by name (`rewards.usage`). Without any, nothing is
+                added.
+            seconds: How long the run waited for the call, which is added as "seconds_waited". The
+                call itself may have taken longer, because it ran beside the generation.
         """
         if not counts:
             return
@@ -484,7 +494,9 @@ def scoring(
     Args:
         host: The rewards, and how their worker processes run.
         prompts: The prompt of each image, in order.
-        groups: As of `Scoring`.
+        groups: The ranges of the images that are compared with each other, which follow each other
+            from 0. None: the images of a prompt that directly follow each other, divided into
+            groups of at most `host.group_size`. Only rewards that compare images read it.
 
     Yields:
         The scoring, to which the body passes the images.
@@ -497,19 +509,21 @@ def scoring(
 
 
 def trial(host: HostRewards, prompts: Sequence[Prompt], size: tuple[int, int]) -> None:
-    """Scores a gray image for each prompt, so that a reward that always fails is noticed early.
+    """Scores gray images once, so that a reward that always fails is noticed early.
 
-    The scores are dropped. Also starts the worker processes, and prints a line for each failed
-    reward if failures are skipped.
-    There are two for each prompt if a reward compares images.
+    The scores are dropped. Also starts the worker processes, which stay; if failures are skipped,
+    also prints a line to standard error for each failed reward. Services and judges are asked in
+    earnest.
 
     Args:
         host: The rewards, and how their worker processes run.
-        prompts: The prompts.
+        prompts: The prompts. Each gets one gray image (all values 0.5), or two if any reward
+            compares images. All of them are held in memory at once.
         size: Height and width of the images in pixels.
 
     Raises:
-        RewardError: If a call failed and failures are not skipped.
+        RewardError: If a call failed and failures are not skipped, or if 32 calls of one reward in
+            a row have failed.
     """
     if any(reward.in_groups for reward in host.rewards):
         prompts = [prompt for prompt in prompts for _ in range(2)]
@@ -543,8 +557,10 @@ def import_object(target: str) -> Any:
 def _set_up(memory: int) -> None:
     """Prepares a worker process, before anything else is imported in it.
 
-    JAX uses the CPU only, standard output goes to standard error, Ctrl-C does not reach the
-    process, and it ends with the run. `os._exit` is replaced: exit code 0 becomes `ENDED` (99).
+    JAX uses the CPU only (JAX_PLATFORMS), and CUDA_VISIBLE_DEVICES="" hides NVIDIA GPUs from every
+    library, PyTorch included. A reward that needs a GPU is run as a service. Standard output goes
+    to standard error. The process gets a session of its own, so that Ctrl-C does not reach it, and
+    it ends with the run. `os._exit` is replaced: exit code 0 becomes `ENDED` (99).
 
     Args:
         memory: The most bytes of data that the worker may take; less if the system's own limit is
@@ -610,13 +626,18 @@ def _call(
         images: The images, float32 [n, H, W, 3] in [0, 1].
         prompts: The text of the prompt of each image.
         metadata: The metadata of the prompt of each image.
-        pairs_at_once: For a pairwise reward, the most pairs in one call of its function.
+        pairs_at_once: For a pairwise reward, the most pairs in one call of its function; the images
+            are then one group. 0: the function scores images.
 
     Returns:
-        The result: the scores by name, float32 arrays [n], with NaN for images that have a
-        non-finite value; or a problem in one line: the import or the function raised, there was
-        not enough memory, or the returned value is not one that `check_answer` accepts. It is no
-        exception, because not every exception can be pickled.
+        The scores by name, float32 arrays [n], with NaN for images that have a non-finite value; a
+        problem in one line: the import or the function raised, there was not enough memory, or the
+        returned value is not one that `check_answer` accepts; or both, if a `Failure` has the
+        scores of some images. Also what the call counted (`rewards.usage`). An error becomes a
+        problem, because not every exception can be pickled.
+
+    Raises:
+        Failure: If the scores of a `Failure` that the function raised are no scores themselves.
     """
     signal.setitimer(signal.ITIMER_REAL, timeout)
     usage.take()
@@ -655,18 +676,24 @@ def _compare_pairs(
     """Compares all images of a group with each other in both orders.
 
     Args:
-        function: (first, second, prompts, metadata) -> preferences for the first of two images.
-        images: The images.
-        prompts: The prompt of each image.
-        metadata: The metadata of each prompt.
-        pairs_at_once: The most pairs in one call.
+        function: The user's function with its options bound: (first, second, prompts, metadata) ->
+            one preference in [0, 1] per pair for the image of `first`, or a mapping with these as
+            "reward", whose other entries are dropped.
+        images: The images of the group, float32 [n, H, W, 3]. One with a non-finite value is not
+            compared.
+        prompts: The prompt of each image. Those of the first image of each pair are passed on.
+        metadata: The metadata of each prompt, likewise.
+        pairs_at_once: The most pairs in one call, at least 1.
 
     Returns:
-        The win rates of the images.
+        The win rates of the images (`groups.win_rates`), float32 [n]; NaN for an image that was not
+        compared, 0.5 for one that is alone.
 
     Raises:
-        Failure: If the function returned something else than preferences, or if it raised a
-            Failure. If that has preferences, the others are computed, and this one has win rates.
+        Failure: If the function returned no preferences or one outside of [0, 1], or raised a
+            Failure that has none. If it raised a Failure that has the preferences of some pairs,
+            the other pairs are compared nevertheless, and the Failure that is raised has the win
+            rates.
     """
     # An image with a non-finite value is not compared, so that it costs the others nothing.
     finite = np.flatnonzero(finite_images(images))
@@ -702,7 +729,8 @@ def _compare_pairs(
 def seconds_left() -> float:
     """Returns the seconds until the process that runs this call of a reward is ended.
 
-    `DEFAULT_SECONDS` outside of a worker process.
+    In a worker process this is the rest of `reward.timeout`. It is 120 (`DEFAULT_SECONDS`) in a
+    process without a running timer, such as one that calls a reward's function directly.
     """
     return signal.getitimer(signal.ITIMER_REAL)[0] or DEFAULT_SECONDS
 

@@ -9,18 +9,23 @@ _counts: collections.Counter[str] = collections.Counter()
 
 
 def count(name: str, amount: float = 1) -> None:
-    """Adds to a counter of the running call.
+    """Adds to a counter of the running call of a reward's function.
+
+    Counters belong to the process. In a process that is no worker nothing resets them.
 
     Args:
-        name: The name of the counter, e.g. "requests". The metrics of a run have it as
-            "reward_cost/REWARD/NAME".
-        amount: The number to add.
+        name: The name of the counter, e.g. "requests". The metrics of a run have the sum over all
+            calls of an iteration as "reward_cost/REWARD/NAME".
+        amount: The number to add. 0 makes the counter appear in the metrics.
     """
     _counts[name] += amount  # type: ignore[assignment]  # a Counter also sums floats
 
 
 def take() -> dict[str, float]:
-    """Returns the counters since the last call of this function, and resets them."""
+    """Returns the sum of each counter by its name since the last call of `take`, and resets them all.
+
+    The dict is empty if nothing was counted.
+    """
     counts = {name: float(amount) for name, amount in _counts.items()}
     _counts.clear()
     return counts
