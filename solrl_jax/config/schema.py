@@ -211,9 +211,6 @@ class Explore(Section):
     correction_rank: Annotated[Integer, Field(ge=0, le=2**12)] = 0
     attention: Literal["default", "fp8"] = "default"
     min_rank_correlation: Annotated[Number, Field(ge=-1, le=1)] | None = None
-    # Weights of the scores that rank the candidates, by name, where the scores of `reward.weights`
-    # are too slow or too dear for all of them. The kept candidates are scored by `reward.weights`
-    # in any case. None: these rank the candidates as well. Ours.
     reward: Annotated[dict[str, Number], Field(min_length=1)] | None = dataclasses.field(
         default=None, hash=False
     )
@@ -447,9 +444,6 @@ class Reward(Section):
     workers: Annotated[Integer, Field(ge=1, le=2**8)] = 2
     timeout: Annotated[Positive, Field(le=1e6)] = 120.0
     on_failure: Literal["stop", "skip"] = "stop"
-    # Most candidates of a prompt that a groupwise or pairwise reward compares with each other.
-    # Larger pools are divided into groups. A pairwise reward compares a group of g images in
-    # g (g - 1) pairs, both orders included. The default is the paper's number of kept candidates.
     group_size: Annotated[Integer, Field(ge=2, le=2**12)] = 24
 
     def __post_init__(self) -> None:

@@ -43,7 +43,7 @@ class GroupScoring:
         self._scores: dict[str, list[np.ndarray]] = {}
 
     def add(self, images: np.ndarray | None, latents: np.ndarray) -> None:
-        """Passes on the next images, in the order of the series. Also scores the groups they complete.
+        """Passes on the next images of the series. Also scores the groups that they complete.
 
         Args:
             images: The images as a NumPy array [b, H, W, 3] in [0, 1]; None if the reward scores
@@ -66,7 +66,7 @@ class GroupScoring:
             self._first += count
 
     def finish(self) -> dict[str, np.ndarray]:
-        """Returns the scores of the images so far, in order: arrays [images] by the name of the score.
+        """Returns the scores of all images so far: arrays [images] by the name of the score.
 
         The names are "reward", the name of each groupwise reward and "NAME/OTHER" for its other
         scores. Images of an incomplete group are missing, so this is called after the last image
@@ -75,7 +75,7 @@ class GroupScoring:
         return {name: np.concatenate(parts) for name, parts in self._scores.items()}
 
     def _score(self, rows: list[tuple[Any, ...]], prompts: np.ndarray) -> None:
-        """Scores one group on all devices alike, waits for the scores and appends them to those so far.
+        """Scores one group on all devices alike, waits for the scores and stores them.
 
         Args:
             rows: The image (or None) and the latent of each candidate of the group.

@@ -22,7 +22,7 @@ def count(name: str, amount: float = 1) -> None:
 
 
 def take() -> dict[str, float]:
-    """Returns the sum of each counter by its name since the last call of `take`, and resets them all.
+    """Returns the sum of each counter by its name since the last call of `take`. Resets them all.
 
     The dict is empty if nothing was counted.
     """

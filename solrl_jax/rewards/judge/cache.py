@@ -27,9 +27,12 @@ def cache_folder(path: str | None, field: str) -> Path | None:
     """Returns the directory of a cache. Nothing is written.
 
     Args:
-        path: The option: a directory, "" for one in the user's cache directory, or None for no
-            cache.
+        path: The option: a directory, "" for solrl_jax/judge in the user's cache directory
+            ($XDG_CACHE_HOME, or ~/.cache without it), or None for no cache.
         field: The setting, for messages.
+
+    Returns:
+        The directory, with `~` expanded, which need not exist; None for no cache.
 
     Raises:
         InputError: If the path is a file, or if the user has no home directory.
@@ -49,25 +52,32 @@ def cache_folder(path: str | None, field: str) -> Path | None:
 
 
 def cache_key(identity: Mapping[str, Any], prompt: str, images: list[str]) -> str:
-    """Returns the key of a request.
+    """Returns the key of a request: a SHA-256 hash of its arguments and `VERSION`, in hexadecimal.
 
     Args:
-        identity: All that a score depends on beside prompt and images, as JSON values.
+        identity: All that a score depends on beside prompt and images, as JSON values
+            (`Judge.identity`).
         prompt: The prompt.
-        images: A hash of the pixels of each image, in order.
+        images: A hash of the pixels of each image, in order: one, or two that are compared.
     """
     content = [VERSION, identity, prompt, images]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 class Cache:
-    """The cache in a directory, which is created."""
+    """The cache in a directory: one SQLite file, which several processes may use at once.
+
+    Entries are never removed, and there is no limit on their number.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """Opens the cache.
+        """Opens the cache. Also creates the directory and the file `scores.sqlite` if missing.
+
+        Args:
+            folder: The directory.
 
         Raises:
-            Failure: If it cannot be opened.
+            Failure: If it cannot be created or opened.
         """
         self._path = folder / FILE
         try:
@@ -85,8 +95,12 @@ class Cache:
     def read(self, key: str) -> dict[str, float] | None:
         """Returns the scores of a request by name, or None if it was not scored yet.
 
+        Args:
+            key: The key of the request, from `cache_key`.
+
         Raises:
-            Failure: If the file cannot be read.
+            Failure: If the file cannot be read, or another process has it locked for 30 seconds
+                (`BUSY`).
         """
         try:
             row = self._database.execute("SELECT scores FROM scores WHERE key = ?", [key])
@@ -98,14 +112,15 @@ class Cache:
             raise self._failure(error) from None
 
     def write(self, key: str, scores: Mapping[str, float]) -> None:
-        """Stores the scores of a request.
+        """Stores the scores of a request at once, in place of those that it had.
 
         Args:
             key: The key of the request, from `cache_key`.
-            scores: Its scores by name.
+            scores: Its scores by name, "reward" among them.
 
         Raises:
-            Failure: If the disk refuses.
+            Failure: If the file cannot be written, e.g. on a full disk, or another process has it
+                locked for 30 seconds (`BUSY`).
         """
         try:
             self._database.execute(
@@ -115,7 +130,11 @@ class Cache:
             raise self._failure(error) from None
 
     def _failure(self, error: Exception) -> Failure:
-        """Returns the failure that stands for an error of the file."""
+        """Returns, and does not raise, the failure that stands for an error of the file.
+
+        Args:
+            error: The error. The message has it, the path of the file and a remedy.
+        """
         return Failure(
             f"its cache {self._path} cannot be used ({error}); remove it, or name another "
             "directory or null as the option cache"

@@ -33,15 +33,16 @@ MOST_MESSAGE = 200
 def find_key(settings: JudgeSettings) -> str:
     """Returns the API key of an endpoint.
 
-    It is the password in the user's netrc file for the host of the endpoint, or else the value of
-    the environment variable `api_key_env`. The default variable is OPENAI_API_KEY for openai.com
-    alone, so that its key goes to no other host.
+    It is the password in the user's netrc file (~/.netrc, or the file in the variable NETRC) for
+    the host of the endpoint, or else the value of the environment variable `api_key_env`. The
+    default variable is OPENAI_API_KEY for openai.com alone, so that its key goes to no other host,
+    and JUDGE_API_KEY for others.
 
     Args:
         settings: The address of the endpoint and the name of the variable are read.
 
     Returns:
-        The key; "none" without one, which local servers accept.
+        The key; "none" if there is none or an empty one, which local servers accept.
     """
     login = requests.utils.get_netrc_auth(settings.base_url)
     if login is not None and login[1]:
@@ -56,16 +57,26 @@ class Answer:
     """The answer to one request.
 
     Attributes:
-        text: The text; "" if there is none.
-        tokens: The log-probabilities of the first token; None if the endpoint returned none.
-        system_fingerprint: The endpoint's name for its software and weights, or None.
+        text: The text of the first choice; "" if there is none.
+        tokens: The tokens that the first token of the answer could have been, with the natural
+            logarithms of their probabilities, at most as many as were asked for by an honest
+            server; None if the endpoint returned none.
+        system_fingerprint: The endpoint's name for its software and weights, as it was sent, or
+            None.
     """
 
     def __init__(self, body: bytes) -> None:
         """Reads the body of an answer.
 
+        Also counts "prompt_tokens" and "completion_tokens" (`rewards.usage`) if the answer has
+        them.
+
+        Args:
+            body: A chat completion as JSON.
+
         Raises:
-            Failure: If it is no chat completion.
+            Failure: If it is no chat completion. The message has the first 200 bytes, cut to 80
+                characters.
         """
         try:
             content = parse_json(body, number=float)
@@ -85,14 +96,17 @@ class Answer:
 
 
 class Client:
-    """The connection of a process to an endpoint. Its requests run in an event loop of its own."""
+    """The connection of a process to an endpoint. All its requests run in one event loop.
+
+    Every request has the model, seed and `extra` of the settings and the temperature 0.
+    """
 
     def __init__(self, settings: JudgeSettings, concurrency: int) -> None:
-        """Opens no connection yet.
+        """Opens no connection yet. Reads the API key (`find_key`).
 
         Args:
             settings: The address, the model and the limits.
-            concurrency: The most requests at once.
+            concurrency: The most requests at once, at least 1. Further ones wait.
         """
         self._settings = settings
         self._key = find_key(settings)
@@ -119,19 +133,28 @@ class Client:
         send_seed: bool = True,
         **fields: Any,
     ) -> Answer:
-        """Sends one request, and again if it fails in a way that may pass.
+        """Sends one request, and repeats it up to `retries` times if it fails in a way that may pass.
 
         The package openai waits 0.5, 1, 2, 4, 8, 8, ... seconds between the attempts with some
-        jitter, or as long as the header Retry-After says.
+        jitter, or as long as the header Retry-After says. Also counts (`rewards.usage`) "requests"
+        (attempts), "request_seconds" and, if there is an answer, "retries" and its tokens.
 
         Args:
-            content: The parts of the user's message.
-            deadline: The time of the event loop at which the request fails in any case.
+            content: The parts of the user's message, as OpenAI defines them: dicts of the types
+                "text" and "image_url".
+            deadline: The time of the running event loop, in seconds, at which the request fails in
+                any case. The wait for other requests to end counts, too.
             send_seed: Whether the request has the seed of the options.
-            fields: Further fields of the request.
+            fields: Further fields of the request that the package openai knows, e.g. max_tokens.
+
+        Returns:
+            The answer.
 
         Raises:
-            Failure: If there is no answer, in one line that does not contain the key.
+            Failure: If there is no answer before the deadline, a redirect, an error status after
+                the last attempt, an answer of more than 2**20 bytes (`MOST`) or one that is packed,
+                or no chat completion. The message is one line; the key in it is replaced by "***",
+                unless it comes from the content of a chat completion that cannot be read.
         """
         async with self._free:
             loop = asyncio.get_running_loop()
@@ -155,7 +178,16 @@ class Client:
 
     @contextlib.contextmanager
     def _in_one_line(self) -> Iterator[None]:
-        """Turns errors of the package openai in the body into a Failure of one line."""
+        """A context manager that turns errors of the package openai in the body into a Failure.
+
+        Yields:
+            None.
+
+        Raises:
+            Failure: In place of errors of the packages openai and httpx2, TimeoutError and
+                ValueError. The message is one line, with the key replaced by "***". Other errors
+                pass.
+        """
         try:
             yield
         except Failure as failure:
@@ -173,12 +205,16 @@ class Client:
             raise Failure(self._without_key(_root_cause(error))) from None
 
     def _without_key(self, message: str) -> str:
-        """Returns a message without the API key, which a server may repeat."""
+        """Returns a message in which "***" stands for the API key, which a server may repeat.
+
+        Args:
+            message: Any text. Without a key (the value "none") it is returned as it is.
+        """
         return message.replace(self._key, "***") if self._key != "none" else message
 
 
 class _BoundedStream(httpx2.AsyncByteStream):
-    """The body of an answer, up to `MOST` bytes."""
+    """The body of an answer, up to 2**20 bytes (`MOST`), read as it arrives."""
 
     def __init__(self, stream: Any) -> None:
         """Wraps the stream of a response."""
@@ -199,12 +235,24 @@ class _BoundedStream(httpx2.AsyncByteStream):
 
 
 async def _count_request(request: httpx2.Request) -> None:
-    """Counts an attempt."""
+    """Counts an attempt as "requests" (`rewards.usage`). httpx2 calls it before it sends a request.
+
+    Args:
+        request: Not read.
+    """
     usage.count("requests")
 
 
 async def _bound_response(response: httpx2.Response) -> None:
-    """Bounds the size of an answer. Raises Failure for a packed one, which was not asked for."""
+    """Bounds the size of an answer. httpx2 calls it with every response, before its body is read.
+
+    Args:
+        response: The response. Its stream is replaced by a `_BoundedStream`.
+
+    Raises:
+        Failure: If the body is packed (a content-encoding other than "identity"), which was not
+            asked for.
+    """
     encoding = response.headers.get("content-encoding", "identity").lower()
     if encoding != "identity":
         raise Failure(f"an answer packed with {brief_repr(encoding)}, which was not asked for")
@@ -218,10 +266,13 @@ def _first_tokens(logprobs: Any) -> list[tuple[str, float]] | None:
         logprobs: The field of this name in an answer.
 
     Returns:
-        Tokens and their log-probabilities; None if the answer has none.
+        Tokens and the natural logarithms of their probabilities, in the order of the answer: those
+        of "top_logprobs", or the one that was chosen if there are none. None if the answer has no
+        log-probabilities. Infinite ones pass.
 
     Raises:
-        TypeError, LookupError, AttributeError: If the field is not as OpenAI defines it.
+        TypeError, LookupError, AttributeError: If the field is not as OpenAI defines it, or a
+            number is NaN.
     """
     if not logprobs or not logprobs.get("content"):
         return None
@@ -239,7 +290,16 @@ def _first_tokens(logprobs: Any) -> list[tuple[str, float]] | None:
 
 
 def _describe_status(error: openai.APIStatusError) -> str:
-    """Describes an answer with an error status, in one line."""
+    """Describes an answer with an error status in one line, e.g. "status 404 (no such model)".
+
+    Args:
+        error: The error of the package openai.
+
+    Returns:
+        The status, and in brackets the address of a redirect, else the server's message of up to
+        200 characters: "message" or "detail" of a JSON body, or the body itself. It may hold the
+        API key.
+    """
     response = error.response
     location = response.headers.get("location")
     if 300 <= error.status_code < 400 and location is not None:
@@ -258,7 +318,14 @@ def _describe_status(error: openai.APIStatusError) -> str:
 
 
 def _root_cause(error: BaseException) -> str:
-    """Returns the message of the first cause of an error, in one line."""
+    """Returns the message of the first cause of an error, in one line of up to 200 characters.
+
+    Args:
+        error: The error. Its causes and contexts are followed to the first one, or to a `Failure`.
+
+    Returns:
+        The message, or the name of the type if it is empty. It may hold the API key.
+    """
     while error.__cause__ is not None or error.__context__ is not None:
         error = error.__cause__ or error.__context__  # type: ignore[assignment]
         if isinstance(error, Failure):

@@ -56,7 +56,16 @@ FREE = (
 
 
 def _check_base_url(url: str) -> str:
-    """Returns the address of an endpoint. Raises ValueError if it is none or holds a secret."""
+    """Returns the address of an endpoint without a slash at its end.
+
+    Args:
+        url: The option `base_url`. It must begin with http:// or https:// and have a host, and it
+            must have no white space, query, fragment or port 0.
+
+    Raises:
+        ValueError: If it is no such address. As a ConfigError, whose message does not repeat the
+            address, if it holds a user name, password or token.
+    """
     expected = "expected http://HOST:PORT/v1"
     address = urllib.parse.urlsplit(url)
     if contains_secret(url):
@@ -72,7 +81,15 @@ def _check_base_url(url: str) -> str:
 
 
 def _check_extra(extra: dict[str, Any]) -> dict[str, Any]:
-    """Returns further fields of a request. Raises ValueError for reserved names and secrets."""
+    """Returns further fields of a request unchanged.
+
+    Args:
+        extra: The option `extra`, by the name of the field. Only names at the top are checked.
+
+    Raises:
+        ConfigError: If a name is one of `RESERVED`, or contains "key", "token", "secret", "pass",
+            "auth" or "header" in any case. The message does not repeat the value.
+    """
     reserved = [name for name in extra if name in RESERVED]
     if reserved:
         raise ConfigError(f"extra.{reserved[0]}: is set by the judge itself")
@@ -86,7 +103,15 @@ def _check_extra(extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_variable(name: str) -> str:
-    """Returns the name of an environment variable. Raises ValueError if it may be a key itself."""
+    """Returns the name of an environment variable unchanged.
+
+    Args:
+        name: The option `api_key_env`.
+
+    Raises:
+        ConfigError: If it is no identifier, so that it may be a key itself. The message does not
+            repeat it.
+    """
     if not name.isidentifier():
         raise ConfigError("api_key_env: expected the name of an environment variable, not a key")
     return name
@@ -94,60 +119,83 @@ def _check_variable(name: str) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JudgeSettings(Section):
-    """The options of a judge."""
+    """The options of a judge, as `reward.options.NAME` has them.
 
-    # The endpoint, e.g. "http://127.0.0.1:8000/v1". Requests go to its /chat/completions.
+    Types and ranges are checked when `open_judge` reads the options; calling the class checks
+    nothing.
+
+    Attributes:
+        base_url: The address of an OpenAI-compatible endpoint, e.g. "http://127.0.0.1:8000/v1",
+            without query, fragment or credentials. Requests go to its /chat/completions. A slash at
+            its end is dropped.
+        model: The name of the model at this endpoint.
+        prompt: The question: "alignment", "alignment-digits", "text", "aesthetics", "rubric" or
+            "preference", which the package has, or a text file in which {prompt} stands for the
+            prompt of the image. A leading `~` is expanded.
+        score: How an answer is scored, see `judge.scoring`. "digits" (the expected digit), "yes"
+            (the probability of yes) and "preference" (that of the first of two images) read the
+            log-probabilities of the first token; "json" reads numbers from the text. None: as the
+            question of the package says; a question of yours needs one.
+        scale: Lowest and highest number of the answer for "digits" (two digits, 0 to 9) and for
+            "json" without criteria, the lowest first. None: 1 and 5. Must be None for the others.
+        criteria: For "json", the lowest and the highest number of each criterion by its name, which
+            is not empty and not "reward". Empty: those of the question, or one with the name
+            "score" and the range `scale`. Must be empty for the others.
+        structured: Whether "json" asks the endpoint to follow the schema of the criteria
+            (`response_format`). The others do not read it.
+        image_size: Longest side in pixels, 1 to 16384, of the images that are sent; larger ones are
+            reduced, smaller ones stay. None: all stay.
+        image_format: "png" without loss, or "jpeg" of quality 95, which is about a fifth of the
+            size.
+        max_tokens: Most tokens of an answer, at least 1. None: 1 where log-probabilities are read,
+            else 256.
+        seed: Seed of every request, from 0 to 2^31 - 1. The temperature is 0.
+        extra: Further fields of the body of a request, values of JSON, e.g. chat_template_kwargs of
+            vLLM. Fields that the judge sets itself (`RESERVED`) and names that may be those of
+            secrets are refused.
+        concurrency: Most requests at once, 1 to 4096, of all worker processes of a host together.
+            Each process sends at least one.
+        request_timeout: Seconds, above 0 and at most 1e6, until an unanswered request is sent
+            again. `reward.timeout` bounds a whole call of up to 64 images with all its attempts.
+        retries: How often, 0 to 100, a request is sent again after a refused connection, no answer,
+            or the status 408, 409, 429 or 5xx.
+        cache: Directory of the scores that were paid for (`judge.cache`). "": the user's own,
+            ~/.cache/solrl_jax/judge. None: no cache.
+        api_key_env: Name of the environment variable with the API key. None: OPENAI_API_KEY for
+            openai.com and its subdomains, else JUDGE_API_KEY. An entry in ~/.netrc comes first.
+    """
+
     base_url: Annotated[Text, AfterValidator(_check_base_url)]
-    # The name of the model at this endpoint.
     model: Text
-    # The question: a name in `assets/judge/`, or a text file in which {prompt} stands for the
-    # prompt.
     prompt: Annotated[Text, AfterValidator(expand_home)] = "alignment"
-    # How an answer is scored (`judge/scoring.py`): "digits", "yes" and "preference" need
-    # log-probabilities, "json" does not. None: as the question of the package says.
     score: Literal["digits", "yes", "json", "preference"] | None = None
-    # Lowest and highest number of "digits" and of "json" without criteria. None: [1, 5].
     scale: Scale | None = None
-    # For "json": the lowest and the highest number of each criterion by its name.
     criteria: dict[str, Scale] = dataclasses.field(default_factory=dict, hash=False)
-    # Whether "json" asks the endpoint to follow the schema of the criteria (`response_format`).
     structured: bool = True
-    # Longest side in pixels of the images that are sent; larger ones are reduced. None: as they
-    # are.
     image_size: Pixels | None = None
-    # "png" without loss, or "jpeg" of quality 95, which is about a fifth of the size.
     image_format: Literal["png", "jpeg"] = "png"
-    # Most tokens of an answer. None: 1 where log-probabilities are read, else 256.
     max_tokens: PositiveInt | None = None
-    # Seed of a request. The temperature is 0.
     seed: Seed = 0
-    # Further fields of the body of a request, e.g. chat_template_kwargs of vLLM.
     extra: Annotated[dict[str, Json], AfterValidator(_check_extra)] = dataclasses.field(
         default_factory=dict, hash=False
     )
-    # Most requests at once, of all worker processes of a host together.
     concurrency: Annotated[Integer, Field(ge=1, le=2**12)] = 16
-    # Seconds until an unanswered request is sent again. `reward.timeout` bounds a whole call.
     request_timeout: Annotated[Positive, Field(le=1e6)] = 60.0
-    # How often a request is sent again after a refused connection, no answer, or status 408, 409,
-    # 429 or 5xx.
     retries: Annotated[Integer, Field(ge=0, le=100)] = 4
-    # Directory of the scores that were paid for. "": the user's own, ~/.cache/solrl_jax/judge.
-    # None: no cache.
     cache: Annotated[str, AfterValidator(expand_home)] | None = ""
-    # Environment variable with the API key. None: OPENAI_API_KEY for openai.com, else
-    # JUDGE_API_KEY. ~/.netrc comes first.
     api_key_env: Annotated[str, AfterValidator(_check_variable)] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Judge:
-    """A judge with its question.
+    """A judge with its question: options that were checked and completed by `open_judge`.
 
     Attributes:
-        settings: The options, with `score`, `scale` and `max_tokens` filled in.
-        question: The text of the question.
-        criteria: For "json", the range of each criterion; otherwise empty.
+        settings: The options. `score` and `max_tokens` are never None; `scale` is (lowest, highest)
+            for "digits" and "json", else None.
+        question: The text of the question, in which {prompt} stands for the prompt of the image.
+        criteria: For "json", (lowest, highest) of each criterion by its name, at least one;
+            otherwise empty.
     """
 
     settings: JudgeSettings
@@ -156,7 +204,7 @@ class Judge:
 
     @property
     def others(self) -> tuple[str, ...]:
-        """The names of the scores beside "reward": the criteria, if there are several."""
+        """The names of the scores beside "reward": the criteria if there are several, else none."""
         return tuple(self.criteria) if len(self.criteria) > 1 else ()
 
     @property
@@ -165,12 +213,20 @@ class Judge:
         return self.settings.score == "preference"
 
     def to_json(self) -> str:
-        """Returns the judge as a text that `from_json` reads back."""
+        """Returns the judge as JSON text, which `from_json` reads back. It holds no API key."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> "Judge":
-        """Reads the text that `to_json` returned."""
+        """Returns the judge in a text that `to_json` returned. The options are checked again.
+
+        Args:
+            text: The text.
+
+        Raises:
+            ValueError: If the text is not JSON, or an option is not accepted (pydantic's error).
+            KeyError: If a field is missing.
+        """
         fields = json.loads(text)
         criteria = {name: (low, high) for name, (low, high) in fields["criteria"].items()}
         return cls(_SETTINGS.validate_python(fields["settings"]), fields["question"], criteria)
@@ -178,7 +234,9 @@ class Judge:
     def identity(self) -> dict[str, Any]:
         """Returns all that a score depends on beside the images and the prompt, as JSON values.
 
-        It does not depend on the endpoint: a model has the same name wherever it is served.
+        The dict has the options named in `IDENTITY`, the question and the criteria. The endpoint is
+        not among them, because a model is assumed to have the same name wherever it is served.
+        `image_size` is not either, because the cache hashes the pixels after they were reduced.
         """
         settings = dataclasses.asdict(self.settings)
         identity = {name: settings[name] for name in IDENTITY}
@@ -192,12 +250,16 @@ def open_judge(name: str, options: Mapping[str, Any]) -> Judge:
     """Checks the options of a judge, and reads its question. No request is sent.
 
     Args:
-        name: The name of the reward.
-        options: Its options.
+        name: The name of the reward, for messages: "judge" or "judge-NAME".
+        options: Its options by name, values of JSON, see `JudgeSettings`. "base_url" and "model"
+            are required.
+
+    Returns:
+        The judge, with the options that depend on the question filled in.
 
     Raises:
-        InputError: If an option is missing, unknown or not accepted, or if options do not fit each
-            other.
+        InputError: If an option is missing, unknown or not accepted, if options do not fit each
+            other, or if the file of the question cannot be read (`templates.read_template`).
     """
     field = f"reward.options.{name}"
     fields = [entry.name for entry in dataclasses.fields(JudgeSettings)]
@@ -232,7 +294,17 @@ def open_judge(name: str, options: Mapping[str, Any]) -> Judge:
 def _criteria(
     score: str, settings: JudgeSettings, template: Template
 ) -> dict[str, tuple[float, float]]:
-    """Returns the criteria of a judge: those of the options, of the question, or one "score"."""
+    """Returns the range of each criterion of a judge, as a new dict.
+
+    Args:
+        score: "digits", "yes", "json" or "preference".
+        settings: The options, with `scale` filled in for "json".
+        template: The question.
+
+    Returns:
+        For "json" the criteria of the options, else those of the question, else {"score": `scale`}.
+        {} for the other ways to score.
+    """
     if score != "json":
         return {}
     assert settings.scale is not None
@@ -242,10 +314,16 @@ def _criteria(
 def _check_scale(
     field: str, score: str, scale: tuple[float, float] | None
 ) -> tuple[float, float] | None:
-    """Returns the range of the numbers of an answer; None if its score has no numbers.
+    """Returns the range of the numbers of an answer; None if the way to score has no numbers.
+
+    Args:
+        field: The dotted name of the options, for messages.
+        score: "digits", "yes", "json" or "preference".
+        scale: The option `scale`. None: 1 and 5 for "digits" and "json".
 
     Raises:
-        InputError: If the range does not fit the score.
+        InputError: If there is a range for "yes" or "preference"; if the first number is not below
+            the second; or if they are no integers from 0 to 9 with "digits".
     """
     if score not in ("digits", "json"):
         if scale is not None:
@@ -260,7 +338,17 @@ def _check_scale(
 
 
 def _check_criteria(field: str, score: str, settings: JudgeSettings) -> None:
-    """Raises InputError if the criteria of the options do not fit the score."""
+    """Checks that the criteria of the options fit the way to score.
+
+    Args:
+        field: The dotted name of the options, for messages.
+        score: "digits", "yes", "json" or "preference".
+        settings: The options, of which `criteria` is read.
+
+    Raises:
+        InputError: If there are criteria and `score` is not "json"; or if a criterion has no name
+            or the name "reward", or its lowest number is not below its highest.
+    """
     if settings.criteria and score != "json":
         raise InputError(f"{field}.criteria: must be empty with score={score}")
     for name, (low, high) in settings.criteria.items():

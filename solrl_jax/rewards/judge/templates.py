@@ -25,10 +25,12 @@ class Template:
     """A question, and how its answer is scored.
 
     Attributes:
-        text: The question.
-        score: "digits", "yes", "json" or "preference", see `scoring`. None: the question is a
+        text: The question, in which {prompt} stands for the prompt of the image. It need not occur,
+            as in a question about aesthetics.
+        score: "digits", "yes", "json" or "preference", see `judge.scoring`. None: the question is a
             user's, and the options say it.
-        criteria: For "json", the range of each criterion. Empty: those of the options.
+        criteria: For "json", (lowest, highest) of each criterion by its name. Empty: those of the
+            options.
     """
 
     text: str
@@ -55,12 +57,18 @@ def read_template(prompt: str, field: str) -> Template:
     """Reads a question.
 
     Args:
-        prompt: A name in `SCORES`, or a text file.
+        prompt: A name in `SCORES` ("alignment", "alignment-digits", "text", "aesthetics", "rubric"
+            or "preference"), or a UTF-8 text file. A name wins over a file of this name.
         field: The setting that names it, for messages.
 
+    Returns:
+        The question, without white space at its ends. That of a file has no `score` and no
+        criteria.
+
     Raises:
-        InputError: If there is no such question or file, if the file is blank or is no text, or if
-            it has another placeholder than `PLACEHOLDER` alone.
+        InputError: If there is no such question or file; if the file is blank, no UTF-8 text,
+            longer than 20,000 characters or has control characters; or if it has a word in braces,
+            such as {caption}, and no {prompt} (`PLACEHOLDER`).
     """
     if prompt in SCORES:
         text = (FOLDER / f"{prompt}.txt").read_text(encoding="utf-8").strip()
