@@ -185,8 +185,8 @@ class Explore(Section):
 
     Attributes:
         precision: Number format in which the transformer runs: a name of `quant.formats.FORMATS`
-            (such as "nvfp4", "fp8" or "bf16"), or "auto" for the fastest one that the device runs
-            natively.
+            ("nvfp4", "fp8", "int8", "bf16" or "fp32"), or "auto" for the fastest one that the
+            device runs natively.
         num_steps: Solver steps, 1 to 1000. At most `rollout.num_steps`, and equal to it with
             `rollout.regenerate=false`.
         sigmas: Noise levels of the steps. "default": a schedule of its own with `num_steps` steps.
@@ -201,7 +201,11 @@ class Explore(Section):
         min_rank_correlation: Smallest acceptable Spearman correlation, in [-1, 1], of explored and
             regenerated rewards over the kept samples. While its median over three iterations is
             lower, the run explores with more steps, then in finer formats. None: the correlation is
-            only recorded. Must be None with `rollout.regenerate=false`. Ours.
+            only recorded. Must be None with `rollout.regenerate=false` or with `reward`. Ours.
+        reward: Weights of the scores that rank the candidates, by name, where the scores of
+            `reward.weights` are too slow or too dear for all of them; at least one. The kept
+            candidates are scored by `reward.weights` in any case. None: these rank the candidates
+            as well. Must be None with `rollout.regenerate=false`. Compared, but not hashed. Ours.
     """
 
     precision: Precision = "nvfp4"
@@ -292,11 +296,12 @@ class Rollout(Section):
         self._check_noise()
 
     def _check_selection(self) -> None:
-        """Checks `kept` and `explore.min_rank_correlation` against the other fields.
+        """Checks `kept` and two fields of `explore` against the other fields.
 
         Raises:
             ConfigError: If `kept` is above `candidates`, or is odd with `selection="best_worst"`;
-                or if `explore.min_rank_correlation` is set without `regenerate`.
+                if `explore.min_rank_correlation` is set without `regenerate`; or if
+                `explore.reward` is set and does not fit (`_check_proxy_reward`).
         """
         if self.kept > self.candidates:
             accepted = f"must be at most rollout.candidates={self.candidates}"
@@ -314,7 +319,16 @@ class Rollout(Section):
             self._check_proxy_reward(self.explore.reward)
 
     def _check_proxy_reward(self, weights: dict[str, float]) -> None:
-        """Raises ConfigError if the candidates cannot be ranked by a reward of their own."""
+        """Checks that the candidates can be ranked by a reward of their own.
+
+        Args:
+            weights: `explore.reward`: the weight of each score by its name.
+
+        Raises:
+            ConfigError: If samples are not regenerated (`regenerate`), if
+                `explore.min_rank_correlation` is set, or if a name is a URL with credentials.
+            ValueError: If a name contains "://" but is no valid URL.
+        """
         field = "rollout.explore.reward"
         if not self.regenerate:
             accepted = (
@@ -411,23 +425,30 @@ def _default_weights() -> dict[str, float]:
 class Reward(Section):
     """The reward: a weighted sum of named scores (`rewards/mixture.py`).
 
-    A name is one of `rewards.registry.REWARDS`, an entry point of another package, a function
-    `module:function`, or the URL of a service. Whether it exists is not checked here. The mappings
-    are compared, but not hashed.
+    A name is one of `rewards.registry.REWARDS`, "judge-NAME" for a further judge, an entry point of
+    another package, a function `module:function`, or the URL of a service. "REWARD/OTHER" is
+    another score of a reward, such as "geneval/strict". Whether it exists is not checked here. The
+    mappings are compared, but not hashed.
 
     Attributes:
-        weights: Weight of each score by its name: finite numbers, at least one entry.
+        weights: Weight of each score by its name: finite numbers, also negative ones; at least one
+            entry.
         paths: Directories or hub names of released reward models, by the names of
-            `rewards/sources.py`. Others come from the hub.
+            `rewards/sources.py`. Without an entry the released repository of the hub is used, or a
+            converted file in `weights/`.
         options: Keyword arguments (values of JSON) of functions and of rewards outside JAX, by the
             name of the reward.
         eval_only: Names of scores that evaluations record but that are never trained on, to notice
             reward hacking.
-        workers: Number of processes that score images, 1 to 256. This and the next two fields are
-            for rewards outside JAX, and are ours.
+        workers: Number of processes on each host that score images, 1 to 256. This and the next two
+            fields are for rewards outside JAX, and are ours.
         timeout: Seconds that a process may take for one batch of images, above 0 and at most 1e6.
         on_failure: What a failed call leads to. "stop": the run ends. "skip": its images have no
-            score and are not trained on.
+            score and are not trained on; after 32 failed calls of one reward in a row the run ends.
+        group_size: Most candidates of a prompt that a groupwise or pairwise reward compares with
+            each other, 2 to 4096. Larger pools are divided into groups of nearly equal size. A
+            pairwise reward compares a group of g images in g (g - 1) pairs, both orders included.
+            The default is the paper's number of kept candidates.
 
     Raises:
         ConfigError: If a name in `weights`, `eval_only` or `options` is a URL with credentials, or
@@ -468,26 +489,31 @@ class Algorithm(Section):
             objective's paper does.
         beta: Above 0. nft: how far the implicit positive policy leans from the old policy to the
             trained one. dpo: strength of the preference, which stands for the KL penalty. Other
-            objectives do not read it.
+            objectives of the package do not read it; one of yours may.
         kl_coef: Weight, at least 0, of the distance to the base model: of velocities, or of the
             means of stochastic steps (beta of Flow-GRPO and TRL).
         kl_fraction: Fraction in (0, 1] of the terms at which that distance is computed, drawn at
             random and rounded up to whole terms of a micro-batch; the others skip the base model.
-            The distance is scaled up, so its mean has the same expectation. 1 with dpo and with
-            objectives of yours. Ours.
+            The distance is scaled up, so its mean has the same expectation. Must be 1 with dpo and
+            with objectives of yours. Ours.
         clip_range: Above 0. flow_grpo, mix_grpo, dance_grpo and awm: the probability ratio of
-            trained to old policy is clipped to 1 +- this. Other objectives do not read it.
+            trained to old policy is clipped to 1 +- this. Other objectives of the package do not
+            read it; one of yours may.
         adv_clip_max: Advantages are clipped to +- this, in standard deviations; above 0.
         adv_mode: What is made of the advantages. "all": nothing. "positive_only", "negative_only":
             the other sign becomes 0. "one_only": 1 where positive, else 0. "binary": their sign.
         global_std: True: rewards are divided by their standard deviation over the whole iteration.
             False: over their own prompt.
         timestep_fraction: Share in (0, 1] of the schedule's sigmas at which each sample is trained.
+            At least 1 / `rollout.num_steps`, so that there is one.
         decay_type: How slowly the old policy, which generates the samples, follows the trained one
             (DiffusionNFT). 0: at once. 1: its decay grows by 0.001 per optimizer step up to 0.5. 2:
             from step 75 on by 0.0075 per step up to 0.999. 3: as 1, but up to 0.3 (AWM).
         ema_decay: Decay in [0, 1) of the exponential moving average of the policy, which is
             evaluated.
+
+    Raises:
+        ConfigError: If `kl_fraction` is below 1 with dpo or an objective of yours.
     """
 
     objective: Annotated[str, AfterValidator(_check_objective)] = "nft"
@@ -503,7 +529,12 @@ class Algorithm(Section):
     ema_decay: Decay = 0.9
 
     def __post_init__(self) -> None:
-        """Raises ConfigError if an objective needs the reference of every term."""
+        """Checks `kl_fraction` against the objective.
+
+        Raises:
+            ConfigError: If `kl_fraction` is below 1 and the objective is dpo or `module:function`,
+                because these may read the base model's velocity of every term.
+        """
         if self.kl_fraction < 1 and (self.objective == "dpo" or is_plugin(self.objective)):
             accepted = (
                 f"must be 1 with algorithm.objective={self.objective}, "

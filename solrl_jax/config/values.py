@@ -41,7 +41,11 @@ class ConfigError(ValueError):
 
 
 def brief_repr(value: Any) -> str:
-    """`repr(value)` for use in a message. If it has more than 80 characters, 77 and "..." stay."""
+    """Returns `repr(value)` for use in a message, at most 80 characters long.
+
+    Args:
+        value: Any value. Of a longer `repr`, 77 characters and "..." stay.
+    """
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -108,6 +112,9 @@ def _parse_number(value: Any) -> Any:
 def _check_regex(pattern: str) -> str:
     """Returns the pattern unchanged.
 
+    Args:
+        pattern: A regular expression. "" is accepted.
+
     Raises:
         ValueError: If it is not a regular expression of Python's `re`.
     """
@@ -120,6 +127,9 @@ def _check_regex(pattern: str) -> str:
 
 def _check_pair(value: Any) -> Any:
     """Returns a value unchanged. The types of its two entries are not checked.
+
+    Args:
+        value: Any value; an image size is a list or tuple of height and width.
 
     Raises:
         ValueError: If it is not a list or tuple of two entries.

@@ -133,7 +133,7 @@ class Client:
         send_seed: bool = True,
         **fields: Any,
     ) -> Answer:
-        """Sends one request, and repeats it up to `retries` times if it fails in a way that may pass.
+        """Sends one request, and again (up to `retries` times) if it fails in a way that may pass.
 
         The package openai waits 0.5, 1, 2, 4, 8, 8, ... seconds between the attempts with some
         jitter, or as long as the header Retry-After says. Also counts (`rewards.usage`) "requests"
@@ -153,8 +153,7 @@ class Client:
         Raises:
             Failure: If there is no answer before the deadline, a redirect, an error status after
                 the last attempt, an answer of more than 2**20 bytes (`MOST`) or one that is packed,
-                or no chat completion. The message is one line; the key in it is replaced by "***",
-                unless it comes from the content of a chat completion that cannot be read.
+                or no chat completion. The message is one line, with "***" in place of the key.
         """
         async with self._free:
             loop = asyncio.get_running_loop()
