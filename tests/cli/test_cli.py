@@ -604,7 +604,7 @@ def test_eval_of_a_model_directory_with_a_lora(trained, exported, call):
             ("export", "{run}", "--out", "{dir}/x", "--dtype", "fp16"),
             "'fp16' is not one of 'fp32', 'bf16'",
         ),
-        (("export", "{run}"), "Missing option '--out'"),
+        (("export", "{run}"), "--out=None: expected the file or directory to write"),
         (
             ("export", "{run}", "--out", "{dir}/x.safetensors", "--checkpoint", "7"),
             "checkpoint=7: {run}/checkpoints has 1, 2",
@@ -739,7 +739,10 @@ def test_presets_lists_them_all(call):
             "eval.size: size 30x32: this model supports heights in multiples of 4 pixels",
         ),
         (("train", "tiny", "mesh.data=64"), "mesh.data=64"),
-        (("train", "sana_sol_rl_pickscore"), "reward 'pickscore': yuvalkirstain/PickScore_v1"),
+        (
+            ("train", "sana_sol_rl_pickscore", "eval.num_prompts=4"),
+            "reward 'pickscore': yuvalkirstain/PickScore_v1",
+        ),
         (("eval", "nowhere"), "'nowhere': no run directory and no preset"),
         (
             ("eval", "embedded:tiny-sana", "--paired"),

@@ -34,6 +34,6 @@ def commands(page: Path) -> list[list[str]]:
         line
         for block in blocks(page)
         if block.language in ("", "sh")
-        for line in block.body.splitlines()
+        for line in block.body.replace("\\\n", " ").splitlines()
     ]
     return [words for line in lines if (words := shlex.split(line, comments=True))]

@@ -13,7 +13,6 @@ FIELDS = (
     "rollout.num_steps",  # a range
     "eval.num_images_per_prompt",  # too much memory on the host
     "eval.num_grid_images",  # a range
-    "train.num_prompts",  # more than the prompt set has
     "optimizer.steps_per_iteration",  # does not divide the terms
     "mesh.tensor",  # more than the devices
 )

@@ -248,7 +248,8 @@ def with_reward(built, weights, options=None, skip=False):
 
 def with_config(built, config):
     """The result of `experiments.build`, without loading anything again."""
-    trained, evaluated = open_rewards(config.reward).load(built.backbone.mesh)
+    loaded = open_rewards(config.reward).load(built.backbone.mesh)
+    trained, evaluated = loaded.trained, loaded.evaluated
     return dataclasses.replace(built, config=config, reward=trained, evaluation_reward=evaluated)
 
 
