@@ -512,12 +512,18 @@ def export(
         ValueError: If a path begins with the `~USER` of a user that does not exist.
     """
     run = Path(expand_home(str(run)))
+    for name, value, accepted in (
+        ("form", form, ("diffusers", "peft")),
+        ("dtype", dtype, ("fp32", "bf16")),
+    ):
+        if value not in accepted:
+            raise InputError(f"{name}={brief_repr(value)}: accepted: {', '.join(accepted)}")
     if hub is None:
         if out is None:
             raise InputError("out=None: expected the file or directory to write, or hub=OWNER/NAME")
-        for name, value in (("private", private), ("dry_run", dry_run)):
-            if value:
-                raise InputError(f"{name}=True: is for an upload; it needs hub=OWNER/NAME")
+        for option, flag in (("private", private), ("dry_run", dry_run)):
+            if flag:
+                raise InputError(f"{option}=True: is for an upload; it needs hub=OWNER/NAME")
         out = Path(expand_home(str(out)))
         return _export_files(
             run, out, form=form, dtype=dtype, fold_alpha=fold_alpha, checkpoint=checkpoint,
@@ -554,8 +560,8 @@ def _export_files(
     run: Path,
     out: Path,
     *,
-    form: str,
-    dtype: str,
+    form: Literal["diffusers", "peft"],
+    dtype: Literal["fp32", "bf16"],
     fold_alpha: bool,
     checkpoint: str,
     force: bool,
@@ -579,12 +585,6 @@ def _export_files(
         ConfigError: If the configuration of the run is invalid.
         RunError: If the checkpoint is damaged, or the disk refuses.
     """
-    for name, value, accepted in (
-        ("form", form, ("diffusers", "peft")),
-        ("dtype", dtype, ("fp32", "bf16")),
-    ):
-        if value not in accepted:
-            raise InputError(f"{name}={brief_repr(value)}: accepted: {', '.join(accepted)}")
     config = read_run(run)
     if fold_alpha and form == "peft":
         raise InputError("fold_alpha=True: PEFT always reads alpha; leave it out")
