@@ -210,7 +210,8 @@ def test_images_equal_those_of_diffusers(steps, guidance, size, opened):
         others["negative prompt"] = dict(negative="three blue dog")
     for name, other in others.items():
         moved = np.abs(diffusers_images(reference, **given | other) - want).max(axis=(1, 2, 3))
-        assert moved.min() > 10 * IMAGE_TOLERANCE, name
+        # The first prompt is empty, like the negative one, so guidance changes nothing there.
+        assert moved[1:].min() > 10 * IMAGE_TOLERANCE, name
 
 
 @pytest.mark.exhaustive
