@@ -88,7 +88,11 @@ def experiment(config: Config, pipeline: Pipeline, device: DeviceInfo, mesh: Mes
         config: The configuration.
         pipeline: The model.
         device: The kind of device that is planned for. It decides what "auto" formats mean.
-        mesh: The mesh of the planned devices.
+        mesh: The mesh of the planned devices. The transformer and training use it; text encoders,
+            decoder and rewards use `sharding.rows_only(mesh)`.
+
+    Returns:
+        The experiment. Only its programs' shapes can be used: it cannot sample or train.
 
     Raises:
         InputError: If the configuration cannot be run: an objective or a reward cannot be imported
@@ -174,7 +178,7 @@ def text_encoders(backbone: Backbone) -> dict[str, Any]:
     """Returns the parameters of the text encoders as placed shapes.
 
     Args:
-        backbone: The networks. The mesh and the dtype of its text encoders are read.
+        backbone: The networks. The mesh, the dtype and the pipeline of its text encoders are read.
 
     Returns:
         The tree of ShapeDtypeStructs of each text encoder, by its folder in the pipeline, e.g.

@@ -54,8 +54,9 @@ def checks_for(device: DeviceInfo) -> tuple[DeviceCheck, ...]:
     """Returns the checks of the kernels that a device has. Only NVIDIA GPUs have any.
 
     Args:
-        device: The device. By its compute capability: BF16 attention from 8.0, the FP8 matmul from
-            8.9, FP8 attention from 9.0 and the NVFP4 matmul from 10.0. CPUs and TPUs get ().
+        device: The device. By its compute capability: the INT8 matmul and BF16 attention from 8.0,
+            the FP8 matmul from 8.9, FP8 attention from 9.0 and the NVFP4 matmul from 10.0. Older
+            GPUs, CPUs and TPUs get ().
     """
     checks = []
     if device.platform == "gpu":
@@ -81,6 +82,9 @@ def run(checks: Sequence[DeviceCheck]) -> dict[str, str | None]:
     Returns:
         By the name of each check: None if kernel and twin agree, else half a sentence that says
         what is wrong. Empty without checks. Errors of a kernel are such problems and not raised.
+
+    Raises:
+        ValueError: If a kernel and its twin return different numbers of arrays.
     """
     return {check.name: find_problem(check) for check in checks}
 
@@ -261,13 +265,20 @@ def _fp8_twin(x: Float[Array, "rows n_in"], w: fp8.FP8Tensor) -> Float[Array, "r
 
 
 def _int8_operands() -> tuple[Any, ...]:
-    """Random activations in BF16, and a random weight in INT8."""
+    """Returns random activations in BF16 [256, 512] and a random weight [512, 384] quantized to
+    INT8 (`int8.INT8Tensor`). They are the same ones each time.
+    """
     x, w = _random_matrices()
     return x, int8.quantize(w)
 
 
 def _int8_twin(x: Float[Array, "rows n_in"], w: int8.INT8Tensor) -> Float[Array, "rows n_out"]:
-    """`x @ w` with activations that are quantized to INT8, and multiplied in float32."""
+    """Returns `x @ w` in float32, with the activations quantized to INT8 as the kernel does.
+
+    Args:
+        x: The activations, BF16. Each row has a scale of its own.
+        w: The quantized weight [n_in, n_out].
+    """
     codes, scales = int8.encode([x.astype(jnp.float32)])
     return _plain_dot(codes[0].astype(jnp.float32) * scales[0], w.dequantize().T)
 

@@ -61,9 +61,11 @@ class Kernel:
         name: The library function, "fusion" with its kind, or the opcode of another instruction.
             Matmuls and convolutions also have the type of their operands, e.g. "__cublas$gemm
             bf16".
-        kind: What its time counts as: "products" (matmuls and convolutions), "attention" or
-            "memory".
-        unit: The arithmetic unit whose peak rate counts: "fp4", "fp8", "bf16", "tf32" or "fp32".
+        kind: What its time counts as: "attention" (flash attention of cuDNN or Pallas),
+            "products" (every other kernel with arithmetic operations, see `operations`) or "memory"
+            (all others).
+        unit: The arithmetic unit whose peak rate counts, a field of `targets.Peaks`: "fp4", "fp8",
+            "int8", "bf16", "tf32" or "fp32". It means nothing where `operations` is 0.
         result: Type and shape of its first result, e.g. "bf16[2,64]"; "" without a result.
         source: The JAX operation that it comes from; "" if it is not noted.
         times: The number of runs in one call of the program.
@@ -141,8 +143,8 @@ def unit(kind: str) -> Unit:
         kind: The type as HLO names it, or "tf32" for float32 that is multiplied in lower precision.
 
     Returns:
-        "fp4" for four-bit floats; "fp8" for eight-bit floats and integers; "tf32"; "fp32" for f32
-        and f64; and "bf16" for everything else.
+        "fp4" for four-bit floats; "fp8" for eight-bit floats; "int8" for s8 and u8; "tf32" for
+        "tf32"; "fp32" for f32 and f64; and "bf16" for everything else, f16 included.
     """
     if kind.startswith("f4"):
         return "fp4"

@@ -26,8 +26,8 @@ class Collective:
         kind: Its operation, e.g. "all-gather".
         size: The bytes of the array where it is whole: the result of an all-gather, and the
             operands of every other kind.
-        groups: The numbers of the devices that take part, group by group. Of a
-            "collective-permute", the pairs of a source and a target.
+        groups: The numbers of the devices that take part, group by group. Those of a
+            "collective-permute" are its pairs of a source and a target.
         times: The number of runs in one call of the program.
         overlaps: Whether other kernels run between its start and the point where its result is
             needed.

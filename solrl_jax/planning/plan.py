@@ -78,11 +78,13 @@ class Planner:
     Attributes:
         config: The configuration.
         where: The devices.
-        pipeline: The model, with the gradient checkpointing that training would choose.
-        device: The kind of device.
+        pipeline: The model without weights, with the gradient checkpointing that training would
+            choose.
+        device: The kind of device, which decides what "auto" formats mean.
         stages: The programs of each stage.
-        codes: The quantized copy of the policy as placed shapes, replicated until `place` was
-            called. An empty dict where nothing is quantized.
+        codes: The quantized copy of the policy that exploration samples with, as placed shapes by
+            parameter path, replicated until `place` was called. An empty dict where nothing is
+            quantized.
         usable: The bytes of a device's memory that arrays may take, 92% of it.
     """
 
@@ -140,7 +142,10 @@ class Planner:
         """Lowers a program for the devices, on its mesh. Raises what JAX raises.
 
         Args:
-            program: The program.
+            program: The program, a jitted function with placed shapes as arguments.
+
+        Returns:
+            The lowered program (`jax.stages.Lowered`).
         """
         with jax.set_mesh(program.mesh):
             return topology.lowered(program.function, program.arguments)
@@ -161,9 +166,9 @@ class Planner:
         """Returns the figures of one compiled program for one device, as JSON values.
 
         Args:
-            stage: The name of its stage.
+            stage: The name of its stage, one of `stages.STAGES`.
             program: The program.
-            compiled: The compiled program.
+            compiled: The compiled program (`jax.stages.Compiled`).
             hlo: An existing directory. The compiled text is written to `STAGE-PROGRAM.hlo` in it,
                 which replaces such a file. None: it is not written.
 
@@ -187,10 +192,12 @@ class Planner:
     def parts(self) -> dict[str, Any]:
         """Returns the trees of arrays that stay in memory between programs, as placed shapes.
 
-        They are, by name: "base", "quantised copy", "adapters" (the trained, the old and the
-        averaged policy), "optimiser", "text encoders", "vae", "reward networks" and "conditioning"
-        (prompt embeddings, and what the reward prepared from the prompts). Parts that a run lacks
-        are empty.
+        They are, by name: "base" (the transformer's frozen parameters), "quantised copy" (see
+        `codes`), "adapters" (the trainable parameters three times: as they are trained, of the old
+        policy that samples, and averaged; with full training these are whole arrays), "optimiser"
+        (its state), "text encoders", "vae", "reward networks" and "conditioning" (prompt
+        embeddings, and what the reward prepared from the prompts). Parts that a run lacks are empty
+        trees.
         """
         experiment = self.stages.experiment
         state = self.stages.state
@@ -208,14 +215,14 @@ class Planner:
     def memory(self, stage: str, program: Program, analysis: Any) -> dict[str, Any]:
         """Returns the bytes on a device while a program runs.
 
-        The parts of `parts` that exist then and are no arguments count too. Text encoders do not,
-        except in the stage "encode", if `model.prompt_cache_dir` is set: all prompts were encoded
-        ahead.
+        The parts of `parts` that exist then and are no arguments count too. Outside of the stage
+        "encode", text encoders count only if `model.prompt_cache_dir` is None; otherwise (also if
+        it is "") all prompts were encoded ahead and the encoders freed.
 
         Args:
-            stage: The name of its stage.
+            stage: The name of its stage, one of `stages.STAGES`.
             program: The program.
-            analysis: The memory analysis of the compiled program.
+            analysis: The result of `memory_analysis()` of the compiled program, for one device.
 
         Returns:
             Bytes by name. `peak` = `held` + `padded` + `temporaries` + `outputs` - `aliased` +
@@ -280,16 +287,20 @@ def plan(
         The plan of one device, as `solrl plan` prints it in JSON. "stages" has for each stage, in
         the order of an iteration, its "name", its "seconds" (a roofline bound of all its calls),
         its "peak" in bytes and its "programs" (see `Planner.measure`). "usable" and "peak" are
-        bytes, "largest" is the stage with that peak, "fits" whether it is at most "usable", and
-        "too_large" has the settings that take less memory for each stage that does not fit. "parts"
-        are the bytes of the arrays that stay in memory, by name. "faster" is that of `faster`,
-        "seconds", "rollout" and perhaps "naive_scaling" are those of `totals`, and "assumptions" is
-        a list of sentences. "preset", "device", "devices", "hosts", "size" (height and width in
-        pixels), "mesh", "exploration" and "remat" describe what was planned.
+        bytes (the first is 92% of the device's memory), "largest" is the stage with that peak,
+        "fits" whether it is at most "usable", and "too_large" has the settings that take less
+        memory for each stage that does not fit. "parts" are the bytes of the arrays that stay in
+        memory, by name. "faster" is that of `faster`, "seconds", "rollout" and perhaps
+        "naive_scaling" are those of `totals`, and "assumptions" is a list of sentences. "preset",
+        "device" (its name), "devices" (on each host), "hosts", "size" (height and width in pixels),
+        "mesh" (the size of each axis by name), "exploration" (a sentence on its format) and "remat"
+        (what the update's gradient recomputes) describe what was planned.
 
     Raises:
-        InputError: If the configuration cannot be planned, or `hlo` cannot be written to.
+        InputError: If there are no such devices, the mesh does not fit them, the configuration
+            cannot be run, or `hlo` cannot be written to.
         RunError: If the disk refuses a compiled text.
+        ValueError: If a compiled text cannot be parsed.
     """
     planner = Planner(config, where)
     if hlo is not None:
@@ -379,8 +390,8 @@ def totals(planner: Planner, stages: list[dict[str, Any]]) -> dict[str, Any]:
     """Adds up the seconds of an iteration and of its rollout.
 
     Args:
-        planner: The planner.
-        stages: The figures of all stages, as in the result of `plan`.
+        planner: The planner, whose batches per iteration are counted.
+        stages: The figures of all stages, as in the result of `plan`. "score" must be among them.
 
     Returns:
         "seconds" of all stages, and "rollout", those of "sync", "explore" and "regenerate". If the

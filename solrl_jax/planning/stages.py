@@ -57,8 +57,11 @@ class Stages:
         experiment: The experiment.
         mesh: The mesh of the transformer and of training.
         rows_mesh: The same devices with samples split over all of them, for encoding and scoring.
-        state: The shapes of the training state.
-        encoders: The parameters of the text encoders as shapes, by folder.
+        state: The shapes of the training state (`rl.state.TrainState`): the trainable parameters
+            (adapters, or whole arrays with full training) as they are trained, of the old policy
+            that samples, and averaged; and the optimizer's state.
+        encoders: The parameters of the text encoders as shapes, by their folder in the pipeline,
+            e.g. "text_encoder".
         whole: The sharding of arrays that every device of `mesh` holds completely.
         prepared: What the reward prepares from the prompts of an iteration, as shapes.
         conditions: The embeddings of the prompts of an iteration and of the empty prompt, as
@@ -115,12 +118,16 @@ class Stages:
         return abstract(leaves, self.mesh, self.whole)
 
     def chunks(self, groups: int) -> tuple[int, int]:
-        """Returns the numbers of batches that an iteration explores and regenerates. A last batch
-        that is not full counts as one; without regeneration the second number is 0.
+        """Returns the numbers of batches that an iteration explores and regenerates.
 
         Args:
-            groups: The number of groups of devices that samples are divided among. A batch has the
-                sampler's chunk size times as many samples.
+            groups: The number of groups of devices that samples are divided among, at least 1. A
+                batch has as many samples as the groups together generate at once: `groups` times
+                `chunk` of the sampler (at most `rollout.per_device_batch_size`).
+
+        Returns:
+            The number for the candidates of all prompts, and that for the kept ones, which is 0
+            without regeneration. A last batch that is not full counts as one.
         """
         rollout = self.experiment.config.rollout
         prompts = self.experiment.config.train.num_prompts
@@ -140,6 +147,10 @@ class Stages:
             stage: A name of `STAGES`: "encode", "sync", "explore", "regenerate", "score", "update"
                 or "evaluate". Any other name means "update".
             codes: The quantized copy, as placed shapes, or an empty dict. Only "explore" reads it.
+
+        Returns:
+            The programs in the order in which they are called, one except for "score" and
+            "evaluate". Those of "evaluate" have 0 calls, because they are no part of an iteration.
         """
         experiment = self.experiment
         rollout = self.experiment.config.rollout
@@ -197,11 +208,14 @@ class Stages:
         )
 
     def _policy(self, codes: Any) -> Any:
-        """Returns the base with the adapters of the old policy attached, as shapes.
+        """Returns the parameters of the old policy, which samples, as placed shapes.
+
+        They are those of the base with the trainable parameters attached: an adapter lies beside
+        its base weight, and a fully trained array takes the place of the base's.
 
         Args:
-            codes: The quantized layers by parameter path, or an empty dict for the policy in the
-                training precision.
+            codes: The quantized layers by parameter path, which take precedence over both, or an
+                empty dict for the policy in the training precision.
         """
 
         def policy(base, adapters, codes):
@@ -231,6 +245,11 @@ class Stages:
         policy.
 
         The exploration format must quantize.
+
+        Returns:
+            The mesh; the base and the trainable parameters of the old policy as placed shapes; the
+            LoRA scale alpha / rank; the paths of the layers that are quantized; and the `Quantizer`
+            with shapes for its arrays. These are the six parameters of `quantize_policy` in order.
         """
         experiment = self.experiment
         explorer = self.experiment.explorer

@@ -53,7 +53,7 @@ def prepare(target: Target) -> None:
 
     Raises:
         InputError: If its compiler is not installed: JAX's CUDA plug-in with `ptxas` and cuDNN, or
-            libtpu. No variable is set then.
+            libtpu. They are looked for, not loaded. No variable is set then.
     """
     installed = any(map(importlib.util.find_spec, WHEELS[target.platform]))
     if target.platform == "gpu":
@@ -90,17 +90,18 @@ def _has_cudnn() -> bool:
 
 
 def devices(target: Target, count: int, hosts: int) -> list[Any]:
-    """Returns devices that programs can be compiled for, and nothing else.
+    """Returns devices that are not present. Programs can be compiled for them, but not run.
 
     Starts JAX's backends, so `prepare` must have been called before.
 
     Args:
         target: The kind of device.
-        count: The number of devices on each host, at least 1.
-        hosts: The number of hosts, at least 1.
+        count: The number of devices on each host: from 1 to `target.on_host` for GPUs, and for TPUs
+            those of 1, 4 or 8 chips, see `tpu_topology`.
+        hosts: The number of hosts: at least 1 for GPUs, and a power of two for TPUs.
 
     Returns:
-        `jax.Device`s, host by host and then by their numbers.
+        `count` times `hosts` `jax.Device`s, host by host and then by their numbers.
 
     Raises:
         InputError: If a host has fewer GPUs, or there are no such TPU slices.
