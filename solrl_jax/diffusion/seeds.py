@@ -117,7 +117,7 @@ def normal(
     Args:
         seeds: The b seeds, the two words of a threefry key per row.
         name: The stream of a candidate, a key of `STREAMS`: "initial", "solver", "sigmas",
-            "training" or "calibration".
+            "training", "calibration" or "reference".
         shape: The shape of the numbers of one seed.
         draw: The number of the draw, for a stream that is drawn from several times: one number for
             all seeds, or one per seed. None for a stream that is drawn from once; its numbers
@@ -146,7 +146,7 @@ def permutations(seeds: Seeds, name: str, count: int) -> Int[Array, "b {count}"]
     Args:
         seeds: The b seeds, the two words of a threefry key per row.
         name: The stream of a candidate, a key of `STREAMS`: "initial", "solver", "sigmas",
-            "training" or "calibration".
+            "training", "calibration" or "reference".
         count: How many numbers are put in order.
 
     Returns:

@@ -80,7 +80,8 @@ def first(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> Any:
     Args:
         label: Names the decision. Only one thread at a time may use a label.
         act: The function. It returns a JSON value and may raise. With several processes the value
-            makes a round trip through JSON, which turns tuples into lists.
+            makes a round trip through JSON, which turns tuples into lists; a value that is no JSON
+            is a TypeError in the first process, and the others wait in vain.
         *kinds: Further exception types that are raised in every process as they are.
 
     Returns:

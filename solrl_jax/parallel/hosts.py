@@ -268,7 +268,8 @@ def write(act: Callable[[], Any]) -> None:
     """Calls `act` in the first process, while the others wait. Every process must call it.
 
     Args:
-        act: A function without arguments. Its result is dropped.
+        act: A function without arguments. Its result is dropped; it must be None or have a truth
+            value, of which a false one must be a JSON value.
 
     Raises:
         Exception: What `act` raised, in the first process.
@@ -325,7 +326,9 @@ def anywhere(flags: Sequence[bool]) -> list[bool]:
 
 
 def memory() -> int:
-    """Returns the size of this host's physical memory (RAM) in bytes, used or not."""
+    """Returns the size of this host's physical memory (RAM) in bytes, used or not. A smaller limit
+    of a container is not considered.
+    """
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -64,8 +64,8 @@ def make_mesh(
     """Makes a mesh of `data` x `fsdp` x `tensor` devices, with axes of these names.
 
     Args:
-        data: The size of the axis `data`. -1 uses all devices: their number divided by `fsdp` and
-            `tensor`.
+        data: The size of the axis `data`, at least 1; or -1, which uses all devices: their number
+            divided by `fsdp` and `tensor`.
         fsdp: The size of the axis `fsdp`, at least 1.
         tensor: The size of the axis `tensor`, at least 1.
         devices: The devices to choose from, the first ones first. None means all of `jax.devices`.
@@ -197,8 +197,8 @@ def split_rows(x: T) -> T:
     """Constrains the leading axis of each array to be split over `data` and `fsdp`.
 
     Args:
-        x: A tree of arrays with one row per sample. A mesh must be set (`jax.set_mesh`), otherwise
-            JAX raises an error.
+        x: A tree of arrays with one row per sample, a number that `row_groups` of the mesh divides.
+            A mesh must be set (`jax.set_mesh`). Otherwise JAX raises an error.
 
     Returns:
         The tree with the same values.
@@ -224,7 +224,8 @@ def map_rows(f: Callable[[Any], Any], tree: Any, count: int) -> Any:
 
     Every matmul in `f` has the same number of rows whatever the total number, and so rounds the
     same way. A device's rows are processed one call after another (`jax.lax.map`), and the last
-    call is filled up with copies of its first row. Without a mesh, one device has all rows.
+    call is filled up with copies of its first row. Without a mesh, one device has all rows. The
+    mesh must be one of `rows_only`: devices along an axis `tensor` would share their rows.
 
     Args:
         f: The function. It maps a tree of arrays with leading axis n to a tree of arrays with

@@ -1,9 +1,10 @@
 """Writes files and directories that appear complete or not at all.
 
-A file or directory is written under a hidden sibling name, synced to the disk, then renamed. If the
-process is killed, the old one or the new one is there, and at most one hidden sibling, which the
-next write replaces. A directory may also have a manifest, by which a reader can tell whether it was
-altered. If the disk refuses a write, the error is a RunError of one line.
+A file or directory is written under a hidden sibling name, then renamed. If the process is killed,
+the old one or the new one is there, and hidden siblings, which the next write removes. Only between
+the two renames that replace a directory does neither have its name. A directory may also have a
+manifest, by which a reader can tell whether it was altered. If the disk refuses a write, the error
+is a RunError of one line.
 """
 
 import contextlib
@@ -75,8 +76,8 @@ def writing(path: Path, note: Callable[[], str] = str) -> Iterator[None]:
 
     Args:
         path: The file or directory that the body writes. The message names it. It is not touched.
-        note: Returns text for the end of the message. It is called only when an error occurs. By
-            default the text is empty.
+        note: Returns text for the end of the message, which follows without a space. It is called
+            only when an error occurs. By default the text is empty.
 
     Raises:
         RunError: "REASON while writing PATH", if `disk_reason` finds a reason in the body's error.
@@ -119,7 +120,8 @@ def atomic(path: str | Path) -> Iterator[Path]:
     Missing parent directories are created. The new file and its name are synced to the disk. If the
     body raises, whatever it raises, `path` is untouched and the sibling is removed. The file gets
     the permissions that new files have (666 without the umask), whatever mode the body created it
-    with: safetensors creates files that only their owner can read.
+    with: safetensors creates files that only their owner can read. Two writers of one path at the
+    same time would share the sibling, so the caller must prevent that.
 
     Args:
         path: The file to write. It may exist; if it is a link, the link itself is replaced.
@@ -177,7 +179,7 @@ def atomic_directory(path: Path) -> Iterator[Path]:
 
     Args:
         path: The directory to write. It may exist, as a directory or a file; its old content is
-            removed after the new directory has its name.
+            removed after the new directory has its name. If it is a link, only the link is.
 
     Yields:
         The path of a new, empty sibling directory, `.partial-NAME`, which the body fills and which

@@ -44,7 +44,8 @@ def snapshot(
 ) -> Path:
     """Downloads files of a repository to the hub's cache, unless they are there already.
 
-    If HF_HUB_OFFLINE is set, nothing is downloaded and the files must be in the cache.
+    The hub is asked for the newest revision on each call. If it cannot be reached, or if
+    HF_HUB_OFFLINE was set when its client was imported, the newest revision in the cache is used.
 
     Args:
         name: The repository, OWNER/NAME.
@@ -179,7 +180,8 @@ def cached(name: str, file: str = "model_index.json") -> Path | None:
 def offline() -> bool:
     """Whether the environment variable HF_HUB_OFFLINE forbids to ask the hub.
 
-    It does if it is "1", "on", "yes" or "true" in any case, which is how the hub's client reads it.
+    It does if it is "1", "on", "yes" or "true" in any case, as for the hub's client. The client
+    reads it once, when it is imported; this function reads it on each call.
     """
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 

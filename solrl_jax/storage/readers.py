@@ -189,13 +189,14 @@ def parse_yaml(text: str) -> Any:
         text: The text.
 
     Returns:
-        The value: dicts, lists, text, numbers, booleans, dates and None. None for an empty text.
+        The value: dicts, lists, text, numbers (also NaN and infinity), booleans, dates and None.
+        None for an empty text.
 
     Raises:
         ValueError: If the text is longer than `MOST_YAML` (65,536 characters), has a repeated key,
             or has a date that does not exist.
-        yaml.YAMLError: If it is no YAML or more than one document, has tags or aliases, or is more
-            than `DEPTH` (32) levels deep.
+        yaml.YAMLError: If it is no YAML or more than one document, has tags, aliases or a key that
+            is a list or a dict, or is more than `DEPTH` (32) levels deep.
     """
     if len(text) > MOST_YAML:
         raise ValueError(f"more than {MOST_YAML} characters")

@@ -225,7 +225,8 @@ def draw(path: Path, courses: Mapping[str, Sequence[Course]], sweeps: Sweeps, se
     """Draws the curves of a study: reward over cost and over iterations, fidelity, and swept
     settings.
 
-    Curves are means over seeds, and bands are one standard error; a single seed has no band.
+    Curves are means over seeds, and bands are one standard error; a single seed has no band. A
+    curve over cost has the costs of the arm's first run.
     Fidelity has a panel if an arm regenerates, and each swept setting with a finished arm has one.
     Arms differ in colour, and beyond the number of colours in the style of the line.
 

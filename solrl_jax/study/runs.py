@@ -56,8 +56,8 @@ def train(
     and the CPU cores.
 
     Args:
-        runs: All runs of the study.
-        out: The directory of the study.
+        runs: All runs of the study. Their directories lie in `out`.
+        out: The directory of the study, which must exist. The caller locks it (`files.only_user`).
         processes: The number of runs that train at once, at least 1.
         say: Called with one line for each run that ends, after a line with the number of finished
             runs if there are any. It is called in the thread of the caller.
