@@ -467,8 +467,8 @@ def table(summary: dict[str, Any]) -> str:
         summary: The result of `machine`, alone or joined with that of `needs`.
 
     Returns:
-        Lines with a name in ten columns and a text; the last ones say what is missing, or
-        "nothing".
+        Lines with a name in ten columns and a text; the last ones list the missing requirements, or
+        say "nothing".
     """
     versions = summary["versions"]
     devices = summary["devices"]

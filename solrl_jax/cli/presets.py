@@ -102,7 +102,7 @@ def _without(tree: Mapping[str, Any], hidden: set[str], prefix: str) -> dict[str
 
     Args:
         tree: The settings of a section by name. Sections within it are mappings.
-        hidden: Dotted names from the top of what is left out, e.g. "model.path".
+        hidden: Dotted names of the fields that are left out, e.g. "model.path".
         prefix: The dotted name of `tree` with a dot at its end, or "" at the top.
     """
     kept = {}

@@ -88,7 +88,7 @@ def _check_objective(name: str) -> str:
         name: A key of `OBJECTIVES`, or `module:function`.
 
     Raises:
-        ValueError: If it is neither. The message lists what is accepted.
+        ValueError: If it is neither. The message lists the accepted values.
     """
     if name not in OBJECTIVES and not is_plugin(name):
         raise ValueError(f"expected one of {', '.join(OBJECTIVES)}, or module:function")
@@ -714,7 +714,7 @@ class Mesh(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run(Section):
-    """Where a run is written, and what is kept of it. The defaults are ours.
+    """The directory of a run, and its checkpoints and records. The defaults are ours.
 
     Attributes:
         dir: The run directory. "": presets use runs/<preset>-<family>-seed<seed>.
