@@ -1,7 +1,7 @@
 # solrl_jax for NVIDIA GPUs with CUDA 13. From the root of the repository:
 #
 #     docker build --file scripts/launch/cuda.Dockerfile --tag solrl_jax:cuda .
-#     docker run --rm --gpus all --ipc host --volume "$PWD/runs:/work/runs" \
+#     docker run --rm --gpus all --ipc host --volume "$PWD/runs:/data/runs" \
 #         solrl_jax:cuda train tiny run.dir=runs/demo
 #
 # CUDA comes from wheels. The host provides the driver (580 or newer) and NVIDIA's container
@@ -22,7 +22,7 @@ RUN pip install hatchling==1.33.0 \
 
 FROM python:3.12.12-slim-bookworm
 RUN useradd --uid 1000 --user-group --create-home solrl \
-    && install --directory --owner=solrl --group=solrl /work
+    && install --directory --owner=solrl --group=solrl /data
 COPY --from=build /opt/solrl /opt/solrl
 # NVIDIA_*: what the container toolkit mounts where no device plug-in decides it. The memory fraction
 # is the share of a GPU that `solrl plan` counts on; JAX takes 75 % otherwise.
@@ -31,6 +31,6 @@ ENV PATH=/opt/solrl/bin:$PATH \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.92
 USER 1000:1000
-WORKDIR /work
+WORKDIR /data
 ENTRYPOINT ["solrl"]
 CMD ["--help"]

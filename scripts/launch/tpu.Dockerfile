@@ -1,7 +1,7 @@
 # solrl_jax for Cloud TPUs (v5e, v5p, v6e, TPU7x). From the root of the repository:
 #
 #     docker build --file scripts/launch/tpu.Dockerfile --tag solrl_jax:tpu .
-#     docker run --rm --privileged --network host --volume "$PWD/runs:/work/runs" \
+#     docker run --rm --privileged --network host --volume "$PWD/runs:/data/runs" \
 #         solrl_jax:tpu train tiny run.dir=runs/demo
 #
 # On a TPU VM the container needs `--privileged` for the chips, and `--user root` if only root may open
@@ -22,10 +22,10 @@ RUN pip install hatchling==1.33.0 \
 
 FROM python:3.12.12-slim-bookworm
 RUN useradd --uid 1000 --user-group --create-home solrl \
-    && install --directory --owner=solrl --group=solrl /work
+    && install --directory --owner=solrl --group=solrl /data
 COPY --from=build /opt/solrl /opt/solrl
 ENV PATH=/opt/solrl/bin:$PATH
 USER 1000:1000
-WORKDIR /work
+WORKDIR /data
 ENTRYPOINT ["solrl"]
 CMD ["--help"]
