@@ -703,6 +703,7 @@ def _compare_pairs(
     failure = None
     for start in range(0, len(pairs), pairs_at_once):
         first, second = pairs[start : start + pairs_at_once].T
+        partial_failure = None
         try:
             returned = function(
                 images[finite[first]],
@@ -711,11 +712,14 @@ def _compare_pairs(
                 [metadata[i] for i in finite[first]],
             )
         except Failure as error:
-            if error.scores is None or np.isnan(error.scores["reward"]).all():
-                raise Failure(str(error)) from None
-            failure = failure or error
+            if error.scores is None:
+                raise
+            partial_failure = error
             returned = error.scores
         values = check_answer(returned, len(first))["reward"]
+        if partial_failure is not None and np.isnan(values).all():
+            raise Failure(str(partial_failure))
+        failure = failure or partial_failure
         if ((values < 0) | (values > 1)).any():
             outside = values[(values < 0) | (values > 1)][0]
             raise Failure(f"returned {outside:g} as a preference: expected numbers in [0, 1]")

@@ -49,7 +49,9 @@ class Prices:
         `rollout.explore.exact_steps` of the exploring steps have the price of the training
         precision, `rollout.precision`. Not counted are text encoders, the cost of a correction, the
         gain of attention in FP8, and a second network evaluation for classifier-free guidance. The
-        update is that of adapters, and images have the size of the plan's preset.
+        update is that of adapters. With `algorithm.kl_fraction` below 1 it saves predictions of the
+        reference, at the price of the training precision. Images have the size of the plan's
+        preset.
 
         Args:
             config: The configuration.
@@ -66,7 +68,9 @@ class Prices:
         redone = kept * rollout.regenerate
         explored = pool * ((steps - exact) * self.network.get(precision, nan) + exact * full)
         synced = 0.0 if precision == rollout.precision else self.synced
-        update = kept * config.num_train_sigmas * self.trained
+        # One of the three predictions of a term is the reference's.
+        skipped = (1 - config.algorithm.kl_fraction) * full
+        update = kept * config.num_train_sigmas * (self.trained - skipped)
         return (
             explored
             + redone * rollout.num_steps * full
