@@ -27,7 +27,6 @@ from solrl_jax.rewards.aesthetic import aesthetic
 from solrl_jax.rewards.clip import clipscore, hpsv2, pickscore, tiny_clip
 from solrl_jax.rewards.host import import_object
 from solrl_jax.rewards.imagereward import imagereward
-from solrl_jax.rewards.judge.cache import cache_folder
 from solrl_jax.rewards.judge.settings import open_judge
 from solrl_jax.rewards.mixture import mixture
 from solrl_jax.rewards.protocol import (
@@ -41,6 +40,7 @@ from solrl_jax.rewards.protocol import (
 )
 from solrl_jax.rewards.shapes import shapes
 from solrl_jax.rewards.sources import SOURCES
+from solrl_jax.storage.files import cache_directory
 
 Options = Mapping[str, Any]
 # The arguments of a function outside JAX, before its options.
@@ -425,7 +425,7 @@ def open_judge_reward(name: str, options: Options, workers: int) -> HostReward:
             f"reward '{name}' needs {', '.join(missing)}: pip install 'solrl_jax[judge]'"
         )
     judge = open_judge(name, options)
-    cache_folder(judge.settings.cache, f"reward.options.{name}.cache")
+    cache_directory(judge.settings.cache, "judge", f"reward.options.{name}.cache")
     arguments = {
         "options": judge.to_json(),
         "concurrency": max(judge.settings.concurrency // workers, 1),

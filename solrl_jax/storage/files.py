@@ -267,6 +267,40 @@ def writable_directory(path: Path, name: str = "the run directory") -> Path:
     return path
 
 
+def cache_directory(path: str | None, name: str, field: str) -> Path | None:
+    """Returns the directory of a cache. Nothing is written, and it need not exist.
+
+    Args:
+        path: The setting: a directory, in which "~" is expanded; "" for `solrl_jax/NAME` in the
+            user's cache directory (`XDG_CACHE_HOME`, by default `~/.cache`); or None for no cache.
+        name: The name of the directory in the user's cache directory.
+        field: The name of the setting, for messages.
+
+    Returns:
+        The directory; None for no cache.
+
+    Raises:
+        InputError: If the path is a file, or needs a home directory that the user does not have.
+        PermissionError: If a parent of the directory may not be searched.
+    """
+    if path is None:
+        return None
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    try:
+        directory = Path(path or user_cache / "solrl_jax" / name).expanduser()
+    except RuntimeError as error:  # containers may have users without a home
+        raise InputError(
+            f"{field}={path!r}: there is no home directory; "
+            "name another directory, or null for none"
+        ) from error
+    if directory.exists() and not directory.is_dir():
+        raise InputError(
+            f"{field}={path!r}: is a file; expected a directory, "
+            "'' for the user's cache directory, or null for none"
+        )
+    return directory
+
+
 @contextlib.contextmanager
 def only_user(directory: Path) -> Iterator[None]:
     """Locks an existing directory for this process while the body runs.

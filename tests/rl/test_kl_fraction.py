@@ -11,10 +11,7 @@ import pytest
 
 from solrl_jax.config.presets import resolve
 from solrl_jax.config.values import ConfigError
-from solrl_jax.diffusion.seeds import normal, permutations
-from solrl_jax.rl.objective import TrainingTarget, Velocities
-from solrl_jax.rl.objectives.nft import nft_loss
-from solrl_jax.rl.trainable.trainable import attach
+from solrl_jax.diffusion.seeds import normal
 from solrl_jax.rl.update import reference_terms, update
 from tests.rl.test_update import (
     CONFIG,
@@ -26,8 +23,9 @@ from tests.rl.test_update import (
     norm,
     run,
     state_of,
+    term,
 )
-from tests.toys import SHAPE, toy_backbone, toy_grid
+from tests.toys import toy_backbone, toy_grid
 
 MICRO = 6
 TERMS = ROWS * SLOTS
@@ -39,43 +37,6 @@ def config_of(fraction, kl_coef=CONFIG.algorithm.kl_coef):
         algorithm=dataclasses.replace(CONFIG.algorithm, kl_fraction=fraction, kl_coef=kl_coef),
         optimizer=dataclasses.replace(CONFIG.optimizer, per_device_batch_size=MICRO),
     )
-
-
-def term(backbone, state, batch, number, reference_weight):
-    """The loss of a term and its gradient, with a weight on its distance to the reference."""
-    row = number % ROWS
-    slot = number // ROWS
-    schedule = toy_grid(STEPS)
-    scale = CONFIG.lora.alpha / CONFIG.lora.rank
-    seed = batch.seeds[row][None]
-    x0 = batch.latents[row][None]
-    step = permutations(seed, "sigmas", STEPS)[0, slot]
-    conditioning = jax.tree.map(lambda c: c[batch.prompt[row]][None], batch.conditioning)
-    sigma = jnp.asarray(schedule.sigmas)[step]
-    x = (1 - sigma) * x0 + sigma * normal(seed, "training", SHAPE, slot)
-
-    def loss(adapters):
-        def velocity(params):
-            time = jnp.asarray(schedule.timesteps)[step]
-            return backbone.velocity(params, x, conditioning, time, jnp.float32(1))
-
-        velocities = Velocities(
-            velocity(attach(backbone.transformer, adapters, scale)),
-            velocity(attach(backbone.transformer, state.old, scale)),
-            velocity(backbone.transformer),
-            jnp.full(1, reference_weight),
-        )
-        target = TrainingTarget(x, x0, sigma[None], batch.optimality[row][None])
-        algorithm = CONFIG.algorithm
-        return nft_loss(
-            velocities,
-            target,
-            beta=algorithm.beta,
-            kl_coef=algorithm.kl_coef,
-            adv_clip_max=algorithm.adv_clip_max,
-        )[0][0]
-
-    return jax.value_and_grad(loss)(state.adapters)
 
 
 @pytest.mark.parametrize("mesh", [(1, 1), (2, 1, 2)], ids=["one device", "data=2 tensor=2"])
@@ -95,7 +56,8 @@ def test_the_update_is_the_loop_over_terms_with_the_drawn_ones_scaled_up(mesh):
         drawn = set(np.argsort(np.asarray(draws))[:2])
         for place, number in enumerate(numbers):
             weight = 3.0 if place in drawn else 0.0
-            loss, gradient = term(one, state, batch_of(one), int(number), weight)
+            row, slot = int(number) % ROWS, int(number) // ROWS
+            loss, gradient = term(one, state, batch_of(one), row, slot, weight)
             losses.append(float(loss))
             gradients.append(gradient)
     gradient = jax.tree.map(

@@ -152,7 +152,7 @@ def by_hand(weight=EVERY_ROW):
     state = state_of(backbone)
     batch = batch_of(backbone)
     terms = [
-        (w, _term(backbone, state, batch, row, slot))
+        (w, term(backbone, state, batch, row, slot))
         for row, w in enumerate(weight)
         if w
         for slot in range(SLOTS)
@@ -167,8 +167,10 @@ def by_hand(weight=EVERY_ROW):
 
 
 @partial(jax.jit, static_argnums=0)
-def _term(backbone, state, batch, row, slot):
-    """The loss of a row at its sigma number `slot`, and its gradient."""
+def term(backbone, state, batch, row, slot, reference_weight=1.0):
+    """The loss of a row at its sigma number `slot`, and its gradient; the distance to the reference
+    counts with a weight.
+    """
     grid = toy_grid(STEPS)
     base = backbone.transformer
     algorithm = CONFIG.algorithm
@@ -186,7 +188,10 @@ def _term(backbone, state, batch, row, slot):
             return backbone.velocity(params, x, text, time, jnp.float32(1))
 
         policies = Velocities(
-            v(attach(base, adapters, scale)), v(attach(base, state.old, scale)), v(base)
+            v(attach(base, adapters, scale)),
+            v(attach(base, state.old, scale)),
+            v(base),
+            jnp.full(1, reference_weight),
         )
         target = TrainingTarget(x, x0, sigma[None], batch.optimality[row][None])
         weights = {

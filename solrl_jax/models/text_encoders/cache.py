@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from solrl_jax.errors import InputError
-from solrl_jax.storage.files import PARTIAL, disk_reason, writing
+from solrl_jax.storage.files import PARTIAL, cache_directory, disk_reason, writing
 from solrl_jax.storage.readers import read_text
 
 Encoding = dict[str, np.ndarray]  # of one prompt, by name
@@ -176,22 +176,8 @@ def open_cache(path: str | None) -> Cache | None:
         InputError: the path is a file, or it needs a home directory that the user does not have.
         PermissionError: a parent of the folder may not be searched.
     """
-    if path is None:
-        return None
-    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    try:
-        folder = Path(path or user_cache / "solrl_jax" / "prompts").expanduser()
-    except RuntimeError as error:  # containers may have users without a home
-        raise InputError(
-            f"model.prompt_cache_dir={path!r}: there is no home directory; "
-            "name another directory, or null for none"
-        ) from error
-    if folder.exists() and not folder.is_dir():
-        raise InputError(
-            f"model.prompt_cache_dir={path!r}: is a file; expected a directory, "
-            "'' for the user's cache directory, or null for none"
-        )
-    return Cache(folder)
+    folder = cache_directory(path, "prompts", "model.prompt_cache_dir")
+    return None if folder is None else Cache(folder)
 
 
 def key_of(identity: str, tokens: Mapping[str, np.ndarray]) -> str:

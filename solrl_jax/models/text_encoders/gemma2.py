@@ -8,7 +8,7 @@ state of every token after the last layer.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,12 +16,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from solrl_jax.models.layers.attention import attention
 from solrl_jax.models.layers.embeddings import Embedding
-from solrl_jax.models.layers.linear import Linear
 from solrl_jax.models.layers.norm import RMSNorm
 from solrl_jax.models.layers.stack import scan_blocks, stack
 from solrl_jax.models.loading.config_file import ReleasedConfig, unsupported, with_rope_theta
+from solrl_jax.models.text_encoders.decoder import GatedMLP, GroupedQueryAttention, causal_mask
 
 SLIDING = "sliding_attention"
 FULL = "full_attention"
@@ -200,7 +199,7 @@ class Gemma2Model(nnx.Module):
         """
         position = jnp.arange(x.shape[1])
         distance = position[:, None] - position  # [query, key]
-        full = (distance >= 0) & attention_mask[:, None, None, :]
+        full = causal_mask(attention_mask)
         sliding = full & (distance < self.config.sliding_window)
         is_sliding = jnp.array([kind == SLIDING for kind in self.config.attention_types])
 
@@ -222,7 +221,18 @@ class DecoderLayer(nnx.Module):
         def norm():
             return RMSNorm(config.hidden_size, eps=config.rms_norm_eps, offset=1.0)
 
-        self.self_attn = Attention(config, rngs=rngs)
+        self.self_attn = GroupedQueryAttention(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            config.rope_theta,
+            input_bias=config.attention_bias,
+            output_bias=config.attention_bias,
+            scale=config.query_pre_attn_scalar**-0.5,
+            softcap=config.attn_logit_softcapping,
+            rngs=rngs,
+        )
         # jax.nn.gelu is the tanh approximation by default
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, jax.nn.gelu, rngs=rngs)
         self.input_layernorm = norm()
@@ -246,108 +256,3 @@ class DecoderLayer(nnx.Module):
         """
         x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), mask))
         return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
-
-
-class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions and soft-capped logits, including the output
-    projection.
-
-    Consecutive query heads share the keys and values of one head. The logits are divided by the
-    square root of `config.query_pre_attn_scalar`, and capped by `config.attn_logit_softcapping`.
-
-    Args:
-        config: configuration of the network.
-        rngs: random number generators for the initial weights.
-    """
-
-    def __init__(self, config: Gemma2Config, *, rngs: nnx.Rngs):
-        def linear(n_in, n_out):
-            return Linear(n_in, n_out, bias=config.attention_bias, rngs=rngs)
-
-        width = config.hidden_size
-        query_width = config.num_attention_heads * config.head_dim
-        key_width = config.num_key_value_heads * config.head_dim
-        self.q_proj = linear(width, query_width)
-        self.k_proj = linear(width, key_width)
-        self.v_proj = linear(width, key_width)
-        self.o_proj = linear(query_width, width)
-        self.config = config
-
-    def __call__(
-        self, x: Float[Array, "b l d"], mask: Bool[Array, "b 1 l l"]
-    ) -> Float[Array, "b l d"]:
-        """Applies the attention; the input is not added. The result has the shape and dtype of `x`.
-
-        Args:
-            x: normalised hidden states of the tokens at the positions 0 to l - 1.
-            mask: true where a query (third axis) attends to a key (last axis), the same for all
-                heads. A query without keys gets the mean of all values.
-        """
-        config = self.config
-
-        def heads(y):
-            return y.reshape(*y.shape[:2], -1, config.head_dim)
-
-        out = attention(
-            rotate(heads(self.q_proj(x)), config.rope_theta),
-            rotate(heads(self.k_proj(x)), config.rope_theta),
-            heads(self.v_proj(x)),
-            mask,
-            scale=config.query_pre_attn_scalar**-0.5,
-            softcap=config.attn_logit_softcapping,
-        )
-        return self.o_proj(out.reshape(*x.shape[:2], -1))
-
-
-class GatedMLP(nnx.Module):
-    """A gated linear unit without biases (arXiv 2002.05202): `down(activation(gate(x)) * up(x))`.
-
-    Args:
-        d: input and output features.
-        hidden: features of gate and up.
-        activation: elementwise function that is applied to the gate.
-        rngs: random number generators for the initial weights.
-    """
-
-    def __init__(
-        self, d: int, hidden: int, activation: Callable[[Array], Array], *, rngs: nnx.Rngs
-    ):
-        self.gate_proj = Linear(d, hidden, bias=False, rngs=rngs)
-        self.up_proj = Linear(d, hidden, bias=False, rngs=rngs)
-        self.down_proj = Linear(hidden, d, bias=False, rngs=rngs)
-        self.activation = activation
-
-    def __call__(self, x: Float[Array, "b l d"]) -> Float[Array, "b l d"]:
-        """Computes `down(activation(gate(x)) * up(x))` for each token; the input is not added.
-
-        Args:
-            x: the tokens, with d features.
-
-        Returns:
-            An array of the shape and dtype of `x`.
-        """
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
-
-
-def rotate(x: Float[Array, "b l n h"], theta: float) -> Float[Array, "b l n h"]:
-    """Applies rotary position embedding (arXiv 2104.09864).
-
-    The features (i, i + h/2) of a head are rotated by the angle `position * theta^(-2i / h)`. The
-    angles are in float32: at position 300, an angle in bfloat16 may be wrong by a radian.
-
-    Args:
-        x: queries or keys at the positions 0 to l - 1: [batch, positions, heads, features]. The
-            number of features h is even.
-        theta: base of the frequencies, a positive number.
-
-    Returns:
-        The rotated queries or keys, of the shape and dtype of `x`, rounded once.
-    """
-    length = x.shape[1]
-    half = x.shape[-1] // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = jnp.arange(length, dtype=jnp.float32)[:, None, None] * frequency  # [length, 1, half]
-    cos = jnp.cos(angle)
-    sin = jnp.sin(angle)
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

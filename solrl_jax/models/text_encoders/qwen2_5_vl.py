@@ -11,21 +11,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from solrl_jax.models.layers.attention import attention
 from solrl_jax.models.layers.embeddings import Embedding
-from solrl_jax.models.layers.linear import Linear
 from solrl_jax.models.layers.norm import RMSNorm
 from solrl_jax.models.layers.stack import scan_blocks, stack
 from solrl_jax.models.loading.component import Component
 from solrl_jax.models.loading.config_file import ReleasedConfig, unsupported, with_rope_theta
 from solrl_jax.models.loading.tensor_files import StoredTensor, read_header, weight_files
 from solrl_jax.models.loading.weights import ParameterEntry, match_tensors, parameter_table
-from solrl_jax.models.text_encoders.gemma2 import GatedMLP, rotate
+from solrl_jax.models.text_encoders.decoder import (
+    GroupedQueryAttention,
+    PreNormLayer,
+    causal_mask,
+    require_full_attention,
+)
 
 # The prefixes that released files have for the names of the language part: that of transformers 5
 # and that of transformers 4.
@@ -94,11 +95,7 @@ class Qwen2_5_VLTextConfig(ReleasedConfig):
             if isinstance(rope, Mapping) and rope.get("rope_type", rope.get("type")) == "mrope":
                 merged[name] = {**rope, "rope_type": "default"}
         config = super().from_dict(with_rope_theta(cls.network, merged))
-        full_attention = ["full_attention"] * config.num_hidden_layers
-        for name, accepted in (("use_sliding_window", False), ("layer_types", full_attention)):
-            value = merged.get(name)
-            if value is not None and value != accepted:
-                raise unsupported(cls.network, name, value, "full causal attention in every layer")
+        require_full_attention(cls.network, merged, config.num_hidden_layers)
         return config
 
     def check(self) -> None:
@@ -184,7 +181,7 @@ class Qwen2_5_VLTextModel(nnx.Module):
     def __init__(self, config: Qwen2_5_VLTextConfig, *, rngs: nnx.Rngs):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, rngs=rngs)
         self.layers = stack(
-            config.num_hidden_layers, lambda rngs: DecoderLayer(config, rngs=rngs), rngs
+            config.num_hidden_layers, lambda rngs: decoder_layer(config, rngs), rngs
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -200,80 +197,28 @@ class Qwen2_5_VLTextModel(nnx.Module):
                 attends.
         """
         x = self.embed_tokens(input_ids)
-        position = jnp.arange(input_ids.shape[1])
-        mask = (position[:, None] >= position) & attention_mask[:, None, None, :]
+        mask = causal_mask(attention_mask)
         x = scan_blocks(self.layers, lambda layer, x: layer(x, mask), x)
         return self.norm(x)
 
 
-class DecoderLayer(nnx.Module):
-    """Attention, then a gated MLP. Each is normalised before, and added to its input.
+def decoder_layer(config: Qwen2_5_VLTextConfig, rngs: nnx.Rngs) -> PreNormLayer:
+    """Makes one layer, whose projections to queries, keys and values have biases.
 
     Args:
         config: configuration of the network.
         rngs: random number generators for the initial weights.
     """
-
-    def __init__(self, config: Qwen2_5_VLTextConfig, *, rngs: nnx.Rngs):
-        self.self_attn = Attention(config, rngs=rngs)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, jax.nn.silu, rngs=rngs)
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-    def __call__(
-        self, x: Float[Array, "b l d"], mask: Bool[Array, "b 1 l l"]
-    ) -> Float[Array, "b l d"]:
-        """Applies attention, then the gated MLP. Each reads a norm of its input, and is added to
-        it.
-
-        Args:
-            x: hidden states of the tokens.
-            mask: true where a query (third axis) attends to a key (last axis), the same for all
-                heads.
-
-        Returns:
-            An array of the shape and dtype of `x`.
-        """
-        x = x + self.self_attn(self.input_layernorm(x), mask)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
-class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions, including the output projection.
-
-    The projections to queries, keys and values have biases, and the output projection has none.
-    Consecutive query heads share the keys and values of one head.
-
-    Args:
-        config: configuration of the network.
-        rngs: random number generators for the initial weights.
-    """
-
-    def __init__(self, config: Qwen2_5_VLTextConfig, *, rngs: nnx.Rngs):
-        width = config.hidden_size
-        key_width = config.num_key_value_heads * config.head_dim
-        self.q_proj = Linear(width, width, rngs=rngs)
-        self.k_proj = Linear(width, key_width, rngs=rngs)
-        self.v_proj = Linear(width, key_width, rngs=rngs)
-        self.o_proj = Linear(width, width, bias=False, rngs=rngs)
-        self.config = config
-
-    def __call__(
-        self, x: Float[Array, "b l d"], mask: Bool[Array, "b 1 l l"]
-    ) -> Float[Array, "b l d"]:
-        """Applies the attention; the input is not added. The result has the shape and dtype of `x`.
-
-        Args:
-            x: normalised hidden states of the tokens at the positions 0 to l - 1.
-            mask: true where a query (third axis) attends to a key (last axis), the same for all
-                heads. A query without keys gets the mean of the values.
-        """
-        config = self.config
-
-        def heads(y):
-            return y.reshape(*y.shape[:2], -1, config.head_dim)
-
-        q = rotate(heads(self.q_proj(x)), config.rope_theta)
-        k = rotate(heads(self.k_proj(x)), config.rope_theta)
-        out = attention(q, k, heads(self.v_proj(x)), mask)
-        return self.o_proj(out.reshape(*x.shape[:2], -1))
+    attention = GroupedQueryAttention(
+        config.hidden_size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+        config.rope_theta,
+        input_bias=True,
+        output_bias=False,
+        rngs=rngs,
+    )
+    return PreNormLayer(
+        attention, config.hidden_size, config.intermediate_size, config.rms_norm_eps, rngs=rngs
+    )

@@ -12,20 +12,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from solrl_jax.models.layers.attention import attention
 from solrl_jax.models.layers.embeddings import Embedding
-from solrl_jax.models.layers.linear import Linear
-from solrl_jax.models.layers.norm import RMSNorm
 from solrl_jax.models.layers.stack import scan_blocks, stack
 from solrl_jax.models.loading.component import Component
-from solrl_jax.models.loading.config_file import ReleasedConfig, unsupported, with_rope_theta
+from solrl_jax.models.loading.config_file import ReleasedConfig, with_rope_theta
 from solrl_jax.models.loading.weights import locate_tensors
-from solrl_jax.models.text_encoders.gemma2 import GatedMLP, rotate
+from solrl_jax.models.text_encoders.decoder import (
+    GroupedQueryAttention,
+    PreNormLayer,
+    causal_mask,
+    require_full_attention,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,11 +84,7 @@ class Qwen3Config(ReleasedConfig):
                 than "full_attention" for every layer). The message names the field.
         """
         config = super().from_dict(with_rope_theta(cls.network, fields))
-        full_attention = ["full_attention"] * config.num_hidden_layers
-        for name, accepted in (("use_sliding_window", False), ("layer_types", full_attention)):
-            value = fields.get(name)
-            if value is not None and value != accepted:
-                raise unsupported(cls.network, name, value, "full causal attention in every layer")
+        require_full_attention(cls.network, fields, config.num_hidden_layers)
         return config
 
     def check(self) -> None:
@@ -157,7 +154,7 @@ class Qwen3Model(nnx.Module):
         self.depth = max(states)
         self.model = nnx.Dict(
             embed_tokens=Embedding(config.vocab_size, config.hidden_size, rngs=rngs),
-            layers=stack(self.depth, lambda rngs: DecoderLayer(config, rngs=rngs), rngs),
+            layers=stack(self.depth, lambda rngs: decoder_layer(config, rngs), rngs),
         )
 
     def __call__(
@@ -176,13 +173,12 @@ class Qwen3Model(nnx.Module):
             They are not normalised.
         """
         x = self.model.embed_tokens(input_ids)
-        position = jnp.arange(input_ids.shape[1])
-        mask = (position[:, None] >= position) & attention_mask[:, None, None, :]
+        mask = causal_mask(attention_mask)
         layer_index = jnp.arange(1, self.depth + 1)
         is_output = layer_index[:, None] == jnp.array(self.states)  # [layer, state]
 
         def apply(
-            layer: DecoderLayer, carry: tuple[Array, Array], is_output: Bool[Array, " k"]
+            layer: PreNormLayer, carry: tuple[Array, Array], is_output: Bool[Array, " k"]
         ) -> tuple[Array, Array]:
             x, outputs = carry
             x = layer(x, mask)
@@ -193,80 +189,25 @@ class Qwen3Model(nnx.Module):
         return jnp.concatenate(list(outputs), axis=-1)
 
 
-class DecoderLayer(nnx.Module):
-    """Attention, then a gated MLP. Each is normalised before, and added to its input.
+def decoder_layer(config: Qwen3Config, rngs: nnx.Rngs) -> PreNormLayer:
+    """Makes one layer, whose attention normalises each head of queries and keys on its own before
+    it is rotated.
 
     Args:
         config: configuration of the network.
         rngs: random number generators for the initial weights.
     """
-
-    def __init__(self, config: Qwen3Config, *, rngs: nnx.Rngs):
-        self.self_attn = Attention(config, rngs=rngs)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, jax.nn.silu, rngs=rngs)
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-    def __call__(
-        self, x: Float[Array, "b l d"], mask: Bool[Array, "b 1 l l"]
-    ) -> Float[Array, "b l d"]:
-        """Applies attention, then the gated MLP. Each reads a norm of its input, and is added to
-        it.
-
-        Args:
-            x: hidden states of the tokens.
-            mask: true where a query (third axis) attends to a key (last axis), the same for all
-                heads.
-
-        Returns:
-            An array of the shape and dtype of `x`.
-        """
-        x = x + self.self_attn(self.input_layernorm(x), mask)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
-class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions, including the output projection.
-
-    Each head of queries and keys is normalised on its own before it is rotated. Consecutive query
-    heads share the keys and values of one head.
-
-    Args:
-        config: configuration of the network.
-        rngs: random number generators for the initial weights.
-    """
-
-    def __init__(self, config: Qwen3Config, *, rngs: nnx.Rngs):
-        def linear(n_in, n_out):
-            return Linear(n_in, n_out, bias=config.attention_bias, rngs=rngs)
-
-        width = config.hidden_size
-        query_width = config.num_attention_heads * config.head_dim
-        key_width = config.num_key_value_heads * config.head_dim
-        self.q_proj = linear(width, query_width)
-        self.k_proj = linear(width, key_width)
-        self.v_proj = linear(width, key_width)
-        self.o_proj = linear(query_width, width)
-        self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-        self.config = config
-
-    def __call__(
-        self, x: Float[Array, "b l d"], mask: Bool[Array, "b 1 l l"]
-    ) -> Float[Array, "b l d"]:
-        """Applies the attention; the input is not added. The result has the shape and dtype of `x`.
-
-        Args:
-            x: normalised hidden states of the tokens at the positions 0 to l - 1.
-            mask: true where a query (third axis) attends to a key (last axis), the same for all
-                heads. A query without keys gets the mean of the values.
-        """
-        config = self.config
-
-        def heads(y):
-            return y.reshape(*y.shape[:2], -1, config.head_dim)
-
-        q = rotate(self.q_norm(heads(self.q_proj(x))), config.rope_theta)
-        k = rotate(self.k_norm(heads(self.k_proj(x))), config.rope_theta)
-        out = attention(q, k, heads(self.v_proj(x)), mask)
-        return self.o_proj(out.reshape(*x.shape[:2], -1))
+    attention = GroupedQueryAttention(
+        config.hidden_size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+        config.rope_theta,
+        input_bias=config.attention_bias,
+        output_bias=config.attention_bias,
+        norm_eps=config.rms_norm_eps,
+        rngs=rngs,
+    )
+    return PreNormLayer(
+        attention, config.hidden_size, config.intermediate_size, config.rms_norm_eps, rngs=rngs
+    )

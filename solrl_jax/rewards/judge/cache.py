@@ -6,13 +6,11 @@ be copied and removed.
 
 import hashlib
 import json
-import os
 import sqlite3
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from solrl_jax.errors import InputError
 from solrl_jax.rewards.host import Failure
 from solrl_jax.storage.readers import parse_json
 
@@ -21,34 +19,6 @@ FILE = "scores.sqlite"
 VERSION = 1
 # Seconds that a process waits for another one that writes.
 BUSY = 30.0
-
-
-def cache_folder(path: str | None, field: str) -> Path | None:
-    """Returns the directory of a cache. Nothing is written.
-
-    Args:
-        path: The option: a directory, "" for solrl_jax/judge in the user's cache directory
-            ($XDG_CACHE_HOME, or ~/.cache without it), or None for no cache.
-        field: The setting, for messages.
-
-    Returns:
-        The directory, with `~` expanded, which need not exist; None for no cache.
-
-    Raises:
-        InputError: If the path is a file, or if the user has no home directory.
-    """
-    if path is None:
-        return None
-    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    try:
-        folder = Path(path or user_cache / "solrl_jax" / "judge").expanduser()
-    except RuntimeError as error:  # containers may have users without a home
-        raise InputError(
-            f"{field}={path!r}: there is no home directory; name another directory, or null"
-        ) from error
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"{field}={path!r}: is a file; expected a directory, '' or null")
-    return folder
 
 
 def cache_key(identity: Mapping[str, Any], prompt: str, images: list[str]) -> str:

@@ -17,11 +17,12 @@ from PIL import Image
 from solrl_jax.rewards import usage
 from solrl_jax.rewards.host import Failure, seconds_left
 from solrl_jax.rewards.judge import scoring
-from solrl_jax.rewards.judge.cache import Cache, cache_folder, cache_key
+from solrl_jax.rewards.judge.cache import Cache, cache_key
 from solrl_jax.rewards.judge.client import Answer, Client
 from solrl_jax.rewards.judge.settings import Judge
 from solrl_jax.rewards.judge.templates import PLACEHOLDER
 from solrl_jax.rewards.protocol import Images, Metadata, check_arguments, finite_images
+from solrl_jax.storage.files import cache_directory
 from solrl_jax.storage.images import to_uint8
 
 # The share of the remaining time of a call after which its last requests fail. The rest is for
@@ -135,7 +136,7 @@ class Service:
         """
         self._judge = judge
         self._identity = judge.identity()
-        folder = cache_folder(judge.settings.cache, "cache")
+        folder = cache_directory(judge.settings.cache, "judge", "cache")
         self._cache = None if folder is None else Cache(folder)
         self._runner = asyncio.Runner()
         self._client = Client(judge.settings, concurrency)

@@ -1,0 +1,221 @@
+"""The parts that decoders of language models share as text encoders: grouped-query attention with
+rotary positions, the gated MLP, and the layer of Qwen.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+
+from solrl_jax.models.layers.attention import attention
+from solrl_jax.models.layers.linear import Linear
+from solrl_jax.models.layers.norm import RMSNorm
+from solrl_jax.models.loading.config_file import unsupported
+
+
+def require_full_attention(network: str, fields: Mapping[str, Any], layers: int) -> None:
+    """Checks that a configuration asks for full causal attention in every layer.
+
+    Args:
+        network: the name of the network, for the message.
+        fields: the contents of a `config.json`. `use_sliding_window` must be false, None or
+            missing, and `layer_types` must be "full_attention" for every layer, None or missing.
+        layers: number of layers.
+
+    Raises:
+        ValueError: one of the two fields asks for sliding attention. The message names it.
+    """
+    full_attention = ["full_attention"] * layers
+    for name, accepted in (("use_sliding_window", False), ("layer_types", full_attention)):
+        value = fields.get(name)
+        if value is not None and value != accepted:
+            raise unsupported(network, name, value, "full causal attention in every layer")
+
+
+def causal_mask(attention_mask: Bool[Array, "b l"]) -> Bool[Array, "b 1 l l"]:
+    """Returns which token attends to which: to itself and to the tokens before it.
+
+    Args:
+        attention_mask: true on tokens, false on padding, to which no token attends.
+
+    Returns:
+        True where a query (third axis) attends to a key (last axis), the same for all heads.
+    """
+    position = jnp.arange(attention_mask.shape[1])
+    return (position[:, None] >= position) & attention_mask[:, None, None, :]
+
+
+class PreNormLayer(nnx.Module):
+    """Attention, then a gated MLP. Each is normalised before, and added to its input.
+
+    Args:
+        attention: the attention, with the same features as the layer.
+        features: features of a token.
+        hidden: hidden features of the MLP, whose gate is SiLU.
+        eps: epsilon of both norms, added to the mean of the squares.
+        rngs: random number generators for the initial weights.
+    """
+
+    def __init__(
+        self,
+        attention: "GroupedQueryAttention",
+        features: int,
+        hidden: int,
+        eps: float,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        self.self_attn = attention
+        self.mlp = GatedMLP(features, hidden, jax.nn.silu, rngs=rngs)
+        self.input_layernorm = RMSNorm(features, eps=eps)
+        self.post_attention_layernorm = RMSNorm(features, eps=eps)
+
+    def __call__(
+        self, x: Float[Array, "b l d"], mask: Bool[Array, "b 1 l l"]
+    ) -> Float[Array, "b l d"]:
+        """Applies attention, then the gated MLP. Each reads a norm of its input, and is added to
+        it.
+
+        Args:
+            x: hidden states of the tokens.
+            mask: true where a query (third axis) attends to a key (last axis), the same for all
+                heads.
+
+        Returns:
+            An array of the shape and dtype of `x`.
+        """
+        x = x + self.self_attn(self.input_layernorm(x), mask)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class GroupedQueryAttention(nnx.Module):
+    """Causal attention with rotary positions, including the output projection.
+
+    Consecutive query heads share the keys and values of one head.
+
+    Args:
+        features: features of a token.
+        heads: number of query heads.
+        key_value_heads: number of key and value heads, a divisor of `heads`.
+        head_dim: features of one head, an even number.
+        theta: base of the rotary frequencies.
+        input_bias: whether the projections to queries, keys and values have biases.
+        output_bias: whether the output projection has a bias.
+        norm_eps: epsilon of the RMS norms of each head of queries and keys before they are rotated.
+            None: there are no such norms.
+        scale: factor of the logits. None: 1 / sqrt(head_dim).
+        softcap: the cap c of the logits, `c tanh(logits / c)`. None: no cap.
+        rngs: random number generators for the initial weights.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        heads: int,
+        key_value_heads: int,
+        head_dim: int,
+        theta: float,
+        *,
+        input_bias: bool,
+        output_bias: bool,
+        norm_eps: float | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        rngs: nnx.Rngs,
+    ):
+        self.q_proj = Linear(features, heads * head_dim, bias=input_bias, rngs=rngs)
+        self.k_proj = Linear(features, key_value_heads * head_dim, bias=input_bias, rngs=rngs)
+        self.v_proj = Linear(features, key_value_heads * head_dim, bias=input_bias, rngs=rngs)
+        self.o_proj = Linear(heads * head_dim, features, bias=output_bias, rngs=rngs)
+        self.q_norm = None if norm_eps is None else RMSNorm(head_dim, eps=norm_eps)
+        self.k_norm = None if norm_eps is None else RMSNorm(head_dim, eps=norm_eps)
+        self.head_dim = head_dim
+        self.theta = theta
+        self.scale = scale
+        self.softcap = softcap
+
+    def __call__(
+        self, x: Float[Array, "b l d"], mask: Bool[Array, "b 1 l l"]
+    ) -> Float[Array, "b l d"]:
+        """Applies the attention; the input is not added. The result has the shape and dtype of `x`.
+
+        Args:
+            x: normalised hidden states of the tokens at the positions 0 to l - 1.
+            mask: true where a query (third axis) attends to a key (last axis), the same for all
+                heads. A query without keys gets the mean of the values.
+        """
+
+        def heads(y: Float[Array, "b l nh"]) -> Float[Array, "b l n h"]:
+            return y.reshape(*y.shape[:2], -1, self.head_dim)
+
+        q = heads(self.q_proj(x))
+        k = heads(self.k_proj(x))
+        if self.q_norm is not None and self.k_norm is not None:
+            q = self.q_norm(q)
+            k = self.k_norm(k)
+        out = attention(
+            rotate(q, self.theta),
+            rotate(k, self.theta),
+            heads(self.v_proj(x)),
+            mask,
+            scale=self.scale,
+            softcap=self.softcap,
+        )
+        return self.o_proj(out.reshape(*x.shape[:2], -1))
+
+
+class GatedMLP(nnx.Module):
+    """A gated linear unit without biases (arXiv 2002.05202): `down(activation(gate(x)) * up(x))`.
+
+    Args:
+        d: input and output features.
+        hidden: features of gate and up.
+        activation: elementwise function that is applied to the gate.
+        rngs: random number generators for the initial weights.
+    """
+
+    def __init__(
+        self, d: int, hidden: int, activation: Callable[[Array], Array], *, rngs: nnx.Rngs
+    ):
+        self.gate_proj = Linear(d, hidden, bias=False, rngs=rngs)
+        self.up_proj = Linear(d, hidden, bias=False, rngs=rngs)
+        self.down_proj = Linear(hidden, d, bias=False, rngs=rngs)
+        self.activation = activation
+
+    def __call__(self, x: Float[Array, "b l d"]) -> Float[Array, "b l d"]:
+        """Computes `down(activation(gate(x)) * up(x))` for each token; the input is not added.
+
+        Args:
+            x: the tokens, with d features.
+
+        Returns:
+            An array of the shape and dtype of `x`.
+        """
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+def rotate(x: Float[Array, "b l n h"], theta: float) -> Float[Array, "b l n h"]:
+    """Applies rotary position embedding (arXiv 2104.09864).
+
+    The features (i, i + h/2) of a head are rotated by the angle `position * theta^(-2i / h)`. The
+    angles are in float32: at position 300, an angle in bfloat16 may be wrong by a radian.
+
+    Args:
+        x: queries or keys at the positions 0 to l - 1: [batch, positions, heads, features]. The
+            number of features h is even.
+        theta: base of the frequencies, a positive number.
+
+    Returns:
+        The rotated queries or keys, of the shape and dtype of `x`, rounded once.
+    """
+    length = x.shape[1]
+    half = x.shape[-1] // 2
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = jnp.arange(length, dtype=jnp.float32)[:, None, None] * frequency  # [length, 1, half]
+    cos = jnp.cos(angle)
+    sin = jnp.sin(angle)
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
