@@ -11,6 +11,16 @@ H100 = AbstractDevice(device_kind="NVIDIA H100", num_cores=None, platform="gpu")
 V6E = AbstractDevice(device_kind="TPU v6 lite", num_cores=1, platform="tpu")
 
 
+def traced_for(platform: str) -> Any:
+    """A context in which programs are traced for the devices of a platform, which need not exist.
+
+    Args:
+        platform: "cpu", "gpu" or "tpu".
+    """
+    device = AbstractDevice(device_kind="", num_cores=None, platform=platform)
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
 def cuda_text(function: Any, *arguments: Any) -> str:
     """Traces a jitted function and lowers it for an H100.
 

@@ -48,6 +48,13 @@ def cudnn_attends_in_fp8() -> bool:
     return platform() == "gpu" and not _local_gpu_older_than(9.0)
 
 
+def local_device() -> jax.Device:
+    """The first device that JAX runs on in this process, which may not be the one that a program is
+    traced for.
+    """
+    return jax.devices()[0]
+
+
 def _local_gpu_older_than(capability: float) -> bool:
     """Whether the first device of JAX is a GPU with a lower compute capability.
 
@@ -58,7 +65,7 @@ def _local_gpu_older_than(capability: float) -> bool:
         False also if the first device is no GPU, or has no numeric compute capability. Devices that
         a program is planned for are not considered.
     """
-    device = jax.devices()[0]
+    device = local_device()
     local = str(getattr(device, "compute_capability", ""))
     is_version = local.replace(".", "").isdigit()
     return device.platform == "gpu" and is_version and float(local) < capability

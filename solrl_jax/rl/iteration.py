@@ -152,7 +152,7 @@ def iterate(
     explore_sampler = explorer.sampler(state.old, explorer.settings[setting], noise_start)
     if not rollout.regenerate:
         explore_sampler = dataclasses.replace(explore_sampler, recorded=full_sampler.recorded)
-    jax.block_until_ready(explore_sampler.segments)
+    timer.wait(explore_sampler.segments)
 
     # Stage 1: explore all candidates in low precision, and select K of each prompt by their proxy
     # rewards.

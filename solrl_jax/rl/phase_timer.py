@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import time
+from typing import Any
 
 import jax
 
@@ -47,6 +48,14 @@ class PhaseTimer:
             self.seconds[self._phase] = time.perf_counter() - self._began
             self._phase = ""
         self._annotation.close()
+
+    def wait(self, arrays: Any) -> None:
+        """Waits until arrays are computed, so that their time counts for the running phase.
+
+        Args:
+            arrays: A tree of arrays.
+        """
+        jax.block_until_ready(arrays)
 
     def report(self, pool: Samples, kept: Samples | None) -> dict[str, float]:
         """The metrics of an iteration that are times.

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import jax
+from jax.profiler import stop_trace
 
 from solrl_jax.errors import InputError
 from solrl_jax.runs import checkpoint
@@ -75,4 +76,4 @@ def traced(folder: Path, iteration: int, profile: Collection[int]) -> Iterator[N
                 yield
         finally:
             with files.writing(target):
-                jax.profiler.stop_trace()
+                stop_trace()

@@ -18,7 +18,7 @@ import pytest
 from solrl_jax.errors import RunError
 from solrl_jax.models.locate import EMBEDDED_FOLDER
 from solrl_jax.rl.iteration import iterate
-from solrl_jax.runs import checkpoint, metrics, trainer
+from solrl_jax.runs import checkpoint, metrics, profiling, trainer
 from tests.hostile.cases_models import not_finite
 from tests.hostile.harness import call
 from tests.small import SMALL
@@ -177,7 +177,7 @@ def test_a_trace_that_cannot_be_written_costs_no_iteration(tmp_path, monkeypatch
         stop()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(jax.profiler, "stop_trace", full)
+    monkeypatch.setattr(profiling, "stop_trace", full)
     ended = train(tmp_path, "train.iterations=2", "run.checkpoint_every=9", "--profile", "1")
     assert (ended.code, saved(tmp_path)) == (1, [1])
     assert "solrl: disk full while writing" in ended.error

@@ -15,6 +15,7 @@ from solrl_jax.models.layers.attention import attention, cudnn_fits
 from solrl_jax.parallel.sharding import make_mesh, rows
 from solrl_jax.quant import compile_target
 from tests.cases import first_is_quick
+from tests.lowering import traced_for
 from tests.parity import relative
 
 B = 2
@@ -139,21 +140,21 @@ def shaped(*, dtype=jnp.bfloat16, t=16, s=32, head=64):
         ({"head": 60}, False, False),
     ],
 )
-def test_when_flash_attention_is_asked_for(monkeypatch, kwargs, plain, with_bias, biased):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert cudnn_fits(*shaped(**kwargs), biased=biased) == (with_bias if biased else plain)
+def test_when_flash_attention_is_asked_for(kwargs, plain, with_bias, biased):
+    with traced_for("gpu"):
+        assert cudnn_fits(*shaped(**kwargs), biased=biased) == (with_bias if biased else plain)
 
 
 @pytest.mark.parametrize(
     ("backend", "dtype"), [("gpu", jnp.float32), ("cpu", jnp.bfloat16), ("tpu", jnp.bfloat16)]
 )
-def test_flash_attention_is_for_16_bits_on_a_gpu(monkeypatch, backend, dtype):
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    assert not cudnn_fits(*shaped(dtype=dtype), biased=False)
+def test_flash_attention_is_for_16_bits_on_a_gpu(backend, dtype):
+    with traced_for(backend):
+        assert not cudnn_fits(*shaped(dtype=dtype), biased=False)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_the_mesh_says_what_programs_are_traced_for(monkeypatch, platform):
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_the_mesh_says_what_programs_are_traced_for(platform):
     """Under jit and in a mapped function too; without a mesh, JAX's default backend is asked."""
     seen = []
 
@@ -162,12 +163,11 @@ def test_the_mesh_says_what_programs_are_traced_for(monkeypatch, platform):
         return x
 
     devices = jax.sharding.AbstractDevice(device_kind="", num_cores=None, platform=platform)
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     mesh = jax.sharding.AbstractMesh((2,), ("x",), abstract_device=devices)
     with jax.sharding.use_abstract_mesh(mesh):
         jax.make_jaxpr(jax.jit(jax.vmap(note)))(np.zeros(2))
     jax.make_jaxpr(note)(1.0)
-    assert seen == [platform, "tpu"]
+    assert seen == [platform, "cpu"]
 
 
 @pytest.mark.parametrize(("t", "s"), first_is_quick([(5, 7), (6, 7), (5, 8), (6, 8)]))
@@ -192,7 +192,7 @@ def test_lengths_are_made_even_for_flash_attention(monkeypatch, t, s):
         return kernel(q, k, v, bias, mask, implementation="xla", **more)
 
     monkeypatch.setattr(module, "cudnn_fits", lambda q, k, biased: True)
-    monkeypatch.setattr(module.jax.nn, "dot_product_attention", instead)
+    monkeypatch.setattr(module, "dot_product_attention", instead)
     padded, padded_back = jax.vjp(f, q, k, v)
     assert seen == [("cudnn", 6, 8, 8)]
     assert relative(padded, plain) < 1e-6
@@ -238,7 +238,7 @@ def test_a_number_of_keys_is_the_mask_of_so_many(monkeypatch, t, s):
         return kernel(q, k, v, bias, mask, implementation="xla", **more)
 
     monkeypatch.setattr(module, "cudnn_fits", lambda q, k, biased: not biased)
-    monkeypatch.setattr(module.jax.nn, "dot_product_attention", instead)
+    monkeypatch.setattr(module, "dot_product_attention", instead)
     for attend in (attention, lambda *qkv: module.attention_forward(*qkv)):
         got, got_back = jax.vjp(lambda *qkv, f=attend: f(*qkv, count), q, k, v)
         assert seen.pop() == ("cudnn", None, None, [t, t], [s, 3])
@@ -264,7 +264,7 @@ def test_lengths_lie_where_their_rows_do(monkeypatch, tensor):
         return q
 
     monkeypatch.setattr(module, "cudnn_fits", lambda q, k, biased: True)
-    monkeypatch.setattr(module.jax.nn, "dot_product_attention", instead)
+    monkeypatch.setattr(module, "dot_product_attention", instead)
     mesh = make_mesh(8 // tensor, 1, tensor)
     x = jax.ShapeDtypeStruct((8, 5, 4, 8), jnp.bfloat16, sharding=rows(mesh))
     with jax.set_mesh(mesh):
@@ -287,17 +287,18 @@ def test_the_kernel_gets_what_it_wants(monkeypatch, backend, implementation):
         asked.update(mask=mask.shape, scale=scale, implementation=implementation)
         return q
 
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    monkeypatch.setattr(module.jax.nn, "dot_product_attention", record)
+    monkeypatch.setattr(module, "dot_product_attention", record)
     q = jnp.zeros((B, 4, N, H), jnp.bfloat16)
     k = jnp.zeros((B, 10, 2, H), jnp.bfloat16)
-    attention(q, k, k, jnp.ones((B, 1, 1, 10), bool))
+    with traced_for(backend):
+        jax.eval_shape(attention, q, k, k, jnp.ones((B, 1, 1, 10), bool))
     shape = (B, N, 4, 10) if implementation == "cudnn" else (B, 1, 1, 10)
     assert asked == {"mask": shape, "scale": H**-0.5, "implementation": implementation}
 
 
 def test_capped_logits_never_go_to_a_fused_kernel(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(module.jax.nn, "dot_product_attention", None)
+    monkeypatch.setattr(module, "dot_product_attention", None)
     q = jnp.ones((B, 4, N, H), jnp.bfloat16)
-    assert attention(q, q, q, softcap=50.0).shape == q.shape
+    with traced_for("gpu"):
+        out = jax.eval_shape(lambda q: attention(q, q, q, softcap=50.0), q)
+    assert out.shape == q.shape

@@ -144,7 +144,7 @@ def test_each_parameter_is_placed_as_it_is_read(folder, monkeypatch, backbones):
     """
     monkeypatch.setattr(weights, "CHUNK_BYTES", 4096)
     whole, split = backbones
-    monkeypatch.setattr(jax, "device_put", one_device_only(jax.device_put))
+    monkeypatch.setattr(weights, "device_put", one_device_only(jax.device_put))
     loaded = load_backbone(str(folder), "fp32", split.mesh)
     trees = [
         (b.transformer, b.text_encoders.params(), b.decoder.params) for b in (whole, split, loaded)

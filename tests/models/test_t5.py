@@ -19,6 +19,7 @@ from solrl_jax.models.loading.weights import load_tensors, locate_tensors, param
 from solrl_jax.models.text_encoders.t5 import T5Config, T5EncoderModel, relative_buckets
 from tests import carried
 from tests.cases import first_is_quick
+from tests.lowering import traced_for
 from tests.parity import from_torch, parameter_count, relative
 
 TOLERANCE = 1e-5  # largest difference over largest value
@@ -290,9 +291,10 @@ def test_the_kernel_gets_the_bias_it_wants(monkeypatch, backend, expected):
         asked.update(bias=(bias.shape, str(bias.dtype)))
         return q
 
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    monkeypatch.setattr(attention_module.jax.nn, "dot_product_attention", record)
+    monkeypatch.setattr(attention_module, "dot_product_attention", record)
     q = jnp.zeros((B, 4, N, H), jnp.bfloat16)
     k = jnp.zeros((B, 10, N, H), jnp.bfloat16)
-    attention(q, k, k, bias=jnp.zeros((1, 1, 4, 10), jnp.float16))
+    bias = jnp.zeros((1, 1, 4, 10), jnp.float16)
+    with traced_for(backend):
+        jax.eval_shape(lambda q, k, bias: attention(q, k, k, bias=bias), q, k, bias)
     assert asked == {"bias": expected}

@@ -19,6 +19,7 @@ from solrl_jax.rl.explore.sync import quantize_policy
 from solrl_jax.rl.generate import SeedBatch, decode_chunk, draw_noise, generate, sample_chunk
 from solrl_jax.rl.iteration import iterate
 from solrl_jax.rl.objectives.nft import nft
+from solrl_jax.rl.phase_timer import PhaseTimer
 from solrl_jax.rl.select import rank
 from solrl_jax.rl.trainable.trainable import flatten
 from solrl_jax.rl.update import blend, old_decay, update
@@ -123,12 +124,14 @@ def test_progress_goes_through_the_stages_and_their_rows(toy):
 def test_the_clock_waits_for_the_policy_that_explores(toy, monkeypatch):
     """Else the seconds of sync would be told as those of exploring."""
     waited = []
-    original = jax.block_until_ready
-    monkeypatch.setattr(
-        jax,
-        "block_until_ready",
-        lambda tree: waited.extend(jax.tree.leaves(tree)) or original(tree),
-    )
+    original = PhaseTimer.wait
+
+    def wait(timer, arrays):
+        waited.extend(jax.tree.leaves(arrays))
+        original(timer, arrays)
+        assert all(leaf.is_ready() for leaf in waited if isinstance(leaf, jax.Array))
+
+    monkeypatch.setattr(PhaseTimer, "wait", wait)
     iterate(toy, fresh_state(toy), 1)
     scales = [leaf for leaf in waited if getattr(leaf, "dtype", None) == jnp.float8_e4m3fn]
     assert len(scales) == len(toy.explorer.quantized)

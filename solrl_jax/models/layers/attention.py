@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.nn import dot_product_attention
 from jaxtyping import Array, Bool, Float, Int
 
 from solrl_jax.models.layers import attention_tpu
@@ -191,7 +192,7 @@ def _xla_attention(
     dtype = q.dtype
     if dtype == jnp.float16:  # CPUs have no FP16 matmul
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    out = jax.nn.dot_product_attention(q, k, v, bias, mask, scale=scale, implementation="xla")
+    out = dot_product_attention(q, k, v, bias, mask, scale=scale, implementation="xla")
     return out.astype(dtype)
 
 
@@ -275,7 +276,7 @@ def _cudnn_attention(
         q, k, v = (
             jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) if x.shape[1] % 2 else x for x in (q, k, v)
         )
-    out = jax.nn.dot_product_attention(
+    out = dot_product_attention(
         q,
         k,
         v,

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.traverse_util import unflatten_dict
+from jax import device_put
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -433,7 +434,7 @@ def _load_rows(
     for piece, devices in zip(
         read_regions(entry, stored, dtype, regions), shards.values(), strict=True
     ):
-        pieces += [jax.device_put(piece, device) for device in devices]
+        pieces += [device_put(piece, device) for device in devices]
     jax.block_until_ready(pieces)  # frees the host's copies at the end of this call
     shape = entry.full_shape
     if shape:
