@@ -1,7 +1,8 @@
 """Scores that were paid for, in one SQLite file that all processes of a host share.
 
-A key is a hash of all that a score depends on, so an entry is never out of date, and the file can
-be copied and removed.
+A key is a hash of all that a score depends on (`Judge.identity`), so the file can be copied and
+removed. A model is known by its name alone: if another one is served under the same name, remove
+the file.
 """
 
 import hashlib
@@ -22,13 +23,16 @@ BUSY = 30.0
 
 
 def cache_key(identity: Mapping[str, Any], prompt: str, images: list[str]) -> str:
-    """Returns the key of a request: a SHA-256 hash of its arguments and `VERSION`, in hexadecimal.
+    """Returns the key of a request: a SHA-256 hash of its arguments and `VERSION`, 64 hex digits.
 
     Args:
         identity: All that a score depends on beside prompt and images, as JSON values
-            (`Judge.identity`).
+            (`Judge.identity`). The order of its keys has no influence.
         prompt: The prompt.
         images: A hash of the pixels of each image, in order: one, or two that are compared.
+
+    Raises:
+        TypeError: If `identity` holds something that JSON has not.
     """
     content = [VERSION, identity, prompt, images]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -37,17 +41,22 @@ def cache_key(identity: Mapping[str, Any], prompt: str, images: list[str]) -> st
 class Cache:
     """The cache in a directory: one SQLite file, which several processes may use at once.
 
-    Entries are never removed, and there is no limit on their number.
+    Entries are never removed, and there is no limit on their number. An object is used in the
+    thread that created it; calls in others raise Failure.
     """
 
     def __init__(self, folder: Path) -> None:
         """Opens the cache. Also creates the directory and the file `scores.sqlite` if missing.
 
+        The file gets SQLite's write-ahead log: while it is open, `scores.sqlite-wal` and
+        `scores.sqlite-shm` are beside it.
+
         Args:
-            folder: The directory.
+            folder: The directory. Missing parents are created, too.
 
         Raises:
-            Failure: If it cannot be created or opened.
+            Failure: If it cannot be created, the file is no SQLite database or cannot be written,
+                or another process has it locked for 30 seconds (`BUSY`).
         """
         self._path = folder / FILE
         try:
@@ -63,14 +72,14 @@ class Cache:
             raise self._failure(error) from None
 
     def read(self, key: str) -> dict[str, float] | None:
-        """Returns the scores of a request by name, or None if it was not scored yet.
+        """Returns the scores of a request by name, or None if none are stored.
 
         Args:
             key: The key of the request, from `cache_key`.
 
         Raises:
-            Failure: If the file cannot be read, or another process has it locked for 30 seconds
-                (`BUSY`).
+            Failure: If the file cannot be read, the entry is no JSON object of finite numbers, or
+                another process has the file locked for 30 seconds (`BUSY`).
         """
         try:
             row = self._database.execute("SELECT scores FROM scores WHERE key = ?", [key])
@@ -82,11 +91,12 @@ class Cache:
             raise self._failure(error) from None
 
     def write(self, key: str, scores: Mapping[str, float]) -> None:
-        """Stores the scores of a request at once, in place of those that it had.
+        """Stores the scores of a request in the file, in place of any that it had.
 
         Args:
             key: The key of the request, from `cache_key`.
-            scores: Its scores by name, "reward" among them.
+            scores: Its scores by name, "reward" among them. They must be finite, because `read`
+                refuses an entry with others.
 
         Raises:
             Failure: If the file cannot be written, e.g. on a full disk, or another process has it
@@ -100,7 +110,7 @@ class Cache:
             raise self._failure(error) from None
 
     def _failure(self, error: Exception) -> Failure:
-        """Returns, and does not raise, the failure that stands for an error of the file.
+        """Returns, and does not raise, a Failure for an error of the cache.
 
         Args:
             error: The error. The message has it, the path of the file and a remedy.

@@ -22,18 +22,24 @@ SECONDS = 120.0
 
 @dataclasses.dataclass(frozen=True)
 class Support:
-    """What an endpoint supports.
+    """What an endpoint supports, from the first request that it answered.
+
+    Fields of the request are left out one at a time until there is an answer. If only the request
+    without any of them is answered, all of them count as not supported, although some may be.
 
     Attributes:
-        seconds: The time of the answer.
-        images: Whether it accepts images.
-        logprobs: The number of log-probabilities that it returned for the first token.
-        schema: Whether it accepts a JSON schema; None if the judge sends none.
-        seed: Whether it accepts a seed.
-        fingerprint: Its name for its software and weights, which tells that answers may have
-            changed; None if it returns none.
-        answer: The beginning of the answer.
-        problem: Why the judge could not score an image, in one line; None if it can.
+        seconds: The time from sending this request to its answer.
+        images: Whether this request had the images. The model need not have looked at them.
+        logprobs: The number of log-probabilities that were returned for the first token, at most 20
+            (`scoring.TOP`). 0 if there are none, also because the judge reads JSON and asks for
+            none.
+        schema: Whether this request had a JSON schema; None if the judge sends none.
+        seed: Whether this request had a seed.
+        fingerprint: The field "system_fingerprint" of the answer: the endpoint's name for its
+            software and weights, which changes with them. None if it returns none.
+        answer: The first 40 characters of the answer.
+        problem: Why the judge could not score an image, in one line: the refusal of the complete
+            request or, if that was accepted, what is wrong with its answer. None if it can.
     """
 
     seconds: float
@@ -49,13 +55,24 @@ class Support:
 def probe(judge: Judge) -> Support:
     """Sends one request as the judge does. If it is refused, leaves out one field after another.
 
-    Nothing is read from the cache or written to it.
+    The image is a gray square of 64 x 64 pixels; a judge that compares gets it twice. A refused
+    request is sent without the seed, then without log-probabilities, without the JSON schema,
+    without images, and at last without all of these, skipping what the judge does not send.
+
+    No attempt is repeated, the option `retries` notwithstanding. Nothing is read from the cache or
+    written to it. It starts an event loop, so it cannot be called while one runs in this thread.
 
     Args:
-        judge: The judge.
+        judge: The judge. The API key is looked up as for a run (`client.find_key`).
+
+    Returns:
+        The findings. `problem` is set if the judge cannot score with this endpoint.
 
     Raises:
-        Failure: If the endpoint cannot be reached or refuses every request, in one line.
+        Failure: If no request was answered with a chat completion. Only a status of 4xx leads to
+            the next attempt. The message, one line, is that of the first request. All requests
+            together may take 120 seconds (`SECONDS`), and each the option `request_timeout`.
+        RuntimeError: If an event loop runs in this thread.
     """
     settings = dataclasses.replace(judge.settings, cache=None, retries=0)
     judge = dataclasses.replace(judge, settings=settings)
@@ -118,7 +135,19 @@ def probe(judge: Judge) -> Support:
 
 
 def describe(support: Support) -> str:
-    """Describes what an endpoint supports, in one line."""
+    """Describes what an endpoint supports, in one line.
+
+    Args:
+        support: The findings. `problem` is not read.
+
+    Returns:
+        E.g. "answers 'Yes' in 0.52 s; images yes, log-probabilities 20, schema yes, seed accepted,
+        fingerprint no". The number of log-probabilities is "no" for 0 and "yes" for 1. "schema" is
+        missing if the judge sends none.
+
+    Raises:
+        TypeError: If `fingerprint` is a list or a dict, which an endpoint should not send.
+    """
     facts: dict[str, Any] = {
         "images": support.images,
         "log-probabilities": support.logprobs or False,

@@ -41,21 +41,32 @@ def judge(
     options: str,
     concurrency: int,
 ) -> Scores:
-    """Asks a judge about each image.
+    """Asks a judge about each image, in a worker process.
+
+    Sends one request per image that is not in the cache, and stores its scores there. Equal images
+    with equal prompts are one request. Also counts (`rewards.usage`) "cached", "failures" and what
+    `Client.ask` counts. Requests still without an answer fail when 9/10 of the seconds that are
+    left to this call have passed. The cache and the connection stay open for the next call.
 
     Args:
-        images: Images in [0, 1]. One with a non-finite value is not sent and scores NaN.
-        prompts: The prompt of each image.
-        metadata: Not read.
-        options: `Judge.to_json()`.
-        concurrency: The most requests of this process at once.
+        images: Images [n, H, W, 3] in [0, 1]; finite values outside are clipped. One with a
+            non-finite value is not sent and scores NaN.
+        prompts: The prompts of the n images.
+        metadata: Only its length is read, which must be n.
+        options: The judge as `Judge.to_json` wrote it, one that does not compare images.
+        concurrency: The most requests of this process at once, at least 1.
 
     Returns:
-        The scores by name; the reward is in [0, 1].
+        Float32 arrays [n] in [0, 1] by name: "reward" and, for a judge with several criteria, each
+        criterion.
 
     Raises:
-        Failure: If there is an image that could not be scored. It has the scores of the others,
-            which are in the cache as well.
+        Failure: If an image could not be scored. It has the scores of the others (NaN where there
+            is none), which are in the cache as well. Also, without scores, if the cache cannot be
+            opened.
+        ValueError: If the images are not RGB, the numbers of arguments differ, or `options` is no
+            such text.
+        InputError: If the cache's directory is a file, or there is no home directory for it.
     """
     check_arguments("judge", images, prompts, metadata)
     service = _open_service(options, concurrency)
@@ -75,22 +86,31 @@ def compare(
     options: str,
     concurrency: int,
 ) -> Float[np.ndarray, " n"]:
-    """Asks a judge which of two images it prefers.
+    """Asks a judge which of two images it prefers, in a worker process.
+
+    Sends one request per pair that is not in the cache, and stores its preference there. Counters,
+    deadline and connection are those of `judge`.
 
     Args:
-        first: Images in [0, 1], which are sent first.
-        second: Images to compare them with.
-        prompts: The prompt of each pair.
-        metadata: Not read.
-        options: `Judge.to_json()`.
-        concurrency: The most requests of this process at once.
+        first: Images [n, H, W, 3] in [0, 1], which are sent first; finite values outside are
+            clipped.
+        second: The n images to compare them with, row by row. They may have another size.
+        prompts: The prompts of the n pairs.
+        metadata: Only its length is read, which must be n.
+        options: The judge as `Judge.to_json` wrote it, one that compares images (`Judge.compares`).
+        concurrency: The most requests of this process at once, at least 1.
 
     Returns:
-        The preference for the first image, in [0, 1]. NaN if an image has a non-finite value.
+        The preferences for the first images, float32 [n] in [0, 1]. NaN, without a request, if
+        either image has a non-finite value.
 
     Raises:
-        Failure: If there is a pair that could not be compared. It has the preferences of the
-            others.
+        Failure: If a pair could not be compared. It has the preferences of the others as "reward"
+            (NaN where there is none), which are in the cache as well. Also, without scores, if the
+            cache cannot be opened.
+        ValueError: If the images are not RGB, the numbers of arguments differ, or `options` is no
+            such text.
+        InputError: If the cache's directory is a file, or there is no home directory for it.
     """
     check_arguments("judge", first, prompts, metadata)
     check_arguments("judge", second, prompts, metadata)
@@ -105,11 +125,12 @@ def compare(
 
 @dataclasses.dataclass(frozen=True)
 class _Sent:
-    """An image as it is sent.
+    """An image as it is sent: reduced and packed by `Service.encode`.
 
     Attributes:
-        url: A data URL.
-        digest: A hash of its pixels, its format and its size.
+        url: A data URL with the PNG or JPEG file in base64.
+        digest: The SHA-256 hash, in hexadecimal, of the size and the 8-bit pixels of the reduced
+            image. It does not depend on the format of the file, which is in `Judge.identity`.
     """
 
     url: str
@@ -117,22 +138,29 @@ class _Sent:
 
     @property
     def part(self) -> dict[str, Any]:
-        """The image as a part of a message."""
+        """The image as a part of a chat message of OpenAI: a dict of the type "image_url"."""
         return {"type": "image_url", "image_url": {"url": self.url}}
 
 
 class Service:
-    """A judge, its cache and its connection, kept open between the calls of a process."""
+    """A judge, its cache and its connection, kept open between the calls of a process.
+
+    Its requests run in one event loop of its own, which runs only during `score_all`.
+    """
 
     def __init__(self, judge: Judge, concurrency: int) -> None:
-        """Opens the cache and no connection yet.
+        """Opens the cache, which creates its file if missing, and no connection yet.
+
+        Also reads the API key (`client.find_key`).
 
         Args:
-            judge: The judge.
-            concurrency: The most requests at once.
+            judge: The judge. With the option cache=None there is no cache.
+            concurrency: The most requests at once, at least 1. Further ones wait.
 
         Raises:
             Failure: If the cache cannot be opened.
+            InputError: If its directory is a file, or there is no home directory for it.
+            PermissionError: If a parent of its directory may not be searched.
         """
         self._judge = judge
         self._identity = judge.identity()
@@ -142,7 +170,17 @@ class Service:
         self._client = Client(judge.settings, concurrency)
 
     def encode(self, image: Float[np.ndarray, "H W 3"]) -> _Sent:
-        """Reduces an image to the option `image_size`, and packs it as `image_format` says."""
+        """Reduces an image to the option `image_size`, and packs it as `image_format` says.
+
+        The longest side is reduced to `image_size` pixels with Pillow's Lanczos kernel; smaller
+        images stay. The file is a PNG or a JPEG of quality 95 in memory.
+
+        Args:
+            image: RGB in [0, 1], any size. Other values are clipped, and NaN becomes 0.
+
+        Returns:
+            The image as it is sent.
+        """
         settings = self._judge.settings
         picture = Image.fromarray(to_uint8(image))
         if settings.image_size is not None:
@@ -159,17 +197,25 @@ class Service:
         return _Sent(f"data:image/{settings.image_format};base64,{code}", digest)
 
     def score_all(self, sent: Sequence[tuple[_Sent, ...] | None], prompts: Sequence[str]) -> Scores:
-        """Scores images or pairs of images.
+        """Scores images or pairs of images. Returns when every request has a score or has failed.
+
+        Requests fail when 9/10 (`SHARE`) of the seconds that are left to this call (`seconds_left`)
+        have passed. Also counts the failed rows as "failures" (`rewards.usage`), 0 included.
 
         Args:
-            sent: The images of each request; None for a request that is not made.
-            prompts: The prompt of each request.
+            sent: For each row one image, or two if the judge compares; None for a row without a
+                request.
+            prompts: The prompt of each row.
 
         Returns:
-            The scores by name, NaN for requests that are not made.
+            Float32 arrays [rows] in [0, 1] by name: "reward" and `Judge.others`. NaN in rows
+            without a request.
 
         Raises:
-            Failure: If a request has no score. It has the scores of the others.
+            Failure: If a row has no score. It has the arrays, with NaN in the rows that failed, and
+                the message of the first one.
+            ValueError: If `sent` and `prompts` differ in length.
+            Exception: Any other error of a request. All requests have ended then.
         """
         results = self._runner.run(self._gather(sent, prompts))
         names = ("reward", *self._judge.others)
@@ -190,7 +236,20 @@ class Service:
     async def _gather(
         self, sent: Sequence[tuple[_Sent, ...] | None], prompts: Sequence[str]
     ) -> list[dict[str, float] | Failure | None]:
-        """Makes the requests of `score_all` at once. Equal ones are made once."""
+        """Makes the requests of `score_all`, at most `concurrency` at once, and equal ones once.
+
+        Args:
+            sent: The images of each row; None for a row without a request.
+            prompts: The prompt of each row.
+
+        Returns:
+            For each row, in order: its scores by name, the Failure of its request, or None if there
+            is no request. Rows with equal requests share one object.
+
+        Raises:
+            ValueError: If `sent` and `prompts` differ in length.
+            Exception: The first error of a request that is no Failure, after all have ended.
+        """
         deadline = asyncio.get_running_loop().time() + SHARE * seconds_left()
         tasks: dict[str, asyncio.Task[dict[str, float]]] = {}
         keys: list[str | None] = []
@@ -217,16 +276,23 @@ class Service:
     async def _score(
         self, key: str, images: tuple[_Sent, ...], prompt: str, deadline: float
     ) -> dict[str, float]:
-        """Scores one request, from the cache if it was made before.
+        """Scores one row, from the cache if all its scores are there, and otherwise by a request.
+
+        Counts "cached" (`rewards.usage`) in the first case, and stores the scores in the second.
 
         Args:
             key: Its key in the cache.
-            images: The images.
+            images: The images: one, or two that are compared.
             prompt: Their prompt.
-            deadline: The time of the event loop at which it fails in any case.
+            deadline: The time of the event loop, in seconds, at which the request fails in any
+                case.
+
+        Returns:
+            "reward" and `Judge.others` by name; from the cache, possibly others too.
 
         Raises:
-            Failure: If it has no score.
+            Failure: If the endpoint gives no answer or one without a score, or the cache cannot be
+                read or written. In the last case a score that was paid for is lost.
         """
         cached = None if self._cache is None else self._cache.read(key)
         if cached is not None and {"reward", *self._judge.others} <= cached.keys():
@@ -240,7 +306,17 @@ class Service:
         return scores
 
     def message(self, images: Sequence[dict[str, Any]], prompt: str) -> list[dict[str, Any]]:
-        """Returns the parts of the message: the images, then the question."""
+        """Returns the content of the user's message: the images, then the question as text.
+
+        Args:
+            images: The images as parts of a message (`_Sent.part`): none (for a probe), one, or
+                two, which are preceded by the texts "Image A:" and "Image B:". Further ones are
+                dropped.
+            prompt: Stands in place of each {prompt} in the question.
+
+        Returns:
+            Parts as OpenAI defines them, dicts of the types "text" and "image_url".
+        """
         question = self._judge.question.replace(PLACEHOLDER, prompt)
         parts: list[dict[str, Any]] = []
         for letter, image in zip("AB", images, strict=False):
@@ -250,7 +326,13 @@ class Service:
         return [*parts, {"type": "text", "text": question}]
 
     def request_fields(self) -> dict[str, Any]:
-        """Returns the fields of a request that depend on how its answer is scored."""
+        """Returns the fields of a request that depend on how its answer is scored.
+
+        Returns:
+            A new dict with "max_tokens" and, unless the score is "json", "logprobs" (true) and
+            "top_logprobs" (20); for "json" with the option `structured`, "response_format", a
+            strict JSON schema of the criteria.
+        """
         settings = self._judge.settings
         fields: dict[str, Any] = {"max_tokens": settings.max_tokens}
         if settings.score != "json":
@@ -265,7 +347,16 @@ class Service:
         return fields
 
     def scores(self, answer: Answer) -> dict[str, float]:
-        """Returns the scores of an answer by name. Raises Failure if it has none."""
+        """Returns the scores of an answer by name, in [0, 1]: "reward" and `Judge.others`.
+
+        Args:
+            answer: The answer. Its text is read for the score "json", else its log-probabilities.
+
+        Raises:
+            Failure: If the answer has no log-probabilities where they are read, its accepted tokens
+                together have a probability below 0.05, or its text is not the expected JSON
+                (`scoring`).
+        """
         settings = self._judge.settings
         if settings.score == "json":
             return scoring.score_json(answer.text, self._judge.criteria)
@@ -288,5 +379,18 @@ class Service:
 
 @functools.cache
 def _open_service(options: str, concurrency: int) -> Service:
-    """Returns the service of this process for these options, see `Service`."""
+    """Returns the service of this process for a judge, see `Service`.
+
+    It is opened by the first call with equal arguments and stays for the life of the process. An
+    opening that fails is tried again by the next call.
+
+    Args:
+        options: The judge as `Judge.to_json` wrote it.
+        concurrency: The most requests at once, at least 1.
+
+    Raises:
+        Failure: If the cache cannot be opened.
+        InputError: If its directory is a file, or there is no home directory for it.
+        ValueError: If `options` is no such text. KeyError if a field is missing.
+    """
     return Service(Judge.from_json(options), concurrency)

@@ -1,8 +1,8 @@
 """From the answer of a judge to a score: one function with its formula for each way to score.
 
 `p(t)` is the probability of the token t as the first one of the answer. An endpoint returns the
-logarithms of the `TOP` largest ones. Tokens that differ only in case, or in white space at their
-ends, are the same.
+logarithms of at most the `TOP` (20) largest ones; the others count as 0. Tokens that differ only in
+case, or in white space at their ends, are the same, and their probabilities are added.
 """
 
 import math
@@ -26,18 +26,19 @@ Tokens = Iterable[tuple[str, float]]
 
 
 def score_digits(tokens: Tokens, low: int, high: int) -> float:
-    """Returns the expected digit, relative to its range.
+    """Returns the expected digit, scaled from its range to [0, 1].
 
         E = sum_d d p(d) / sum_d p(d)    with d = low, ..., high
         score = (E - low) / (high - low)
 
     Args:
-        tokens: Log-probabilities of the first token.
-        low: The lowest digit, at least 0.
+        tokens: Pairs (token, natural logarithm of its probability) for the first token of the
+            answer. Digits that are not among them have the probability 0.
+        low: The lowest digit, at least 0 and below `high`.
         high: The highest digit, at most 9.
 
     Raises:
-        Failure: If these digits have less than `LEAST_MASS` of the probability.
+        Failure: If these digits together have a probability below 0.05 (`LEAST_MASS`).
     """
     digits = range(low, high + 1)
     mass = _masses(tokens, [str(digit) for digit in digits])
@@ -46,48 +47,53 @@ def score_digits(tokens: Tokens, low: int, high: int) -> float:
 
 
 def score_yes(tokens: Tokens) -> float:
-    """Returns p(yes) / (p(yes) + p(no)).
+    """Returns p(yes) / (p(yes) + p(no)), in [0, 1].
 
     Args:
-        tokens: Log-probabilities of the first token.
+        tokens: Pairs (token, natural logarithm of its probability) for the first token of the
+            answer. A word that is not among them has the probability 0.
 
     Raises:
-        Failure: If the two words have less than `LEAST_MASS` of the probability.
+        Failure: If the two words together have a probability below 0.05 (`LEAST_MASS`).
     """
     mass = _masses(tokens, ["yes", "no"])
     return mass["yes"] / (mass["yes"] + mass["no"])
 
 
 def score_preference(tokens: Tokens) -> float:
-    """Returns p(A) / (p(A) + p(B)): how much the first of two images is preferred.
+    """Returns p(A) / (p(A) + p(B)), in [0, 1]: how much the first of two images is preferred.
 
-    A judge prefers a position as well as an image. `rewards.groups.win_rates` averages both orders.
+    A model may prefer a position, whatever the images. `rewards.groups.win_rates` averages both
+    orders.
 
     Args:
-        tokens: Log-probabilities of the first token.
+        tokens: Pairs (token, natural logarithm of its probability) for the first token of the
+            answer. A letter that is not among them has the probability 0.
 
     Raises:
-        Failure: If the two letters have less than `LEAST_MASS` of the probability.
+        Failure: If the two letters together have a probability below 0.05 (`LEAST_MASS`).
     """
     mass = _masses(tokens, ["a", "b"])
     return mass["a"] / (mass["a"] + mass["b"])
 
 
 def score_json(text: str, criteria: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """Returns the mean of the criteria in a JSON object, each relative to its range.
+    """Returns the mean of the criteria in a JSON object, each scaled from its range to [0, 1].
 
         score = mean_c (x_c - low_c) / (high_c - low_c)
 
     Args:
         text: The answer: an object with a number for each criterion, or only the number if there is
             one criterion. A Markdown fence around it is removed, and further keys are ignored.
-        criteria: The lowest and the highest number of each criterion.
+        criteria: (lowest, highest) number of each criterion by its name. At least one.
 
     Returns:
-        The mean as "reward". With several criteria, also the score of each.
+        The mean as "reward", in [0, 1]. With several criteria, also the scaled number of each by
+        its name.
 
     Raises:
-        Failure: If the text is something else, or a number is outside its range.
+        Failure: If the text is no such JSON (`storage.readers.parse_json`), a criterion is missing
+            or no number (true and "3" are none), or a number is outside its range.
     """
     try:
         value = parse_json(_without_fence(text))
@@ -106,7 +112,15 @@ def score_json(text: str, criteria: Mapping[str, tuple[float, float]]) -> dict[s
 
 
 def json_schema(criteria: Mapping[str, tuple[float, float]]) -> dict[str, object]:
-    """Returns the JSON schema of the object that `score_json` expects."""
+    """Returns the JSON schema that asks an endpoint for answers that `score_json` can read.
+
+    Args:
+        criteria: (lowest, highest) number of each criterion by its name.
+
+    Returns:
+        A schema of an object with one required number in its range per criterion and no other key,
+        as values of JSON.
+    """
     return {
         "type": "object",
         "properties": {
@@ -119,17 +133,20 @@ def json_schema(criteria: Mapping[str, tuple[float, float]]) -> dict[str, object
 
 
 def _masses(tokens: Tokens, words: list[str]) -> dict[str, float]:
-    """Sums the probabilities of words.
+    """Sums the probabilities of the tokens that are the same word.
 
     Args:
-        tokens: Log-probabilities of the first token.
-        words: The accepted words in lower case.
+        tokens: Pairs (token, natural logarithm of its probability) for the first token of the
+            answer. A token is read in lower case, without white space and the marks "▁" and "Ġ" at
+            its ends. A logarithm above 0 counts as 0.
+        words: The accepted words in lower case, at least two.
 
     Returns:
-        The probability of each word.
+        The probability of each word; 0 for one without a token.
 
     Raises:
-        Failure: If the words have less than `LEAST_MASS` of the probability together.
+        Failure: If the words together have a probability below 0.05 (`LEAST_MASS`). The message has
+            the most probable token, the words and this probability.
     """
     mass = dict.fromkeys(words, 0.0)
     best = ("", -math.inf)
@@ -149,7 +166,15 @@ def _masses(tokens: Tokens, words: list[str]) -> dict[str, float]:
 
 
 def _without_fence(text: str) -> str:
-    """Returns a text without the Markdown fence (```json ... ```) around it, if there is one."""
+    """Returns a text without the Markdown fence (```json ... ```) around it, if there is one.
+
+    Args:
+        text: Any text. White space at its ends is removed in any case.
+
+    Returns:
+        The lines between the opening line of the fence and the closing mark. A fence without a line
+        break is none.
+    """
     text = text.strip()
     if text.startswith("```") and text.endswith("```") and "\n" in text:
         return text[text.index("\n") : -3]
@@ -157,6 +182,10 @@ def _without_fence(text: str) -> str:
 
 
 def _example(criteria: Mapping[str, tuple[float, float]]) -> str:
-    """Returns the expected object in words, e.g. '{"score": 0 to 10}'."""
+    """Returns the expected object in words, e.g. '{"score": 0 to 10}', for messages.
+
+    Args:
+        criteria: (lowest, highest) number of each criterion by its name.
+    """
     entries = [f'"{name}": {low:g} to {high:g}' for name, (low, high) in criteria.items()]
     return "{" + ", ".join(entries) + "}"
