@@ -97,9 +97,10 @@ def geneval(
 
     Raises:
         ValueError: If the numbers of images, prompts and metadata differ or images are not RGB; if
-            there is no such detector, or it does not return one list per image; or if metadata is
-            not GenEval's or asks for a class or color that the detector does not know, in which
-            case the message names the prompt.
+            there is no such detector, or it does not return one list per image; if images for
+            "shapes" are not square; or if metadata is not GenEval's or asks for a class or color
+            that the detector does not know, in which case the message names the prompt.
+        Exception: Whatever a user's detector raises.
     """
     check_arguments("geneval", images, prompts, metadata)
     detect = open_detector(detector)
@@ -233,7 +234,7 @@ def relations(a: Detection, b: Detection) -> set[str]:
         b: The other object.
 
     Returns:
-        Some of "left of", "right of", "above" and "below". These are two if `a` is diagonal to `b`.
+        Some of "left of", "right of", "above" and "below": at most two, if `a` is diagonal to `b`.
         The set is empty if nothing (less than 0.001 pixels) remains along both axes.
     """
     ax0, ay0, ax1, ay1 = a.box

@@ -68,9 +68,9 @@ class GroupScoring:
     def finish(self) -> dict[str, np.ndarray]:
         """Returns the scores of all images so far: arrays [images] by the name of the score.
 
-        The names are "reward", the name of each groupwise reward and "NAME/OTHER" for its other
-        scores. Images of an incomplete group are missing, so this is called after the last image
-        was added. The dict is empty if no group was scored.
+        The names are "reward" (if a groupwise score has a weight), the name of each groupwise
+        reward and "NAME/OTHER" for its other scores. Images of an incomplete group are missing, so
+        this is called after the last image was added. The dict is empty if no group was scored.
         """
         return {name: np.concatenate(parts) for name, parts in self._scores.items()}
 

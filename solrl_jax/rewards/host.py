@@ -132,14 +132,15 @@ class Workers:
 
         Args:
             reward: The reward.
-            images: The images, float32 [n, H, W, 3] in [0, 1].
+            images: The images, float32 [n, H, W, 3] in [0, 1]; a whole group if the reward compares
+                images.
             prompts: The prompt of each image, with its metadata.
 
         Returns:
             A function that waits for the result and returns it. The result has a problem in place
             of scores if the function raised, returned no scores, took longer than the timeout,
-            needed too much memory or ended its process. If the pool of processes broke, it repeats
-            the call once.
+            needed too much memory or ended its process; after a `Failure` with scores it has both.
+            If the pool of processes broke, it repeats the call once.
         """
         texts = [str(prompt) for prompt in prompts]
         metadata = [prompt.metadata for prompt in prompts]
@@ -307,9 +308,11 @@ class Scoring:
         """Passes on the next images.
 
         At most two chunks are scored at once, which bounds the memory. If there are two already,
-        this first waits for the older one and stores its scores. For each reward, the images are
-        split into calls of equal size (the last may be smaller): one per worker process, or more if
-        the reward takes fewer images at once.
+        this first waits for the older one and stores its scores. For each reward that scores images
+        alone, the images are split into calls of equal size (the last may be smaller): one per
+        worker process, or more if the reward takes fewer images at once. A reward that compares
+        images gets each group that is complete now in one call, and the images of an incomplete
+        group are kept.
 
         Args:
             images: The images [b, H, W, 3]; they are cast to float32. Those beyond the last prompt
@@ -391,16 +394,18 @@ class Scoring:
     def _gather(self, calls: list[tuple[HostReward, slice, Wait]]) -> None:
         """Waits for calls, and stores their scores.
 
-        A call also fails if it returns none of a score in `HostReward.others`. A score that is not
-        in `others` is stored too; images of calls without it have NaN.
+        A call also fails if its answer lacks a score in `HostReward.others`; none of its scores is
+        stored then. A score that is not in `others` is stored too; images of calls without it have
+        NaN. If a call has scores and a problem, its scores are stored and the call counts as
+        failed.
 
         Args:
             calls: The reward of each call, the range of its images among all, and the function that
-                waits for its scores and may raise Failure.
+                waits for its result.
 
         Raises:
-            RewardError: If a call failed and the run stops then. The calls after it are not waited
-                for.
+            RewardError: If a call failed and the run stops then (`_note_failure`). The calls after
+                it are not waited for.
         """
         for reward, rows, wait in calls:
             began = time.monotonic()
@@ -449,8 +454,8 @@ class Scoring:
 
         Raises:
             RewardError: If failed calls are not skipped (`HostRewards.skip`), or if this is the
-                32nd call of the reward in a row without any score (`MOST_FAILURES`). Nothing is
-                counted then.
+                32nd call of the reward in a row without any score (`MOST_FAILURES`). `failed` stays
+                as it was then.
         """
         count = rows.stop - rows.start
         num_failed = int(np.isnan(answer["reward"]).sum()) if answer else count
@@ -546,6 +551,7 @@ def import_object(target: str) -> Any:
         ImportError: If there is no such module. An error that the module itself raises is raised as
             it is.
         AttributeError: If the module has no such object, or `target` has no name.
+        ValueError: If `target` has no module.
     """
     module, _, path = target.partition(":")
     return functools.reduce(getattr, path.split("."), importlib.import_module(module))
@@ -555,7 +561,7 @@ def import_object(target: str) -> Any:
 
 
 def _set_up(memory: int) -> None:
-    """Prepares a worker process, before anything else is imported in it.
+    """Prepares a worker process, before a reward is imported in it.
 
     JAX uses the CPU only (JAX_PLATFORMS), and CUDA_VISIBLE_DEVICES="" hides NVIDIA GPUs from every
     library, PyTorch included. A reward that needs a GPU is run as a service. Standard output goes
@@ -563,9 +569,9 @@ def _set_up(memory: int) -> None:
     it ends with the run. `os._exit` is replaced: exit code 0 becomes `ENDED` (99).
 
     Args:
-        memory: The most bytes of data that the worker may take; less if the system's own limit is
-            lower. Beyond them it gets a MemoryError, and the other processes of the host are not
-            affected.
+        memory: The most bytes of data (RLIMIT_DATA) that the worker may take; less if the hard
+            limit of the system is lower. Beyond them it gets a MemoryError, and the other processes
+            of the host are not affected.
     """
     limit = resource.getrlimit(resource.RLIMIT_DATA)[1]
     allowed = memory if limit == resource.RLIM_INFINITY else min(memory, limit)
@@ -687,13 +693,14 @@ def _compare_pairs(
 
     Returns:
         The win rates of the images (`groups.win_rates`), float32 [n]; NaN for an image that was not
-        compared, 0.5 for one that is alone.
+        compared, 0.5 for the only image with finite values. Pairs whose preference is NaN in either
+        order are left out.
 
     Raises:
         Failure: If the function returned no preferences or one outside of [0, 1], or raised a
-            Failure that has none. If it raised a Failure that has the preferences of some pairs,
-            the other pairs are compared nevertheless, and the Failure that is raised has the win
-            rates.
+            Failure without a preference; it has no scores then. If the function raised a Failure
+            that has the preferences of some pairs, the other pairs are compared nevertheless, and
+            the Failure that is raised has the win rates as "reward".
     """
     # An image with a non-finite value is not compared, so that it costs the others nothing.
     finite = np.flatnonzero(finite_images(images))

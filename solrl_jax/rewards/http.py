@@ -60,6 +60,7 @@ def http(
 
     Raises:
         ValueError: If the images are not RGB, or the arguments differ in length.
+        TypeError: If metadata holds something that JSON has not, such as a date.
         Failure: If there is no answer, a redirect, a status of 400 or more after the last attempt,
             an answer of more than `MOST` (2**20) bytes, or no {"scores": [...]} with numbers and
             nulls in it.

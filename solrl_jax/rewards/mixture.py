@@ -22,24 +22,30 @@ def mixture(
     """Makes one reward of several: its "reward" is the weighted sum of their scores.
 
     It also returns every score of the parts: the reward of a part under the name of the part,
-    another score as "part/score". All scores of an image are NaN if the image, or the latent if a
-    part reads latents, has a non-finite value. The scores of `host` are not computed here: the
-    caller gets them from worker processes and completes the sum with `add_total`.
+    another score as "part/score". All scores of an image are NaN if the image (unless all parts
+    read latents alone) or its latent (unless all read images alone) has a non-finite value. The
+    scores of `host` and `group` are not computed here: the caller computes them and completes the
+    sum with `add_total`.
 
     Args:
-        weights: The weights of scores of `parts`, by name ("part" or "part/score"). `host` has the
-            weights of its own scores. If it is empty, no "reward" is returned.
-        parts: Rewards inside JAX by name. None of them has `host`. Without any, the field `score`
-            of the result is None, so that `host` is required.
+        weights: The weights of scores of `parts`, by name ("part" or "part/score"). `host` and
+            `group` have the weights of their own scores. If it is empty, no "reward" is returned.
+        parts: Rewards inside JAX by name, each with a function `score` and without `host`. Without
+            any part, the field `score` of the result is None, so that `host` or `group` is
+            required.
         host: Rewards outside JAX, or None.
-        group: The weighted sum of groupwise rewards inside JAX, or None.
+        group: The `mixture` of groupwise rewards inside JAX, or None.
 
     Returns:
-        A reward whose `params` and `prepare` have one entry per part, by name. Its `inputs` are
-        those of the parts if these agree, "both" if they differ, and "pictures" without parts. Its
-        `check`, `prepare` and `score` raise InputError with the name of the part if that of a part
-        raises, if a part prepares an array without one row per prompt, or if its scores are not
-        those that `_check_scores` accepts. `check` also calls the checks of `host`.
+        A reward whose `params` have one entry per part, by name. What its `prepare` returns has one
+        entry per part and per part of `group`. Its `inputs` are those of the parts if these agree,
+        "both" if they differ, and "pictures" without parts. Its `check`, `prepare` and `score`
+        raise InputError with the name of the part if that of a part raises, if a part prepares an
+        array without one row per prompt, or if its scores are not those that `_check_scores`
+        accepts. `check` also calls the checks of `host` and `group`.
+
+    Raises:
+        ValueError: If there are no parts, no `host` and no `group`.
     """
     kinds = {part.inputs for part in parts.values()}
     inputs = kinds.pop() if len(kinds) == 1 else "both" if kinds else "pictures"

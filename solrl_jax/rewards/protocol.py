@@ -63,8 +63,8 @@ class HostReward:
 
     A groupwise reward is called with all images of a group of one prompt instead
     (`rewards.groups`), and their scores may depend on each other. A pairwise one is called as
-    f(first, second, prompts, metadata, **options) and returns n preferences in [0, 1] for the first
-    of two images each.
+    f(first, second, prompts, metadata, **options) with n pairs of images of a group whose values
+    are all finite, and returns n preferences in [0, 1] for the image in `first`.
 
     Attributes:
         name: The name of the reward in the configuration, e.g. "ocr", "module:function" or a URL.
@@ -72,12 +72,14 @@ class HostReward:
         options: Its keyword arguments.
         others: The names of the scores that it must return beside "reward"; a call without one of
             them fails. It may return more. None: they are not known before the first call.
-        batch: The most images in one call, at least 1; 16 (`MAX_BATCH`) by default. For a
-            pairwise reward, the most pairs. A group is one call in any case.
+        batch: The most images in one call, at least 1; 16 (`MAX_BATCH`) by default. For a pairwise
+            reward, the most pairs. A groupwise one gets its group in one call in any case.
         check: Is called with each prompt of a run (`Prompt`), and raises ValueError for one that
             the function cannot score. By default every prompt is accepted.
         groupwise: Whether the function scores the images of a group relative to each other.
-        pairwise: Whether it compares two images. Each image of a group then scores its win rate.
+        pairwise: Whether it compares two images. Each image of a group then scores its win rate
+            (`rewards.groups.win_rates`), and other scores that it returns are dropped. It wins over
+            `groupwise`.
     """
 
     name: str
@@ -135,8 +137,8 @@ class Reward:
             "reward" and the keys in `others`. The field `inputs` decides the argument `inputs`, and
             `prepared` has one row per image: the row of its prompt. The function is traced by jit
             with rows divided over the mesh, so the score of an image must not depend on the other
-            images, unless `groupwise` is set. None: nothing is scored inside JAX; `host` or `group`
-            is required then.
+            images, unless `groupwise` is set. None: nothing is scored inside JAX except by `group`;
+            `host` or `group` is required then.
         others: Names of the scores beside "reward", which can be watched or trained on too.
         host: Rewards outside JAX that are scored in addition. Only weighted sums have them.
         check: Is called with a `Prompt`, and raises ValueError if the reward cannot score it. It
@@ -149,12 +151,13 @@ class Reward:
             device alike, and returns scores that may depend on each other: ranks or win rates
             (`rewards.groups.round_robin`).
         group: Groupwise rewards that are scored in addition. Only weighted sums have one.
-        group_size: For a groupwise reward, the most candidates of a prompt in a group.
+        group_size: The most candidates of a prompt in a group, 24 (`GROUP_SIZE`) by default. Only
+            that of the weighted sum in `group` is read, which gets it from `reward.group_size`.
 
     Raises:
         ValueError: If `inputs` has another value, `others` is not a tuple of strings, `prepare` or
-            `check` cannot be called, `score` cannot be called and `host` and `group` are
-            None, or `groupwise` is not a bool.
+            `check` cannot be called, `score` cannot be called and `host` and `group` are None, or
+            `groupwise` is not a bool.
     """
 
     params: Any
@@ -173,8 +176,8 @@ class Reward:
 
         Raises:
             ValueError: If `inputs` is none of "pictures", "latents" and "both"; if `others` is not
-                a tuple of strings; if `prepare` or `check` cannot be called; or if `score` cannot
-                be called and `host` is None.
+                a tuple of strings; if `groupwise` is not a bool; if `prepare` or `check` cannot be
+                called; or if `score` cannot be called and both `host` and `group` are None.
         """
         if self.inputs not in get_args(Inputs):
             raise ValueError(

@@ -64,7 +64,8 @@ class InJax:
     Attributes:
         open: Opens the reward, given the setting `reward.paths` (or `sources.CARRIED` for a plan).
             It finds and checks the files, downloads those of the hub that are missing, and reads no
-            weights.
+            weights. It raises ValueError (InputError among them) if a file is missing or does not
+            fit.
         others: The names of the scores that the reward returns beside "reward".
     """
 
@@ -146,8 +147,8 @@ class OpenedRewards:
                 and the arrays of other rewards stay where they are.
 
         Returns:
-            The reward that is trained on and the one that is evaluated. Both share the parameters,
-            which are read once.
+            The rewards that are trained on, evaluated and used to rank candidates. They share the
+            parameters, which are read once.
 
         Raises:
             InputError: If the parameters of a user's reward cannot be placed on the mesh.
@@ -182,13 +183,15 @@ class OpenedRewards:
 
         Args:
             rewards: The loaded rewards by name. Those without a score in the sum are left out.
-            weights: The weight of each score.
-            watched: The names of the other scores.
+            weights: The weight of each score, by "REWARD" or "REWARD/OTHER".
+            watched: The names of scores without a weight that are computed, too.
 
         Returns:
-            The `mixture` of the rewards inside JAX, with the rewards outside JAX as `host` (None if
-            there are none). The scores of a reward outside JAX that the sum names are added to the
-            `others` that it must return.
+            The `mixture` of the rewards inside JAX that score each image alone. Its `group` is the
+            `mixture` of the groupwise ones, and its `host` has the rewards outside JAX with their
+            weights; each is None if there are none. The workers, the timeout, the treatment of
+            failures and the size of groups are those of the section "reward". The `others` of a
+            reward outside JAX, which it must return, are extended by the scores that the sum names.
         """
         scores = (*weights, *watched)
         settings = self.settings
@@ -241,9 +244,10 @@ def open_rewards(
 ) -> OpenedRewards:
     """Opens the rewards of a configuration.
 
-    Names and options are checked, functions are imported and files are checked. No weights are
-    read. Functions are imported before files are looked for. Missing files that are in the hub are
-    downloaded. The working directory is appended to `sys.path` if a function is imported.
+    Names and options are checked, functions are imported and files are checked. No weights are read
+    and no request is sent. Functions are imported before files are looked for. Missing files that
+    are in the hub are downloaded. The working directory is appended to `sys.path` if a function is
+    imported.
 
     Args:
         settings: The section "reward" of the configuration. Its `paths` may be `sources.CARRIED`:
@@ -253,14 +257,17 @@ def open_rewards(
         explore: `rollout.explore.reward`, see `OpenedRewards`.
 
     Returns:
-        The opened rewards. A name of `REWARDS` is a reward of the package, one that begins with
-        "http://" or "https://" a service, and any other one a user's function or an entry point.
+        The opened rewards. "judge" and each name that begins with "judge-" is a judge, any other
+        name of `REWARDS` a reward of the package, one that begins with "http://" or "https://" a
+        service, and any other one a user's function or an entry point.
 
     Raises:
-        InputError: If `reward.paths`, `reward.weights`, `reward.eval_only` or `reward.options` has
-            an unknown name; if a reward inside JAX has options, or the options of another one do
-            not fit its function; if a function cannot be imported or called; if the address of a
-            service is no URL; or if files of a network are missing or do not fit.
+        InputError: If `reward.paths`, `reward.weights`, `reward.eval_only`,
+            `rollout.explore.reward` or `reward.options` has an unknown name; if a reward inside JAX
+            has options, or the options of another one are not accepted; if a function cannot be
+            imported or called, or a package that a reward needs is not installed; if the address of
+            a service is no URL; or if files of a network or the question of a judge are missing or
+            do not fit.
     """
     fields = {
         "reward.weights": tuple(settings.weights),
@@ -306,20 +313,22 @@ def open_function(
 
     The function may have an attribute `check`, which is called as check(prompt, metadata,
     **options) and raises ValueError for a prompt that the function cannot score. A true attribute
-    `groupwise` or `pairwise` says that it compares images, see `HostReward`.
+    `groupwise` or `pairwise` says that it compares images, see `HostReward`. The working directory
+    is appended to `sys.path` unless it is there.
 
     Args:
         name: The name of the reward.
-        target: The function, as "module:function". It is called with images, prompts and metadata.
+        target: The function, as "module:function". It is called with (images, prompts, metadata),
+            or with (first, second, prompts, metadata) if it is pairwise.
         options: Its keyword arguments.
         others: The names of the scores that it must return beside "reward". None: unknown.
 
     Returns:
-        The reward, with at most `MAX_BATCH` images in a call.
+        The reward, with at most `MAX_BATCH` (16) images or pairs in a call.
 
     Raises:
         InputError: If the function cannot be imported, is no function, has no signature, or does
-            not accept the three arguments with these options.
+            not accept these arguments with these options.
     """
     function, signature = _import_function(name, target)
     pairwise = bool(getattr(function, "pairwise", False))
@@ -338,8 +347,9 @@ def open_function(
 def open_plugin(name: str, options: Options) -> Reward | HostReward:
     """Opens a function of a user, which is imported in this process.
 
-    A function with a required argument is scored outside JAX. Any other one is called here, and
-    returns a `Reward`.
+    A function with a required argument (beside *args and **kwargs) is scored outside JAX. Any other
+    one is called here, and returns a `Reward`. The working directory is appended to `sys.path`
+    unless it is there.
 
     Args:
         name: The name of an entry point of an installed package, or "module:function". An entry
@@ -409,15 +419,24 @@ def open_service(url: str, options: Options, timeout: float) -> HostReward:
 
 
 def open_judge_reward(name: str, options: Options, workers: int) -> HostReward:
-    """Opens a judge. No request is sent.
+    """Opens a judge. Its question is read; no request is sent and no cache is created.
 
     Args:
         name: "judge" or "judge-NAME".
         options: See `judge.settings.JudgeSettings`.
-        workers: The number of worker processes, which divide the option `concurrency`.
+        workers: The number of worker processes, at least 1. Each gets an equal part of the option
+            `concurrency`, rounded down, but at least 1.
+
+    Returns:
+        A reward whose calls have up to `JUDGE_BATCH` (64) images, or pairs if it compares images
+        (`pairwise`). It accepts every prompt, and its `others` are the criteria if there are
+        several.
 
     Raises:
-        InputError: If an option is not accepted, or if the package openai is not installed.
+        InputError: If an option is not accepted (`judge.settings.open_judge`), if the package
+            openai or httpx2 is not installed, or if the directory of the cache is a file or needs a
+            home directory that the user does not have.
+        PermissionError: If a parent of that directory may not be searched.
     """
     missing = [package for package in ("openai", "httpx2") if not find_spec(package)]
     if missing:
@@ -480,13 +499,13 @@ def _check_names(
     Args:
         settings: The section "reward" of the configuration.
         names: The rewards that its scores belong to. One with a colon, such as "module:function" or
-            a URL, passes here.
+            a URL, passes here, and so does "judge-NAME" with any NAME.
         fields: The scores that each setting names.
 
     Raises:
-        InputError: If `reward.paths` has a key that is not in `SOURCES`; else if a name is neither
-            in `REWARDS` nor an entry point; else if `reward.options` has a key that is not in
-            `names`. The message lists the unknown names and the known ones.
+        InputError: If `reward.paths` has a key that is not in `SOURCES`; else if any other name is
+            neither in `REWARDS` nor an entry point; else if `reward.options` has a key that is not
+            in `names`. The message lists the unknown names and the known ones.
     """
     unknown_paths = [name for name in settings.paths if name not in SOURCES]
     if unknown_paths:
@@ -521,8 +540,8 @@ def _check_scores(
             name of the reward. None: unknown, so that every score of this reward passes.
 
     Raises:
-        InputError: If a setting names an unknown score. The message
-            lists the unknown scores and the known ones.
+        InputError: If a setting names an unknown score. The message lists the unknown scores and
+            the known ones.
     """
     known = []
     for name, other_names in others.items():

@@ -57,12 +57,12 @@ class Answer:
     """The answer to one request.
 
     Attributes:
-        text: The text of the first choice; "" if there is none.
-        tokens: The tokens that the first token of the answer could have been, with the natural
-            logarithms of their probabilities, at most as many as were asked for by an honest
-            server; None if the endpoint returned none.
-        system_fingerprint: The endpoint's name for its software and weights, as it was sent, or
-            None.
+        text: The text of the first choice; "" if it is null.
+        tokens: Pairs of a token that the first token of the answer could have been and the natural
+            logarithm of its probability, in the order of the answer. Their number is whatever the
+            endpoint sent. None if it returned no log-probabilities.
+        system_fingerprint: The endpoint's name for its software and weights, as it was sent (any
+            value of JSON), or None.
     """
 
     def __init__(self, body: bytes) -> None:
@@ -77,6 +77,7 @@ class Answer:
         Raises:
             Failure: If it is no chat completion. The message has the first 200 bytes, cut to 80
                 characters.
+            OverflowError: If a log-probability is an integer beyond the range of a float.
         """
         try:
             content = parse_json(body, number=float)
@@ -98,7 +99,8 @@ class Answer:
 class Client:
     """The connection of a process to an endpoint. All its requests run in one event loop.
 
-    Every request has the model, seed and `extra` of the settings and the temperature 0.
+    Every request has the model and `extra` of the settings, the temperature 0 and, unless `ask`
+    leaves it out, the seed.
     """
 
     def __init__(self, settings: JudgeSettings, concurrency: int) -> None:
@@ -135,9 +137,12 @@ class Client:
     ) -> Answer:
         """Sends one request, and again (up to `retries` times) if it fails in a way that may pass.
 
-        The package openai waits 0.5, 1, 2, 4, 8, 8, ... seconds between the attempts with some
-        jitter, or as long as the header Retry-After says. Also counts (`rewards.usage`) "requests"
-        (attempts), "request_seconds" and, if there is an answer, "retries" and its tokens.
+        These are no connection, no answer within `request_timeout`, the statuses 408, 409, 429 and
+        5xx (unless the header x-should-retry says otherwise), and an answer that is packed or too
+        large. The package openai waits up to 0.5, 1, 2, 4, 8, 8, ... seconds between the attempts,
+        or as long as the header Retry-After says; if it says more than 120 seconds, the attempt was
+        the last. Also counts (`rewards.usage`) "requests" (attempts), "request_seconds" (of all
+        attempts and pauses, failed ones too) and, if there is an answer, "retries" and its tokens.
 
         Args:
             content: The parts of the user's message, as OpenAI defines them: dicts of the types
@@ -154,6 +159,9 @@ class Client:
             Failure: If there is no answer before the deadline, a redirect, an error status after
                 the last attempt, an answer of more than 2**20 bytes (`MOST`) or one that is packed,
                 or no chat completion. The message is one line, with "***" in place of the key.
+            AttributeError: If the JSON body of an error status is neither an object without "error"
+                nor one whose "error" is an object (`_describe_status`).
+            OverflowError: If a log-probability is an integer beyond the range of a float.
         """
         async with self._free:
             loop = asyncio.get_running_loop()
@@ -216,7 +224,11 @@ class _BoundedStream(httpx2.AsyncByteStream):
     """The body of an answer, up to 2**20 bytes (`MOST`), read as it arrives."""
 
     def __init__(self, stream: Any) -> None:
-        """Wraps the stream of a response."""
+        """Wraps a stream, and reads nothing yet.
+
+        Args:
+            stream: The stream of a response, an asynchronous iterable of bytes with `aclose`.
+        """
         self._stream = stream
 
     async def __aiter__(self) -> Any:
@@ -295,9 +307,13 @@ def _describe_status(error: openai.APIStatusError) -> str:
         error: The error of the package openai.
 
     Returns:
-        The status, and in brackets the address of a redirect, else the server's message of up to
-        200 characters: "message" or "detail" of a JSON body, or the body itself. It may hold the
-        API key.
+        The status, and in parentheses the address of a redirect, else the server's message of up to
+        200 characters ("no message" if it is empty): "message" or "detail" of a JSON object or of
+        the object "error" in it, or the body itself. It may hold the API key.
+
+    Raises:
+        AttributeError: If the body is JSON and the place where "message" is looked for is no
+            object, e.g. for {"error": "no such model"}.
     """
     response = error.response
     location = response.headers.get("location")

@@ -87,8 +87,9 @@ def _check_extra(extra: dict[str, Any]) -> dict[str, Any]:
         extra: The option `extra`, by the name of the field. Only names at the top are checked.
 
     Raises:
-        ConfigError: If a name is one of `RESERVED`, or contains "key", "token", "secret", "pass",
-            "auth" or "header" in any case. The message does not repeat the value.
+        ConfigError: If a name is one of `RESERVED` ("model", "messages", "stream", "n", "seed",
+            "temperature", "max_tokens" and "logprobs"), or contains "key", "token", "secret",
+            "pass", "auth" or "header" in any case. The message does not repeat the value.
     """
     reserved = [name for name in extra if name in RESERVED]
     if reserved:
@@ -137,12 +138,13 @@ class JudgeSettings(Section):
             log-probabilities of the first token; "json" reads numbers from the text. None: as the
             question of the package says; a question of yours needs one.
         scale: Lowest and highest number of the answer for "digits" (two digits, 0 to 9) and for
-            "json" without criteria, the lowest first. None: 1 and 5. Must be None for the others.
+            "json" without criteria, the lowest first. None: 1 and 5. Must be None for "yes" and
+            "preference"; not read for "json" with criteria.
         criteria: For "json", the lowest and the highest number of each criterion by its name, which
             is not empty and not "reward". Empty: those of the question, or one with the name
-            "score" and the range `scale`. Must be empty for the others.
+            "score" and the range `scale`. Must be empty for the other scores.
         structured: Whether "json" asks the endpoint to follow the schema of the criteria
-            (`response_format`). The others do not read it.
+            (`response_format`). The other scores do not read it.
         image_size: Longest side in pixels, 1 to 16384, of the images that are sent; larger ones are
             reduced, smaller ones stay. None: all stay.
         image_format: "png" without loss, or "jpeg" of quality 95, which is about a fifth of the
@@ -151,16 +153,17 @@ class JudgeSettings(Section):
             else 256.
         seed: Seed of every request, from 0 to 2^31 - 1. The temperature is 0.
         extra: Further fields of the body of a request, values of JSON, e.g. chat_template_kwargs of
-            vLLM. Fields that the judge sets itself (`RESERVED`) and names that may be those of
-            secrets are refused.
+            vLLM; they win over response_format and top_logprobs of the judge. The names in
+            `RESERVED`, and names that may be those of secrets (which contain "key", "token",
+            "secret", "pass", "auth" or "header"), are refused.
         concurrency: Most requests at once, 1 to 4096, of all worker processes of a host together.
             Each process sends at least one.
         request_timeout: Seconds, above 0 and at most 1e6, until an unanswered request is sent
-            again. `reward.timeout` bounds a whole call of up to 64 images with all its attempts.
-        retries: How often, 0 to 100, a request is sent again after a refused connection, no answer,
-            or the status 408, 409, 429 or 5xx.
-        cache: Directory of the scores that were paid for (`judge.cache`). "": the user's own,
-            ~/.cache/solrl_jax/judge. None: no cache.
+            again. `reward.timeout` bounds a whole call (up to 64 images, or all pairs of a group)
+            with all its attempts.
+        retries: How often, 0 to 100, a request is sent again, see `Client.ask`.
+        cache: Directory of the scores that were paid for (`judge.cache`). "": `solrl_jax/judge` in
+            the user's cache directory (XDG_CACHE_HOME, by default ~/.cache). None: no cache.
         api_key_env: Name of the environment variable with the API key. None: OPENAI_API_KEY for
             openai.com and its subdomains, else JUDGE_API_KEY. An entry in ~/.netrc comes first.
     """
