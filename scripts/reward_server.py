@@ -179,10 +179,10 @@ def decode_images(pngs: list[str]) -> np.ndarray:
         raise ValueError(f"{len(pngs)} pictures; at most {MOST_PICTURES} are accepted")
     files = [Image.open(io.BytesIO(base64.b64decode(png)), formats=["PNG"]) for png in pngs]
     if len(sizes := {file.size for file in files}) > 1:
-        raise ValueError(f"pictures of {len(sizes)} sizes; expected one")
+        raise ValueError(f"images of {len(sizes)} sizes; expected one")
     width, height = sizes.pop()
     if (pixels := len(files) * width * height) > MOST_PIXELS:
-        raise ValueError(f"pictures of {pixels} pixels; at most {MOST_PIXELS} are accepted")
+        raise ValueError(f"images of {pixels} pixels; at most {MOST_PIXELS} are accepted")
     images = np.empty((len(files), height, width, 3), np.float32)
     for image, file in zip(images, files, strict=True):
         image[:] = np.asarray(_on_white(file))

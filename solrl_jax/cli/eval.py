@@ -36,7 +36,7 @@ from solrl_jax.runs.evaluate import (
 from solrl_jax.runs.image_files import save_before_after
 from solrl_jax.storage.files import refuse_existing, writable_directory
 
-SHOWN = (8, 4)  # prompts of a gallery, pictures of each
+SHOWN = (8, 4)  # prompts of a gallery, images of each
 
 
 @click.command("eval")

@@ -438,7 +438,7 @@ def assumptions(planner: Planner) -> Iterator[str]:
     if len(training_sizes(config)) > 1:
         yield "every iteration has the largest of rollout.size"
     if planner.stages.has("evaluate"):
-        yield "an evaluation, whose pictures are larger, takes no time of an iteration"
+        yield "an evaluation, whose images are larger, takes no time of an iteration"
     yield (
         "seconds are the least possible: a kernel takes the longer of its operations and its "
         "memory at the public peaks"
@@ -476,7 +476,7 @@ def table(summary: dict[str, Any]) -> str:
         f"{summary['preset']} on {summary['hosts']} host(s) x {summary['devices']} "
         f"{summary['device']}; mesh {mesh}"
     ]
-    lines[0] += "; pictures of {} x {} pixels".format(*summary["size"])
+    lines[0] += "; images of {} x {} pixels".format(*summary["size"])
     lines += [
         f"exploration: {summary['exploration']}",
         f"the update recomputes: {summary['remat']}",

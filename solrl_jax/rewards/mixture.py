@@ -39,7 +39,7 @@ def mixture(
     Returns:
         A reward whose `params` have one entry per part, by name. What its `prepare` returns has one
         entry per part and per part of `group`. Its `inputs` are those of the parts if these agree,
-        "both" if they differ, and "pictures" without parts. Its `check`, `prepare` and `score`
+        "both" if they differ, and "images" without parts. Its `check`, `prepare` and `score`
         raise InputError with the name of the part if that of a part raises, if a part prepares an
         array without one row per prompt, or if its scores are not those that `_check_scores`
         accepts. `check` also calls the checks of `host` and `group`.
@@ -48,7 +48,7 @@ def mixture(
         ValueError: If there are no parts, no `host` and no `group`.
     """
     kinds = {part.inputs for part in parts.values()}
-    inputs = kinds.pop() if len(kinds) == 1 else "both" if kinds else "pictures"
+    inputs = kinds.pop() if len(kinds) == 1 else "both" if kinds else "images"
     checks = {name: part.check for name, part in parts.items()}
     if host is not None:
         checks |= {reward.name: reward.check for reward in host.rewards}

@@ -37,7 +37,7 @@ Scores = dict[str, Float[Array, " b"]]
 Images = Float[np.ndarray, "..."]
 # What a prompt set says about a prompt beside its text.
 Metadata = Mapping[str, Any]
-Inputs = Literal["pictures", "latents", "both"]
+Inputs = Literal["images", "latents", "both"]
 # Raises ValueError with a message of one line for a prompt that the reward cannot score.
 Check = Callable[[Prompt], object]
 
@@ -144,7 +144,7 @@ class Reward:
         check: Is called with a `Prompt`, and raises ValueError if the reward cannot score it. It
             must be cheap, because it is called for every prompt of a run. By default every prompt
             is accepted.
-        inputs: The images and latents that `score` gets. "pictures": images [b, H, W, 3] in [0, 1].
+        inputs: The images and latents that `score` gets. "images": images [b, H, W, 3] in [0, 1].
             "latents": the clean latents [b, h, w, c] in float32 before decoding. "both": a pair
             (images, latents).
         groupwise: Whether `score` is called with all images of a group of one prompt, on every
@@ -166,7 +166,7 @@ class Reward:
     others: tuple[str, ...] = ()
     host: HostRewards | None = None
     check: Check = accept
-    inputs: Inputs = "pictures"
+    inputs: Inputs = "images"
     groupwise: bool = False
     group: "Reward | None" = None
     group_size: int = GROUP_SIZE
@@ -175,7 +175,7 @@ class Reward:
         """Checks the fields.
 
         Raises:
-            ValueError: If `inputs` is none of "pictures", "latents" and "both"; if `others` is not
+            ValueError: If `inputs` is none of "images", "latents" and "both"; if `others` is not
                 a tuple of strings; if `groupwise` is not a bool; if `prepare` or `check` cannot be
                 called; or if `score` cannot be called and both `host` and `group` are None.
         """
@@ -211,12 +211,12 @@ class Reward:
         Args:
             images: The decoded images [b, H, W, 3] in [0, 1]. Any value, such as None, if `inputs`
                 is "latents".
-            latents: The latents of the images, [b, h, w, c]. Any value if `inputs` is "pictures".
+            latents: The latents of the images, [b, h, w, c]. Any value if `inputs` is "images".
 
         Returns:
-            `images` ("pictures"), `latents` ("latents") or the tuple (images, latents) ("both").
+            `images` ("images"), `latents` ("latents") or the tuple (images, latents) ("both").
         """
-        return {"pictures": images, "latents": latents, "both": (images, latents)}[self.inputs]
+        return {"images": images, "latents": latents, "both": (images, latents)}[self.inputs]
 
     def load(self, mesh: Mesh | None, dtype: DTypeLike) -> "Reward":
         """Returns the reward with its parameters on the devices.

@@ -502,7 +502,7 @@ def _check_scoring(
         prepared = part.prepare([*prompts, *prompts])
         images = jax.ShapeDtypeStruct((2, *size, 3), np.float32)
         latents = jax.ShapeDtypeStruct((2, *pipeline.latent_shape(*size)), np.float32)
-        head = f"pictures of {size[0]} x {size[1]} pixels (model, rollout.size or eval.size): {{}}"
+        head = f"images of {size[0]} x {size[1]} pixels (model, rollout.size or eval.size): {{}}"
         with in_one_line(head.format):
             jax.eval_shape(part.score, part.params, part.select_inputs(images, latents), prepared)
     if reward.host is not None:

@@ -464,7 +464,7 @@ CASES = [
     Case(
         "pictures that a reward cannot read",
         "train tiny reward=tiny-clip model.width=40 run.dir={dir}/run",
-        "pictures of 32 x 40",
+        "images of 32 x 40",
     ),
     Case("study: out is a file", STUDY, "is a file", files=GOOD | {"{dir}/out": "mine"}, kept=OUT),
     Case(

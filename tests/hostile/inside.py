@@ -23,7 +23,7 @@ def _raise(error):
     raise error
 
 
-def raising(name="", inputs="pictures"):
+def raising(name="", inputs="images"):
     error = {"Mute": Mute(), "SystemExit": SystemExit(1)}.get(name) or getattr(builtins, name)("no")
     return Reward(None, _rows, lambda *_: _raise(error), inputs=inputs)
 
@@ -32,7 +32,7 @@ def raising_when_prepared(name=""):
     return Reward(None, lambda prompts: _raise(getattr(builtins, name)(1)), _mean)
 
 
-def returning(what="", inputs="pictures"):
+def returning(what="", inputs="images"):
     """A reward whose score returns what `what` makes of the mean [b]."""
     made = {
         "one number": lambda mean: {"reward": mean.mean()},

@@ -270,7 +270,7 @@ def test_the_largest_of_several_sizes_is_planned_and_a_larger_evaluation():
     assert {program.calls for program in (sample, decode, score)} == {0}
     said = list(planning.assumptions(planner))
     assert "every iteration has the largest of rollout.size" in said
-    assert "an evaluation, whose pictures are larger, takes no time of an iteration" in said
+    assert "an evaluation, whose images are larger, takes no time of an iteration" in said
 
 
 @pytest.mark.usefixtures("cpus")
