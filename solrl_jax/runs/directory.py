@@ -106,7 +106,8 @@ def _refuse_other_parameters(target: str, saved: Config, config: Config) -> None
 def _refuse_foreign_rewards(
     target: str, saved: Config, config: Config, overrides: tuple[str, ...]
 ) -> None:
-    """Checks that a run directory names no reward functions or services outside of the package.
+    """Checks that a run directory names no reward functions or services outside of the package,
+    be it to train on, to watch, to rank candidates, or in an option of a reward.
 
     Rewards that the overrides name are the user's choice and accepted.
 
@@ -164,12 +165,13 @@ def _foreign_names(config: Config) -> set[str]:
     """Returns all rewards of a configuration that may run or ask something outside the package.
 
     Args:
-        reward: The reward section of a configuration.
+        config: The configuration. `reward.weights`, `reward.eval_only`, `rollout.explore.reward`
+            and `reward.options` are read.
 
     Returns:
-        The names of all rewards in `weights` and `eval_only` that the package does not have
-        (functions and services), and all texts with a colon among the values of `options`, at any
-        depth, because an option may name such a function or service.
+        The names of all rewards in the first three that the package does not have (functions,
+        entry points and services), and all texts with a colon among the values of the options of
+        all rewards, at any depth, because an option may name such a function or service.
     """
 
     def texts_with_colon(value: Any) -> Iterator[str]:
@@ -240,7 +242,8 @@ def find_checkpoint(target: str | Path, which: str) -> Path | None:
     Raises:
         InputError: If `which` is none of the three; if `target` is no run directory, except for
             "latest"; or if the run has no such checkpoint.
-        RunError: If the checkpoint of that iteration is damaged, or, for "latest", if all are.
+        RunError: If the checkpoint of that iteration is damaged, or, for "latest", if all are; or
+            if the directory of checkpoints cannot be read.
     """
     name = f"checkpoint={which}"
     root = Path(target) / "checkpoints"

@@ -35,8 +35,8 @@ def _no_progress(_samples: int) -> None:
 class Evaluation:
     """The scores of a policy on p prompts with m images each.
 
-    All dicts but `failed` have the same keys: "reward", the weighted sum that is trained on, and
-    the name of every single score, also of those that are only watched.
+    `means`, `errors` and `scores` have the same keys: "reward", the weighted sum that is trained
+    on, and the name of every single score, also of those that are only watched.
 
     Attributes:
         means: The mean of each score over all images with a finite value; NaN if there are none.
@@ -45,7 +45,8 @@ class Evaluation:
         scores: The score of each image, float [p, m], not finite where it failed.
         failed: For each reward outside of JAX, by its name, the number of images that it could not
             score. Other rewards cannot fail.
-        usage: What these rewards cost, see `Samples.usage`.
+        usage: What these rewards cost: the sum of each counter of `rewards.usage` by the name
+            "REWARD/COUNTER", e.g. "judge/requests". Empty if nothing was counted.
     """
 
     means: dict[str, float]
@@ -65,9 +66,10 @@ def evaluate(
     `Experiment.encode_prompts`. Every process of a run must call it.
 
     Args:
-        experiment: The experiment. `eval.num_prompts` prompts with `eval.num_images_per_prompt`
-            images each are generated. The seed of an image depends on `eval.seed`, its prompt and
-            its index alone, so that all policies start from the same noise.
+        experiment: The experiment. `eval.num_prompts` prompts, at most the number of test prompts,
+            with `eval.num_images_per_prompt` images each are generated. The seed of an image
+            depends on `eval.seed`, its prompt and its index alone, so that all policies start from
+            the same noise.
         adapters: The trainable parameters of the policy.
         progress: Called after each batch with the number of images that are done since the last
             call.
@@ -78,6 +80,7 @@ def evaluate(
 
     Raises:
         InputError: If the prompts cannot be encoded.
+        FileNotFoundError: If the directory of a tokenizer is missing.
         RewardError: If a reward outside of JAX fails and the configuration says that the run stops
             then. It is a RunError.
         RunError: If the disk refuses the cache of prompts, or another process gives no answer.
@@ -222,7 +225,7 @@ def sample_grid(experiment: Experiment, adapters: Trainable) -> ImageGrid:
     Raises:
         InputError: If the prompts cannot be encoded.
         RewardError: If a reward outside of JAX fails and the configuration says that the run stops
-            then. It is a RunError.
+            then. It is a RunError. The other errors are those of `evaluate`.
     """
     num_images = experiment.config.eval.num_grid_images
     per_prompt = min(4, num_images)
@@ -308,7 +311,7 @@ class LargestDifferences:
         Raises:
             InputError: If the prompts cannot be encoded.
             RewardError: If a reward outside of JAX fails and the configuration says that the run
-                stops then. It is a RunError.
+                stops then. It is a RunError. The other errors are those of `evaluate`.
         """
         config = experiment.config.eval
         prompts, seeds = _held_out(experiment, config.num_prompts, config.num_images_per_prompt)
@@ -362,7 +365,7 @@ def pool_images(
     Raises:
         InputError: If the prompts cannot be encoded.
         RewardError: If a reward outside of JAX fails and the configuration says that the run stops
-            then. It is a RunError.
+            then. It is a RunError. The other errors are those of `evaluate`.
     """
     experiment = experiment.for_iteration(iteration)
     config = experiment.config
@@ -474,7 +477,7 @@ def _generate_grid(
     Raises:
         InputError: If the prompts cannot be encoded.
         RewardError: If a reward outside of JAX fails and the configuration says that the run stops
-            then.
+            then. The other errors are those of `evaluate`.
     """
     samples = _generate(experiment, adapters, prompts, seeds, keep_images=True)
     return ImageGrid.from_samples(prompts, samples)
@@ -504,8 +507,9 @@ def _generate(
         The p * m samples, prompt by prompt.
 
     Raises:
+        InputError: If the prompts cannot be encoded.
         RewardError: If a reward outside of JAX fails and the configuration says that the run stops
-            then.
+            then. The other errors are those of `evaluate`.
     """
     config = experiment.config
     reward = experiment.evaluation_reward

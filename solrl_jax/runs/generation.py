@@ -208,6 +208,7 @@ def generate_images(
         ConfigError: If the configuration of the run is invalid.
         RunError: If an image is not finite, the checkpoint is damaged, or the prompt cache of the
             run cannot be written.
+        ValueError: If a pattern of the run's trained parameters fits no parameter of the model.
     """
     model = request.model
     prompts = [Prompt(text) for text in request.prompts]

@@ -186,8 +186,10 @@ def fingerprint(config: Config, explore_format: str) -> str:
 
     A run may resume another with the same fingerprint. Left out are the settings in `FREE` (such as
     the run directory, the evaluation, the mesh and the number of iterations), the paths and options
-    of rewards that are only watched, and settings that have their default value, so that a new
-    field with a default does not change the fingerprint of older runs.
+    of rewards that are not in `reward.weights` (those that are only watched, and also those that
+    only rank candidates), options of judges on which no score depends, such as the address of the
+    service, and settings that have their default value, so that a new field with a default does not
+    change the fingerprint of older runs.
 
     Args:
         config: The resolved configuration.
@@ -206,10 +208,10 @@ def fingerprint(config: Config, explore_format: str) -> str:
 def _bound_settings(config: Config) -> dict[str, Any]:
     """Returns the settings of a configuration that may not differ between the starts of a run.
 
-    These are all settings but those in `FREE` (the sections `run`, `eval` and `mesh`, the name of
-    the preset, the test prompts, the number of iterations, the prompt cache, and how rewards are
-    watched and run), and but the paths and options of rewards that are only watched,
-    and but the options of judges on which no score depends.
+    These are all settings but those in `FREE` (the version of the format, the sections `run`,
+    `eval` and `mesh`, the name of the preset, the test prompts, the number of iterations, the
+    prompt cache, and how rewards are watched and run), the paths and options of rewards that are
+    not in `reward.weights`, and the options of judges on which no score depends.
 
     Args:
         config: The resolved configuration.

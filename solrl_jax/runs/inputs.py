@@ -32,7 +32,8 @@ def hash_inputs(
     """Hashes the inputs that the trained parameters depend on.
 
     Reads all source files and a sample of the weight files. To find the source file of
-    `package.module:function`, the package is imported.
+    `package.module:function`, the package is imported. A reward that only ranks candidates
+    (`rollout.explore.reward`) is not hashed.
 
     Args:
         config: The configuration, which names rewards and objectives outside of the package.
@@ -44,13 +45,15 @@ def hash_inputs(
         Hashes of 16 hexadecimal digits by name: "prompts" (the training prompts with their
         metadata, in order), "instruction" (also if it is None), "weights/COMPONENT" for every
         component of the model whose directory is there, "code/MODULE:FUNCTION" for every reward
-        that is trained on and every objective outside of the package whose source file exists,
-        and "question/NAME" for every judge that is trained on.
+        that is trained on and for the objective if they are outside of the package and the source
+        file exists, and "question/NAME" for every judge that is trained on.
 
     Raises:
         FileNotFoundError: If the directory of a component holds no weights, several files none of
             which has a standard name, or not all shards of its index.
-        ValueError: If the index of a component's weight files is damaged.
+        InputError: If the options of a judge are not accepted, or its question cannot be read.
+        ValueError: If the index of a component's weight files is damaged, or the module of a
+            function outside of the package has been imported and has no `__spec__`.
         ModuleNotFoundError: If the package of a function outside of solrl_jax does not exist.
         OSError: If a file cannot be read.
     """
@@ -164,11 +167,11 @@ def _hash_weights(folder: Path) -> str:
 
 
 def _plugins(config: Config) -> list[str]:
-    """Returns the functions outside of the package that are trained on.
+    """Returns the functions outside of the package that are trained on: rewards and objective.
 
     Args:
         config: The configuration. `reward.weights` and `algorithm.objective` are read, and names of
-            rewards that installed packages provide are looked up.
+            rewards that installed packages provide (entry points) are looked up.
 
     Returns:
         The functions as "module:function", sorted, each once.

@@ -84,8 +84,8 @@ def write(root: Path, iteration: int, columns: Mapping[str, Any]) -> Path:
 
     Raises:
         KeyError: If a column is missing.
-        ValueError: If a column has another length.
-        TypeError: If a column has another type.
+        ValueError: If a column has another length, or a value does not fit the type of its column.
+        TypeError: If a column has values of another kind, such as text for a number.
         RunError: If the disk refuses.
     """
     columns = {"iteration": iteration, **columns}

@@ -193,6 +193,7 @@ class Metrics:
             RunError: If the disk refuses. `rows` then lacks the row. If the disk refused
                 `metrics.jsonl`, the record ends with the previous row; if it refused TensorBoard's
                 file, `metrics.jsonl` has the row.
+            Exception: What Weights & Biases raises, as it is. `rows` then lacks the row.
         """
         numbers = {name: float(value) for name, value in values.items()}
         for log in self._logs:

@@ -98,13 +98,14 @@ def model_card(
         run: The run directory. `metrics.jsonl` and `run.json` are read, if they are there.
         config: The configuration of the run.
         name: The repository that the card is for, OWNER/NAME.
-        export: The result of `api.export`: "iteration", "rank", "alpha", and "trained_in_full" if
-            parameters are trained in full.
-        has_image: Whether the folder has the image `IMAGE`.
+        export: The result of `api.export`: "iteration", "rank", "alpha", and "trained_in_full" (the
+            number of arrays) if parameters are trained in full.
+        has_image: Whether the folder has the image `IMAGE`, which the card then shows.
 
     Returns:
-        Markdown with metadata in YAML at the top. Absolute paths in settings are cut to their last
-        part.
+        Markdown with metadata in YAML at the top: what the weights are, the licence of the base, an
+        example in Python, held-out scores, settings, and the command that trained the run (left out
+        if its preset does not exist). Absolute paths in settings are cut to their last part.
     """
     whole = bool(export.get("trained_in_full"))
     base = config.model.path
@@ -142,8 +143,9 @@ def find_licence(base: str) -> Licence | None:
         base: `model.path`: a repository of the hub, a directory, or "embedded:NAME".
 
     Returns:
-        That of `LICENCES`, of this package for an embedded model, or of the card in the directory
-        or in the hub's cache; None if none of these says one.
+        That of this package for an embedded model, else that of `LICENCES` (the models that presets
+        name), else that of the card in the directory or in the hub's cache; None if none of these
+        says one.
     """
     if base.startswith("embedded:"):
         return Licence("apache-2.0")
@@ -168,7 +170,8 @@ def training_command(config: Config) -> str | None:
         config: The configuration of the run.
 
     Returns:
-        "solrl train PRESET [family=FAMILY] KEY=VALUE ..."; None if its preset does not exist.
+        "solrl train PRESET [family=FAMILY] KEY=VALUE ...", with all settings that differ from the
+        preset in that family; None if the preset does not exist or has no such family.
     """
     family = f"family={config.family}"
     try:
@@ -222,11 +225,15 @@ def _public(value: Any) -> Any:
 
 
 def _front_matter(config: Config, whole: bool) -> str:
-    """Returns the metadata of the card, between lines of dashes.
+    """Returns the metadata of the card in YAML, between lines of dashes.
+
+    It has the licence if one is known, the base model if that is on the hub, the library
+    ("diffusers"), the kind of pipeline, tags, and the dataset if the prompts are from the hub.
 
     Args:
         config: The configuration of the run.
-        whole: Whether parameters are trained in full.
+        whole: Whether parameters are trained in full. The relation to the base is then "finetune"
+            in place of "adapter", and there is no tag "lora".
     """
     base = config.model.path
     metadata: dict[str, Any] = {}
@@ -257,7 +264,8 @@ def _is_repository(base: str) -> bool:
 
 
 def _base_link(base: str) -> str:
-    """Returns the name of the base as Markdown, with a link if it is on the hub.
+    """Returns the name of the base as Markdown, with a link if it is on the hub; otherwise as code,
+    an absolute path cut to its last part.
 
     Args:
         base: `model.path`.
@@ -268,7 +276,8 @@ def _base_link(base: str) -> str:
 
 
 def _licence_sentence(base: str) -> str:
-    """Returns the sentence about the licence of the base.
+    """Returns the sentence about the licence of the base, with a link to its text if known. If no
+    licence is known, two sentences that ask the reader to add it.
 
     Args:
         base: `model.path`.
@@ -285,12 +294,14 @@ def _licence_sentence(base: str) -> str:
 
 
 def _usage(config: Config, name: str, whole: bool) -> str:
-    """Returns a Python example that generates an image with diffusers.
+    """Returns a block of Python that generates an image with diffusers.
 
     Args:
-        config: The configuration of the run, whose evaluation the example follows.
+        config: The configuration of the run. The example has the size and the number of steps of
+            its evaluation and its `guidance_scale`, but not its `true_cfg_scale`.
         name: The repository, OWNER/NAME.
-        whole: Whether parameters are trained in full.
+        whole: Whether parameters are trained in full. The example then loads a transformer, and
+            otherwise a LoRA.
     """
     base = str(_public(config.model.path))
     height, width = evaluation_size(config)
@@ -378,12 +389,14 @@ def _with_error(row: Mapping[str, Any], key: str) -> str:
 
 
 def _settings(run: Path, config: Config, export: Mapping[str, Any]) -> str:
-    """Returns a table of the settings that matter most.
+    """Returns a Markdown table of the settings that matter most: preset, reward, objective, trained
+    parameters, prompts, numbers of candidates, precisions and steps, size, learning rate and seed.
 
     Args:
-        run: The run directory, whose `run.json` is read if it is there.
+        run: The run directory. Rows for devices and the version of solrl_jax are from its
+            `run.json`, and are left out without it.
         config: The configuration of the run.
-        export: The result of `api.export`.
+        export: The result of `api.export`: "rank" and "alpha", or "trained_in_full", are read.
     """
     rollout = config.rollout
     explore = rollout.explore

@@ -143,7 +143,8 @@ def draw_pools(
     one writes.
 
     Args:
-        experiment: The experiment of the run.
+        experiment: The experiment of the run. `eval.num_grid_images`, which must not be 0, limits
+            the number of candidates, see `pool_images`.
         folder: The run directory.
         old_policy: The trainable parameters that the iteration explored with.
         setting_index: The index in `experiment.explorer.settings` that the iteration explored with.
@@ -151,7 +152,8 @@ def draw_pools(
         iteration: The number of the iteration, from 1.
 
     Raises:
-        RunError: If the disk refuses.
+        RunError: If the disk refuses, or if a reward outside of JAX, which scores the images too,
+            fails and the configuration says that the run stops then.
     """
     exploration = experiment.explorer.settings[setting_index]
     pools = pool_images(experiment, old_policy, exploration, ledger, iteration)

@@ -99,7 +99,8 @@ def write(
         plan: A file with the JSON of `solrl plan PRESET --json`, which is shown too. None: no plan.
 
     Raises:
-        InputError: If a run is damaged or has no record, or if `plan` is no plan.
+        InputError: If a folder is no run directory, a run is damaged, has no record or one of more
+            than `MAX_VALUES` (2**23) values, or if `plan` cannot be read or is no plan.
         ConfigError: If the configuration of a run is invalid.
         RunError: If the disk refuses.
     """
@@ -184,7 +185,10 @@ class HtmlReport:
 
         Returns:
             Why the report could not be written, as a line; None if it was written or it is too
-            soon. InputError and RunError are not raised, because no run ends because of its report.
+            soon. InputError and RunError are returned so and not raised.
+
+        Raises:
+            ConfigError: If the run's `config.yaml` has become invalid since the run started.
         """
         began = time.monotonic()
         if not last and self._spent + self._last > MAX_TIME_FRACTION * (began - self._began):
@@ -211,13 +215,13 @@ def _describe_run(folder: Path, name: str, max_rows: int) -> dict[str, Any]:
     Returns:
         JSON values by name: "name", "config" (settings by dotted name), "preset" (those of its
         preset; None if that is unknown), "facts" (see `read_facts`), "trained" and "watched" (names
-        of rewards), "metrics" (one list per metric with a value per recorded iteration, None where
-        unknown; of several rows of an iteration the last counts), "ledger" (see `_read_ledger`),
-        and "grids" and "pools" (see `_read_images`).
+        of rewards), "metrics" (by name, "iteration" among them, one list with a value per recorded
+        iteration, None where unknown; of several rows of an iteration only the last is read),
+        "ledger" (see `_read_ledger`), and "grids" and "pools" (see `_read_images`).
 
     Raises:
-        InputError: If a file of the run is damaged, or if the record has no readable line or more
-            than `MAX_VALUES` (2**23) values.
+        InputError: If `folder` is no run directory, a file of the run is damaged, or the record has
+            no readable line or more than `MAX_VALUES` (2**23) values.
         ConfigError: If the configuration is invalid.
     """
     config = read_run(folder)
@@ -282,7 +286,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
         there is no such file.
 
     Raises:
-        InputError: If the file cannot be read, or is no JSON object.
+        InputError: If the file cannot be read, or if it or its entry "packages" is no JSON object.
     """
     path = folder / "run.json"
     if not path.exists():
@@ -379,7 +383,7 @@ def _read_ledger(root: Path, max_rows: int) -> dict[str, Any]:
         is no ledger.
 
     Raises:
-        InputError: If a file of the ledger cannot be read.
+        InputError: If a file of the ledger cannot be read, see `ledger.read`.
     """
     iterations = ledger.iterations_in(root)
     num_rows = 0
@@ -472,8 +476,9 @@ def _read_cells(path: Path) -> dict[str, Any]:
 
     Returns:
         "size", the height and width of an image in pixels as text, e.g. "512 x 768", and "cells",
-        for each image a dict of the facts about it with the image as a `data:` URL under "src". An
-        empty text and list if the file has no facts.
+        for each image a dict of the facts about it, which `save_grid` stored (e.g. "prompt"), with
+        the shrunken image as a `data:` URL under "src". An empty text and list if the file has no
+        facts.
 
     Raises:
         InputError: If the file is damaged.
@@ -564,17 +569,19 @@ def _line(index: int, run: Mapping[str, Any], metric: str, *, named: bool) -> Li
 
 def _titles(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
     """Lists all figures: first the evaluated scores, then the fixed ones of `_FIGURES` (rewards of
-    the explored and kept samples, rank correlations, the update, and times).
+    the explored and kept samples, rank correlations, the update, and times), then what rewards
+    outside JAX cost in training (the metrics "reward_cost/REWARD/COUNTER").
 
     The evaluated scores are the metrics of any run that have a standard error. If a run trains on a
-    single reward, its own score equals "reward" and has no figure.
+    single reward, the own score of that reward equals "reward" and has no figure. The fixed figures
+    are listed also if no run has the metric.
 
     Args:
         runs: The results of `_describe_run`.
 
     Yields:
         (section, metric, title) of every figure, e.g. ("rewards", "eval/reward", "Held-out reward,
-        trained on").
+        trained on"). The sections are "rewards", those of `_FIGURES` and "cost".
     """
     scores = dict.fromkeys(
         key for run in runs for key in run["metrics"] if f"{key}/standard_error" in run["metrics"]

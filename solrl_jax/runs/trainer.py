@@ -143,9 +143,15 @@ def run(
     used.
 
     Every process of a run calls this with the same arguments. The run directory is created if
-    necessary, locked for this process, and written to once all input has been accepted. After an
-    interruption (Ctrl-C or SIGTERM) the last complete iteration is saved and the function returns.
-    After any other failure but Diverged that iteration is saved too, and the error is raised again.
+    necessary and locked for this process (`.lock`). Once all input has been accepted, `config.yaml`
+    and `run.json` are written to it, then per iteration a row of `metrics.jsonl` and a file in
+    `ledger/`, and now and then checkpoints and images (`pictures/`).
+
+    After an interruption (Ctrl-C or SIGTERM) while it trains, the last complete iteration is saved
+    and the function returns. After any other failure of the training but Diverged that iteration is
+    saved too, and the error is raised again. Nothing can be saved before the first iteration is
+    complete, or if the stop is within an update, which deletes the arrays of the state; the last
+    checkpoint then stays.
 
     Args:
         config: The resolved configuration. `run.dir` is the run directory. If it asks for more
@@ -159,9 +165,10 @@ def run(
 
     Returns:
         The summary of the run: "run" (its directory as text), "iterations" (the number of complete
-        ones), "interrupted", "trained_in_full" (the number of parameters without an adapter that
-        are trained), and the first and the last recorded evaluation as "before" and "after", each a
-        dict of metrics whose names begin with "eval/" (empty if nothing was evaluated).
+        ones), "interrupted", "trained_in_full" (the number of arrays that are trained without an
+        adapter), and the first and the last recorded evaluation as "before" and "after", each a
+        dict of metrics whose names begin with "eval/" (None where not finite; empty if nothing was
+        evaluated).
 
     Raises:
         InputError: If the configuration, the run directory or an input file cannot be used, or if
@@ -170,6 +177,9 @@ def run(
         RunError: If the run fails for another reason, such as a full disk, damaged checkpoints, a
             reward that fails (RewardError) or a process that gives no answer.
         Diverged: If rewards, loss or trained parameters stop being finite. It is a RunError.
+        FileNotFoundError: If a component of the model has a directory without weights, see
+            `hash_inputs`; this can be a text encoder that is not needed, as all prompts are cached.
+        OSError: If the file system does not support locks.
     """
     folder = Path(config.run.dir)
     if config.run.wandb:
@@ -285,8 +295,9 @@ def _restore(
         The state, and the number of complete iterations; 0 if there is no checkpoint.
 
     Raises:
-        InputError: If the checkpoint is from another run, if the input files have changed, or if
-            the LoRA of `lora.path`, from which a new run starts, cannot be used.
+        InputError: If the checkpoint is from another run, if the input files have changed and
+            `force` is False, or if the LoRA of `lora.path`, from which a new run starts, cannot be
+            used.
         RunError: If there are checkpoints and none can be used.
     """
     expected = {"fingerprint": fingerprint(experiment.config, experiment.explorer.format.name)}
@@ -532,7 +543,8 @@ def exploration_history(
 
 
 def _learned_nothing(row: Row) -> bool:
-    """Whether an iteration had no finite loss, or no prompt with enough finite rewards.
+    """Whether an iteration had no finite loss, or no prompt with enough finite rewards
+    (`rollout.kept`).
 
     The first is so if micro-batches were skipped and the gradient norm is 0, the second if the
     spread of the kept rewards is NaN.
@@ -654,11 +666,14 @@ def _evaluate(this: _Run) -> Row:
 
     Returns:
         The values for the record: for each score "eval/NAME" (its mean) and
-        "eval/NAME/standard_error"; for each reward outside of JAX "eval/reward_failures/NAME"; and,
-        if scores are watched, "eval/hacking" (1 if there was a warning, else 0).
+        "eval/NAME/standard_error"; for each reward outside of JAX "eval/reward_failures/NAME" (the
+        number of images that it could not score) and "eval/reward_cost/NAME/COUNTER" (the sum of
+        each counter that it counts, see `rewards.usage`); and, if scores are watched,
+        "eval/hacking" (1 if there was a warning, else 0).
 
     Raises:
         KeyboardInterrupt: After a signal.
+        InputError: If the prompts cannot be encoded.
         RunError: If the disk refuses, or a reward fails and the configuration says that the run
             stops then.
     """
@@ -699,7 +714,8 @@ def _save_grid(this: _Run) -> None:
         this: The run. `eval.num_grid_images` must not be 0.
 
     Raises:
-        RunError: If the disk refuses.
+        RunError: If the disk refuses, or if a reward outside of JAX, which scores the images too,
+            fails and the configuration says that the run stops then.
     """
     grid = sample_grid(this.experiment, this.state.ema)
     columns = grid.images.shape[1]
@@ -803,7 +819,8 @@ def _save_before_after(this: _Run) -> None:
         this: The run.
 
     Raises:
-        RunError: If the disk refuses.
+        RunError: If the disk refuses, or if a reward outside of JAX, which scores the images too,
+            fails and the configuration says that the run stops then.
     """
     if not this.config.eval.num_grid_images:
         return
