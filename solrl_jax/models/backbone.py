@@ -179,6 +179,7 @@ def load_backbone(
             file cannot be read; `tile` is no such multiple; an instruction is given to a model that
             accepts none; or `cache` is a file, or needs a home directory that the user does not
             have.
+        PermissionError: a parent of the folder `cache` may not be searched.
         KeyError: `precision` is neither "bf16" nor "fp32".
     """
     pipeline = open_model(model) if isinstance(model, str) else model
@@ -216,6 +217,7 @@ def open_text_encoders(
     Raises:
         InputError: a file or a tensor is missing or does not fit; or `cache` is a file, or needs a
             home directory that the user does not have.
+        PermissionError: a parent of the folder `cache` may not be searched.
         KeyError: `precision` is neither "bf16" nor "fp32".
     """
     with in_one_line():

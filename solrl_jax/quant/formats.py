@@ -1,8 +1,7 @@
 """The number formats that exploration can run in.
 
 Sources: NVFP4 (arXiv 2509.25149), FP8 (arXiv 2209.05433), INT8 by channels and tokens (arXiv
-2208.07339). `docs/choices.md` explains why the MX
-formats are not among them.
+2208.07339). `docs/choices.md` explains why the MX formats are not among them.
 """
 
 import dataclasses

@@ -329,9 +329,10 @@ def materialize_heads(
 ) -> Float[Array, "b s n head"]:
     """Writes activations to memory as one sequence of attention heads.
 
-    If any of the activations contains a quantized matmul, one kernel computes (in float32) and
-    writes all of them. Otherwise each is computed by plain JAX operations, cast to its own dtype,
-    and then to `dtype`.
+    If any of the activations contains a quantized matmul, all are computed in float32: in CUDA
+    programs by one kernel that writes all of them (`encode_in_one_pass`), elsewhere by plain JAX
+    operations. Otherwise each is computed by plain JAX operations, cast to its own dtype, and then
+    to `dtype`.
 
     Args:
         pieces: At least one activation [b, s_i, n * head_dim]. They follow each other along the

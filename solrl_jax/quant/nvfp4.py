@@ -173,11 +173,11 @@ def scale_blocks(
     Args:
         x: Float32 rows [..., k]; k is a multiple of 16. Blocks lie along the last axis.
         scale: The float32 scale of a tensor or a row. It broadcasts against `x`, with a last axis
-            of 1. Where it is at most 2^-117 (or NaN), values and block scales are zero.
+            of 1. Where it is at most 2^-117 (or NaN), block scales and finite values become zero.
 
     Returns:
         Float32 values [..., k], clipped to magnitudes up to 6, which a cast to E2M1 turns into
-        codes; and the block scales [..., k / 16], float8_e4m3fn.
+        codes; and the block scales [..., k / 16], float8_e4m3fn. A NaN stays NaN.
     """
     blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
     usable = scale > SMALLEST_SCALE

@@ -29,9 +29,8 @@ def decode_tiled(
         tile: side of a tile in latent pixels, at least 1. A direction in which the latent fits into
             one tile is not divided.
         overlap: number of latent pixels that neighbouring tiles share at least, from 0 to `tile -
-            1`, which is not checked.
-            Tiles are spaced evenly, as few as cover the latent. In the shared region, one tile
-            fades linearly into the next.
+            1`, which is not checked. Tiles are spaced evenly, as few as cover the latent. In the
+            shared region, one tile fades linearly into the next.
         compression: side of the square of image pixels that one latent pixel stands for.
 
     Returns:

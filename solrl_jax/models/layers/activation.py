@@ -17,7 +17,8 @@ Activation: TypeAlias = Float[Array, "b s d"] | LazyActivation
 
 
 def as_lazy(x: Activation, dtype: DTypeLike | None = None) -> LazyActivation:
-    """The activation as a `LazyActivation`, which later layers can extend and read in one pass.
+    """Returns the activation as a `LazyActivation`, which later layers can extend and read in one
+    pass.
 
     Args:
         x: An array [b, s, d] or a lazy activation.
@@ -25,7 +26,7 @@ def as_lazy(x: Activation, dtype: DTypeLike | None = None) -> LazyActivation:
             whatever this is.
 
     Returns:
-        A lazy activation that returns `x`: `x` itself if it is one.
+        `x` itself if it is a lazy activation, otherwise one whose value is `x` in `dtype`.
     """
     if isinstance(x, LazyActivation):
         return x

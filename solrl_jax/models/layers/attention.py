@@ -77,8 +77,8 @@ def attention_forward(
     """Computes `softmax(h ** -0.5 q k^T) v` for each head, as `attention` does, for programs that
     take no gradient of it.
 
-    Without a gradient, cuDNN takes odd lengths, and one mask for all heads. That a gradient is
-    taken all the same is not checked; cuDNN then fails for such shapes.
+    Without a gradient, cuDNN needs neither padding for odd lengths nor a copy of the mask for each
+    head. A gradient of it is not refused, but cuDNN then fails for odd lengths and for masks.
 
     Args:
         q: Queries [b, t, n, h]: batch, query positions, heads, features of a head.
@@ -87,7 +87,8 @@ def attention_forward(
         v: Values, with the axes of the keys.
         mask: The keys that queries attend to: a Boolean matrix that broadcasts to [b, n, t, s],
             True where a query may attend to a key, or int [b], the number of keys from the first
-            on, at least 1. None: all keys.
+            on, at least 1. None: all keys. A query that attends to no key of a matrix gets the mean
+            of the values (on TPUs, with the zeros that pad them).
 
     Returns:
         The attended values [b, t, n, h], in the dtype of `q`.

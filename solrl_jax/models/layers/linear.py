@@ -47,6 +47,7 @@ class Linear(nnx.Module):
         Raises:
             ValueError: If `x` is an array that is not of a floating-point dtype, or that does not
                 have the `n_in` features of an NVFP4 weight.
+            TypeError: If `x` does not have the `n_in` features of another weight.
         """
         if isinstance(x, LazyActivation):
             return self.lazy(x).value
@@ -78,7 +79,7 @@ class Linear(nnx.Module):
             f: An elementwise function of arrays of any shape, for example `jax.nn.gelu`.
 
         Returns:
-            The lazy activation [b, s, out].
+            The lazy activation [b, s, out], in the dtype that `lazy` gives.
         """
         return self.lazy(x).map(f)
 

@@ -124,7 +124,8 @@ class CrossAttention(CrossProjection):
 
         Returns:
             The output for each image token, to which the input is not added, in the dtype of `x`.
-            For a sample whose mask is all False, the attention is the mean of the values.
+            For a sample whose mask is all False, the attention is the mean of the values (on TPUs,
+            with the zeros that pad them).
         """
         q, k, v = (
             y.value.reshape(*y.value.shape[:2], self.heads, -1)

@@ -47,17 +47,21 @@ class BlockMixing(CrossProjection):
     """Linear attention that mixes the sums over keys among blocks, plus a convolution of the
     values.
 
-    The depthwise convolution `lepe` of the values is added to the attention. It starts as zero, so
-    that the network starts near the one that it was. In the released variant it starts as the
-    identity, and has a bias that starts as zero.
+    The depthwise convolution `lepe` of the values is added to the attention. When a checkpoint
+    without MHLA is loaded, `mix` starts as `initial_mix`, and `lepe` as zero, so that the network
+    starts near the one that it was; in the released variant `lepe` starts as the identity, with a
+    bias of zero. These values are in the metadata of the parameters (`start`). The constructor
+    itself leaves `mix` at zero and draws `lepe`.
 
     Args:
         mhla: The variant of MHLA.
-        layout: The number of blocks from top to bottom and from left to right. It is the same for
-            images of every size, because m is about places in the image.
+        layout: The number of blocks from top to bottom and from left to right, whose product is
+            `mhla.blocks`. It is the same for images of every size, because m is about places in the
+            image.
         widths: The number of features of the tokens (twice), and of all heads together.
         heads: The number of heads, which divides the third of these.
-        normed: Whether the checkpoint normalizes queries and keys, regardless of `mhla.normed`.
+        normed: Whether the checkpoint has norms of queries and keys. Otherwise the layer has them
+            if `mhla.normed` is set, with weights that start as 1.
         bias: Whether the projections to queries, keys and values have biases.
         rngs: Random number generators for the initial weights.
     """

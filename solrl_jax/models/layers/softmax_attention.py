@@ -69,9 +69,10 @@ def attend(
             There is at least one stream.
         key_lengths: How many keys, from the first, each sample attends to, at least 1. None: all.
             Ignored with FP8.
-        fp8_attention: Whether queries, keys, values and result are rounded to E4M3. The matmuls
-            run in FP8 on GPUs from Hopper on, for head sizes that are multiples of 16 up to 128,
-            and in BF16 on TPUs and other GPUs (`attention_fp8`).
+        fp8_attention: Whether queries, keys, values and result are rounded to E4M3. The matmuls run
+            in FP8 on GPUs from Hopper on, for head sizes that are multiples of 16 up to 128, and in
+            BF16 on TPUs and other GPUs. On CPUs, plain JAX rounds as those FP8 matmuls do
+            (`attention_fp8`).
 
     Returns:
         The attended values [b, sum of s_i, d], heads side by side. In E4M3 if `fp8_attention` is
@@ -99,7 +100,7 @@ class QKVProjection(nnx.Module):
         head_dim: The number of features of one head.
         normed: Whether each head of queries and keys is normalized (RMSNorm).
         bias: Whether the projections have biases.
-        eps: The epsilon of the norms.
+        eps: The epsilon of the norms, 1e-6 by default.
         rngs: Random number generators for the initial weights.
     """
 
@@ -142,12 +143,13 @@ class SelfAttention(QKVProjection):
     """Softmax attention of one sequence to itself.
 
     Args:
-        d: The number of features of the tokens, and of all heads together.
+        d: The number of features of the tokens, and of all heads together, a multiple of
+            `head_dim`.
         head_dim: The number of features of one head.
         normed: Whether each head of queries and keys is normalized (RMSNorm).
         projected: Whether there is an output projection `to_out`.
         bias: Whether the projections have biases.
-        eps: The epsilon of the norms.
+        eps: The epsilon of the norms, 1e-6 by default.
         rngs: Random number generators for the initial weights.
     """
 
@@ -206,7 +208,8 @@ class JointAttention(QKVProjection):
     The weights of the text stream are those with `add` in their names.
 
     Args:
-        d: The number of features of the tokens, and of all heads together.
+        d: The number of features of the tokens, and of all heads together, a multiple of
+            `head_dim`.
         head_dim: The number of features of one head.
         normed: Whether each head of queries and keys is normalized (RMSNorm).
         bias: Whether the projections have biases.
@@ -289,7 +292,8 @@ class ParallelAttention(nnx.Module):
     reads the results of both. Each head of queries and keys is normalized (RMSNorm).
 
     Args:
-        d: The number of features of the tokens, and of all heads together.
+        d: The number of features of the tokens, and of all heads together, a multiple of
+            `head_dim`.
         head_dim: The number of features of one head.
         hidden: The number of features of the MLP after its gate.
         rngs: Random number generators for the initial weights.

@@ -427,6 +427,11 @@ def _load_rows(
     Returns:
         An array with the same sharding that holds these rows alone. Its leading axis is shorter
         than the parameter's: the number of rows times the number of shards along it.
+
+    Raises:
+        KeyError: a tensor of these rows is not in `stored`.
+        OSError: a file cannot be opened or read.
+        ValueError: a file ends within a tensor.
     """
     shards = _local_shards(entry, sharding)
     regions = [(region[0][rows], *region[1:]) if region else region for region in shards]
@@ -584,7 +589,7 @@ def to_torch_order(parameter: np.ndarray, layout: str) -> np.ndarray:
 
     Args:
         parameter: the values of one layer, in our order of axes.
-        layout: "same" or a key of `OUR_AXES` ("linear", "pointwise" or "conv").
+        layout: "same" or a key of `OUR_AXES` ("linear", "pointwise", "conv" or "conv3d").
 
     Returns:
         The view, which is `parameter` itself for "same".
@@ -602,7 +607,7 @@ def region_in_torch(region: Region, layout: str) -> Region:
 
     Args:
         region: one range per axis of our parameter, without an axis of layers.
-        layout: "same" or a key of `OUR_AXES` ("linear", "pointwise" or "conv").
+        layout: "same" or a key of `OUR_AXES` ("linear", "pointwise", "conv" or "conv3d").
 
     Returns:
         One range per axis of the PyTorch tensor, in its order.

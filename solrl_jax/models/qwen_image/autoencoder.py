@@ -47,12 +47,14 @@ class AutoencoderKLQwenImageConfig(ReleasedConfig):
         num_res_blocks: residual blocks per resolution of the encoder. The decoder has one more.
         attn_scales: ignored, as by diffusers.
         temperal_downsample: whether the encoder halves the number of frames after each resolution
-            but the last. Only the number of entries matters for one frame.
+            but the last. A single image has one frame, so that only the number of entries counts,
+            one less than in `dim_mult`.
         dropout: ignored, because it acts in training only.
         input_channels: 3, the only supported value: colours of an image.
-        latents_mean: mean of each latent channel; the diffusion model's latents have mean 0.
-        latents_std: standard deviation of each latent channel, positive; that of the diffusion
-            model's latents is 1.
+        latents_mean: mean of each of the `z_dim` latent channels; the diffusion model's latents
+            have mean 0.
+        latents_std: standard deviation of each of the `z_dim` latent channels, positive; that of
+            the diffusion model's latents is 1.
     """
 
     network = "AutoencoderKLQwenImage"
@@ -72,8 +74,8 @@ class AutoencoderKLQwenImageConfig(ReleasedConfig):
         """Checks the values of the fields; the accepted ones are listed in the class.
 
         Raises:
-            ValueError: a value is not supported, or the lists have another number of entries than
-                the resolutions or the channels. The message names the field.
+            ValueError: a value is not supported, or a list has another number of entries than the
+                class says. The message names the field.
         """
         multiples = self.dim_mult
         self.require(

@@ -110,9 +110,13 @@ class QwenImagePipeline(Pipeline):
         """Sets `shift_terminal` and the settings that `mu` reads, from the scheduler's
         configuration.
 
+        Settings of `SHIFT_SETTINGS` that the file lacks have the values there, those of diffusers'
+        pipeline. A missing `shift_terminal` is None.
+
         Raises:
-            ValueError: a setting is no number in its range. The message names the file and the
-                setting.
+            ValueError: a setting is no finite number of at least 0, `max_image_seq_len` is not
+                above `base_image_seq_len`, or `shift_terminal` is neither None nor in [0, 1). The
+                message names the file and the setting.
         """
         file = str(self.folder / "scheduler" / "scheduler_config.json")
         settings = SHIFT_SETTINGS | {
@@ -132,8 +136,11 @@ class QwenImagePipeline(Pipeline):
 
     @property
     def mu(self) -> Callable[[int, int], float]:
-        """The formula of the schedule shift: a line through the two pairs of image tokens and shift
-        in the scheduler's configuration. It does not depend on the number of steps.
+        """The formula of the schedule shift: a function (number of steps, number of image tokens)
+        that returns the natural logarithm of the shift.
+
+        It is a line through the two pairs of image tokens and logarithm in the scheduler's
+        configuration, continued beyond both. The number of steps does not matter.
         """
 
         def line(steps: int, tokens: int) -> float:
@@ -170,6 +177,7 @@ class QwenImagePipeline(Pipeline):
         Raises:
             ValueError: `fp8_attention` is set; or, while tracing, height or width is odd, or image
                 and text have more positions than the released code stores.
+            KeyError: while tracing, if `remat` is none of its three values.
         """
         if fp8_attention:
             raise ValueError(
@@ -184,17 +192,18 @@ class QwenImagePipeline(Pipeline):
         unconditional: Float[Array, "b h w c"],
         scale: Float[Array, ""],
     ) -> Float[Array, "b h w c"]:
-        """Combines two velocities by classifier-free guidance, and rescales the result to the norm
-        of the conditional one, token by token. For use under jit.
+        """Combines two velocities by classifier-free guidance (arXiv 2207.12598), and rescales each
+        token (2 x 2 pixels, all channels) of the result to the norm of that token of the
+        conditional velocity. For use under jit.
 
         Args:
-            conditional: the velocity for the prompt, float32.
+            conditional: the velocity for the prompt, float32, of even height and width.
             unconditional: the velocity for the negative prompt, float32.
             scale: the guidance scale, above 1.
 
         Returns:
-            The guided velocity, float32. A token whose guided velocity is exactly zero becomes NaN
-            or infinite, as in diffusers.
+            The guided velocity, float32. A token whose guided velocity is exactly zero becomes NaN,
+            as in diffusers.
         """
 
         def norm(tokens: Array) -> Array:
@@ -211,7 +220,10 @@ class QwenImagePipeline(Pipeline):
         Args:
             prompts: one or more texts.
             max_tokens: number of tokens of each prompt that the transformer sees, those of the
-                template after the prompt included. Longer texts are cut.
+                template after the prompt included: up to 1024 (`MAX_TOKENS`), and with the 34
+                before the prompt at least the number of special tokens that the tokenizer adds.
+                Longer texts are cut on the side that the tokenizer's settings say: on the right in
+                the released models, where the template's end is lost.
             instruction: not supported, and ignored.
 
         Returns:
@@ -219,7 +231,9 @@ class QwenImagePipeline(Pipeline):
             `max_tokens` plus the 34 tokens of the template before the prompt].
 
         Raises:
-            InputError: `max_tokens` is above 1024 (`MAX_TOKENS`), or the tokenizer fails.
+            InputError: `max_tokens` is outside of these limits; the tokenizer fails; or it has no
+                vocabulary, which only the configurations that this package carries for `solrl plan`
+                may lack.
         """
         if max_tokens > MAX_TOKENS:
             raise InputError(

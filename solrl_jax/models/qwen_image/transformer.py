@@ -247,13 +247,16 @@ class QwenImageBlock(nnx.Module):
 class MaskedJointAttention(JointAttention):
     """Softmax attention over image and text as one sequence, of which padded text is masked.
 
-    The parameters are those of `JointAttention`. The image comes first here, so that a number of
-    keys, counted from the first, is the mask.
+    `image_first` is its call; the inherited one has no mask. The parameters are those of
+    `JointAttention`. The image comes first here, so that a number of keys, counted from the first,
+    is the mask.
 
     Args:
-        d: number of features of the tokens, and of all heads together.
+        d: number of features of the tokens, and of all heads together, a multiple of `head_dim`.
         head_dim: number of features of one head.
         normed: whether each head of queries and keys is normalised (RMSNorm).
+        bias: whether the projections have biases. True by default.
+        last: must be False, the default: `image_first` computes the text's output.
         rngs: random number generators for the initial weights.
     """
 

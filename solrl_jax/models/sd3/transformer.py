@@ -200,8 +200,8 @@ class PatchEmbed(nnx.Module):
     """Converts patches to tokens and adds fixed positions.
 
     The positions are the center of a stored square of `pos_embed_max_size` positions on each side.
-    The square is a parameter because published checkpoints hold it under this name; it is not
-    trained.
+    The square is a parameter because published checkpoints hold it under this name. Adapters leave
+    it as it is, but a run that trains all parameters in full trains it, too.
 
     Args:
         config: configuration of the network.

@@ -39,10 +39,11 @@ def causal_mask(attention_mask: Bool[Array, "b l"]) -> Bool[Array, "b 1 l l"]:
     """Returns which token attends to which: to itself and to the tokens before it.
 
     Args:
-        attention_mask: true on tokens, false on padding, to which no token attends.
+        attention_mask: true on tokens, false on padding, to which nothing attends.
 
     Returns:
         True where a query (third axis) attends to a key (last axis), the same for all heads.
+        Padding attends to the tokens before it, and to nothing if there are none.
     """
     position = jnp.arange(attention_mask.shape[1])
     return (position[:, None] >= position) & attention_mask[:, None, None, :]
@@ -52,11 +53,11 @@ class PreNormLayer(nnx.Module):
     """Attention, then a gated MLP. Each is normalised before, and added to its input.
 
     Args:
-        attention: the attention, with the same features as the layer.
+        attention: the attention, already built, with the same features as the layer.
         features: features of a token.
         hidden: hidden features of the MLP, whose gate is SiLU.
         eps: epsilon of both norms, added to the mean of the squares.
-        rngs: random number generators for the initial weights.
+        rngs: random number generators for the initial weights of the MLP.
     """
 
     def __init__(
@@ -92,9 +93,10 @@ class PreNormLayer(nnx.Module):
 
 
 class GroupedQueryAttention(nnx.Module):
-    """Causal attention with rotary positions, including the output projection.
+    """Softmax attention with rotary positions, including the output projection.
 
-    Consecutive query heads share the keys and values of one head.
+    Consecutive query heads share the keys and values of one head. The mask of a call makes it
+    causal; the layer itself has no order.
 
     Args:
         features: features of a token.
@@ -145,7 +147,7 @@ class GroupedQueryAttention(nnx.Module):
         Args:
             x: normalised hidden states of the tokens at the positions 0 to l - 1.
             mask: true where a query (third axis) attends to a key (last axis), the same for all
-                heads. A query without keys gets the mean of the values.
+                heads. A query without keys attends to all of them with equal weights.
         """
 
         def heads(y: Float[Array, "b l nh"]) -> Float[Array, "b l n h"]:

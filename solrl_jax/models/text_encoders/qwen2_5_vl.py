@@ -69,21 +69,22 @@ class Qwen2_5_VLTextConfig(ReleasedConfig):
     def from_dict(cls, fields: Mapping[str, Any]) -> "Qwen2_5_VLTextConfig":
         """Makes a configuration from the contents of a `config.json` of the whole Qwen2.5-VL.
 
-        Missing fields keep their defaults, and unknown ones are ignored. Those of the language part
-        are read from `text_config` if it has them, otherwise from the top level.
+        Missing fields keep their defaults, and unknown ones are ignored. A field of `text_config`
+        replaces the one of that name at the top level, except `model_type`, which is read at the
+        top level alone. `rope_theta` inside `rope_parameters` or `rope_scaling` replaces both.
 
         Args:
-            fields: the contents. They are not changed.
+            fields: the contents. They are not changed. `text_config` may be missing or null.
 
         Returns:
             The configuration, whose fields have been checked.
 
         Raises:
             ValueError: a field has a type or value that is not supported, such as another
-                `model_type`, a `quantization_config`, a kind of rotary embedding other than
-                "default" or "mrope", or sliding attention (a true `use_sliding_window`, or
-                `layer_types` other than "full_attention" for every layer). The message names the
-                field.
+                `model_type`, a `text_config` that is no mapping, a `quantization_config`, a kind of
+                rotary embedding other than "default" or "mrope", or sliding attention (a true
+                `use_sliding_window`, or `layer_types` other than "full_attention" for every layer).
+                The message names the field.
         """
         text = fields.get("text_config") or {}
         if not isinstance(text, Mapping):
@@ -195,6 +196,10 @@ class Qwen2_5_VLTextModel(nnx.Module):
             input_ids: tokens of text, below `vocab_size`. Their positions count from 0.
             attention_mask: true on tokens, false on the padding after them, to which no token
                 attends.
+
+        Returns:
+            One state per token, [b, l, `hidden_size`]. Those of padding are finite but have no
+            meaning.
         """
         x = self.embed_tokens(input_ids)
         mask = causal_mask(attention_mask)
