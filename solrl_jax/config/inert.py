@@ -11,22 +11,22 @@ _UNQUANTIZED = ("bf16", "fp32")  # values of `rollout.explore.precision`
 
 
 def inert_fields(config: Config) -> set[str]:
-    """Dotted names of the sections and fields that nothing reads in a run with this configuration.
+    """Dotted names of sections and fields without effect in a run with this configuration.
 
-    A field that switches something off, such as `rollout.noise_level=0`, is not inert; the fields
-    of what it switches off are. The precision "auto" counts as a format that quantizes, whatever it
-    resolves to.
+    A field that switches something off, such as `rollout.noise_level=0`, is not inert; fields of
+    what it switches off may be. Not all of these are known: only those that `Returns` lists. The
+    precision "auto" counts as a format that quantizes, whatever it resolves to.
 
     Args:
         config: The configuration.
 
     Returns:
-        A new set, empty if all fields have an effect. These are the `model.mhla_*` fields without
-        `model.attention=mhla`; `model.quantization` and `rollout.explore.correction_rank` for
-        formats that quantize nothing; `rollout.sde_window_size` without noise, and
-        `rollout.sde_window_every` without noise or without a window; `rollout.shift` with the
-        schedule "flux"; `algorithm.beta` and `algorithm.clip_range` with a built-in objective that
-        does not read them; and "lora" (for all of its fields) with `train.parameters=all`.
+        A new set, possibly empty, of: the `model.mhla_*` fields without `model.attention=mhla`;
+        `model.quantization` and `rollout.explore.correction_rank` for formats that quantize
+        nothing; `rollout.sde_window_size` without noise, and `rollout.sde_window_every` without
+        noise or without a window; `rollout.shift` with the schedule "flux"; `algorithm.beta` and
+        `algorithm.clip_range` with a built-in objective that does not read them; and "lora" (for
+        all of its fields) with `train.parameters=all`.
     """
     inert: set[str] = set()
     rollout = config.rollout

@@ -64,7 +64,8 @@ def text_override(key: str, text: str) -> str:
         text: Its value, for instance a path with a `#`.
 
     Returns:
-        `key="text"`, with the text quoted and escaped for YAML.
+        `key="text"`, with the text quoted and escaped for YAML. A text of more than about 80
+        characters with spaces is folded over several lines.
     """
     quoted = yaml.safe_dump(text, default_style='"').strip()
     return f"{key}={quoted}"

@@ -144,8 +144,9 @@ class Model(Section):
         instruction: Text file with an instruction that precedes every prompt (SANA's
             `complex_human_instruction`). None: no instruction.
         prompt_cache_dir: Directory that keeps encoded prompts, so that text encoders are loaded
-            only for new prompts. "": the user's own cache, ~/.cache/solrl_jax/prompts. None:
-            prompts are encoded anew in every iteration. A prompt takes 1 to 2 MB. Ours.
+            only for new prompts. "": `solrl_jax/prompts` in the user's cache directory
+            (XDG_CACHE_HOME, by default ~/.cache). None: prompts are encoded anew in every
+            iteration. A prompt takes 1 to 2 MB. Ours.
         vae_tile_size: Side in pixels, 1 to 16384, of the tiles in which latents are decoded, which
             saves memory. Neighbouring tiles overlap by a quarter. None: whole images. Ours.
         attention: Attention among the image tokens. "default": the released network's. "mhla":
@@ -196,8 +197,10 @@ class Explore(Section):
             and less than `num_steps`.
         correction_rank: Rank of the unquantized low-rank branch beside each quantized matmul (as in
             SVDQuant), 0 to 4096. 0 disables it.
-        attention: "fp8": softmax attention without a mask runs in E4M3 (FLUX.1, FLUX.2 and SD3).
-            "default": in the training precision.
+        attention: "fp8": softmax attention without a mask runs in E4M3 (FLUX.1, FLUX.2 and SD3; a
+            run with another model is refused). It has no effect in formats that quantize nothing.
+            On TPUs, on GPUs before Hopper and for some sizes of heads only its inputs and results
+            are rounded. "default": in the training precision.
         min_rank_correlation: Smallest acceptable Spearman correlation, in [-1, 1], of explored and
             regenerated rewards over the kept samples. While its median over three iterations is
             lower, the run explores with more steps, then in finer formats. None: the correlation is
@@ -291,6 +294,13 @@ class Rollout(Section):
     scoring_precision: Literal["auto", "half", "fp32"] = "auto"
 
     def __post_init__(self) -> None:
+        """Checks the fields against each other and against those of `explore`.
+
+        Raises:
+            ConfigError: For the first broken rule of `_check_selection`, `_check_steps` and
+                `_check_noise`, in this order.
+            ValueError: If a name in `explore.reward` contains "://" but is no valid URL.
+        """
         self._check_selection()
         self._check_steps()
         self._check_noise()
@@ -442,7 +452,8 @@ class Reward(Section):
             reward hacking.
         workers: Number of processes on each host that score images, 1 to 256. This and the next two
             fields are for rewards outside JAX, and are ours.
-        timeout: Seconds that a process may take for one batch of images, above 0 and at most 1e6.
+        timeout: Seconds that a process may take for one batch of images, or for a group with all
+            its pairs; above 0 and at most 1e6.
         on_failure: What a failed call leads to. "stop": the run ends. "skip": its images have no
             score and are not trained on; after 32 failed calls of one reward in a row the run ends.
         group_size: Most candidates of a prompt that a groupwise or pairwise reward compares with
@@ -468,6 +479,13 @@ class Reward(Section):
     group_size: Annotated[Integer, Field(ge=2, le=2**12)] = 24
 
     def __post_init__(self) -> None:
+        """Checks names that are URLs, and that no score is both trained on and only recorded.
+
+        Raises:
+            ConfigError: If a name in `weights`, `eval_only` or `options` is a URL with credentials,
+                or if `eval_only` names a score of `weights`.
+            ValueError: If a name contains "://" but is no valid URL.
+        """
         for name in (*self.weights, *self.eval_only, *self.options):
             if contains_secret(name):
                 raise ConfigError(
@@ -508,7 +526,8 @@ class Algorithm(Section):
             At least 1 / `rollout.num_steps`, so that there is one.
         decay_type: How slowly the old policy, which generates the samples, follows the trained one
             (DiffusionNFT). 0: at once. 1: its decay grows by 0.001 per optimizer step up to 0.5. 2:
-            from step 75 on by 0.0075 per step up to 0.999. 3: as 1, but up to 0.3 (AWM).
+            0 up to step 75, from there on it grows by 0.0075 per step up to 0.999. 3: as 1, but up
+            to 0.3 (AWM).
         ema_decay: Decay in [0, 1) of the exponential moving average of the policy, which is
             evaluated.
 
@@ -672,8 +691,8 @@ class Eval(Section):
         num_images_per_prompt: Number of images for each of these prompts; at least 1.
         seed: Seed of the initial noise, from 0 to 2^31 - 1. It is apart from the run's seed, so
             that runs can be compared image by image.
-        num_grid_images: Number of images, four per prompt, in the image grid that every evaluation
-            writes; 0 to 1024. 0: no grid.
+        num_grid_images: Largest number of images, four per prompt, in the image grid that every
+            evaluation writes; 0 to 1024. It is rounded down to whole prompts. 0: no grid.
     """
 
     every: NonNegativeInt = 50
@@ -707,6 +726,11 @@ class Mesh(Section):
     tensor: PositiveInt = 1
 
     def __post_init__(self) -> None:
+        """Checks `data`, which is the only field with two kinds of values.
+
+        Raises:
+            ConfigError: If `data` is below 1 and not -1.
+        """
         if self.data < 1 and self.data != -1:
             accepted = "must be at least 1, or -1 for all devices that are left"
             raise ConfigError.of_field("mesh.data", self.data, accepted)
@@ -787,6 +811,12 @@ class Config(Section):
     run: Run = Run()
 
     def __post_init__(self) -> None:
+        """Checks the rules between sections, without importing an objective `module:function`.
+
+        Raises:
+            ConfigError: For the first broken rule of `_check_terms`, `_check_old_policy` and, with
+                an objective of the package, `check_objective`, in this order.
+        """
         self._check_terms()
         self._check_old_policy()
         if not is_plugin(self.algorithm.objective):

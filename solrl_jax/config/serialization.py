@@ -21,7 +21,8 @@ def to_yaml(config: Config) -> str:
 
     Returns:
         ASCII text with all fields, also those with default values, in the order of the schema.
-        Tuples become lists, and other characters are escaped.
+        Tuples become lists, and other characters are escaped. It can be longer than the 65,536
+        characters that `from_yaml` accepts, e.g. with very long mappings in `reward.options`.
     """
     # ASCII only (the default): PyYAML does not read back all the line breaks that it would write
     # unescaped.

@@ -46,8 +46,9 @@ class Reference(NamedTuple):
 
     Attributes:
         repository: The data set, OWNER/DATASET.
-        split: The name of the split; None: "train", or the only one.
-        column: The column of the prompts; None: the first of the usual names that is there.
+        split: The name of the split; None: "train" if there is one, else the only split.
+        column: The column of the prompts; None: the first of the usual names
+            (`prompt_files.PROMPT_COLUMNS`) that is there. Not read for text files.
     """
 
     repository: str
@@ -60,8 +61,12 @@ def parse_reference(path: str, where: str) -> Reference:
 
     Args:
         path: The text, which begins with "hub:". An empty split or column counts as none, so
-            "hub:OWNER/DATASET::COLUMN" names a column of the default split.
+            "hub:OWNER/DATASET::COLUMN" names a column of the default split. A column may have
+            colons.
         where: The setting and its value, for messages.
+
+    Returns:
+        The parts, with None for a split or column that is not named.
 
     Raises:
         InputError: If OWNER/DATASET is no name of a repository.
@@ -111,18 +116,24 @@ def fetch_files(reference: Reference, where: str) -> list[Path]:
 def find_splits(files: Sequence[str], card: Mapping[str, Any]) -> dict[str, list[str]]:
     """Finds which files of a data set hold which split.
 
-    The metadata of the card counts first: the entry of `configs` with `default: true` or the name
-    "default", else the first. Without such an entry the names of the files decide: "NAME-00000-of-
-    00002.parquet" belongs to the split NAME, other files to the split whose name is a word of their
-    path, and if no file names a split, all belong to "train". Of several formats the one with most
-    files counts.
+    Files count whose names end in .parquet, .json, .jsonl, .ndjson, .jsonlines, .csv, .tsv or .txt
+    (`DATA_ENDINGS`) and are not in `METADATA_FILES`, and whose paths do not begin with ".".
+
+    The metadata of the card counts first: of the entries of `configs` that have data files, the
+    first with `default: true` or the name "default", else the first. Its splits without a matching
+    file are left out. Without such an entry the names of the files decide:
+    "NAME-00000-of-00002.parquet" belongs to the split NAME, other files to the split that the last
+    known word of their path stands for (`SPLIT_WORDS`), and if no file names a split, all belong to
+    "train". Of several formats only the one with most files counts, among equal ones the first of
+    `DATA_ENDINGS`.
 
     Args:
         files: The paths of all files of the repository, with "/" between the parts.
         card: The metadata of the card by name, which may be empty.
 
     Returns:
-        The sorted paths of the files by split; an empty dict if there are none.
+        The sorted paths of the files by split, at least one each; an empty dict if there are none.
+        If some files name a split, those that name none are left out.
     """
     data = [
         file
@@ -153,6 +164,10 @@ def find_splits(files: Sequence[str], card: Mapping[str, Any]) -> dict[str, list
 def _split_of(file: str) -> str | None:
     """Returns the split that the path of a file names, or None if it names none.
 
+    It is NAME for "NAME-00000-of-00002.ENDING". Otherwise the last word of the path, folders
+    included and in any case, that is in `SPLIT_WORDS` decides; "val" and "dev", for instance, stand
+    for "validation".
+
     Args:
         file: The path in the repository.
     """
@@ -170,8 +185,10 @@ def _declared_splits(card: Mapping[str, Any]) -> dict[str, list[str]]:
         card: The metadata of the card.
 
     Returns:
-        Patterns of file names by split, of the default configuration; an empty dict if it declares
-        none, or in a form that is unknown.
+        Patterns of paths (for `fnmatch`, from the top of the repository, the `data_dir` of the
+        entry included) by split, of the default configuration (see `find_splits`). Data files
+        without splits belong to "train". An empty dict if it declares none, or in a form that is
+        unknown.
     """
     configs = card.get("configs")
     if not isinstance(configs, list):
@@ -209,9 +226,12 @@ def _choose_split(splits: Mapping[str, list[str]], reference: Reference, where: 
         reference: The data set and the split. Without a split: "train", or the only one.
         where: The setting and its value, for messages.
 
+    Returns:
+        The sorted paths of the files in the repository, at least one.
+
     Raises:
-        InputError: If there is no such split, if a split must be named, or if some of the shards
-            that the file names count are not there.
+        InputError: If there is no such split, if a split must be named, or if there are fewer files
+            than the name of the first one counts ("-of-00002").
     """
     if not splits:
         raise InputError(
@@ -279,9 +299,10 @@ def _snapshot(name: str, files: Sequence[str], where: str) -> Path:
         where: The setting and its value, for messages.
 
     Returns:
-        The local directory that holds them.
+        The local directory of the newest revision. Without the hub it is that in the cache, where
+        some of the files may be missing.
 
     Raises:
-        InputError: If they are not available.
+        InputError: If the hub cannot be reached or refuses, and the cache has no revision.
     """
     return hub.snapshot(name, lambda: files, f"{where}:", repo_type="dataset")

@@ -70,12 +70,14 @@ def read_rows(file: Path, column: str | None, where: str) -> list[Row]:
         where: The setting and its value, for messages.
 
     Returns:
-        The rows in the order of the file. Blank lines are left out; a blank file has no rows.
+        The rows in the order of the file. Blank lines are left out. A blank file has no rows,
+        unless its ending is .json or .parquet, where it is an error.
 
     Raises:
         InputError: If the file does not exist or cannot be read, has another content than its
-            ending says, has no column with prompts, has a row without a prompt, or has more than
-            2**20 rows (`MAX_PROMPTS`). Text files are limited to 64 MiB.
+            ending says, has no column with prompts, has a row without a prompt, has more than 2**20
+            rows (`MAX_PROMPTS`), or is no Parquet file and larger than 64 MiB.
+        UnicodeDecodeError: If a text in a Parquet file is not UTF-8.
     """
     ending = file.suffix.lower()
     if ending == ".parquet":
@@ -342,8 +344,8 @@ def _split_table(text: str, delimiter: str, quoting: Any) -> list[tuple[int, lis
 def _read_parquet(file: Path, column: str | None, where: str) -> list[Row]:
     """Reads a Parquet file.
 
-    Columns of other types than those of JSON, such as images, are left out. Numbers that are not
-    finite become None.
+    Columns of other types than those of JSON (`_is_json_type`), such as images, are left out.
+    Numbers that are not finite become None.
 
     Args:
         file: The file.
@@ -351,11 +353,12 @@ def _read_parquet(file: Path, column: str | None, where: str) -> list[Row]:
         where: The setting and its value, for messages.
 
     Returns:
-        One row per row of the table. All other columns are metadata.
+        One row per row of the table. The other columns that are not left out are metadata.
 
     Raises:
         InputError: If the file is missing or cannot be read, has no such column, has more than
             2**20 rows (`MAX_PROMPTS`), or has a row without a text in the column.
+        UnicodeDecodeError: If a text is not UTF-8.
     """
     import pyarrow as pa  # not at the top, because worker processes import this file
     import pyarrow.parquet as pq

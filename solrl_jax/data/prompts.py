@@ -50,13 +50,13 @@ def load_prompts(path: str, field: str, *, distinct: bool = True) -> list[Prompt
 
     A text file has one prompt per line. Files that end in .json, .jsonl, .ndjson, .jsonlines, .csv,
     .tsv or .parquet, in any case, are parsed: the prompt is under "prompt", "Prompt", "Prompts",
-    "caption" or "text", or in the column that the path names, and everything else is metadata.
-    White space around a prompt is removed.
+    "caption" or "text", or in the column that the path names, and everything else is metadata (in
+    Parquet, columns whose types JSON has not are left out). White space around a prompt is removed.
 
     Args:
-        path: A file, "FILE:COLUMN" with the column or key of the prompts, "embedded:NAME" for a
-            set that is shipped with the package, or "hub:OWNER/DATASET[:SPLIT][:COLUMN]" for a data
-            set of the hub, which is downloaded unless it is in the hub's cache.
+        path: A file, "FILE:COLUMN" with the column or key of the prompts, "embedded:NAME" for a set
+            that is shipped with the package, or "hub:OWNER/DATASET[:SPLIT][:COLUMN]" for a data set
+            of the hub, which is downloaded unless it is in the hub's cache.
         field: The setting that names the file, for messages.
         distinct: Whether a prompt that is repeated is returned only once, at its first place. In a
             table (.csv, .tsv, .parquet) and in a data set of the hub the metadata of its first row
@@ -70,6 +70,7 @@ def load_prompts(path: str, field: str, *, distinct: bool = True) -> list[Prompt
             if an entry has no prompt, or one with control characters or more than 20,000 characters
             (`check_text`); if a file that is no table repeats a prompt with other metadata; or if a
             data set of the hub is not available or has no such split.
+        UnicodeDecodeError: If a text in a Parquet file is not UTF-8.
     """
     where = f"{field}={path!r}"
     if path.startswith(HUB):
@@ -101,8 +102,12 @@ def _read_prompts(file: Path, column: str | None, where: str) -> list[Prompt]:
         column: The column or key of the prompts; None: the first of the usual names that is there.
         where: The setting and its value, for messages.
 
+    Returns:
+        The prompts with their metadata in the order of the file; [] for a file without any.
+
     Raises:
         InputError: If the file cannot be read, or a text cannot be used as a prompt.
+        UnicodeDecodeError: If a text in a Parquet file is not UTF-8.
     """
     return [
         check_text(Prompt(row.text, row.metadata), f"{where}: {row.position}")
