@@ -77,14 +77,16 @@ def read_scheduler(
             to be shifted, as that of FLUX does, instead of only the number of steps. Only the Euler
             scheduler reads it.
         mu: Computes the logarithm of a shift that depends on the resolution, from `steps` and
-            `tokens`. None uses `sigmas.flux_mu`, that of FLUX.1, and accepts its settings alone
-            (`FLUX_MU`). Read only with `use_dynamic_shifting`.
+            `tokens`. It is called only with `use_dynamic_shifting`. None uses `sigmas.flux_mu`,
+            that of FLUX.1; the Euler scheduler then refuses other settings of the formula than
+            those of FLUX.1 (`FLUX_MU`), even without `use_dynamic_shifting`.
 
     Returns:
-        The `steps` + 1 sigmas, decreasing to 0, float64; the timestep that the network is given at
-        each step, float64 [steps], which is 1000 times the sigma and for
-        DPMSolverMultistepScheduler rounded down to an integer; and the solver table, float32
-        [steps, 5], see `solver.solver_table`.
+        The `steps` + 1 sigmas, decreasing to 0, float64, for the Euler scheduler stretched so that
+        the last one before 0 is `shift_terminal`, if that is set and there are two steps or more;
+        the timestep that the network is given at each step, float64 [steps], which is 1000 times
+        the sigma and for DPMSolverMultistepScheduler rounded down to an integer; and the solver
+        table, float32 [steps, 5], see `solver.solver_table`.
 
     Raises:
         ValueError: If the scheduler or a setting is not supported: `_class_name` is another one or

@@ -215,6 +215,8 @@ class Pipeline(abc.ABC):
         """Combines two velocities by classifier-free guidance (arXiv 2207.12598): `unconditional +
         scale (conditional - unconditional)`. For use under jit.
 
+        A family may override it: Qwen-Image also rescales the result.
+
         Args:
             conditional: the velocity for the prompt, float32.
             unconditional: the velocity for the negative prompt, float32.

@@ -246,7 +246,11 @@ class Experiment:
         """Returns encoded prompts that are prepared for the reward that ranks candidates.
 
         Args:
-            prompt_batch: The prompts, prepared for `reward`.
+            prompt_batch: The prompts, prepared for `reward`. It is not changed.
+
+        Returns:
+            The prompts with what `exploration_reward` prepared for them, or `prompt_batch` itself
+            if `reward` ranks the candidates as well.
         """
         if self.exploration_reward is None:
             return prompt_batch
@@ -272,9 +276,11 @@ class Experiment:
             the reward prepared for them (None without a reward).
 
         Raises:
-            InputError: If the tokenizer fails or cannot make `model.max_sequence_length` tokens, or
-                if a file of a text encoder does not fit.
+            InputError: If the tokenizer fails or cannot make `model.max_sequence_length` tokens, if
+                a file of a text encoder does not fit, or if the folder of the cache cannot be
+                written. Errors of the reward's `prepare` pass through.
             FileNotFoundError: If the directory of a tokenizer is missing.
+            PermissionError: If a folder of the cache may not be searched.
             RunError: If the disk refuses an entry of the cache.
         """
         return prepare(self.backbone, reward, prompts, self.config.model.max_sequence_length)

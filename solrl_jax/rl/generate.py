@@ -110,8 +110,10 @@ class Samples:
         states: The latents before the first recorded step and after each of them, float32. None if
             no step was recorded.
         failed: For each reward outside JAX by its name, the number of samples that it could not
-            score. Empty without such rewards.
-        usage: What rewards outside JAX cost, as "REWARD/NAME", see `rewards.usage`.
+            score, also 0. Empty without such rewards.
+        usage: What rewards outside JAX cost: the sums of their counters (`rewards.usage.count`) by
+            "REWARD/COUNTER", and as "REWARD/seconds_waited" the seconds that the run waited for a
+            reward that counts anything. Empty if none does.
     """
 
     latents: Float[np.ndarray, "b h w c"]
@@ -129,11 +131,11 @@ class Samples:
         return self.scores["reward"]
 
     def take(self, indices: Int[np.ndarray, "..."]) -> "Samples":
-        """A selection of the samples, without their images and failure counts.
+        """A selection of the samples, without their images, failure counts and costs.
 
         Args:
             indices: Indices of samples in an array of any shape, which is flattened. An index may
-                be repeated.
+                be repeated, and negative ones count from the end.
 
         Returns:
             Copies of the latents, scores and recorded states, in the order of the indices.
@@ -175,9 +177,11 @@ def prepare(
         The prompts, their embeddings on every device, and what the reward prepared.
 
     Raises:
-        InputError: If the tokenizer fails or cannot make `max_tokens` tokens, or if a file of a
-            text encoder does not fit.
+        InputError: If the tokenizer fails or cannot make `max_tokens` tokens, if a file of a text
+            encoder does not fit, or if the folder of the cache cannot be written. Errors of the
+            reward's `prepare` pass through.
         FileNotFoundError: If the directory of a tokenizer is missing.
+        PermissionError: If a folder of the cache may not be searched.
         RunError: If the disk refuses an entry of the cache.
     """
     prepared = None if reward is None else reward.prepare(prompts)
@@ -199,15 +203,18 @@ def generate(
     """Generates one sample per row of `seed_batch` and scores it against its prompt.
 
     The samples are generated in chunks of a fixed size; a shorter last one is padded. A chunk is
-    scored, and copied to the host, while the devices compute the next one. Every process of a run
-    must call it with the same arguments, and each gets all samples.
+    scored, and copied to the host, while the devices compute the next one. A reward inside JAX that
+    compares candidates (`Reward.group`) scores each of its groups once the chunk with the last
+    candidate of the group has been copied. Every process of a run must call it with the same
+    arguments, and each gets all samples.
 
     Args:
         backbone: The networks, and the mesh that they are on.
         sampler: The policy, the schedule, the decoder, the chunk size and the number of recorded
             steps.
         prompt_batch: The prompts. They must have been prepared for `reward`.
-        seed_batch: The samples to generate, at least one, as arrays on the host.
+        seed_batch: The samples to generate, at least one, as arrays on the host. With rewards that
+            compare candidates, those of a prompt must follow each other.
         reward: Scores the images or the latents, inside JAX, in worker processes or both. None:
             nothing is scored, and images are decoded only with `keep_images`.
         keep_images: Whether the images are returned too.
@@ -221,6 +228,7 @@ def generate(
         RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop". With "skip",
             the scores of these samples are NaN. It is a RunError.
         RunError: If there are rewards outside JAX and another process gives no answer.
+        InputError: If the code of a reward inside JAX raises or returns no scores.
         ValueError: While compiling, if the network does not support the size of the latents, or has
             no FP8 attention and a segment asks for it.
         IndexError: If `seed_batch` is empty.

@@ -301,6 +301,8 @@ def reward_metrics(
           the kept samples (which counts them twice if nothing is regenerated).
         * "reward_failures/NAME": For each reward outside JAX, the number of samples that it could
           not score in exploration and regeneration together.
+        * "reward_cost/NAME/COUNTER": For each reward outside JAX that counts what it costs, such as
+          requests or tokens, the sum over exploration and regeneration (`Samples.usage`).
         * "fidelity/spearman", "fidelity/kendall": The mean rank correlations within prompts of
           proxy reward and `rewards` over the kept samples. Without regeneration both are the same
           rewards, and the correlations are 1 where they are defined.

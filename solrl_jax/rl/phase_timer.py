@@ -61,7 +61,7 @@ class PhaseTimer:
         """The metrics of an iteration that are times.
 
         Args:
-            pool: All explored candidates. Only their number is read.
+            pool: All explored candidates, which have been scored. Only their number is read.
             kept: The regenerated samples, of which only the number is read; None if nothing was
                 regenerated.
 
@@ -73,8 +73,8 @@ class PhaseTimer:
             regeneration ("images_per_second/regenerate").
 
         Raises:
-            KeyError: If no phase "explore" has ended, or `kept` is given and no phase "regenerate"
-                has.
+            KeyError: If no phase "explore" has ended, `kept` is given and no phase "regenerate"
+                has, or samples have no reward.
         """
         rates = {"images_per_second/explore": len(pool.reward) / self.seconds["explore"]}
         if kept is not None:

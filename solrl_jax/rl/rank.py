@@ -168,7 +168,8 @@ def explore_and_regenerate(
     """Computes the rewards of the candidates of some test prompts, regenerated and explored.
 
     All candidates are generated `1 + len(settings)` times. The exploration options of each recipe
-    are measured once, when they are first needed.
+    are measured once, when they are first needed. Regenerated candidates are scored by the run's
+    reward, explored ones by `rollout.explore.reward` if the run has it.
 
     Args:
         experiment: The run. Each prompt has `rollout.candidates` candidates.
@@ -190,6 +191,7 @@ def explore_and_regenerate(
         KeyError: If a setting names no format.
         RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop". It is a
             RunError.
+        RunError: If the disk refuses the cache of prompts, or another process gives no answer.
         numpy.linalg.LinAlgError: If exploration options measure values that are not finite.
     """
     prompt_batch, seed_batch = draw_candidates(experiment, prompts)

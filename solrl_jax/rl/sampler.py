@@ -23,9 +23,9 @@ class Segment:
         policy: The parameters of the transformer: those of the base, with any leaves replaced by
             fully trained arrays, `LowRank` leaves or `Quantized` leaves.
         schedule: The solver steps: sigmas, timesteps, solver coefficients and guidance.
-        fp8_attention: Whether softmax attention runs in FP8 (`models.layers.attention_fp8`). SANA
-            and Z-Image have no such attention and raise ValueError when the program is traced. It
-            is static: programs are compiled for either value.
+        fp8_attention: Whether softmax attention runs in FP8 (`models.layers.attention_fp8`). Models
+            without it (`Pipeline.attends_in_fp8`: SANA, Qwen-Image and Z-Image) raise ValueError
+            when the program is traced. It is static: programs are compiled for either value.
     """
 
     policy: Params

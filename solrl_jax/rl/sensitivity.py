@@ -66,7 +66,8 @@ def measure(
 
     The candidates of some test prompts are regenerated, explored with nothing quantized, and
     explored once per group with the configured format. All explorations take the configured number
-    of exploration steps and use the configured options. The names and the width in the rules of
+    of exploration steps and use the configured options. The run's reward scores all of them, even
+    if `rollout.explore.reward` names another one. The names and the width in the rules of
     `model.quantization` are ignored: every linear layer is in a group.
 
     Args:
@@ -83,7 +84,8 @@ def measure(
 
     Raises:
         RunError: If the correlation without quantization is defined for no prompt, for example
-            because the rewards of all candidates of each prompt are equal.
+            because the rewards of all candidates of each prompt are equal. Also if the disk refuses
+            the cache of prompts, or another process gives no answer.
         RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop". It is a
             RunError.
         InputError: If the prompts cannot be encoded.

@@ -139,7 +139,8 @@ def init_state(
         The state on the mesh with step 0. The three policies have separate buffers.
 
     Raises:
-        KeyError: If a path in `targets` is not one of the base.
+        KeyError: If a path in `targets` is not one of the base, or one in `start` is not in
+            `targets.adapted`.
     """
     return jax.jit(
         lambda key, base, start: _fresh(key, base, targets, lora, optimizer, start),

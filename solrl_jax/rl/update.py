@@ -130,6 +130,11 @@ def update(
         those of the objective and "grad_norm" (before clipping) as means over the optimizer steps;
         "skipped_micro_batches", their number; and "old_decay", the weight with which the old policy
         was kept.
+
+    Raises:
+        InputError: While tracing, if an objective `module:function` cannot be imported.
+        ValueError: While tracing, if the network does not support the size of the latents.
+        TypeError: While tracing, if the terms do not divide among the optimizer steps.
     """
     num_samples = len(batch.weight)
     slots = config.num_train_sigmas

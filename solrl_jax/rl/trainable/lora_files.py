@@ -166,9 +166,9 @@ def import_lora(
     Names and shapes are checked before any factor is read. A linear layer that the file does not
     mention gets no adapter. Where the file has only some layers of a stack, both factors of the
     others are zero, which changes nothing; an export leaves them out again. A fused layer of the
-    file is split by its outputs among several linear layers, which share its factor A. A
-    modulation of two parts under its authors' name has shift and scale exchanged, since diffusers
-    has the scale first.
+    file is split by its outputs among several linear layers, which share its factor A. A modulation
+    of two parts under its authors' name has shift and scale exchanged, since diffusers has the
+    scale first.
 
     Args:
         path: The file, or a directory with one: `adapter_model.safetensors`,
@@ -180,9 +180,10 @@ def import_lora(
     Returns:
         The adapters by path in sorted order, {"a": [..., in, rank], "b": [..., rank, out]} in
         float32, and their rank and alpha. The alpha of a layer is that of its key `alpha` or of the
-        file's configuration, or the rank if there is neither. If the layers of the file differ in
-        rank or alpha, smaller factors are padded with zeros to the largest rank, the scale
-        alpha / rank of every layer is multiplied into its factor B, and alpha equals the rank.
+        file's configuration (there times sqrt(rank) with `use_rslora`), or the rank if there is
+        neither. If the layers of the file differ in rank or alpha, smaller factors are padded with
+        zeros to the largest rank, the scale alpha / rank of every layer is multiplied into its
+        factor B, and alpha equals the rank.
 
     Raises:
         InputError: If the path or the file cannot be read; if keys belong to no linear layer of the

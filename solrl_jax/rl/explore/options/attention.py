@@ -16,9 +16,10 @@ class Attention(ExplorationOption):
     """Makes the network attend in FP8 during exploration.
 
     Segments of a format that quantizes nothing stay as they are. On TPUs, on GPUs older than
-    Hopper, and for heads whose size is no multiple of 16 or above 128, only queries, keys, values
-    and results are rounded to FP8, and the attention itself runs in BF16. SANA and Z-Image have no
-    such attention; `models.checks.check_attention` refuses the option for them.
+    Hopper, and on other GPUs for heads whose size is no multiple of 16 or above 128, only queries,
+    keys, values and results are rounded to FP8, and the attention itself runs in BF16. SANA,
+    Qwen-Image and Z-Image have no such attention; `models.checks.check_attention` refuses the
+    option for them.
     """
 
     def active(self, explore: Explore) -> bool:

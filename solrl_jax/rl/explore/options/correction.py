@@ -58,6 +58,8 @@ class Corrected(Quantized):
     It may have a leading axis of layers; `matmul` takes a single matrix.
 
     Attributes:
+        output_axes: A class attribute, see `Leaf`: the outputs are the last axis of `basis_weight`,
+            and of `remainder` if that is an array. A leaf in its place has axes of its own.
         remainder: `W - U U^T W`, a leaf in a low-precision format.
         basis: U, orthonormal columns in the training precision.
         basis_weight: `U^T W`, in the training precision.
@@ -130,6 +132,7 @@ class Probe(Leaf):
     the same for any loss. The matmul is that of the plain weight, whose own gradient is zero.
 
     Attributes:
+        output_axes: A class attribute, see `Leaf`: the last axes of `weight` and of `basis`.
         weight: The matrix [..., in, out].
         basis: Directions of the inputs [..., in, r], float32.
     """
