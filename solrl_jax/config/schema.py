@@ -160,7 +160,7 @@ class Model(Section):
         gradient_checkpointing: What the backward pass recomputes. "none": nothing, every
             intermediate is kept. "matmuls": the outputs of linear layers and of attention are kept,
             the rest is recomputed. "blocks": only the input of each block is kept. "auto":
-            "matmuls" if that fits into 75 % of a device's memory, else "blocks".
+            "matmuls" if that fits, with the base, into 75 % of a device's memory, else "blocks".
         quantization: Which linear layers are quantized for exploration.
     """
 
@@ -455,7 +455,8 @@ class Reward(Section):
         timeout: Seconds that a process may take for one batch of images, or for a group with all
             its pairs; above 0 and at most 1e6.
         on_failure: What a failed call leads to. "stop": the run ends. "skip": its images have no
-            score and are not trained on; after 32 failed calls of one reward in a row the run ends.
+            score and are not trained on; after 32 calls of one reward in a row without any score
+            the run ends.
         group_size: Most candidates of a prompt that a groupwise or pairwise reward compares with
             each other, 2 to 4096. Larger pools are divided into groups of nearly equal size. A
             pairwise reward compares a group of g images in g (g - 1) pairs, both orders included.
@@ -593,7 +594,8 @@ class Lora(Section):
         target_modules: Regular expressions, at least one, of the whole paths of the kernels that
             get an adapter. The default matches the attention of SANA.
         path: LoRA file or directory to start from, of diffusers, PEFT, kohya, ai-toolkit or
-            ComfyUI. None: start from the base model.
+            ComfyUI. Its rank and alpha must equal those above, and it may adapt only kernels that
+            the run adapts. None: start from the base model.
         skip_text_encoders: Whether adapters of text encoders in that file are left out. Otherwise
             such a file is refused.
     """

@@ -80,6 +80,10 @@ class GroupScoring:
         Args:
             rows: The image (or None) and the latent of each candidate of the group.
             prompts: The row of the prompt of each candidate, int32.
+
+        Raises:
+            InputError: If the reward's code raises, or returns no scores of the right names and
+                shapes.
         """
         everywhere = sharding.replicated(self._mesh)
         images, latents = (

@@ -15,7 +15,8 @@ def count(name: str, amount: float = 1) -> None:
 
     Args:
         name: The name of the counter, e.g. "requests". The metrics of a run have the sum over all
-            calls of an iteration as "reward_cost/REWARD/NAME".
+            calls of an iteration as "reward_cost/REWARD/NAME", and those of an evaluation as
+            "eval/reward_cost/REWARD/NAME".
         amount: The number to add. 0 makes the counter appear in the metrics.
     """
     _counts[name] += amount  # type: ignore[assignment]  # a Counter also sums floats

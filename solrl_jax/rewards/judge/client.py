@@ -284,6 +284,7 @@ def _first_tokens(logprobs: Any) -> list[tuple[str, float]] | None:
     Raises:
         TypeError, LookupError, AttributeError: If the field is not as OpenAI defines it, or a
             number is NaN.
+        OverflowError: If a number is an integer beyond the range of a float.
     """
     if not logprobs or not logprobs.get("content"):
         return None
