@@ -130,6 +130,7 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
     Raises:
         ConfigError: With all problems of the overrides and of the resulting configuration, or for a
             condition in the recipe's file that a run does not decide.
+        AttributeError: If an override is no text.
     """
     parsed = parse_overrides(overrides)
     problems = list(parsed.problems)

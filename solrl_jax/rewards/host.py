@@ -260,12 +260,12 @@ def workers(count: int, timeout: float) -> Workers:
 class Scoring:
     """Scores a series of images outside JAX.
 
-    `add` passes images on in order, one chunk at a time, and `finish`, called once, returns all
-    scores. Each reward scores every image.
+    `add` passes images on in order, one chunk at a time, and `finish`, called once after the last
+    image, returns all scores. Each reward scores every image.
 
     Attributes:
-        failed: The number of images without a score so far, by the name of the reward. It is 0
-            unless failed calls are skipped.
+        failed: The number of images that have no score because their call failed, so far, by the
+            name of the reward. It is 0 unless failed calls are skipped.
         usage: What the calls cost so far, as "REWARD/NAME", see `rewards.usage`. A reward that
             counts something also has "REWARD/seconds_waited", the seconds that the run waited for
             its scores.
