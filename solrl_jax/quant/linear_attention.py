@@ -51,8 +51,8 @@ class Blocks:
             number in `grid`; this is not checked.
         grid: The number of rows and of columns of tokens of the image.
         eps: Added to the ReLU of queries and keys. The default adds nothing.
-        least: Added to the denominator of the attention, so that it is not 0. Also the constant of
-            attention without blocks.
+        least: Added to the denominator of the attention, so that it is not 0. The default, 1e-15,
+            is also that of attention without blocks.
         released: Whether to compute the variant of MHLA's released code, see `linear_attention`.
     """
 

@@ -139,7 +139,8 @@ def open_autoencoder(folder: Path, config: AutoencoderKLQwenImageConfig) -> Comp
 
 
 class AutoencoderKLQwenImage(nnx.Module):
-    """Decodes latents to images in [-1, 1]. The configured mean and deviation are not applied.
+    """Decodes latents to images in [-1, 1]. The configured means and standard deviations are not
+    applied.
 
     Args:
         config: configuration of the autoencoder.
@@ -338,10 +339,13 @@ class Upsample(nnx.Module):
         self.resample = nnx.Dict({"1": Conv(channels, channels // 2, 3, rngs=rngs)})
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b 2*h 2*w c/2"]:
-        """Doubles height and width and convolves the result. It has the dtype of `x`.
+        """Doubles height and width, and convolves the result with a 3x3 kernel.
 
         Args:
-            x: images with the layer's number of channels.
+            x: images [b, h, w, channels].
+
+        Returns:
+            Images [b, 2 h, 2 w, channels / 2] in the dtype of `x`.
         """
         return self.resample["1"].apply_upsampled(x)
 
@@ -350,14 +354,15 @@ class FirstFrameConv(nnx.Module):
     """A causal convolution over time, rows and columns, applied to the first frame alone.
 
     The kernel [time, rows, columns, in, out] is that of the video network. All its temporal slices
-    but the last meet the zeros before the first frame. Rows and columns are padded with zeros, so
-    that images keep their size.
+    but the last meet the zeros before the first frame and are not read. Rows and columns are padded
+    with zeros, so that images keep their size.
 
     Args:
         n_in: input channels.
         n_out: output channels.
         kernel: side of the kernel in all three directions, an odd number.
-        rngs: random number generators for the initial weights.
+        rngs: random number generators for the initial weight, which has PyTorch's default
+            distribution. The bias is zero at first.
     """
 
     def __init__(self, n_in: int, n_out: int, kernel: int, *, rngs: nnx.Rngs):
@@ -368,10 +373,13 @@ class FirstFrameConv(nnx.Module):
         self.padding = kernel // 2
 
     def __call__(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b h w n_out"]:
-        """Convolves images and adds the bias. The result has the dtype of `x`.
+        """Convolves images with the last temporal slice of the kernel, and adds the bias.
 
         Args:
-            x: images with the layer's input channels.
+            x: images [b, h, w, n_in], each taken as the first frame of a video.
+
+        Returns:
+            Images [b, h, w, n_out] in the dtype of `x`.
         """
         y = jax.lax.conv_general_dilated(
             x,
@@ -387,7 +395,9 @@ class PixelNorm(nnx.Module):
     """Divides each pixel by the root mean square of its channels, and multiplies each channel by a
     weight.
 
-    The norm of a pixel is at least 1e-12 (`SMALLEST_NORM`), so that zeros stay zeros.
+    The divisor is the pixel's Euclidean norm, at least 1e-12 (`SMALLEST_NORM`), and the square root
+    of the number of channels is multiplied in; so zeros stay zeros. The weight `gamma` is 1 at
+    first.
 
     Args:
         channels: number of channels.
@@ -398,26 +408,35 @@ class PixelNorm(nnx.Module):
         self.gamma = param(jnp.ones((channels, *[1] * (axes - 1))), "gamma")
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        """Normalises images in float32, applies the weight, and rounds once to the dtype of `x`.
+        """Normalises images in float32, applies the weight, and rounds once.
 
         Args:
-            x: images of any floating-point dtype.
+            x: images [b, h, w, channels] of any floating-point dtype.
+
+        Returns:
+            An array of the shape and dtype of `x`.
         """
         return self._in_float32(x).astype(x.dtype)
 
     def silu(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        """Applies the norm and then SiLU in float32, and rounds once, to the dtype of `x`.
+        """Applies the norm and then SiLU in float32, and rounds once.
 
         Args:
-            x: images of any floating-point dtype.
+            x: images [b, h, w, channels] of any floating-point dtype.
+
+        Returns:
+            An array of the shape and dtype of `x`.
         """
         return jax.nn.silu(self._in_float32(x)).astype(x.dtype)
 
     def _in_float32(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        """Returns the float32 result before it is rounded, with the weight applied.
+        """Returns the result of the norm before it is rounded, with the weight applied.
 
         Args:
-            x: images of any floating-point dtype.
+            x: images [b, h, w, channels] of any floating-point dtype.
+
+        Returns:
+            A float32 array of the shape of `x`.
         """
         x32 = x.astype(jnp.float32)
         norm = jnp.sqrt((x32**2).sum(-1, keepdims=True))

@@ -143,8 +143,9 @@ class QwenImageTransformer2DModel(nnx.Module):
             The velocity, in the dtype of `latent`, with `config.features_out` channels.
 
         Raises:
-            ValueError: height or width is odd, or image and text together have more positions than
-                the released code stores.
+            ValueError: height or width is odd, or a quarter of the larger of both (half of it in
+                image tokens) plus the number of text tokens, padding included, is above 4096
+                (`POSITIONS`).
             KeyError: `remat` is not a key of `REMAT`.
         """
         batch, height, width, _ = latent.shape
@@ -217,10 +218,12 @@ class QwenImageBlock(nnx.Module):
             text: the text tokens, padding last.
             condition: the vector that modulates the block, after its SiLU.
             rotation: cosines and sines of the rotary angles of the n + l positions, image first.
-            key_lengths: how many tokens, from the first image token on, each sample attends to.
+            key_lengths: how many tokens, from the first image token on, each sample attends to: all
+                image tokens and the text tokens that are not padding.
 
         Returns:
-            The image tokens and the text tokens after the layer, the sums with the input included.
+            The image tokens and the text tokens after the layer, the sums with the input included,
+            each of the shape and dtype of its input. Those of padding have no meaning.
         """
 
         def split(modulation: nnx.Dict) -> list[Array]:

@@ -224,12 +224,12 @@ class TextEncoders:
         """A hash of everything but the tokens that an encoding depends on, 64 hexadecimal digits.
 
         It covers `REVISION`, the kind of the pipeline, the dtype, and the names and contents of the
-        configuration and weight files of each text encoder. Needs a cache. Weight files that the
-        cache does not know are read, and their hashes are stored in the cache. Computed once per
-        instance.
+        configuration and weight files of each text encoder. Weight files that the cache does not
+        know are read, and their hashes are stored in the cache. Computed once per instance.
 
         Raises:
             InputError: a file is missing or cannot be read.
+            AssertionError: there is no cache.
         """
         assert self.cache is not None
         digests: dict[str, Any] = {}

@@ -90,6 +90,8 @@ class Explorer:
 
         Raises:
             numpy.linalg.LinAlgError: If an option measures values that are not finite.
+            InputError, RunError: If the prompts that are measured on cannot be encoded
+                (`Experiment.encode_prompts`).
         """
         if (steps, noise_start) not in self._schedules:
             schedule = self.make_schedule(steps, noise_start)
@@ -115,6 +117,8 @@ class Explorer:
         Raises:
             KeyError: If there is no such format.
             numpy.linalg.LinAlgError: If an option measures values that are not finite.
+            InputError, RunError: If the prompts that are measured on cannot be encoded
+                (`Experiment.encode_prompts`).
         """
         if precision not in self._quantizers:
             self._quantizers[precision] = self._make_quantizer(precision)
@@ -132,6 +136,8 @@ class Explorer:
         Raises:
             KeyError: If there is no such format.
             numpy.linalg.LinAlgError: If an option measures values that are not finite.
+            InputError, RunError: If the prompts that are measured on cannot be encoded
+                (`Experiment.encode_prompts`).
         """
         quantize = FORMATS[precision].quantize
         if quantize is None:
@@ -152,6 +158,8 @@ class Explorer:
 
         Raises:
             numpy.linalg.LinAlgError: If an option measures values that are not finite.
+            InputError, RunError: If the prompts that are measured on cannot be encoded
+                (`Experiment.encode_prompts`).
         """
         self.schedule(self.explore.num_steps)
         jax.block_until_ready(self.quantizer(self.format.name))
@@ -176,6 +184,8 @@ class Explorer:
         Raises:
             KeyError: If there is no such format, or a path in `adapters` is not one of the base.
             numpy.linalg.LinAlgError: If an option measures values that are not finite.
+            InputError, RunError: If the prompts that are measured on cannot be encoded
+                (`Experiment.encode_prompts`).
         """
         backbone = self.calibration.backbone
         quantizer = self.quantizer(precision)
@@ -205,6 +215,8 @@ class Explorer:
             KeyError: If there is no format of the setting's name, or a path in `adapters` is not
                 one of the base.
             numpy.linalg.LinAlgError: If an option measures values that are not finite.
+            InputError, RunError: If the prompts that are measured on cannot be encoded
+                (`Experiment.encode_prompts`).
         """
         segment = Segment(
             self.policy(adapters, setting.precision), self.schedule(setting.steps, noise_start)

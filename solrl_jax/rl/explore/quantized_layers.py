@@ -209,13 +209,18 @@ def with_errors(
     Args:
         layers: The report.
         params: The parameters of the base.
-        adapters: The trainable parameters by path, which are merged first.
+        adapters: The trainable parameters by path. An adapter is merged first, and an array that is
+            trained in full takes the place of the base's.
         scale: The factor of the product of LoRA factors, alpha / rank.
         form: The exploration format. It must quantize if a layer of the report is quantized.
 
     Returns:
         The report with `errors`, measured in float32: one number per layer of a stack, NaN for a
         matrix of zeros. Parameters that are not quantized have none.
+
+    Raises:
+        AssertionError: If a layer of the report is quantized, but the format quantizes nothing.
+        KeyError: If a quantized layer of the report is not in `params`.
     """
 
     def error(w: Array) -> Array:

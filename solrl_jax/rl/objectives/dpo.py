@@ -29,7 +29,8 @@ def dpo(
             gradient.
         target: The pairs that are trained on: the better sample in row 2 i, the worse one in row
             2 i + 1. The number of rows must be even. The optimality is not read.
-        algorithm: `beta` and `kl_coef` are read.
+        algorithm: `beta` and `kl_coef` are read. `kl_fraction` is 1: the configuration refuses less
+            for this objective, which needs the reference at every term.
 
     Returns:
         One loss per sample, and metrics with one value per sample: "loss/policy" (the preference
