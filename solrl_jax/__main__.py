@@ -4,7 +4,14 @@ from solrl_jax.cli import signals
 
 
 def main() -> None:
-    """`solrl`. Signals wait for the handlers that `main.main` sets."""
+    """Runs the command line `solrl` with the arguments of `sys.argv`, see `cli.main.main`.
+
+    Ctrl-C, SIGTERM and SIGHUP are held back while modules are imported, until the handlers of
+    `cli.main.main` are set, and are ignored once the command has ended.
+
+    Raises:
+        SystemExit: With code 1, 2 or 130, if the command did not succeed.
+    """
     signals.block()
     from solrl_jax.cli import main
 

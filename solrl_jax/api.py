@@ -51,7 +51,8 @@ def load(preset: str, *overrides: str) -> Experiment:
 
     Loads the weights onto the devices of the mesh, downloads a model or rewards that are named by
     their repository and not in the hub's cache, and starts the worker processes of rewards outside
-    of JAX. Writes no run directory.
+    of JAX. Writes no run directory. A UserWarning names the settings that "mesh=auto" chose, and
+    another one numbers of prompts that are reduced to those that there are.
 
     Args:
         preset: The name of a preset, e.g. "tiny". `preset_names()` lists all.
@@ -64,8 +65,8 @@ def load(preset: str, *overrides: str) -> Experiment:
 
     Raises:
         ConfigError: If the preset or an override is invalid.
-        InputError: If a file that they name cannot be used here, or the sizes cannot fit into
-            memory.
+        InputError: If a file, model or function that they name cannot be used here, there are too
+            few devices, or the sizes cannot fit into memory.
         RunError: If a reward outside of JAX fails on its trial image and the configuration says
             that the run stops then.
     """
@@ -76,7 +77,7 @@ def load(preset: str, *overrides: str) -> Experiment:
 
 
 def _expand_mesh_auto(preset: str, overrides: Sequence[str]) -> tuple[list[str], str | None]:
-    """Replaces the override `mesh=auto` by settings for the devices of this process.
+    """Replaces the override `mesh=auto` by settings for the devices of this host.
 
     Also starts JAX's backend if `mesh=auto` is among the overrides.
 
@@ -96,7 +97,13 @@ def _expand_mesh_auto(preset: str, overrides: Sequence[str]) -> tuple[list[str],
 
 
 def this_machine() -> recipes.Machine:
-    """Describes the devices of this host, for which `mesh=auto` chooses settings."""
+    """Describes the devices of this host, for which `mesh=auto` chooses settings. Starts JAX's
+    backend.
+
+    Returns:
+        The platform and kind of the first device, the number of devices that this process drives,
+        and the bytes of one that JAX may use.
+    """
     device = local_device()
     return recipes.Machine(device.platform, device.kind, jax.local_device_count(), device_memory())
 
@@ -110,8 +117,8 @@ def open_policy(
 ) -> tuple[Experiment, Trainable, int]:
     """Opens the policy of a run, of a preset or of a model, to be evaluated or ranked.
 
-    Loads the model. A run gives its averaged policy (EMA); a preset or a model gives the policy
-    that training would start from.
+    Builds the experiment as `load` does, with its effects. A run gives its averaged policy (EMA); a
+    preset or a model gives the policy that training would start from.
 
     Args:
         target: A run directory, the name of a preset, or a model (a directory in the layout of
@@ -123,7 +130,8 @@ def open_policy(
         checkpoint: The checkpoint of a run: "latest", "best" (highest evaluation reward), or the
             number of an iteration as text. A preset or a model accepts only "latest".
         trust: Whether a run directory may name rewards and objectives that are not part of the
-            package, which run code that whoever wrote the directory chose.
+            package, which run code that whoever wrote the directory chose. Those that `overrides`
+            name are accepted in any case.
 
     Returns:
         The experiment, the trainable parameters by path in float32 (an empty dict for a start
@@ -196,9 +204,10 @@ def train(
 
     Returns:
         "run" (the directory), "iterations" (the number of complete ones), "interrupted" (False),
-        "trained_in_full" (the number of parameters that are trained in full, which `export` writes
-        as a directory), and the first and the last recorded evaluation as "before" and "after",
-        each a mapping from a metric's name, e.g. "eval/reward", to its value.
+        "trained_in_full" (the number of arrays that are trained in full; if it is not 0, `export`
+        writes a directory), and the first and the last recorded evaluation as "before" and "after",
+        each a mapping from a metric's name, e.g. "eval/reward", to its value (None if it was not
+        finite).
 
     Raises:
         TrainingInterrupted: If it was interrupted. This is a KeyboardInterrupt.
@@ -206,6 +215,7 @@ def train(
         InputError: If the run directory or an input file cannot be used, or holds another run.
         RunError: If the run fails for another reason, such as a full disk, a reward that fails or a
             divergence (`Diverged`).
+        FileNotFoundError: If the directory of a model's component holds no weights.
     """
     settings, note = _expand_mesh_auto(preset, overrides)
     config = resolve(preset, settings)
@@ -246,8 +256,8 @@ def rank(
             it if the configuration does not regenerate) and above the recipe's `exact_steps`.
             Empty: the recipe's.
         progress: Called with the name of the running phase ("regenerate" or "explore"), its number
-            of images, and the number of further images that are done; with 0 when a pass over all
-            candidates starts. The default reports nothing.
+            of images, and the number of images in the batch that was queued on the devices; with 0
+            when a pass over all candidates starts. The default reports nothing.
 
     Returns:
         One mapping per combination (recipes outermost, steps innermost), with its "explore",
@@ -366,7 +376,8 @@ def generate(
         InputError: If an argument cannot be used. No weight of the model is loaded then, unless the
             tokenizer refuses `max_sequence_length` or the length of `instruction`.
         ConfigError: If the configuration of the run is invalid.
-        RunError: If an image is not finite, or the checkpoint is damaged.
+        RunError: If an image is not finite, the checkpoint is damaged, or the disk refuses the
+            prompt cache of the run.
         ValueError: If `model` begins with the `~USER` of a user that does not exist.
     """
     return generate_with_latents(
@@ -402,7 +413,8 @@ def generate_with_latents(
         model: A run directory, a directory in the layout of diffusers, "embedded:NAME", or
             OWNER/NAME of a repository of the hub. `~` is expanded.
         prompts: The prompts, at least one, or a single one as text.
-        progress: Called after each batch with the number of further images that are done.
+        progress: Called with the number of images of each batch when the batch has been queued on
+            the devices, so that one batch is still being computed.
         **options: The other keyword arguments of `generate`, by their names.
 
     Returns:
@@ -415,7 +427,8 @@ def generate_with_latents(
         InputError: If an argument is unknown or cannot be used. No weight of the model is loaded
             then, unless the tokenizer refuses `max_sequence_length` or the length of `instruction`.
         ConfigError: If the configuration of the run is invalid.
-        RunError: If an image is not finite, or the checkpoint is damaged.
+        RunError: If an image is not finite, the checkpoint is damaged, or the disk refuses the
+            prompt cache of the run.
         ValueError: If `model` begins with the `~USER` of a user that does not exist.
     """
     texts = [prompts] if isinstance(prompts, str) else prompts

@@ -78,7 +78,7 @@ def command(preset: str | None, overrides: tuple[str, ...], as_json: bool) -> No
     \f
     Args:
         preset: The name of a preset; None: only the machine is described.
-        overrides: Settings that differ, as `key=value`.
+        overrides: Settings that differ, as `key=value`. "mesh=auto" is ignored.
         as_json: Whether to print the result as one line of JSON in place of text.
 
     Raises:
@@ -158,7 +158,7 @@ def machine() -> dict[str, Any]:
 
 def needs(config: Config) -> dict[str, Any]:
     """Describes what a configuration needs that this machine lacks. Loads no weights and downloads
-    nothing.
+    nothing, but sends a request to the endpoint of each judge.
 
     Every part is checked on its own, so that everything missing is reported at once: prompt files,
     instruction, prompt cache, files of rewards, memory, and files of the model. Rewards are opened
@@ -174,6 +174,10 @@ def needs(config: Config) -> dict[str, Any]:
         endpoint of each judge supports, in one line), "adapted" (a line for each number of prompts
         that is reduced to what its file has), and "missing" (a message for each problem, each
         once).
+
+    Raises:
+        ConfigError: If no number of training prompts up to that of the file fits the other
+            settings.
     """
     missing: list[str] = []
     downloads = [*_model_download(config), *_reward_downloads(config)]
@@ -232,7 +236,12 @@ def needs(config: Config) -> dict[str, Any]:
 
 
 def _reward_names(config: Config) -> list[str]:
-    """Returns the names of all rewards that a configuration uses."""
+    """Returns the names of all rewards that a configuration uses, sorted, each once.
+
+    Args:
+        config: The configuration. Rewards that are trained on, that are watched and that only rank
+            candidates count.
+    """
     explored = config.rollout.explore.reward or {}
     return reward_names((*config.reward.weights, *config.reward.eval_only, *explored))
 
@@ -241,14 +250,15 @@ def _probe_judge(name: str, config: Config) -> str:
     """Sends a request to the endpoint of a judge.
 
     Args:
-        name: The name of the judge.
-        config: Its options are read.
+        name: The name of the judge, "judge" or "judge-NAME".
+        config: The configuration. `reward.options` of this name and `reward.workers` are read.
 
     Returns:
-        What the endpoint supports, in one line.
+        The address of the endpoint and what it supports, in one line.
 
     Raises:
-        InputError: If the judge could not score an image.
+        InputError: If the options are not accepted, the packages of judges are not installed, the
+            endpoint does not answer, or the judge could not score an image with what it supports.
     """
     options = config.reward.options.get(name, {})
     open_judge_reward(name, options, config.reward.workers)
@@ -293,6 +303,9 @@ def proposal(config: Config) -> dict[str, Any]:
 
 def sizes(config: Config) -> dict[str, int]:
     """Computes the bytes of the model's parts from their configurations, without weights.
+
+    Also checks that training can fit into the devices of this machine. The model is taken with its
+    own attention, whatever `model.attention` says.
 
     Args:
         config: The configuration of the run.

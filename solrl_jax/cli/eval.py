@@ -86,8 +86,8 @@ def command(
         target: A run directory, the name of a preset, or a model.
         overrides: With `paired`, the other run, preset or model first. Then settings that differ,
             as `key=value`, also for the other policy.
-        paired: Whether a second policy is compared on the same images, with the rewards and
-            settings of the first. It is the newest checkpoint of a run.
+        paired: Whether a second policy is compared, image by image from the same noise, with the
+            rewards and settings of the first. Of a run it is the newest checkpoint.
         rewards: Names of rewards to score beside those that are trained on, separated by commas.
             None: those that are watched.
         gallery: A PNG file of the 8 prompts with 4 images each on which two policies differ most.

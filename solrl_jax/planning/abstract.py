@@ -80,9 +80,9 @@ def experiment(config: Config, pipeline: Pipeline, device: DeviceInfo, mesh: Mes
     """Builds the experiment of a configuration, with a ShapeDtypeStruct in place of every array.
 
     No prompt, vocabulary or weight needs to be present. The text encoders have no cache, the
-    evaluation reward is the trained one, the test prompts are the training prompts, and the size is
-    the largest training size. Also imports the objective and the rewards that the configuration
-    names outside the package.
+    trained reward also evaluates and ranks the candidates (`rollout.explore.reward` is not read),
+    the test prompts are the training prompts, and the size is the largest training size. Also
+    imports the objective and the trained rewards that the configuration names outside the package.
 
     Args:
         config: The configuration.
@@ -157,8 +157,8 @@ def some_prompts(config: Config) -> list[Prompt]:
 def reward(config: Config, mesh: Mesh, products: DTypeLike) -> Reward:
     """Returns the trained reward with its networks as shapes, in their released configurations.
 
-    `reward.paths` and `reward.eval_only` are not read. Rewards outside of JAX are opened too (their
-    functions are imported), but take nothing of a device.
+    `reward.paths`, `reward.eval_only` and `rollout.explore.reward` are not read. Rewards outside of
+    JAX are opened too (their functions are imported), but take nothing of a device.
 
     Args:
         config: The configuration.

@@ -118,9 +118,10 @@ def propose(config: Config, machine: Machine, records: Sequence[Record]) -> Prop
 
     Of the plans of the same model and platform that fit, those without tensor parallelism come
     first, then those that do not recompute whole blocks, those with the fewest shards, those for
-    this kind of device, and the one that uses most memory. If none fits, the base is divided among
-    all devices of the host, blocks are recomputed, and batches are halved until the plan with the
-    least memory would fit if its memory shrank with its batch, which is a guess.
+    this kind of device, and the one that uses most memory. A plan fits if its peak is at most the
+    memory of a device, its shards divide the number of devices, and its images have at least as
+    many pixels. If none fits, the settings are a guess from the plan with the least memory, see
+    `_guess`.
 
     Args:
         config: The configuration. Its model, image size and trained parameters are read.
@@ -128,8 +129,9 @@ def propose(config: Config, machine: Machine, records: Sequence[Record]) -> Prop
         records: The plans to choose from, e.g. those of `load_records`.
 
     Returns:
-        The proposal. It has no settings for CPUs, for models without a plan, and for full
-        fine-tuning, which no record covers.
+        The proposal, whose `record` is None for a guess. It has no settings for CPUs, for models
+        without a plan of images so large, and if `train.parameters` is not "adapters", which no
+        record covers.
     """
     where = f"{machine.devices} x {machine.kind}, {machine.memory / 1e9:.3g} GB each"
     height, width = largest_training_size(config)
@@ -182,11 +184,19 @@ def propose(config: Config, machine: Machine, records: Sequence[Record]) -> Prop
 def _guess(config: Config, machine: Machine, nearest: Record, where: str) -> Proposal:
     """Proposes settings for a machine that no plan fits.
 
+    The base is divided among all devices of the host by `mesh.fsdp`, and blocks are recomputed. The
+    batch of the update is that of the plan, halved until the peak of the plan times the same factor
+    is within the memory, but even and at least 2. The batch of the rollout is no larger. Images
+    with a side above 512 pixels are decoded in tiles of 512. `mesh.tensor` stays.
+
     Args:
-        config: The configuration.
+        config: The configuration. Its largest training size is read.
         machine: The devices.
         nearest: The plan with the least memory.
         where: The devices in words, for the reason.
+
+    Returns:
+        The proposal, without a record. Nothing says that it fits.
     """
     batch = nearest.update_batch
     while batch > 2 and nearest.peak * batch / nearest.update_batch > machine.memory:
@@ -221,7 +231,8 @@ def expand_mesh_auto(
 
     Returns:
         The overrides with the proposed settings first, so that the others win, and one line about
-        them; the overrides as they are and None if `mesh=auto` is not among them.
+        them; the overrides as they are and None if `mesh=auto` is not among them. Proposed settings
+        that another override sets, or that the configuration has already, are left out.
 
     Raises:
         ConfigError: If the preset or another override is invalid.

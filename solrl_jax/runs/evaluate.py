@@ -27,7 +27,7 @@ def _no_progress(_samples: int) -> None:
     """Reports nothing. The default of arguments that report progress.
 
     Args:
-        _samples: The number of images that are done since the last call. Not read.
+        _samples: The number of images of a batch. Not read.
     """
 
 
@@ -71,8 +71,8 @@ def evaluate(
             depends on `eval.seed`, its prompt and its index alone, so that all policies start from
             the same noise.
         adapters: The trainable parameters of the policy.
-        progress: Called after each batch with the number of images that are done since the last
-            call.
+        progress: Called with the number of images of each batch when the batch has been queued on
+            the devices, so that one batch is still being computed. The numbers add up to all.
 
     Returns:
         The scores of `experiment.evaluation_reward`, one row per prompt in the order of the test
@@ -499,8 +499,7 @@ def _generate(
         adapters: The trainable parameters of the policy.
         prompts: The p prompts.
         seeds: The seeds of the m images of each prompt, uint32 [p, m, 2].
-        progress: Called after each batch with the number of images that are done since the last
-            call.
+        progress: Called with the number of images of each batch when it is queued, see `evaluate`.
         keep_images: Whether the images are returned. Otherwise `Samples.images` is None.
 
     Returns:

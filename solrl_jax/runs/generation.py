@@ -195,7 +195,8 @@ def generate_images(
 
     Args:
         request: What to generate.
-        progress: Called after each batch with the number of further images that are done.
+        progress: Called with the number of images of each batch when the batch has been queued on
+            the devices, so that one batch is still being computed.
 
     Returns:
         The images in the order of the prompts, with the noise that they started from.

@@ -47,11 +47,12 @@ class Prices:
         Exploration, regeneration, the decoding and scoring of both, the update, and the sync if
         `precision` differs from the training precision are counted. The
         `rollout.explore.exact_steps` of the exploring steps have the price of the training
-        precision, `rollout.precision`. Not counted are text encoders, the cost of a correction, the
-        gain of attention in FP8, and a second network evaluation for classifier-free guidance. The
-        update is that of adapters. With `algorithm.kl_fraction` below 1 it saves predictions of the
-        reference, at the price of the training precision. Images have the size of the plan's
-        preset.
+        precision, `rollout.precision`. Not counted are text encoders, the low-rank branch of
+        `rollout.explore.correction_rank`, the gain of attention in FP8, and a second network
+        evaluation for classifier-free guidance. A reward that only ranks candidates
+        (`rollout.explore.reward`) has the price of the trained one. The update is that of adapters.
+        With `algorithm.kl_fraction` below 1 it saves predictions of the reference, at the price of
+        the training precision. Images have the size of the plan's preset.
 
         Args:
             config: The configuration.
@@ -102,7 +103,8 @@ def prices_of(plan: Mapping[str, Any]) -> Prices:
     The seconds of a stage are divided by the number of samples, of samples and steps, or of samples
     and terms that an iteration of the preset has, though whole batches were planned. Overrides of
     the plan are not in its JSON, so they must not change these numbers. A plan without a stage
-    "sync" has 0 seconds for it.
+    "sync" has 0 seconds for it. If exploration has the training precision, the price of
+    regeneration counts for both.
 
     Args:
         plan: The plan, as `solrl plan` prints it in JSON. "preset", "device", "exploration" and

@@ -45,7 +45,7 @@ class Quick(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(Section):
-    """The arms of a study and their comparisons. All fields are required.
+    """The arms of a study, at least one, and their comparisons. All fields are required.
 
     Attributes:
         what: One sentence about the study, for its page.
