@@ -108,8 +108,8 @@ class Leaf(abc.ABC):
 class Quantized(Leaf):
     """A leaf whose matmul runs in a low-precision format.
 
-    The result only approximates that of the original matrix. The class adds nothing to `Leaf`; it
-    marks quantized leaves for `isinstance`.
+    The result only approximates that of the original matrix, and no gradient may be taken of it.
+    The class adds nothing to `Leaf`; it marks quantized leaves for `isinstance`.
     """
 
 

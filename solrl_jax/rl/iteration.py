@@ -355,7 +355,7 @@ def ledger_columns(
     """The record of every candidate of an iteration.
 
     Args:
-        experiment: Whether its configuration regenerates is read.
+        experiment: `rollout.regenerate` of its configuration is read.
         selection: The candidates and which of them are kept.
         setting: The precision and the number of steps of the exploration.
         rewards: The rewards of the kept samples.

@@ -1,11 +1,11 @@
 """The KL autoencoder of latent diffusion (arXiv 2112.10752, section 3.1): `AutoencoderKL` of
 diffusers in Flax NNX.
 
-FLUX.1 and Stable Diffusion 3 use it with 16 latent channels; Stable Diffusion 1 uses it with 4 and
-a 1x1 convolution before the decoder. The decoder applies attention over all pixels at the coarsest
-resolution, then residual convolutions at increasing resolutions. Only the decoder is here, because
-training starts from noise and never encodes an image; `scripts/pretrain/encoders.py` has the
-encoder.
+FLUX.1, Stable Diffusion 3 and Z-Image use it with 16 latent channels; Stable Diffusion 1 uses it
+with 4 and a 1x1 convolution before the decoder. The decoder applies attention over all pixels at
+the coarsest resolution, then residual convolutions at increasing resolutions. Only the decoder is
+here, because training starts from noise and never encodes an image; `scripts/pretrain/encoders.py`
+has the encoder.
 """
 
 import dataclasses

@@ -20,7 +20,7 @@ class CrossProjection(nnx.Module):
     Args:
         widths: The number of features of the query sequence, of the key sequence, and of all heads
             together.
-        heads: The number of heads, which divides the third of these.
+        heads: The number of heads, a divisor of the third width.
         normed: Whether queries and keys are normalized (RMSNorm), all heads together.
         bias: Whether the projections to queries, keys and values have biases.
         rngs: Random number generators for the initial weights.
@@ -74,7 +74,7 @@ class LinearAttention(CrossProjection):
 
     Args:
         widths: The number of features of the tokens (twice), and of all heads together.
-        heads: The number of heads, which divides the third of these.
+        heads: The number of heads, a divisor of the third width.
         normed: Whether queries and keys are normalized (RMSNorm), all heads together.
         bias: Whether the projections to queries, keys and values have biases. The output projection
             always has one.
@@ -103,7 +103,7 @@ class CrossAttention(CrossProjection):
     Args:
         widths: The number of features of the image tokens, of the text tokens, and of all heads
             together.
-        heads: The number of heads, which divides the third of these.
+        heads: The number of heads, a divisor of the third width.
         normed: Whether queries and keys are normalized (RMSNorm), all heads together.
         bias: Whether the projections to queries, keys and values have biases. The output projection
             always has one.

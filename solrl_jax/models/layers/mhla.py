@@ -59,7 +59,7 @@ class BlockMixing(CrossProjection):
             `mhla.blocks`. It is the same for images of every size, because m is about places in the
             image.
         widths: The number of features of the tokens (twice), and of all heads together.
-        heads: The number of heads, which divides the third of these.
+        heads: The number of heads, a divisor of the third width.
         normed: Whether the checkpoint has norms of queries and keys. Otherwise the layer has them
             if `mhla.normed` is set, with weights that start as 1.
         bias: Whether the projections to queries, keys and values have biases.

@@ -36,7 +36,7 @@ def project_qkv(
         to_k: The projection to keys.
         to_v: The projection to values.
         norm_q: The norm of each head of the queries, of the size of one head. None: no norm.
-        norm_k: The norm of each head of the keys, likewise.
+        norm_k: The norm of each head of the keys, of the size of one head. None: no norm.
         rotation: The cosines and sines of the rotary angles of all positions. None: no rotation.
         start: The position of the first token of `x` in `rotation`.
 

@@ -213,6 +213,9 @@ def decoder_layer(config: Qwen2_5_VLTextConfig, rngs: nnx.Rngs) -> PreNormLayer:
     Args:
         config: configuration of the network.
         rngs: random number generators for the initial weights.
+
+    Returns:
+        The layer: grouped-query attention without a mask of its own, and the gated MLP.
     """
     attention = GroupedQueryAttention(
         config.hidden_size,

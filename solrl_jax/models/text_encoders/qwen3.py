@@ -196,6 +196,9 @@ def decoder_layer(config: Qwen3Config, rngs: nnx.Rngs) -> PreNormLayer:
     Args:
         config: configuration of the network.
         rngs: random number generators for the initial weights.
+
+    Returns:
+        The layer: grouped-query attention without a mask of its own, and the gated MLP.
     """
     attention = GroupedQueryAttention(
         config.hidden_size,

@@ -205,7 +205,7 @@ def count_tokens(folder: Path, text: str) -> int:
 
 
 def check_chat_template(folder: Path) -> None:
-    """Checks that a tokenizer has a chat template. The template is not rendered.
+    """Checks that a tokenizer has a chat template, as a `NoVocabulary` has. It is not rendered.
 
     Args:
         folder: directory of the tokenizer.

@@ -322,9 +322,10 @@ class CLIPTextModel(nnx.Module):
                 end-of-text token, and any padding follows it.
 
         Returns:
-            The states before the last layer (not normalised), those after it (normalised), both [b,
-            l, `hidden_size`], and of the latter those of the end-of-text tokens, [b,
-            `hidden_size`], as the fields of a `CLIPTextOutput`.
+            `penultimate`, the states before the last layer (not normalised), and `last`, those
+            after it (normalised), both [b, l, `hidden_size`]; and `pooled`, the states `last` at
+            each text's first end-of-text token (of its first token if there is none), [b,
+            `hidden_size`].
 
         Raises:
             ValueError: If there are more tokens.
@@ -365,8 +366,8 @@ class CLIPTextModelWithProjection(CLIPTextModel):
                 end-of-text token, and any padding follows it.
 
         Returns:
-            The states as of `CLIPTextModel`, but with `pooled` projected to [b, `projection_dim`].
-            It is not normalised.
+            The states of `CLIPTextModel`, but with `pooled` projected to [b, `projection_dim`]. The
+            projection is not normalised.
 
         Raises:
             ValueError: If there are more tokens.

@@ -55,9 +55,10 @@ def peft_config(modules: Iterable[str], settings: LoraSettings, table: Table) ->
         table: The table of all parameters of the network.
 
     Returns:
-        The fields by name, as values of JSON. "target_modules" is the sorted list of the names; or,
-        if PEFT would also find one of them at the end of another module's name, a regular
-        expression that matches whole names.
+        The fields by name, as values of JSON: "r", "lora_alpha", "target_modules", and constants
+        that say plain LoRA without dropout, biases or patterns. "target_modules" is the sorted list
+        of the names; or, if PEFT would also find one of them at the end of another module's name, a
+        regular expression that matches whole names.
     """
     targets = sorted(modules)
     others = {name.rpartition(".")[0] for e in table for name in e.names} - set(targets)

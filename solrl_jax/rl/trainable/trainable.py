@@ -50,7 +50,7 @@ def find_targets(transformer: Component, config: Config) -> Targets:
         transformer: The transformer; its parameters need not be loaded.
         config: `train.parameters` and `lora.target_modules` are read. `train.parameters` is
             "adapters", "all", or a regular expression that must match whole paths of the parameters
-            to train in full. With "all", the targets are not read.
+            to train in full. With "all", `lora.target_modules` is not read.
 
     Returns:
         The paths of both kinds.
