@@ -95,6 +95,17 @@ __all__ = [*sorted(_MODULES), "__version__"]
 
 
 def __getattr__(name: str) -> Any:
+    """Imports a public name when it is first used, and keeps it as a global of the package.
+
+    Args:
+        name: A name of `__all__`. "__version__" is the version of the installed distribution.
+
+    Returns:
+        The object.
+
+    Raises:
+        AttributeError: If the package has no public name like this.
+    """
     if name == "__version__":
         return importlib.metadata.version("solrl_jax")
     if name not in _MODULES:
@@ -107,4 +118,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    """Returns the public names, `__all__`, also those that have not been imported yet."""
     return __all__

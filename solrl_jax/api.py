@@ -98,7 +98,7 @@ def _expand_mesh_auto(preset: str, overrides: Sequence[str]) -> tuple[list[str],
 
 def this_machine() -> recipes.Machine:
     """Describes the devices of this host, for which `mesh=auto` chooses settings. Starts JAX's
-    backend.
+    backend. With several processes, all must call it.
 
     Returns:
         The platform and kind of the first device, the number of devices that this process drives,
@@ -215,7 +215,6 @@ def train(
         InputError: If the run directory or an input file cannot be used, or holds another run.
         RunError: If the run fails for another reason, such as a full disk, a reward that fails or a
             divergence (`Diverged`).
-        FileNotFoundError: If the directory of a model's component holds no weights.
     """
     settings, note = _expand_mesh_auto(preset, overrides)
     config = resolve(preset, settings)

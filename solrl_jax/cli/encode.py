@@ -51,7 +51,8 @@ def fill_cache(
     """Encodes all training and test prompts of a configuration into its cache, and the empty
     prompt.
 
-    Loads only the text encoders, and only if a prompt is not in the cache.
+    Loads only the text encoders, and only if a prompt is not in the cache. A model that
+    `model.path` names as a repository of the hub is downloaded unless it is in the hub's cache.
 
     Args:
         config: The configuration. `model.prompt_cache_dir` names the cache.
@@ -68,6 +69,7 @@ def fill_cache(
             a prompt file cannot be used, or if the cache cannot be written before the text encoders
             load.
         RunError: If the disk refuses a later entry of the cache.
+        PermissionError: If a folder of the cache may not be searched.
     """
     prompts = list(
         dict.fromkeys([p for prompt_set in load_prompt_sets(config) for p in prompt_set])

@@ -60,7 +60,8 @@ def command(
 ) -> None:
     """List the linear layers of a model: which are quantized, why others are not, and their sizes.
 
-    No weights are loaded, except for --errors and --sensitivity.
+    No weights are loaded, except for --errors and --sensitivity. A model of the Hugging Face Hub is
+    downloaded with its weights unless it is in the cache.
 
     \b
     solrl layers tiny rollout.explore.precision=fp8 --errors

@@ -26,9 +26,10 @@ def unblock() -> None:
 
 @contextlib.contextmanager
 def blocked() -> Iterator[None]:
-    """Holds back the signals in `STOPPING` while the body of a `with` statement runs.
+    """Holds back the signals in `STOPPING` (Ctrl-C, SIGTERM, SIGHUP) for this thread while the body
+    of a `with` statement runs.
 
-    They are not held back afterwards, also if they were before.
+    They arrive afterwards, also if they were held back before.
     """
     block()
     try:

@@ -61,7 +61,7 @@ def jit(stage: Callable[..., Any], **options: Any) -> Any:
 def make_mesh(
     data: int, fsdp: int, tensor: int = 1, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
-    """Makes a mesh of `data` x `fsdp` x `tensor` devices, with axes of these names.
+    """Returns a mesh of `data` x `fsdp` x `tensor` devices, with axes of these names in this order.
 
     Args:
         data: The size of the axis `data`, at least 1; or -1, which uses all devices: their number
@@ -207,7 +207,8 @@ def split_rows(x: T) -> T:
 
 
 def replicate(x: jax.Array) -> jax.Array:
-    """Constrains an array to be replicated over the mesh that is set.
+    """Returns an array with the constraint that every device of the mesh that is set holds all of
+    it.
 
     Under `jax.vmap` it is replicated over the devices of each row.
 

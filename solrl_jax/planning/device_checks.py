@@ -195,13 +195,16 @@ def _nvfp4_operands() -> tuple[Any, ...]:
 
 
 def _nvfp4_kernel(x: Array, x_scales: Array, w: Array, w_scales: Array) -> Array:
-    """Computes the block-scaled matmul that training uses, in BF16 [rows, n_out].
+    """Computes the block-scaled matmul that training uses: activations times the transposed weight.
 
     Args:
         x: Packed codes of the activations, uint8 [rows, n_in / 2].
         x_scales: The scales of their blocks of 16 codes, float8_e4m3fn [rows, n_in / 16].
         w: Packed codes of the weight, uint8 [n_out, n_in / 2].
         w_scales: The scales of its blocks, float8_e4m3fn [n_out, n_in / 16].
+
+    Returns:
+        The product, BF16 [rows, n_out].
     """
     codes = nvfp4.unpack(x), x_scales, nvfp4.unpack(w), w_scales
     return nvfp4.block_scaled_dot(*codes, jnp.bfloat16)
@@ -225,11 +228,14 @@ def _nvfp4_twin(x: Array, x_scales: Array, w: Array, w_scales: Array) -> Array:
 def _decode_nvfp4(
     packed: UInt8[Array, "rows half"], scales: Float[Array, "rows blocks"]
 ) -> Float[Array, "rows n_in"]:
-    """Looks up packed E2M1 codes and multiplies them by their block scales, in float32.
+    """Looks up packed E2M1 codes and multiplies them by their block scales.
 
     Args:
-        packed: Two codes per byte, the first one in the low four bits.
-        scales: The scale of each block of 16 codes, of any float dtype.
+        packed: Two codes per byte, the first one in the low four bits, uint8 [rows, n_in / 2].
+        scales: The scale of each block of 16 codes, of any float dtype, [rows, n_in / 16].
+
+    Returns:
+        The values, float32 [rows, n_in].
     """
     table = jnp.asarray([*E2M1, *(-value for value in E2M1)], jnp.float32)
     codes = jnp.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)

@@ -201,6 +201,9 @@ def parse(text: str) -> Module:
     Args:
         text: What `compiled.as_text()` returns.
 
+    Returns:
+        All computations of the module, and the name of the entry.
+
     Raises:
         ValueError: If the text has no entry computation, or a parenthesis that is not closed. An
             unknown element type is an error only when `Array.size` is read.

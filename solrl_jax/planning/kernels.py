@@ -164,6 +164,10 @@ def _kernel(step: Instruction, times: int, memory: "_Memory") -> Kernel:
         step: The instruction.
         times: The number of its runs.
         memory: Counts the bytes of the program's instructions.
+
+    Returns:
+        The kernel, with its operations and bytes. Those of a function that is not known are counted
+        as 0 operations, so that it counts as "memory".
     """
     inside = memory.module.computations[step.value("calls")] if step.opcode in FUSIONS else []
     # XLA of JAX 0.11 may fuse a library function with the slices that it reads and writes.

@@ -461,8 +461,11 @@ def assumptions(planner: Planner) -> Iterator[str]:
 def table(summary: dict[str, Any]) -> str:
     """Formats a plan for a terminal, in several lines without a line feed at the end.
 
-    Sizes are in GB (10^9 bytes) of one device. The bytes that no program takes as arguments are in
-    the column "elsewhere".
+    It has what was planned, the sizes of the parts, a table of the memory of each program, the
+    roofline figures of each program (`roofline.table`), whether the largest stage fits, settings
+    for stages that do not fit or may be faster, the seconds of an iteration, and the assumptions.
+    Sizes are in GB (10^9 bytes) of one device. Arrays that a program does not take as arguments are
+    in the column "elsewhere".
 
     Args:
         summary: The result of `plan`.

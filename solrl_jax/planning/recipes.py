@@ -106,7 +106,9 @@ class Proposal(NamedTuple):
 
 @functools.cache
 def load_records() -> tuple[Record, ...]:
-    """Reads the records of the package, in the order of their file."""
+    """Returns the records of the package (`RECORDS`), in the order of their file, which is read at
+    the first call alone.
+    """
     return tuple(
         Record(**{**entry, "size": tuple(entry["size"])})
         for entry in json.loads(RECORDS.read_text())

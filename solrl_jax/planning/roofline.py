@@ -174,6 +174,9 @@ def roofline(text: str, target: Target, on_host: int = 1, hosts: int = 1) -> Roo
         on_host: The number of devices per host.
         hosts: The number of hosts.
 
+    Returns:
+        The kernels and collectives of one call on one device, from which its methods compute times.
+
     Raises:
         ValueError: If the text cannot be parsed.
     """
@@ -190,8 +193,10 @@ def roofline(text: str, target: Target, on_host: int = 1, hosts: int = 1) -> Roo
 def table(summary: dict[str, Any]) -> str:
     """Formats the figures of a program for a terminal, in lines without a line feed at the end.
 
-    Each time has its part of all seconds in per cent. The sources of kernels are cut to their last
-    60 characters.
+    These are the seconds in all and of the operations alone, the seconds by what limits them, the
+    numbers of library functions, the collectives, and the kernels that take longest. Those by limit
+    and of kernels have their part of all seconds in per cent. The sources of kernels are cut to
+    their last 60 characters.
 
     Args:
         summary: The result of `Roofline.summary`.

@@ -129,8 +129,8 @@ class Request:
 
         Raises:
             InputError: If a name is unknown or missing, a value is not accepted, or a text is
-                longer than 20,000 characters or has control characters. The message lists all
-                problems.
+                longer than 20,000 characters or has control characters. The message lists all wrong
+                names and values; only without any are the texts checked, up to the first bad one.
         """
         values = {
             name: value.item() if isinstance(value, np.generic) else value

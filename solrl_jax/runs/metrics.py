@@ -177,6 +177,11 @@ class Metrics:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Closes all outputs. What the end of a run of Weights & Biases raises passes unchanged.
+
+        Args:
+            *_: The exception of the body, if it raised one. Not read, and not suppressed.
+        """
         self._closing.close()
 
     def log(self, iteration: int, values: Mapping[str, SupportsFloat]) -> None:

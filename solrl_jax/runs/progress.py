@@ -49,12 +49,20 @@ class TerminalProgress:
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> "TerminalProgress":
+        """Replaces the handlers of SIGINT and SIGTERM, in the main thread alone, and returns
+        itself. Shows nothing yet.
+        """
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._handlers[number] = signal.signal(number, self._interrupt)
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Restores the earlier handlers of signals, and removes the bar.
+
+        Args:
+            *_: The exception of the body, if it raised one. Not read, and not suppressed.
+        """
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self.stop()
@@ -110,7 +118,8 @@ class TerminalProgress:
         Args:
             name: The name of the stage, e.g. "explore".
             total: The number of samples (of "encode": prompts) of the stage.
-            done: The number of them that are done since the last call. 0: the stage begins.
+            done: The number of them that are done since the last call, which is added to the
+                previous ones. 0, or another name than that of the last call: the stage begins at 0.
 
         Raises:
             KeyboardInterrupt: After a signal. Several processes stop together, and therefore only

@@ -177,8 +177,6 @@ def run(
         RunError: If the run fails for another reason, such as a full disk, damaged checkpoints, a
             reward that fails (RewardError) or a process that gives no answer.
         Diverged: If rewards, loss or trained parameters stop being finite. It is a RunError.
-        FileNotFoundError: If a component of the model has a directory without weights, see
-            `hash_inputs`; this can be a text encoder that is not needed, as all prompts are cached.
         OSError: If the file system does not support locks.
     """
     folder = Path(config.run.dir)
@@ -340,8 +338,10 @@ def _train(this: _Run) -> None:
     """Runs the iterations from `this.done + 1` to the last one: trains, records, evaluates and
     saves.
 
-    Before them, all prompts are encoded, exploration is calibrated, and the policy is evaluated if
-    that is due and not recorded yet. `this.state` and `this.done` are those of the last complete
+    Before them, all prompts are encoded if there is a prompt cache, exploration is calibrated if
+    its options need it, and the policy is evaluated if that is due and not recorded yet. After each
+    iteration its ledger and its row of the record are written, also if the evaluation fails, and
+    the HTML report is refreshed. `this.state` and `this.done` are those of the last complete
     iteration at any time, also after an exception; only within an update the arrays of `this.state`
     are deleted.
 
@@ -428,8 +428,9 @@ def _prepare(this: _Run) -> None:
     Raises:
         InputError: If the prompts cannot be encoded, for example because a file of a text encoder
             does not fit.
-        RunError: If the measured values of the calibration are not finite, or the cache cannot be
-            written.
+        RunError: If the measured values of the calibration are not finite, or an encoding cannot be
+            written to the cache.
+        PermissionError: If a folder of the cache may not be searched.
         KeyboardInterrupt: After a signal.
     """
     experiment = this.experiment

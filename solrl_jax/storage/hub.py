@@ -170,6 +170,9 @@ def cached(name: str, file: str = "model_index.json") -> Path | None:
         The local directory that holds `file`. This is the top of the repository unless `file` is in
         a folder. None if `file` is not in the cache, or if the cache has recorded that the
         repository lacks it.
+
+    Raises:
+        HFValidationError: If the hub's client does not accept `name`. It is a ValueError.
     """
     from huggingface_hub import try_to_load_from_cache
 

@@ -208,7 +208,8 @@ def _arm_estimates(courses: Sequence[Course], common_cost: float) -> dict[str, A
 
     Args:
         courses: Its finished runs, at least one, with the same evaluations and scores.
-        common_cost: The cost in counted seconds that all arms reach.
+        common_cost: The cost in counted seconds that all arms reach, the smallest whole cost of any
+            run.
 
     Returns:
         "seeds"; "iterations", the last one; "scores", the estimate of each held-out score at the

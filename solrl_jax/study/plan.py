@@ -138,10 +138,15 @@ def plan_names() -> list[str]:
 
 
 def read_plan(name: str) -> Plan:
-    """Reads a plan.
+    """Reads a plan, and checks its fields together.
+
+    The preset, the overrides and the names of swept settings are not checked here, see `runs_of`.
 
     Args:
         name: The name of a plan of the package, which comes first, or the path of a YAML file.
+
+    Returns:
+        The plan.
 
     Raises:
         InputError: If there is no such plan, or if the file cannot be read as YAML.
