@@ -510,9 +510,10 @@ def export(
 
     Returns:
         "iteration" (of the checkpoint), and "rank" and "alpha" as in the file: with `fold_alpha`,
-        "alpha" is the rank. For parameters trained in full also their number, "trained_in_full";
-        "rank" and "alpha" are then those of the configuration, also if there are no adapters. With
-        `hub` also "folder", and "url" unless `dry_run`.
+        "alpha" is the rank. For parameters trained in full also the number of these arrays,
+        "trained_in_full"; "rank" and "alpha" are then those of the configuration, also if there are
+        no adapters. With `hub` also "folder" (its absolute path as text), and "url" (the address of
+        the repository) unless `dry_run`.
 
     Raises:
         InputError: If `run` is no run directory or has no such checkpoint, `out` cannot be written
@@ -578,22 +579,29 @@ def _export_files(
     checkpoint: str,
     force: bool,
 ) -> dict[str, Any]:
-    """Writes the files of `export`, without a model card.
+    """Writes the files of `export`, without a model card. Loads the weights of the base model.
 
     Args:
         run: The run directory.
-        out: The file or directory to write.
-        form: See `export`, like the other arguments.
-        dtype: See `export`.
-        fold_alpha: See `export`.
-        checkpoint: See `export`.
-        force: See `export`.
+        out: The .safetensors file to write, or for PEFT and for parameters trained in full a
+            directory, which must hold nothing but an earlier export and be no link. Missing parent
+            directories are created.
+        form: "diffusers" or "peft". A run that trains any parameter in full accepts only
+            "diffusers".
+        dtype: The number format of the written tensors, "fp32" or "bf16".
+        fold_alpha: Whether B is multiplied by alpha / rank. Only for a LoRA with `form`
+            "diffusers".
+        checkpoint: "latest", "best" (highest evaluation reward), or the number of an iteration.
+        force: Whether an existing file, or the files in an existing directory, are replaced.
 
     Returns:
-        "iteration", "rank", "alpha" and, for parameters trained in full, "trained_in_full".
+        "iteration" (of the checkpoint), "rank" and "alpha" (the rank with `fold_alpha`), and for
+        parameters trained in full the number of these arrays, "trained_in_full".
 
     Raises:
-        InputError: See `export`.
+        InputError: If `run` is no run directory or has no such checkpoint, `out` cannot be written
+            or exists without `force`, an option does not suit the run, or the parameters are not
+            finite in `dtype`, or adapters change nothing.
         ConfigError: If the configuration of the run is invalid.
         RunError: If the checkpoint is damaged, or the disk refuses.
     """

@@ -81,9 +81,9 @@ def evaluate(
     Raises:
         InputError: If the prompts cannot be encoded.
         FileNotFoundError: If the directory of a tokenizer is missing.
-        RewardError: If a reward outside of JAX fails and the configuration says that the run stops
-            then. It is a RunError.
-        RunError: If the disk refuses the cache of prompts, or another process gives no answer.
+        RunError: If a reward outside of JAX fails (RewardError) and the configuration says that the
+            run stops then, if the disk refuses the cache of prompts, or if another process gives no
+            answer.
     """
     config = experiment.config.eval
     prompts, seeds = _held_out(experiment, config.num_prompts, config.num_images_per_prompt)
@@ -224,8 +224,10 @@ def sample_grid(experiment: Experiment, adapters: Trainable) -> ImageGrid:
 
     Raises:
         InputError: If the prompts cannot be encoded.
-        RewardError: If a reward outside of JAX fails and the configuration says that the run stops
-            then. It is a RunError. The other errors are those of `evaluate`.
+        FileNotFoundError: If the directory of a tokenizer is missing.
+        RunError: If a reward outside of JAX fails (RewardError) and the configuration says that the
+            run stops then, if the disk refuses the cache of prompts, or if another process gives no
+            answer.
     """
     num_images = experiment.config.eval.num_grid_images
     per_prompt = min(4, num_images)
@@ -310,8 +312,10 @@ class LargestDifferences:
 
         Raises:
             InputError: If the prompts cannot be encoded.
-            RewardError: If a reward outside of JAX fails and the configuration says that the run
-                stops then. It is a RunError. The other errors are those of `evaluate`.
+            FileNotFoundError: If the directory of a tokenizer is missing.
+            RunError: If a reward outside of JAX fails (RewardError) and the configuration says that
+                the run stops then, if the disk refuses the cache of prompts, or if another process
+                gives no answer.
         """
         config = experiment.config.eval
         prompts, seeds = _held_out(experiment, config.num_prompts, config.num_images_per_prompt)
@@ -364,8 +368,10 @@ def pool_images(
 
     Raises:
         InputError: If the prompts cannot be encoded.
-        RewardError: If a reward outside of JAX fails and the configuration says that the run stops
-            then. It is a RunError. The other errors are those of `evaluate`.
+        FileNotFoundError: If the directory of a tokenizer is missing.
+        RunError: If a reward outside of JAX fails (RewardError) and the configuration says that the
+            run stops then, if the disk refuses the cache of prompts, or if another process gives no
+            answer.
     """
     experiment = experiment.for_iteration(iteration)
     config = experiment.config
@@ -476,8 +482,10 @@ def _generate_grid(
 
     Raises:
         InputError: If the prompts cannot be encoded.
-        RewardError: If a reward outside of JAX fails and the configuration says that the run stops
-            then. The other errors are those of `evaluate`.
+        FileNotFoundError: If the directory of a tokenizer is missing.
+        RunError: If a reward outside of JAX fails (RewardError) and the configuration says that the
+            run stops then, if the disk refuses the cache of prompts, or if another process gives no
+            answer.
     """
     samples = _generate(experiment, adapters, prompts, seeds, keep_images=True)
     return ImageGrid.from_samples(prompts, samples)
@@ -507,8 +515,10 @@ def _generate(
 
     Raises:
         InputError: If the prompts cannot be encoded.
-        RewardError: If a reward outside of JAX fails and the configuration says that the run stops
-            then. The other errors are those of `evaluate`.
+        FileNotFoundError: If the directory of a tokenizer is missing.
+        RunError: If a reward outside of JAX fails (RewardError) and the configuration says that the
+            run stops then, if the disk refuses the cache of prompts, or if another process gives no
+            answer.
     """
     config = experiment.config
     reward = experiment.evaluation_reward

@@ -41,7 +41,9 @@ def describe(
         progress: Prints three lines.
 
     Returns:
-        The content of `run.json`, JSON values by name, see `_facts`.
+        The content of `run.json`, JSON values by name: versions, devices, mesh, how it explores and
+        evaluates, numbers of parameters, and the paths of those that are trained and quantized. See
+        `_facts` for the names.
 
     Raises:
         RunError: If the disk refuses.
