@@ -278,14 +278,16 @@ def _probe_judge(name: str, config: Config) -> str:
 
 
 def proposal(config: Config) -> dict[str, Any]:
-    """Proposes settings for this machine, which `solrl train PRESET mesh=auto` takes.
+    """Proposes settings for this machine, which `solrl train PRESET mesh=auto` takes. Starts JAX's
+    backend.
 
     Args:
-        config: The configuration of the preset.
+        config: The configuration of the preset, with its overrides.
 
     Returns:
-        "settings" (those that differ from the configuration, as `key=value`), "planned" (the peak
-        bytes of one device in the plan that they come from, None if no plan fits), "seconds" (its
+        "settings" (those that differ from the configuration, as `key=value`; if no plan fits they
+        are a guess), "planned" (the peak bytes of one device in the plan that they come from, None
+        if no plan fits), "seconds" (its
         roofline seconds by phase if the plan is for this kind of device, else empty), and "reason"
         (a line that says where they come from).
     """
@@ -477,7 +479,8 @@ def table(summary: dict[str, Any]) -> str:
     """Formats the results of `machine` and `needs` as lines for a terminal.
 
     Args:
-        summary: The result of `machine`, alone or joined with that of `needs`.
+        summary: The result of `machine`, alone or joined with that of `needs` and that of
+            `proposal` as "proposal".
 
     Returns:
         Lines with a name in ten columns and a text; the last ones list the missing requirements, or

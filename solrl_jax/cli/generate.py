@@ -93,8 +93,9 @@ def _write(out: Path, generation: Generation, prompts: Sequence[str]) -> None:
     and `latents.npy`. Existing files are replaced.
 
     Args:
-        out: The directory to write to.
-        generation: The images and their latents.
+        out: The directory to write to. It is created if necessary.
+        generation: The images, written as float32 [N, height, width, 3] to `images.npy`, and their
+            initial noise, written as float32 [N, C, h, w] to `latents.npy`.
         prompts: The prompt of each image, which the grid shows. A row of the grid has at most eight
             images.
 

@@ -104,6 +104,9 @@ def _without(tree: Mapping[str, Any], hidden: set[str], prefix: str) -> dict[str
         tree: The settings of a section by name. Sections within it are mappings.
         hidden: Dotted names of the fields that are left out, e.g. "model.path".
         prefix: The dotted name of `tree` with a dot at its end, or "" at the top.
+
+    Returns:
+        A new dict in the same order. A section whose fields are all left out is an empty dict.
     """
     kept = {}
     for key, value in tree.items():

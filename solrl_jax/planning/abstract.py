@@ -163,7 +163,11 @@ def reward(config: Config, mesh: Mesh, products: DTypeLike) -> Reward:
     Args:
         config: The configuration.
         mesh: The mesh that the networks are placed on.
-        products: The dtype of the matmuls of the reward networks.
+        products: The dtype of the matmuls of the reward networks: float32, float16 or bfloat16.
+
+    Returns:
+        The reward, whose `params` are placed ShapeDtypeStructs, so that it can be traced but not
+        called.
 
     Raises:
         InputError: If a reward does not exist, cannot be imported or refuses its options, or if the

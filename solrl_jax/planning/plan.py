@@ -272,7 +272,7 @@ def plan(
     hlo: Path | None = None,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> dict[str, Any]:
-    """Plans an iteration.
+    """Plans an iteration. `topology.prepare` must be called before, and before JAX is imported.
 
     Compiles on as many threads as this machine has CPU cores. Errors of XLA are raised as they are.
 
@@ -290,8 +290,10 @@ def plan(
         bytes (the first is 92% of the device's memory), "largest" is the stage with that peak,
         "fits" whether it is at most "usable", and "too_large" has the settings that take less
         memory for each stage that does not fit. "parts" are the bytes of the arrays that stay in
-        memory, by name. "faster" is that of `faster`, "seconds", "rollout" and perhaps
-        "naive_scaling" are those of `totals`, and "assumptions" is a list of sentences. "preset",
+        memory, by name. "faster" has a setting `key=value` for stages that it may make faster (see
+        `faster`). "seconds" are those of the iteration, and "rollout" those of "sync", "explore"
+        and "regenerate"; if the run regenerates, "naive_scaling" has the same two for a run that
+        explores in the training precision. "assumptions" is a list of sentences. "preset",
         "device" (its name), "devices" (on each host), "hosts", "size" (height and width in pixels),
         "mesh" (the size of each axis by name), "exploration" (a sentence on its format) and "remat"
         (what the update's gradient recomputes) describe what was planned.
@@ -417,8 +419,10 @@ def totals(planner: Planner, stages: list[dict[str, Any]]) -> dict[str, Any]:
 def assumptions(planner: Planner) -> Iterator[str]:
     """Yields sentences with the assumptions of the figures, without a full stop.
 
-    Which ones depends on the configuration, the platform, the number of devices, and whether the
-    model's own configuration was present.
+    They are on the usable memory, the text encoders, roofline seconds, what takes no time, and the
+    reward networks; and where it applies on several image sizes, larger evaluation images, tuning
+    of GPU kernels, overlapping collectives of several devices, and a model whose configuration is
+    that of the package, because no files of it are present.
 
     Args:
         planner: The planner.

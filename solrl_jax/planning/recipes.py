@@ -57,7 +57,7 @@ class Record(NamedTuple):
 
     @property
     def shards(self) -> int:
-        """The number of devices that the base is divided among."""
+        """The number of devices that the base is divided among, `fsdp` times `tensor`."""
         return self.fsdp * self.tensor
 
 

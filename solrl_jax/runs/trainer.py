@@ -771,8 +771,9 @@ def _save(this: _Run) -> None:
 def _save_after_stop(this: _Run, cause: BaseException) -> None:
     """Saves the last complete iteration after an interruption or a failure, and prints a line.
 
-    Nothing is saved if no iteration is complete, if the arrays of the state are deleted (the stop
-    was within an update), or after Diverged, because the last finite state is saved already.
+    Nothing is saved if no iteration is complete or if the arrays of the state are deleted (the stop
+    was within an update). After Diverged, whose state must not be continued from, nothing is saved
+    or printed.
 
     Args:
         this: The run.

@@ -88,7 +88,8 @@ def evaluations(config: Config, steps: int) -> int:
 
     Args:
         config: The configuration. The numbers of prompts, of candidates and of kept candidates, and
-            the number of steps of regeneration are read.
+            the number of steps of regeneration are read. Without regeneration only exploration
+            counts.
         steps: The number of exploring steps per candidate.
     """
     rollout = config.rollout
