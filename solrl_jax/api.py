@@ -259,9 +259,12 @@ def rank(
             when a pass over all candidates starts. The default reports nothing.
 
     Returns:
-        One mapping per combination (recipes outermost, steps innermost), with its "explore",
-        "precision" and "steps", the means over prompts of "spearman", "kendall" and other figures
-        (see `rl.rank.summarise`), and a mapping with the figures of each prompt as "per_prompt".
+        One mapping per combination (recipes outermost, steps innermost), with its "explore" (the
+        recipe), "precision" and "steps", the counts "candidates" (per prompt), "kept", "top_k" and
+        "prompts", the means over prompts of "spearman", "kendall", "top_k_match", "bottom_k_match",
+        "top_k_regret", "true_rank_best" and "true_rank_worst" (see `rl.rank.summarise`), the ranks
+        "perfect_rank_best" and "perfect_rank_worst" of a perfect proxy, and as "per_prompt" a list
+        with the text and the figures of each prompt.
 
     Raises:
         InputError: If `prompts` is not from 1 to the number of test prompts, or an entry of a list

@@ -42,13 +42,13 @@ SMALLEST_SHARDED = 2**12
 
 
 def jit(stage: Callable[..., Any], **options: Any) -> Any:
-    """Compiles a function with `OPTIONS` and with float32 matmuls in full precision.
+    """Jits a function with `OPTIONS` and with float32 matmuls in full precision.
 
-    Its result is then the same on every mesh, up to rounding in the dtypes that it uses. `OPTIONS`
-    forbid excess precision and the CPU's shape-dependent kernels.
+    `OPTIONS` forbid XLA to keep more precision than the dtypes have and a CPU to choose kernels by
+    shape, because results would otherwise depend on the mesh.
 
     Args:
-        stage: The function to compile.
+        stage: The function, which is compiled at the first call for each kind of arguments.
         **options: Further arguments of `jax.jit`, such as `static_argnums` or `donate_argnums`, but
             not `compiler_options`, which would be a TypeError.
 

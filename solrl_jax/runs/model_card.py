@@ -213,7 +213,8 @@ def _public(value: Any) -> Any:
     """Returns a value of a setting with absolute paths cut to their last part.
 
     Args:
-        value: A value of JSON.
+        value: A value of JSON. Texts in lists and in the values of dicts are cut too; relative
+            paths and all other values stay. It is not changed.
     """
     if isinstance(value, str):
         return Path(value).name if Path(value).is_absolute() else value

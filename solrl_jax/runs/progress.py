@@ -68,8 +68,8 @@ class TerminalProgress:
         self.stop()
 
     def _interrupt(self, number: int, frame: Any) -> None:
-        """Handles a signal: notes the first one and prints a line. The state may be half updated
-        now, and could not be saved.
+        """Handles a signal: notes the first one and prints a line. `stage` or `iteration` raises
+        KeyboardInterrupt for it later, because the state may be half updated now.
 
         Args:
             number: The number of the signal. Not read.

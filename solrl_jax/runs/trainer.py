@@ -260,7 +260,9 @@ def _refuse_foreign_report(path: Path, force: bool) -> None:
         force: Whether another file may be replaced. A directory never is.
 
     Raises:
-        InputError: If `path` holds anything else.
+        InputError: If `path` is a directory, or if it is another file (or a link that leads
+            nowhere) and `force` is False.
+        OSError: If the file cannot be read.
     """
     if not os.path.lexists(path) or is_page(path):
         return
