@@ -332,7 +332,7 @@ def _with_gradient(
 
 
 def _attention_kernel(*operands: Array) -> tuple[Array, ...]:
-    """Computes the attention of all networks, with its gradient.
+    """Computes attention by the function that all networks call, with its gradient.
 
     Args:
         *operands: Those of `_attention_operands`.

@@ -207,7 +207,7 @@ def read_run(path: str | Path) -> Config:
         path: The run directory.
 
     Returns:
-        The configuration that the run was started with.
+        The configuration with which the run was last started.
 
     Raises:
         InputError: If `path` is no run directory, or if its `config.yaml` cannot be read as text.

@@ -514,10 +514,10 @@ def check_name(name: str) -> None:
 
 
 def _code(text: str, language: str = "sh") -> str:
-    """Returns a block of code in Markdown.
+    """Returns a fenced block of code in Markdown.
 
     Args:
-        text: The code.
-        language: Its language.
+        text: The code, in one or more lines. It must not have a fence of its own.
+        language: The name of its language behind the opening fence, e.g. "python".
     """
     return f"```{language}\n{text}\n```"
