@@ -101,7 +101,8 @@ def evaluate(
 
 
 def setting(experiment: Experiment) -> str:
-    """Describes in one line all settings that a result of `evaluate` depends on besides the policy.
+    """Describes in one line how `evaluate` samples: prompts, images, solver, guidance, precision
+    and seed. Rewards, the schedule of the solver and the settings of the model are not named.
 
     Args:
         experiment: The experiment. Its sections `eval` and `rollout` and the test prompts are read.
@@ -109,7 +110,9 @@ def setting(experiment: Experiment) -> str:
     Returns:
         The line, e.g. "64 prompts (sha256 0123456789ab) x 1 images of 512 x 512; euler, 40 steps,
         guidance 3.5, bf16, seed 0". The size is width x height in pixels. The hash is the beginning
-        of the SHA-256 of the evaluated prompts, each followed by a line feed.
+        of the SHA-256 of the evaluated prompts, each followed by a line feed. A solver that adds
+        noise in training is followed by "without noise", and a `true_cfg_scale` other than 1 is
+        named after the guidance.
     """
     config = experiment.config.eval
     rollout = experiment.config.rollout

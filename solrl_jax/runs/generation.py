@@ -302,12 +302,13 @@ def _channels_last(latents: Any, count: int) -> Float[np.ndarray, "n h w c"]:
     No value is read, so the array may be a memory-mapped file.
 
     Args:
-        latents: The noise, as an array of NumPy, JAX or PyTorch, with the channels first.
+        latents: The noise, as an array of NumPy or JAX, or of PyTorch on the CPU, with the channels
+            first.
         count: The number of prompts, which N must be.
 
     Returns:
-        The view of a NumPy array, which is not contiguous. Arrays on a device are copied to the
-        host first.
+        The view of a NumPy array, which is not contiguous. Arrays of JAX are copied to the host
+        first if they are on another device.
 
     Raises:
         InputError: If it is no float32 array with four axes, or N is not `count`.
