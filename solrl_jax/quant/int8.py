@@ -36,7 +36,7 @@ class INT8Tensor(QuantizedWithInput):
     """A weight matrix [in, out] in INT8: `w[i, o] = codes[o, i] * scales[o]`, 8 bits per value.
 
     The contraction axis of `codes` is last, the layout that cuBLAS requires of INT8 operands. TPUs
-    multiply both layouts in the same time.
+    multiply both layouts in the same time. `quantize` makes such leaves from arrays.
 
     Attributes:
         output_axes: A class attribute, see `Leaf`: the outputs are the second to last axis of

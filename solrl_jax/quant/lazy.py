@@ -667,7 +667,8 @@ def tpu_kernel(
     One step of the kernel handles up to `TPU_ROWS` rows of one sample, in float32.
 
     Args:
-        encode: The encoder of a row.
+        encode: The encoder of rows, see `LazyActivation.encode`. Its outputs are INT8, BF16 or
+            float32.
         parts: The parts of the activation. The widths of all but the last are multiples of `LANES`.
         interpret: Whether to run the kernel in Pallas' interpreter, which needs no TPU.
 

@@ -21,7 +21,8 @@ class CrossProjection(nnx.Module):
         widths: The number of features of the query sequence, of the key sequence, and of all heads
             together.
         heads: The number of heads, a divisor of the third width.
-        normed: Whether queries and keys are normalized (RMSNorm), all heads together.
+        normed: Whether queries and keys are normalized (RMSNorm with epsilon 1e-5), all heads
+            together.
         bias: Whether the projections to queries, keys and values have biases.
         rngs: Random number generators for the initial weights.
     """
@@ -75,7 +76,8 @@ class LinearAttention(CrossProjection):
     Args:
         widths: The number of features of the tokens (twice), and of all heads together.
         heads: The number of heads, a divisor of the third width.
-        normed: Whether queries and keys are normalized (RMSNorm), all heads together.
+        normed: Whether queries and keys are normalized (RMSNorm with epsilon 1e-5), all heads
+            together.
         bias: Whether the projections to queries, keys and values have biases. The output projection
             always has one.
         rngs: Random number generators for the initial weights.
@@ -104,7 +106,8 @@ class CrossAttention(CrossProjection):
         widths: The number of features of the image tokens, of the text tokens, and of all heads
             together.
         heads: The number of heads, a divisor of the third width.
-        normed: Whether queries and keys are normalized (RMSNorm), all heads together.
+        normed: Whether queries and keys are normalized (RMSNorm with epsilon 1e-5), all heads
+            together.
         bias: Whether the projections to queries, keys and values have biases. The output projection
             always has one.
         rngs: Random number generators for the initial weights.

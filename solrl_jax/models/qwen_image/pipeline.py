@@ -50,6 +50,9 @@ SHIFT_SETTINGS = {
 class QwenImagePipeline(Pipeline):
     """Qwen-Image or Qwen-Image-2512. The language part of Qwen2.5-VL encodes the prompt.
 
+    Guidance takes a second evaluation, and keeps the norms of the conditional velocity (`guide`).
+    The attention is masked, so that it cannot run in FP8.
+
     Attributes:
         config: configuration of the transformer.
         vae_config: configuration of the autoencoder.

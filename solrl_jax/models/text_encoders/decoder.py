@@ -95,8 +95,8 @@ class PreNormLayer(nnx.Module):
 class GroupedQueryAttention(nnx.Module):
     """Softmax attention with rotary positions, including the output projection.
 
-    Consecutive query heads share the keys and values of one head. The mask of a call makes it
-    causal; the layer itself has no order.
+    Consecutive query heads share the keys and values of one head. Only the mask of a call makes the
+    attention causal.
 
     Args:
         features: features of a token.
