@@ -44,8 +44,9 @@ class Sampler:
             Nearly always there is one.
         decoder: Decodes latents to images, for rewards or to be kept.
         shape: Height, width and channels of one latent.
-        chunk: The largest number of samples that one device generates at once. Devices along the
-            mesh axis `tensor` work on the same samples and count as one.
+        chunk: The number of samples that one device generates at once, at least 1; a shorter batch
+            is padded to it. Devices along the mesh axis `tensor` work on the same samples and count
+            as one.
         recorded: How many stochastic steps are recorded, from the first one on. The latents before
             and after each of them are kept. 0 records nothing.
     """

@@ -49,9 +49,10 @@ def make_optimizer(config: Optimizer) -> optax.GradientTransformation:
     """AdamW (arXiv 1711.05101) on gradients whose global norm is clipped.
 
     Args:
-        config: The optimizer section of the configuration. The learning rate falls linearly from
-            `learning_rate` to 0 over `decay_steps` optimizer steps and then stays 0, or is constant
-            if these are 0. Weight decay applies to all trainable parameters.
+        config: The optimizer section of the configuration: `max_grad_norm` is the largest norm, and
+            `beta1`, `beta2`, `eps` and `weight_decay` are those of AdamW. The learning rate falls
+            linearly from `learning_rate` to 0 over `decay_steps` optimizer steps and then stays 0,
+            or is constant if `decay_steps` is 0. Weight decay applies to all trainable parameters.
 
     Returns:
         The transformation of optax.

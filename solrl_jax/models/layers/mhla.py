@@ -35,7 +35,8 @@ class Mhla:
         released: Whether to follow the released code instead of the paper: m is normalized by
             columns and is not bounded, `lepe` starts as the identity and has a bias, and each query
             position has its own denominator.
-        normed: Whether queries and keys are normalized (RMSNorm), all heads together.
+        normed: Whether queries and keys get norms (RMSNorm with epsilon 1e-5, all heads together)
+            if the checkpoint has none. Those of a checkpoint are kept whatever this is.
     """
 
     blocks: int

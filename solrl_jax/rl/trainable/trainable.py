@@ -123,7 +123,7 @@ def init_adapters(
         base: The parameters of the base, or their shapes.
         targets: The paths of the adapted kernels. The position of a path in this order decides its
             random numbers.
-        rank: The rank of the adapters.
+        rank: The rank of the adapters, at least 1.
 
     Returns:
         By path, {"a": [..., in, rank], "b": [..., rank, out]} in float32, with the leading axes of
