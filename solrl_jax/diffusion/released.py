@@ -83,10 +83,10 @@ def read_scheduler(
 
     Returns:
         The `steps` + 1 sigmas, decreasing to 0, float64, for the Euler scheduler stretched so that
-        the last one before 0 is `shift_terminal`, if that is set and there are two steps or more;
-        the timestep that the network is given at each step, float64 [steps], which is 1000 times
-        the sigma and for DPMSolverMultistepScheduler rounded down to an integer; and the solver
-        table, float32 [steps, 5], see `solver.solver_table`.
+        the last one before 0 is `shift_terminal`, if that is above 0 and there are at least two
+        steps; the timestep that the network is given at each step, float64 [steps], which is 1000
+        times the sigma and for DPMSolverMultistepScheduler rounded down to an integer; and the
+        solver table, float32 [steps, 5], see `solver.solver_table`.
 
     Raises:
         ValueError: If the scheduler or a setting is not supported: `_class_name` is another one or

@@ -143,9 +143,8 @@ class QwenImageTransformer2DModel(nnx.Module):
             The velocity, in the dtype of `latent`, with `config.features_out` channels.
 
         Raises:
-            ValueError: height or width is odd, or a quarter of the larger of both (half of it in
-                image tokens) plus the number of text tokens, padding included, is above 4096
-                (`POSITIONS`).
+            ValueError: height or width is odd, or the text has, padding included, more tokens than
+                4096 (`POSITIONS`) less a quarter of the larger side of the latents, rounded down.
             KeyError: `remat` is not a key of `REMAT`.
         """
         batch, height, width, _ = latent.shape

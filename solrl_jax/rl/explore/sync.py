@@ -92,7 +92,7 @@ def sync_policy(
 ) -> Params:
     """Returns the parameters of a policy with some linear layers merged and quantized.
 
-    The other linear layers keep the array of the base and the adapter beside it. That is exact and
+    Other adapted layers keep the array of the base and the adapter beside it, which is exact and
     takes no memory.
 
     Args:
