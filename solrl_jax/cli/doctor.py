@@ -20,10 +20,11 @@ from solrl_jax import api
 from solrl_jax.cli.options import finish, json_option, overrides_argument
 from solrl_jax.config.presets import resolve
 from solrl_jax.config.schema import Config
+from solrl_jax.config.values import ConfigError
 from solrl_jax.data.prompts import load_prompts
 from solrl_jax.errors import InputError, in_one_line, one_line
 from solrl_jax.models.backbone import DTYPES
-from solrl_jax.models.locate import open_model
+from solrl_jax.models.locate import mhla_override, open_model
 from solrl_jax.models.text_encoders.cache import open_cache
 from solrl_jax.planning import device_checks, recipes
 from solrl_jax.planning.abstract import open_configurations
@@ -174,10 +175,6 @@ def needs(config: Config) -> dict[str, Any]:
         endpoint of each judge supports, in one line), "adapted" (a line for each number of prompts
         that is reduced to what its file has), and "missing" (a message for each problem, each
         once).
-
-    Raises:
-        ConfigError: If no number of training prompts up to that of the file fits the other
-            settings.
     """
     missing: list[str] = []
     downloads = [*_model_download(config), *_reward_downloads(config)]
@@ -187,7 +184,7 @@ def needs(config: Config) -> dict[str, Any]:
     def noted() -> Iterator[None]:
         try:
             yield
-        except InputError as error:
+        except (InputError, ConfigError) as error:
             missing.append(str(error))
 
     counts: dict[str, int] = {}
@@ -306,8 +303,7 @@ def proposal(config: Config) -> dict[str, Any]:
 def sizes(config: Config) -> dict[str, int]:
     """Computes the bytes of the model's parts from their configurations, without weights.
 
-    Also checks that training can fit into the devices of this machine. The model is taken with its
-    own attention, whatever `model.attention` says.
+    Also checks that training can fit into the devices of this machine.
 
     Args:
         config: The configuration of the run.
@@ -320,7 +316,7 @@ def sizes(config: Config) -> dict[str, int]:
         InputError: If the model has no configurations here, the mesh does not fit the devices, a
             setting does not fit the model, or training cannot fit into a device of this machine.
     """
-    pipeline = open_configurations(config.model.path)
+    pipeline = open_configurations(config.model.path, mhla=mhla_override(config.model))
     dtype = DTYPES[config.rollout.precision]
     encoders = sum(part.num_parameters for part in pipeline.text_encoders.values())
     part_sizes = {

@@ -945,6 +945,15 @@ class Config(Section):
         return math.floor(product)
 
     @property
+    def training_scores(self) -> tuple[str, ...]:
+        """The names of the scores that training depends on, each once.
+
+        Those of `reward.weights`, then those that only rank candidates (`rollout.explore.reward`).
+        Scores that are only watched (`reward.eval_only`) are not among them.
+        """
+        return tuple(dict.fromkeys((*self.reward.weights, *(self.rollout.explore.reward or ()))))
+
+    @property
     def num_terms(self) -> int:
         """Number of terms of an iteration's loss: prompts * kept samples per prompt * sigmas."""
         return self.train.num_prompts * self.rollout.kept * self.num_train_sigmas

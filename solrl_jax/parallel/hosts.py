@@ -151,8 +151,8 @@ def roll_call(count: int, mine: int, coordinator: str) -> None:
 def _listen(count: int, port: int, end: float) -> str:
     """Waits in the first process for the other ones, and sends each of them the outcome.
 
-    A connection that sends no integer within `ANSWER` (5) seconds is ignored; whether an integer is
-    below `count` is not checked. The wait ends early when two processes send the same number.
+    A connection that sends no number of a process, 1 to `count` - 1, within `ANSWER` (5) seconds is
+    ignored. The wait ends early when two processes send the same number.
 
     Args:
         count: The number of processes, including this one. 1 does not wait.
@@ -192,6 +192,8 @@ def _listen(count: int, port: int, end: float) -> str:
             caller.settimeout(ANSWER)
             with contextlib.suppress(OSError, ValueError):  # not a process of this run
                 number = int(caller.recv(16))
+                if not 1 <= number < count:
+                    raise ValueError
                 problem = f"two processes are host={number}" if number in callers else ""
                 callers[number] = caller
         for caller in callers.values():

@@ -447,6 +447,8 @@ def assumptions(planner: Planner) -> Iterator[str]:
         "seconds are the least possible: a kernel takes the longer of its operations and its "
         "memory at the public peaks"
     )
+    if config.rollout.explore.reward is not None:
+        yield "reward.weights scores the candidates too, in place of rollout.explore.reward"
     yield "rewards outside JAX, the host's work, launching kernels and compiling take no time"
     if where.target.platform == "gpu":
         yield (

@@ -186,10 +186,9 @@ def fingerprint(config: Config, explore_format: str) -> str:
 
     A run may resume another with the same fingerprint. Left out are the settings in `FREE` (such as
     the run directory, the evaluation, the mesh and the number of iterations), the paths and options
-    of rewards that are not in `reward.weights` (those that are only watched, and also those that
-    only rank candidates), options of judges on which no score depends, such as the address of the
-    service, and settings that have their default value, so that a new field with a default does not
-    change the fingerprint of older runs.
+    of rewards that are only watched, options of judges on which no score depends, such as the
+    address of the service, and settings that have their default value, so that a new field with a
+    default does not change the fingerprint of older runs.
 
     Args:
         config: The resolved configuration.
@@ -210,8 +209,9 @@ def _bound_settings(config: Config) -> dict[str, Any]:
 
     These are all settings but those in `FREE` (the version of the format, the sections `run`,
     `eval` and `mesh`, the name of the preset, the test prompts, the number of iterations, the
-    prompt cache, and how rewards are watched and run), the paths and options of rewards that are
-    not in `reward.weights`, and the options of judges on which no score depends.
+    prompt cache, and how rewards are watched and run), the paths and options of rewards that
+    training does not depend on (`Config.training_scores`), and the options of judges on which no
+    score depends.
 
     Args:
         config: The resolved configuration.
@@ -224,7 +224,7 @@ def _bound_settings(config: Config) -> dict[str, Any]:
         *sections, field = name.split(".")
         section = functools.reduce(operator.getitem, sections, settings)
         section.pop(field)
-    trained = reward_names(config.reward.weights)
+    trained = reward_names(config.training_scores)
     for field in ("paths", "options"):
         settings["reward"][field] = {
             name: value

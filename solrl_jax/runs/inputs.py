@@ -45,8 +45,9 @@ def hash_inputs(
         Hashes of 16 hexadecimal digits by name: "prompts" (the training prompts with their
         metadata, in order), "instruction" (also if it is None), "weights/COMPONENT" for every
         component of the model whose directory is there, "code/MODULE:FUNCTION" for every reward
-        that is trained on and for the objective if they are outside of the package and the source
-        file exists, and "question/NAME" for every judge that is trained on.
+        that training depends on (`Config.training_scores`) and for the objective if they are
+        outside of the package and the source file exists, and "question/NAME" for every judge that
+        training depends on.
 
     Raises:
         FileNotFoundError: If the directory of a component holds no weights, several files none of
@@ -69,7 +70,7 @@ def hash_inputs(
         source = _source_file(plugin)
         if source is not None:
             hashes[f"code/{plugin}"] = _digest(source.read_bytes())
-    for name in filter(is_judge, reward_names(config.reward.weights)):
+    for name in filter(is_judge, reward_names(config.training_scores)):
         question = open_judge(name, config.reward.options.get(name, {})).question
         hashes[f"question/{name}"] = _digest(question.encode())
     return hashes
@@ -117,7 +118,11 @@ def _describe(config: Config, name: str) -> str:
         return f"model.path={config.model.path!r}: the weights of {detail} have"
     if kind == "question":
         return f"reward.options.{detail}.prompt: the question has"
-    field = "algorithm.objective" if detail == config.algorithm.objective else "reward.weights"
+    field = "reward.weights"
+    if detail == config.algorithm.objective:
+        field = "algorithm.objective"
+    elif detail not in reward_names(config.reward.weights):
+        field = "rollout.explore.reward"
     return f"{field}: the source file of {detail} has"
 
 
@@ -167,17 +172,18 @@ def _hash_weights(folder: Path) -> str:
 
 
 def _plugins(config: Config) -> list[str]:
-    """Returns the functions outside of the package that are trained on: rewards and objective.
+    """Returns the functions outside of the package that training depends on: rewards and objective.
 
     Args:
-        config: The configuration. `reward.weights` and `algorithm.objective` are read, and names of
-            rewards that installed packages provide (entry points) are looked up.
+        config: The configuration. `reward.weights`, `rollout.explore.reward` and
+            `algorithm.objective` are read, and names of rewards that installed packages provide
+            (entry points) are looked up.
 
     Returns:
         The functions as "module:function", sorted, each once.
     """
     installed = entry_points()
-    rewards = [installed.get(name, name) for name in reward_names(config.reward.weights)]
+    rewards = [installed.get(name, name) for name in reward_names(config.training_scores)]
     return sorted({name for name in (*rewards, config.algorithm.objective) if is_plugin(name)})
 
 

@@ -15,7 +15,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -51,6 +51,22 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
     """
     rows, _ = _read(Path(run_dir) / _JSONL)
     return rows
+
+
+def by_iteration(rows: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Merges the rows of each iteration, as a run has several if it stopped between them.
+
+    Args:
+        rows: Rows of a record in order, see `read`.
+
+    Returns:
+        One new row per iteration, in the order of their first rows. Of values with the same name,
+        the last one counts.
+    """
+    merged: dict[int, dict[str, Any]] = {}
+    for row in rows:
+        merged.setdefault(row["iteration"], {}).update(row)
+    return merged
 
 
 def _read(path: Path) -> tuple[list[dict[str, Any]], bool]:

@@ -299,7 +299,7 @@ def _usage(config: Config, name: str, whole: bool) -> str:
 
     Args:
         config: The configuration of the run. The example has the size and the number of steps of
-            its evaluation and its `guidance_scale`, but not its `true_cfg_scale`.
+            its evaluation, and its guidance.
         name: The repository, OWNER/NAME.
         whole: Whether parameters are trained in full. The example then loads a transformer, and
             otherwise a LoRA.
@@ -323,6 +323,11 @@ def _usage(config: Config, name: str, whole: bool) -> str:
             "pipeline.to(DEVICE)",
             f'pipeline.load_lora_weights("{name}")',
         ]
+    guided = []
+    if config.rollout.true_cfg_scale != 1:  # only models with embedded guidance have it
+        # The pipelines of diffusers guide if they are given a negative prompt, also an empty one.
+        scale = f"{config.rollout.true_cfg_scale:g}"
+        guided = [f'    true_cfg_scale={scale}, negative_prompt="",']
     lines = [
         "import torch",
         imports,
@@ -332,6 +337,7 @@ def _usage(config: Config, name: str, whole: bool) -> str:
         '    "a red bicycle leaning against a yellow wall",',
         f"    height={height}, width={width}, num_inference_steps={config.eval.num_steps},",
         f"    guidance_scale={config.rollout.guidance_scale:g},",
+        *guided,
         ").images[0]",
     ]
     return _code("\n".join(lines).replace("DEVICE", '"cuda"'), "python")

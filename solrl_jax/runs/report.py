@@ -20,7 +20,7 @@ import numpy as np
 
 from solrl_jax.config.presets import preset_names, resolve
 from solrl_jax.config.schema import Config
-from solrl_jax.config.values import MAX_NUMBER, brief_repr
+from solrl_jax.config.values import MAX_NUMBER, ConfigError, brief_repr
 from solrl_jax.errors import InputError, RunError, first_line
 from solrl_jax.runs import ledger, metrics
 from solrl_jax.runs.directory import read_run
@@ -185,17 +185,15 @@ class HtmlReport:
 
         Returns:
             Why the report could not be written, as a line; None if it was written or it is too
-            soon. InputError and RunError are returned so and not raised.
-
-        Raises:
-            ConfigError: If the run's `config.yaml` has become invalid since the run started.
+            soon. InputError, ConfigError (the run's `config.yaml` has become invalid since the run
+            started) and RunError are returned so and not raised.
         """
         began = time.monotonic()
         if not last and self._spent + self._last > MAX_TIME_FRACTION * (began - self._began):
             return None
         try:
             write([self.path.parent], self.path, live=not last)
-        except (InputError, RunError) as error:
+        except (InputError, RunError, ConfigError) as error:
             return f"no report: {error}"
         finally:
             self._last = time.monotonic() - began
@@ -216,7 +214,7 @@ def _describe_run(folder: Path, name: str, max_rows: int) -> dict[str, Any]:
         JSON values by name: "name", "config" (settings by dotted name), "preset" (those of its
         preset; None if that is unknown), "facts" (see `read_facts`), "trained" and "watched" (names
         of rewards), "metrics" (by name, "iteration" among them, one list with a value per recorded
-        iteration, None where unknown; of several rows of an iteration only the last is read),
+        iteration, None where unknown; several rows of an iteration are merged, and later ones win),
         "ledger" (see `_read_ledger`), and "grids" and "pools" (see `_read_images`).
 
     Raises:
@@ -230,7 +228,7 @@ def _describe_run(folder: Path, name: str, max_rows: int) -> dict[str, Any]:
         raise InputError(
             f"{folder}: nothing to report yet, its metrics.jsonl has no line that can be read"
         )
-    rows = list({row["iteration"]: row for row in rows}.values())
+    rows = list(metrics.by_iteration(rows).values())
     columns = dict.fromkeys(key for row in rows for key in row)
     if len(columns) * len(rows) > MAX_VALUES:
         raise InputError(

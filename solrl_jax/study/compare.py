@@ -7,6 +7,7 @@ do not say how other images would score.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -16,7 +17,7 @@ from jaxtyping import Float, Int
 from solrl_jax.errors import InputError
 from solrl_jax.rl.fidelity import mean_true_rank
 from solrl_jax.runs import ledger
-from solrl_jax.runs.metrics import read
+from solrl_jax.runs.metrics import by_iteration, read
 from solrl_jax.study.cost import Prices, evaluations
 from solrl_jax.study.plan import Run
 
@@ -76,9 +77,7 @@ def read_course(run: Run, prices: Prices) -> Course:
     """
     last = run.config.train.iterations
     every = run.config.eval.every or last
-    rows: dict[int, dict[str, Any]] = {}
-    for row in read(run.folder):
-        rows.setdefault(row["iteration"], {}).update(row)
+    rows = by_iteration(read(run.folder))
     evaluated = sorted({0, last, *range(0, last, every)})
     for iteration in evaluated:
         if rows.get(iteration, {}).get("eval/reward") is None:
@@ -193,7 +192,7 @@ def compare(
     """
     finished = {arm: list(runs) for arm, runs in courses.items() if runs}
     costs = [course.cost[-1] for runs in finished.values() for course in runs]
-    common_cost = min(costs, default=float("nan"))
+    common_cost = _smallest(costs)
     arms = {arm: _arm_estimates(runs, common_cost) for arm, runs in finished.items()}
     pairs = []
     for arm, other in compared:
@@ -264,7 +263,7 @@ def _pair_estimates(courses: Sequence[Course], others: Sequence[Course]) -> dict
     """
     by_seed = {other.seed: other for other in others}
     pairs = [(course, by_seed[course.seed]) for course in courses if course.seed in by_seed]
-    common_cost = min((run.cost[-1] for pair in pairs for run in pair), default=float("nan"))
+    common_cost = _smallest([run.cost[-1] for pair in pairs for run in pair])
     final = [a.reward[-1] - b.reward[-1] for a, b in pairs]
     other_reward = _mean([b.reward[-1] for _, b in pairs])
     at_equal_cost = [at_cost(a, common_cost) - at_cost(b, common_cost) for a, b in pairs]
@@ -276,6 +275,18 @@ def _pair_estimates(courses: Sequence[Course], others: Sequence[Course]) -> dict
         "at_equal_cost": {"cost": common_cost, "reward": estimate(at_equal_cost)},
         "speed_up": {str(part): speed_up(pairs, part / 100) for part in PROGRESS},
     }
+
+
+def _smallest(costs: Sequence[float]) -> float:
+    """Returns the smallest cost that is known.
+
+    Args:
+        costs: Costs in counted seconds, NaN for runs in a format that has no price.
+
+    Returns:
+        The smallest one that is not NaN; NaN if there is none.
+    """
+    return min((cost for cost in costs if not math.isnan(cost)), default=math.nan)
 
 
 def estimate(values: Sequence[float]) -> Estimate:

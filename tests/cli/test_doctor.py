@@ -131,6 +131,11 @@ def test_few_prompts_are_said_and_an_unknown_reward_is_missing(diagnosed, tmp_pa
         "train.num_prompts=6: prompts.train='few.txt' has 2 distinct prompts, so each iteration "
         "takes 2"
     ]
+    code, said = diagnosed(
+        "tiny", "prompts.train=few.txt", "train.num_prompts=8", "optimizer.steps_per_iteration=576"
+    )
+    assert code == 1
+    assert "optimizer.steps_per_iteration" in said["missing"][0]
     _, said = diagnosed("tiny", "reward=nowhere:score")
     assert "reward 'nowhere:score': cannot be imported" in said["missing"][0]
 
@@ -191,3 +196,9 @@ def test_a_wrong_kernel_and_a_known_fault_of_cudnn_are_told_in_a_line_each(diagn
     assert "wrong      FP8 matmul: returns zeros" in lines
     (warning,) = (line for line in lines if line.startswith("warning"))
     assert "cuDNN 9.12.0: before 9.18" in warning
+
+
+def test_sizes_are_those_of_the_attention_that_is_trained():
+    own = doctor.sizes(resolve("tiny", ()))["transformer"]
+    mhla = doctor.sizes(resolve("tiny", ("model.attention=mhla", "train.parameters=.*lepe.*")))
+    assert mhla["transformer"] > own

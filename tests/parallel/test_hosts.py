@@ -198,8 +198,10 @@ def test_a_stranger_at_the_port_holds_nobody_up(monkeypatch):
         with (
             socket.create_connection(("localhost", port)) as silent,
             socket.create_connection(("localhost", port)) as wrong,
+            socket.create_connection(("localhost", port)) as unknown,
         ):
             wrong.sendall(b"GET / HTTP/1.1\r\n")
+            unknown.sendall(b"7\n")  # no process of a run of two
             hosts.roll_call(2, 1, f"localhost:{port}")
             assert first.result(5) is None
             assert silent

@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 from solrl_jax.data.prompts import load_prompts
 from solrl_jax.errors import InputError
 from solrl_jax.models.locate import EMBEDDED_FOLDER, open_model
+from solrl_jax.runs.identity import fingerprint
 from solrl_jax.runs.inputs import hash_inputs, refuse_changed_inputs
 from tests.small import small_config
 
@@ -82,3 +83,33 @@ def test_a_changed_input_is_noticed_by_name(files, change, name, message):
 def test_an_input_that_an_older_checkpoint_does_not_record_is_not_compared(files):
     config, _ = files
     refuse_changed_inputs(config, {"iteration": 7, "prompts": "x"}, {"weights/vae": "y"})
+
+
+def test_a_reward_that_only_ranks_candidates_is_an_input_too(files):
+    config, folder = files
+    config = small_config(
+        folder / "run",
+        f"model.path={folder / 'model'}",
+        "rollout.explore.reward={own_reward_of_test:score: 1}",
+    )
+    saved = hash_all(config)
+    change_reward(folder)
+    current = hash_all(config)
+    assert {key for key in current if current[key] != saved[key]} == {
+        "code/own_reward_of_test:score"
+    }
+    with pytest.raises(
+        InputError, match=r"rollout\.explore\.reward: the source file of own_reward"
+    ):
+        refuse_changed_inputs(config, {"iteration": 7, **saved}, current)
+
+
+def test_the_fingerprint_has_the_options_of_what_ranks_and_not_of_what_is_watched():
+    def fingerprint_of(model, *settings):
+        judge = f"reward.options.judge={{base_url: http://localhost:1/v1, model: {model}}}"
+        return fingerprint(small_config("unused", judge, *settings), "nvfp4")
+
+    ranks = "rollout.explore.reward={judge: 1}"
+    assert fingerprint_of("one", ranks) != fingerprint_of("another", ranks)
+    watched = "reward.eval_only=[judge]"
+    assert fingerprint_of("one", watched) == fingerprint_of("another", watched)

@@ -47,6 +47,14 @@ def test_a_row_is_on_the_disk_when_log_returns(tmp_path):
     assert metrics.read(tmp_path / "absent") == []
 
 
+def test_rows_of_an_iteration_are_merged():
+    rows = [{"iteration": 1, "a": 1.0}, {"iteration": 2, "a": 3.0}, {"iteration": 1, "eval": 2.0}]
+    assert metrics.by_iteration(rows) == {
+        1: {"iteration": 1, "a": 1.0, "eval": 2.0},
+        2: {"iteration": 2, "a": 3.0},
+    }
+
+
 @pytest.mark.parametrize(
     "torn", [b"", b'{"iteration": 7, "rew', b"{", b'{"iteration": "\xc3', b"\n"]
 )

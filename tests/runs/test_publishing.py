@@ -155,3 +155,13 @@ def test_absolute_paths_do_not_leave_the_machine():
     command = model_card.training_command(config)
     assert "prompts.train=prompts.txt prompts.test=set.txt" in command
     assert Path("/home/someone").name not in command
+
+
+@pytest.mark.parametrize(("scale", "said"), [(1.0, False), (4.0, True)])
+def test_the_example_guides_as_the_run_does(scale, said):
+    """By classifier-free guidance too, for models that embed the scale of their own guidance."""
+    config = resolve("flux1_sol_rl_hpsv2", (f"rollout.true_cfg_scale={scale}",))
+    example = model_card._usage(config, "someone/lora", whole=False)
+    assert "    guidance_scale=1,\n" in example
+    assert ('    true_cfg_scale=4, negative_prompt="",\n' in example) is said
+    compile(example.split("```")[1].removeprefix("python"), "example", "exec")

@@ -154,6 +154,9 @@ def test_a_format_without_a_price_has_no_cost(tmp_path):
     arms = ARMS | {"sol": ("family=sol_rl", "rollout.explore.precision=fp8", "train.iterations=4")}
     *_, study, _ = made(tmp_path, arms)
     assert math.isnan(study["arms"]["sol"]["cost"])
+    # Arms with a price are compared at their own smallest cost, whatever the order of the arms.
+    priced = [study["arms"][arm]["cost"] for arm in arms if arm != "sol"]
+    assert study["arms"]["plain"]["at_equal_cost"]["cost"] == pytest.approx(min(priced))
     assert "–" in page.markdown(study)
 
 
