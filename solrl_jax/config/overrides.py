@@ -44,8 +44,8 @@ class Overrides:
     """Parsed overrides.
 
     Attributes:
-        settings: Dotted field names (present ones) and their parsed values, in the order in which
-            they apply: later ones win.
+        settings: Dotted field names and their parsed values, in the order in which they apply:
+            later ones win. Names of older versions have been replaced by those of today.
         choices: The file that is chosen for each part, e.g. {"model": "flux1"}. Parts that are not
             chosen are missing.
         problems: One message for each override that cannot be used.

@@ -392,13 +392,17 @@ def totals(planner: Planner, stages: list[dict[str, Any]]) -> dict[str, Any]:
     """Adds up the seconds of an iteration and of its rollout.
 
     Args:
-        planner: The planner, whose batches per iteration are counted.
-        stages: The figures of all stages, as in the result of `plan`. "score" must be among them.
+        planner: The planner. Only the number of batches that an iteration samples in each of its
+            two stages is read, to price the family `naive_scaling`.
+        stages: One dict per stage, as in the result of `plan`: "name", the "seconds" of all its
+            batches in an iteration, and "programs", of whose first the seconds of one batch are
+            read. "score" must be among the names.
 
     Returns:
-        "seconds" of all stages, and "rollout", those of "sync", "explore" and "regenerate". If the
-        run regenerates, "naive_scaling" is a dict of the same two for that family, which explores
-        in the training precision with all steps and scores its candidates once.
+        "seconds": the sum over all stages. "rollout": the sum over "sync", "explore" and
+        "regenerate". If there is a stage "regenerate", also "naive_scaling": a dict of the same two
+        sums for the family `naive_scaling`, which samples all candidates once, in the training
+        precision with all steps, and scores them once instead of twice.
     """
     seconds = {stage["name"]: stage["seconds"] for stage in stages}
     rollout = sum(seconds.get(name, 0.0) for name in ROLLOUT)

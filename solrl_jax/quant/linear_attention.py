@@ -157,17 +157,19 @@ def linear_attention(
 def reference(
     q: Float[Array, "b n d"], k: Float[Array, "b n d"], v: Float[Array, "b n d"], heads: int
 ) -> Float[Array, "b n d"]:
-    """Computes `linear_attention` without blocks, in plain JAX, summed in float32.
+    """Computes the attention of SANA in plain JAX: relu(q) (relu(k)^T v) over its row sums.
+
+    The same function as `linear_attention`, without blocks. Sums are in float32.
 
     Args:
-        q: Queries [b, n, d], heads side by side.
-        k: Keys [b, n, d].
+        q: Queries [b, n, d] before the ReLU, heads side by side.
+        k: Keys [b, n, d] before the ReLU.
         v: Values [b, n, d].
         heads: The number of heads, which divides d.
 
     Returns:
-        The attended values [b, n, d] in the dtype of `q`. They are 0 where no feature of the query
-        meets one of a key.
+        The attended values [b, n, d] in the dtype of `q`. They are 0 for a query whose products
+        with all keys are 0 after the ReLU.
     """
 
     def split_heads(x: Array) -> Array:

@@ -254,7 +254,8 @@ def open_rewards(
             then the networks get the released configurations that the package has, without weights.
         dtype: The dtype of the matmuls of scoring networks: float32, float16 or bfloat16. It takes
             effect in `OpenedRewards.load`.
-        explore: `rollout.explore.reward`, see `OpenedRewards`.
+        explore: `rollout.explore.reward`: the weight of each score that ranks candidates, by name.
+            None: the trained reward ranks them.
 
     Returns:
         The opened rewards. "judge" and each name that begins with "judge-" is a judge, any other
@@ -263,11 +264,12 @@ def open_rewards(
 
     Raises:
         InputError: If `reward.paths`, `reward.weights`, `reward.eval_only`,
-            `rollout.explore.reward` or `reward.options` has an unknown name; if a reward inside JAX
-            has options, or the options of another one are not accepted; if a function cannot be
-            imported or called, or a package that a reward needs is not installed; if the address of
-            a service is no URL; or if files of a network or the question of a judge are missing or
-            do not fit.
+            `rollout.explore.reward` or `reward.options` has an unknown name; if a reward whose
+            network is computed in JAX has options, or the options of another one are not accepted;
+            if a function cannot be imported or is not callable, or a package that a reward needs is
+            not installed; if the address of a service is no URL; if files of a network are missing
+            or have other tensors than its configuration; or if the question of a judge cannot be
+            read or lacks "{prompt}".
     """
     fields = {
         "reward.weights": tuple(settings.weights),
@@ -497,15 +499,19 @@ def _check_names(
     """Checks that settings name only known rewards and known sources of files, without an import.
 
     Args:
-        settings: The section "reward" of the configuration.
-        names: The rewards that its scores belong to. One with a colon, such as "module:function" or
-            a URL, passes here, and so does "judge-NAME" with any NAME.
-        fields: The scores that each setting names.
+        settings: The section "reward" of the configuration, of which the keys of `paths` and
+            `options` are checked.
+        names: The names of all rewards that the configuration uses, such as "geneval". They are
+            checked. "judge", "judge-NAME" with any NAME, and any name with a colon, such as
+            "module:function" or a URL, are accepted here.
+        fields: For the message alone: the names of scores in each setting, by the setting's dotted
+            name.
 
     Raises:
-        InputError: If `reward.paths` has a key that is not in `SOURCES`; else if any other name is
-            neither in `REWARDS` nor an entry point; else if `reward.options` has a key that is not
-            in `names`. The message lists the unknown names and the known ones.
+        InputError: If `reward.paths` has a key that is not in `SOURCES`; else if a name in `names`
+            is neither in `REWARDS`, nor an entry point, nor one of those that are accepted without
+            a check; else if `reward.options` has a key that is not in `names`. The message lists
+            the unknown names and the known ones.
     """
     unknown_paths = [name for name in settings.paths if name not in SOURCES]
     if unknown_paths:

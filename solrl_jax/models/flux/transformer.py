@@ -88,7 +88,9 @@ class FluxConfig(TransformerConfig):
 
 
 class FluxTransformer2DModel(nnx.Module):
-    """The velocity network: blocks with two streams, then blocks with one stream.
+    """The network that predicts the velocity `noise - x0` of noisy latents.
+
+    Blocks with two streams (text and image apart) come first, then blocks with one stream.
 
     Args:
         config: configuration of the network.

@@ -106,7 +106,9 @@ class Flux2Config(TransformerConfig):
 
 
 class Flux2Transformer2DModel(nnx.Module):
-    """The velocity network: blocks with two streams, then blocks with one stream.
+    """The network that predicts the velocity `noise - x0` of noisy latents.
+
+    Blocks with two streams (text and image apart) come first, then blocks with one stream.
 
     All blocks with two streams share one modulation per stream, and all blocks with one stream
     share one.

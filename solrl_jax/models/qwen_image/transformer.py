@@ -99,7 +99,7 @@ class QwenImageConfig(TransformerConfig):
 
 
 class QwenImageTransformer2DModel(nnx.Module):
-    """The velocity network.
+    """The network that predicts the velocity `noise - x0` of noisy latents.
 
     Args:
         config: configuration of the network.

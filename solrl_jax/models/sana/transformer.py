@@ -103,7 +103,7 @@ class SanaConfig(TransformerConfig):
 
 
 class SanaTransformer2DModel(nnx.Module):
-    """The velocity network.
+    """The network that predicts the velocity `noise - x0` of noisy latents.
 
     Args:
         config: configuration of the network.

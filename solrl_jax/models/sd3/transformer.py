@@ -85,7 +85,7 @@ class SD3Config(TransformerConfig):
 
 
 class SD3Transformer2DModel(nnx.Module):
-    """The velocity network.
+    """The network that predicts the velocity `noise - x0` of noisy latents.
 
     The blocks are of up to three kinds (see `models.layers.mmdit.JointBlock`), and each run of
     equal blocks is a stack. `transformer_blocks` holds the stacks by their first and last layer:

@@ -130,7 +130,7 @@ class ZImageConfig(ReleasedConfig):
 
 
 class ZImageTransformer2DModel(nnx.Module):
-    """The velocity network.
+    """The network that predicts the velocity `noise - x0` of noisy latents.
 
     Args:
         config: configuration of the network.

@@ -221,7 +221,7 @@ class Client:
 
 
 class _BoundedStream(httpx2.AsyncByteStream):
-    """The body of an answer, up to 2**20 bytes (`MOST`), read as it arrives."""
+    """The body of an answer, read as it arrives. More than 2**20 bytes (`MOST`) raise Failure."""
 
     def __init__(self, stream: Any) -> None:
         """Wraps a stream, and reads nothing yet.

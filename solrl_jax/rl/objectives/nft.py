@@ -25,14 +25,19 @@ def nft(
     """The objective of Sol-RL: `nft_loss` with the configured weights.
 
     Args:
-        velocities: What the trained, the old and the reference policy predict. Only the first has a
-            gradient.
-        target: The noised samples that are trained on.
-        algorithm: `beta`, `kl_coef` and `adv_clip_max` are read.
+        velocities: The velocities that the trained, the old and the reference policy predict for
+            the noised samples. Only the first has a gradient. The reference is not read if
+            `kl_coef` is 0.
+        target: The noised samples that are trained on, their clean samples, their sigmas, and the
+            optimality in [0, 1] of each.
+        algorithm: `beta` (how far the positive and the negative policy lie from the old one),
+            `kl_coef` (the weight of the distance to the reference) and `adv_clip_max` (the factor
+            of the policy's loss) are read.
 
     Returns:
-        One loss per sample, and metrics with one value per sample: "loss/policy", "loss/drift" and,
-        unless `kl_coef` is 0, "loss/kl".
+        One loss per sample, and metrics with one value per sample: "loss/policy" (the first term of
+        the loss), "loss/drift" (mean((v - v_old)^2), which is not trained on) and, unless `kl_coef`
+        is 0, "loss/kl" (the distance to the reference, without `kl_coef`).
     """
     return nft_loss(
         velocities,
