@@ -40,7 +40,7 @@ quick-tests: .venv/installed-test
 docs: .venv/installed-docs
 	$(BIN)/zensical build --strict --clean
 
-# The notebook's outputs, made anew (three minutes)
+# The notebooks, and the outputs of docs/one-iteration.ipynb, made anew (three minutes)
 notebook: .venv/installed-docs
 	$(BIN)/python scripts/make_notebook.py
 

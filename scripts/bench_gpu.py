@@ -8,8 +8,9 @@ The last command also runs on a CPU. Nothing is downloaded: the models have thei
 configurations and random weights, which are generated on the device. The steps are:
 
 * facts: the device, and the versions of the driver, CUDA, cuDNN and JAX.
-* kernels: each fused kernel and the same computation in plain JAX, at the sizes of the released
-  models; their largest difference, and the seconds of both.
+* checks: small matmuls in FP8 and NVFP4 and attention on the device, beside plain JAX.
+* kernels: each fused kernel and the same computation in plain JAX, and quantized matmuls and their
+  emulation, at the sizes of the released models; the largest difference, and the seconds of both.
 * parity: the rewards of the embedded pipelines for the same seeds on this device and on the CPU;
   which library kernels ran.
 * products: matmuls in BF16 and in each native format (nvfp4, fp8; `--formats` selects others), at
@@ -58,8 +59,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="output folder")
     parser.add_argument(
         "--models",
-        default="sana,flux1,sd3",
-        help=f"separated by commas, from {', '.join(schedule.PRESETS)}",
+        default="sana,flux1",
+        help=f"separated by commas (default: sana,flux1), from {', '.join(schedule.PRESETS)}",
     )
     parser.add_argument(
         "--steps",

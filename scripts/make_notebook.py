@@ -1,9 +1,12 @@
-"""Builds the notebook docs/one-iteration.ipynb from scripts/one_iteration.py, and its page.
+"""Builds the notebooks from their sources, which are Python files in the percent format.
 
-    python scripts/make_notebook.py
+    python scripts/make_notebook.py        # all notebooks
+    python scripts/make_notebook.py tpu    # one of: one-iteration, tpu, gpu
 
-The script executes the notebook, which takes three minutes on two cores, and writes it to
-docs/one-iteration.md with its figures as PNG files. It needs `pip install 'solrl_jax[docs]'`.
+`one-iteration` is executed, which takes three minutes on two cores. It is written to
+docs/one-iteration.ipynb, and to docs/one-iteration.md with its figures as PNG files. The others are
+written to examples/notebooks/ without outputs, since they are for devices that are not here.
+It needs `pip install 'solrl_jax[docs]'`.
 """
 
 import re
@@ -17,12 +20,24 @@ from nbconvert import MarkdownExporter
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "scripts" / "one_iteration.py"
 NOTEBOOK = ROOT / "docs" / "one-iteration.ipynb"
+# Notebooks for devices that are not here: source and notebook by name.
+FOR_DEVICES = {
+    name: (
+        ROOT / "scripts" / "notebooks" / f"{name}.py",
+        ROOT / "examples" / "notebooks" / f"{name}.ipynb",
+    )
+    for name in ("tpu", "gpu")
+}
+INSTALL = "install"  # tag of a cell that installs packages
+PARAMETERS = "parameters"  # tag of the cell with the settings
 
 
 def cells(source: str) -> list[nbformat.NotebookNode]:
     """Splits a file in the percent format into notebook cells.
 
     `# %%` begins a code cell and `# %% [markdown]` a text cell, whose lines are comments.
+    `tags=["NAME"]` behind `# %%` gives a cell a tag. A line `# %NAME ...` of a code cell is a magic
+    command, which the notebook has without the comment sign.
     """
     result = []
     for number, part in enumerate(re.split(r"^# %%", source, flags=re.MULTILINE)[1:]):
@@ -32,7 +47,10 @@ def cells(source: str) -> list[nbformat.NotebookNode]:
             text = "\n".join(line.removeprefix("#").removeprefix(" ") for line in text.splitlines())
             cell = nbformat.v4.new_markdown_cell(text)
         else:
+            text = re.sub(r"^# (?=%\w)", "", text, flags=re.MULTILINE)
             cell = nbformat.v4.new_code_cell(text)
+        if tags := re.findall(r"tags=\[\"(\w+)\"\]", head):
+            cell.metadata["tags"] = tags
         cell["id"] = f"cell-{number}"
         result.append(cell)
     return result
@@ -42,6 +60,23 @@ def unrun(source: str) -> nbformat.NotebookNode:
     """Returns the notebook of a file in the percent format, without outputs."""
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     return nbformat.v4.new_notebook(cells=cells(source), metadata=kernel)
+
+
+def with_parameters(notebook: nbformat.NotebookNode, code: str) -> nbformat.NotebookNode:
+    """Returns a copy of a notebook with other settings, which installs nothing.
+
+    Args:
+        notebook: The notebook. One of its cells has the tag `PARAMETERS`.
+        code: Python code that runs after that cell, to replace its variables.
+    """
+    changed = []
+    for cell in notebook.cells:
+        tags = cell.metadata.get("tags", [])
+        if INSTALL not in tags:
+            changed.append(cell)
+        if PARAMETERS in tags:
+            changed.append(nbformat.v4.new_code_cell(code, id="injected-parameters"))
+    return nbformat.v4.new_notebook(cells=changed, metadata=notebook.metadata)
 
 
 def run(notebook: nbformat.NotebookNode) -> None:
@@ -89,7 +124,8 @@ def page(notebook: nbformat.NotebookNode, name: str) -> tuple[str, dict[str, byt
     return "\n".join(lines).strip() + "\n", images
 
 
-def main() -> None:
+def make_one_iteration() -> None:
+    """Executes one-iteration.ipynb and writes it, its page and its images."""
     notebook = unrun(SOURCE.read_text())
     run(notebook)
     nbformat.write(notebook, NOTEBOOK)
@@ -102,5 +138,19 @@ def main() -> None:
     print(f"{NOTEBOOK}: {len(notebook.cells)} cells, {len(images)} images", file=sys.stderr)
 
 
+def main(*names: str) -> None:
+    known = (NOTEBOOK.stem, *FOR_DEVICES)
+    for name in names or known:
+        if name == NOTEBOOK.stem:
+            make_one_iteration()
+        elif name in FOR_DEVICES:
+            source, path = FOR_DEVICES[name]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            nbformat.write(unrun(source.read_text()), path)
+            print(path, file=sys.stderr)
+        else:
+            sys.exit(f"{name}: expected one of {', '.join(known)}")
+
+
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

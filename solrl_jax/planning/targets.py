@@ -1,11 +1,11 @@
 """The devices that a plan can be made for: their public figures, and their description for XLA.
 
 Figures are those of one device, per second and dense (without sparsity); links are counted in one
-direction. The sources are the makers': data sheets and white papers of NVIDIA's A100, H100 (SXM),
-H200, HGX B200, GB200 NVL72 and RTX PRO 6000 Blackwell; the pages of TPU v5e, v5p, v6e and TPU7x in
-Google Cloud's documentation, which state INT8 for all but TPU7x. NVIDIA states no network: one 200
-Gb/s (A100) or 400 Gb/s card per GPU is that of its reference systems (DGX); the 18 hosts of a GB200
-NVL72 share their links.
+direction. The sources are the makers': data sheets and white papers of NVIDIA's L4, A100, H100
+(SXM), H200, HGX B200, GB200 NVL72 and RTX PRO 6000 Blackwell; the pages of TPU v5e, v5p, v6e and
+TPU7x in Google Cloud's documentation, which state INT8 for all but TPU7x. NVIDIA states no network:
+one 200 Gb/s (A100) or 400 Gb/s card per GPU is that of its reference systems (DGX); the 18 hosts of
+a GB200 NVL72 share their links.
 """
 
 import dataclasses
@@ -95,7 +95,7 @@ class Target:
 def _gpu(
     name: str,
     kind: str,
-    major: int,
+    capability: tuple[int, int],
     memory: int,
     rates: tuple[int | float, ...],
     chip: Chip,
@@ -108,7 +108,7 @@ def _gpu(
     Args:
         name: Its name in commands.
         kind: JAX's `device_kind`.
-        major: The first number of its compute capability. The second is 0.
+        capability: Its compute capability.
         memory: MiB of memory, as the driver reports it.
         rates: Seven peak rates of one device: teraflops in BF16, INT8, FP8 and FP4, then TB/s of
             memory, GB/s of links and of the network.
@@ -129,7 +129,7 @@ def _gpu(
         link=link * 1e9,
         network=network * 1e9,
     )
-    return Target(name, "gpu", kind, (major, 0), memory * 2.0**20, peaks, on_host, chip)
+    return Target(name, "gpu", kind, capability, memory * 2.0**20, peaks, on_host, chip)
 
 
 def _tpu(
@@ -179,6 +179,7 @@ def _tpu(
 
 _KIB = 2**10
 _MIB = 2**20
+_L4 = Chip(58, 2.04, 48 * _MIB, 100 * _KIB, threads=1536)
 _A100 = Chip(108, 1.41, 40 * _MIB, 164 * _KIB, units=64)
 _HOPPER = Chip(132, 1.98, 50 * _MIB, 228 * _KIB)
 _B200 = Chip(148, 1.965, 132644864, 228 * _KIB)
@@ -187,14 +188,23 @@ _PRO = Chip(188, 2.6, 128 * _MIB, 100 * _KIB, threads=1536)
 TARGETS = {
     target.name: target
     for target in (
-        _gpu("a100", "NVIDIA A100", 8, 81157, (312, 624, 312, 312, 2.039, 300, 25), _A100),
-        _gpu("h100", "NVIDIA H100", 9, 81007, (989, 1979, 1979, 989, 3.35, 450, 50), _HOPPER),
-        _gpu("h200", "NVIDIA H200", 9, 144384, (989, 1979, 1979, 989, 4.8, 450, 50), _HOPPER),
-        _gpu("b200", "NVIDIA B200", 10, 182642, (2250, 4500, 4500, 9000, 8.0, 900, 50), _B200),
+        _gpu("l4", "NVIDIA L4", (8, 9), 22700, (121, 242, 242, 121, 0.3, 32, 12.5), _L4),
+        _gpu(
+            "a100-40gb",
+            "NVIDIA A100-SXM4-40GB",
+            (8, 0),
+            40370,
+            (312, 624, 312, 312, 1.555, 300, 25),
+            _A100,
+        ),
+        _gpu("a100", "NVIDIA A100", (8, 0), 81157, (312, 624, 312, 312, 2.039, 300, 25), _A100),
+        _gpu("h100", "NVIDIA H100", (9, 0), 81007, (989, 1979, 1979, 989, 3.35, 450, 50), _HOPPER),
+        _gpu("h200", "NVIDIA H200", (9, 0), 144384, (989, 1979, 1979, 989, 4.8, 450, 50), _HOPPER),
+        _gpu("b200", "NVIDIA B200", (10, 0), 182642, (2250, 4500, 4500, 9000, 8.0, 900, 50), _B200),
         _gpu(
             "gb200",
             "NVIDIA GB200",
-            10,
+            (10, 0),
             188730,
             (2500, 5000, 5000, 10000, 8.0, 900, 900),
             _GB200,
@@ -203,7 +213,7 @@ TARGETS = {
         _gpu(
             "rtx6000pro",
             "NVIDIA RTX PRO 6000 Blackwell",
-            12,
+            (12, 0),
             98304,
             (504, 1008, 1008, 2015, 1.792, 64, 50),
             _PRO,

@@ -2,6 +2,7 @@
 records an error.
 """
 
+import dataclasses
 import json
 import math
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,11 +11,12 @@ from pathlib import Path
 import bench_gpu
 import jax
 import pytest
-from bench.gpu import kernels, measure, parity, schedule, step, summary
+from bench.gpu import checks, kernels, measure, parity, schedule, step, summary
 from bench.gpu.record import Record, Task
 from bench.random_weights import shapes_of_experiment
 
 from solrl_jax.config.presets import resolve
+from solrl_jax.planning.device_checks import FP8_MATMUL
 from solrl_jax.planning.targets import TARGETS
 from tests.small import SMALL
 
@@ -36,7 +38,7 @@ def ran(of: Task) -> dict:
 def test_no_step_begins_without_time(tmp_path, capsys):
     bench_gpu.main(["--minutes", "0", "--out", str(tmp_path), "--models", "tiny,sana"])
     of_models = [f"{of}-{m}" for m in ("tiny", "sana") for of in ("steps", "rollout", "update")]
-    names = ["facts", "kernels", "parity", *of_models, "products"]
+    names = ["facts", "checks", "kernels", "parity", *of_models, "products"]
     assert {path.stem for path in tmp_path.glob("*.json")} == {*names}
     for name in names:
         record = json.loads((tmp_path / f"{name}.json").read_text())
@@ -157,6 +159,13 @@ def test_rewards_here_are_those_of_the_other_process(tmp_path):
     assert found["tiny iteration"]["kept_alike"] > 0.9
 
 
+def test_a_check_that_fails_is_an_error(monkeypatch):
+    check = dataclasses.replace(FP8_MATMUL, kernel=lambda x, w: 2 * FP8_MATMUL.kernel(x, w))
+    with pytest.raises(RuntimeError, match="differs from plain JAX by 1 "):
+        checks.compare(check)
+    assert checks.compare(FP8_MATMUL) == {"tolerance": FP8_MATMUL.tolerance}
+
+
 @pytest.mark.parametrize("sizes", [kernels.Sizes(), kernels.SMALL], ids=["released", "small"])
 def test_a_kernel_and_its_twin_have_results_of_the_same_shapes(sizes):
     for case in kernels.cases(sizes):
@@ -224,7 +233,11 @@ def test_peaks_are_of_the_devices_that_were_meant():
     kinds = (
         "NVIDIA H100 80GB HBM3",
         "NVIDIA H200",
+        "NVIDIA A100-SXM4-80GB",
+        "NVIDIA A100-SXM4-40GB",
+        "NVIDIA L4",
         "TPU v5 lite",
+        "NVIDIA L40S",
         "NVIDIA H100 PCIe",
         "NVIDIA H100 NVL",
         "cpu",
@@ -233,7 +246,11 @@ def test_peaks_are_of_the_devices_that_were_meant():
     assert [target and target.name for target in found] == [
         "h100",
         "h200",
+        "a100",
+        "a100-40gb",
+        "l4",
         "tpu-v5e",
+        None,
         None,
         None,
         None,

@@ -27,7 +27,7 @@ from solrl_jax.rl.experiment import local_device
 DEFAULT = ("nvfp4", "fp8")
 LARGEST = 3  # number of kernels that are listed
 # Variants with fewer units or slower memory than the devices in `planning.targets`.
-_OTHERS = re.compile("PCIe|NVL|40GB|Max-Q|MIG", re.IGNORECASE)
+_OTHERS = re.compile("PCIe|NVL|Max-Q|MIG", re.IGNORECASE)
 
 
 def target_of(kind: str) -> Target | None:
@@ -35,7 +35,7 @@ def target_of(kind: str) -> Target | None:
     found = [
         target
         for target in TARGETS.values()
-        if kind.startswith(target.kind) and not _OTHERS.search(kind)
+        if re.match(rf"{re.escape(target.kind)}\b", kind) and not _OTHERS.search(kind)
     ]
     return max(found, key=lambda target: len(target.kind), default=None)
 

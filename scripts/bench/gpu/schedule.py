@@ -17,7 +17,7 @@ from pathlib import Path
 from bench.gpu.record import CUT_OFF, FAILED, RUNNING, SKIPPED, Record, Task
 
 # Steps for all models, before and after the steps for each model.
-FIRST = ("facts", "kernels", "parity")
+FIRST = ("facts", "checks", "kernels", "parity")
 LAST = ("products",)
 ALL = (*FIRST, *LAST)
 EACH = ("steps", "rollout", "update")

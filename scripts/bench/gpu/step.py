@@ -14,6 +14,7 @@ from bench.gpu.record import DONE, FAILED, SKIPPED, Record, Skipped, Task, in_wo
 # By step: the module that has a function of this name.
 MODULES = {
     "facts": "facts",
+    "checks": "checks",
     "kernels": "kernels",
     "rewards": "parity",
     "parity": "parity",

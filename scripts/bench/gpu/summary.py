@@ -28,6 +28,7 @@ def page(todo: Sequence[Task]) -> str:
         ("Steps", table(("step", "state", "seconds", "why"), map(state, records.values()))),
         ("Figures that failed", table(("step", "figure", "error"), errors(records.values()))),
         ("Device", table(("", ""), facts(whole("facts")))),
+        ("Checks of the device", table(CHECKS, checks(whole("checks")))),
         ("Kernels and their twins", table(KERNELS, kernels(whole("kernels")))),
         ("Rewards here and on the CPU", table(PARITY, parity(whole("parity")))),
         ("Products", table(PRODUCTS, products(whole("products")))),
@@ -92,6 +93,14 @@ def facts(record: Record) -> Iterator[Sequence[Any]]:
             for name, value in values.items()
             if value is not None
         )
+
+
+CHECKS = ("check", "differs from plain JAX by at most")
+
+
+def checks(record: Record) -> Iterator[Sequence[Any]]:
+    """Yields one row per check that the device passed."""
+    yield from ((name, row["tolerance"]) for name, row in record.figures().items())
 
 
 KERNELS = (
