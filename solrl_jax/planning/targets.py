@@ -1,11 +1,24 @@
 """The devices that a plan can be made for: their public figures, and their description for XLA.
 
 Figures are those of one device, per second and dense (without sparsity); links are counted in one
-direction. The sources are the makers': data sheets and white papers of NVIDIA's L4, A100, H100
-(SXM), H200, HGX B200, GB200 NVL72 and RTX PRO 6000 Blackwell; the pages of TPU v5e, v5p, v6e and
-TPU7x in Google Cloud's documentation, which state INT8 for all but TPU7x. NVIDIA states no network:
-one 200 Gb/s (A100) or 400 Gb/s card per GPU is that of its reference systems (DGX); the 18 hosts of
-a GB200 NVL72 share their links.
+direction. The sources are the makers': data sheets and white papers of NVIDIA's A100, H100 (SXM),
+H200, HGX B200, GB200 NVL72 and RTX PRO 6000 Blackwell; the pages of TPU v5e, v5p, v6e and TPU7x in
+Google Cloud's documentation, which state INT8 for all but TPU7x. NVIDIA states no network: one
+200 Gb/s (A100) or 400 Gb/s card per GPU is that of its reference systems (DGX); the 18 hosts of a
+GB200 NVL72 share their links.
+
+Some figures come from other documents:
+
+* `a100-40gb`: the memory that CUDA reports, its bandwidth, the clock and the cache are those of
+  XLA's description of that GPU (`a100_sxm_40.txtpb`). The matmul rates and links are those of the
+  A100 with 80 GB, which has the same chip.
+* `l4`: no original data sheet was at hand. The rates, the memory bandwidth and PCIe's 64 GB/s in
+  both directions are those that vendors and public tables quote from it, with sparsity: 242 (BF16)
+  and 485 (FP8, INT8). The 58 multiprocessors, their 2.04 GHz and 1536 threads, and the 22.03 GiB
+  that CUDA reports, were logged by users of the device. 58 x 128 units at 2.04 GHz give the 30.3
+  teraflops in float32 that are quoted as well. The L2 cache of 48 MiB is quoted by databases of
+  GPUs alone. The network is the 100 Gb/s that the eight L4s of Google Cloud's largest G2 machine
+  share.
 """
 
 import dataclasses
@@ -109,7 +122,7 @@ def _gpu(
         name: Its name in commands.
         kind: JAX's `device_kind`.
         capability: Its compute capability.
-        memory: MiB of memory, as the driver reports it.
+        memory: MiB of memory, as CUDA reports it.
         rates: Seven peak rates of one device: teraflops in BF16, INT8, FP8 and FP4, then TB/s of
             memory, GB/s of links and of the network.
         chip: The figures that XLA asks for.
@@ -188,7 +201,7 @@ _PRO = Chip(188, 2.6, 128 * _MIB, 100 * _KIB, threads=1536)
 TARGETS = {
     target.name: target
     for target in (
-        _gpu("l4", "NVIDIA L4", (8, 9), 22700, (121, 242, 242, 121, 0.3, 32, 12.5), _L4),
+        _gpu("l4", "NVIDIA L4", (8, 9), 22560, (121, 242, 242, 121, 0.3, 32, 1.56), _L4),
         _gpu(
             "a100-40gb",
             "NVIDIA A100-SXM4-40GB",
