@@ -461,10 +461,16 @@ class Reward(Section):
             each other, 2 to 4096. Larger pools are divided into groups of nearly equal size. A
             pairwise reward compares a group of g images in g (g - 1) pairs, both orders included.
             The default is the paper's number of kept candidates.
+        combine: How several scores make one ranking and one advantage (`rl/combine.py`). "sum": by
+            their weighted sum. "advantages": each is normalised over the candidates of its prompt,
+            and the results are summed with the weights (MixGRPO, GDPO), so that the scale of a
+            score does not matter; `weights` needs at least two scores. It also ranks by the scores
+            of `rollout.explore.reward`. The metric "reward" is the weighted sum in any case.
 
     Raises:
-        ConfigError: If a name in `weights`, `eval_only` or `options` is a URL with credentials, or
-            if `eval_only` names a score of `weights`.
+        ConfigError: If a name in `weights`, `eval_only` or `options` is a URL with credentials, if
+            `eval_only` names a score of `weights`, or if `combine` is "advantages" and `weights`
+            has one score.
         ValueError: If a name contains "://" but is no valid URL.
     """
 
@@ -478,6 +484,7 @@ class Reward(Section):
     timeout: Annotated[Positive, Field(le=1e6)] = 120.0
     on_failure: Literal["stop", "skip"] = "stop"
     group_size: Annotated[Integer, Field(ge=2, le=2**12)] = 24
+    combine: Literal["sum", "advantages"] = "sum"
 
     def __post_init__(self) -> None:
         """Checks names that are URLs, and that no score is both trained on and only recorded.
@@ -496,6 +503,9 @@ class Reward(Section):
         if both := [name for name in self.eval_only if name in self.weights]:
             accepted = "must not name scores of reward.weights, which are trained on"
             raise ConfigError.of_field("reward.eval_only", both, accepted)
+        if self.combine == "advantages" and len(self.weights) < 2:
+            accepted = f"must be sum with one score in reward.weights ({', '.join(self.weights)})"
+            raise ConfigError.of_field("reward.combine", self.combine, accepted)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -522,7 +532,9 @@ class Algorithm(Section):
         adv_mode: What is made of the advantages. "all": nothing. "positive_only", "negative_only":
             the other sign becomes 0. "one_only": 1 where positive, else 0. "binary": their sign.
         global_std: True: rewards are divided by their standard deviation over the whole iteration.
-            False: over their own prompt.
+            False: over their own prompt. With `reward.combine=advantages`, each score is divided by
+            its standard deviation over the prompt in any case, and True also divides the sum by
+            that of all sums of the iteration.
         timestep_fraction: Share in (0, 1] of the schedule's sigmas at which each sample is trained.
             At least 1 / `rollout.num_steps`, so that there is one.
         decay_type: How slowly the old policy, which generates the samples, follows the trained one

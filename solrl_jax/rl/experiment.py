@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, cached_property, partial
 
 import jax
@@ -77,6 +77,13 @@ class Experiment:
     def ranking_reward(self) -> Reward:
         """The reward that ranks the candidates."""
         return self.exploration_reward or self.reward
+
+    @property
+    def ranking_weights(self) -> Mapping[str, float]:
+        """The weights of the scores that rank the candidates: `rollout.explore.reward`, or
+        `reward.weights` if that is not set.
+        """
+        return self.config.rollout.explore.reward or self.config.reward.weights
 
     @property
     def scale(self) -> float:

@@ -20,7 +20,8 @@ from jaxtyping import Float, Int, UInt32
 from solrl_jax.data.prompts import Prompt, draw_prompts
 from solrl_jax.diffusion.seeds import prompt_uid, seed_numbers
 from solrl_jax.parallel import hosts, sharding
-from solrl_jax.rl.advantages import TIE, advantages, optimality
+from solrl_jax.rl.advantages import TIE, optimality
+from solrl_jax.rl.combine import combined_advantages, ranking_values
 from solrl_jax.rl.experiment import Experiment
 from solrl_jax.rl.explore.setting import ExplorationSetting
 from solrl_jax.rl.fidelity import rank_correlations
@@ -70,6 +71,8 @@ class Selection:
         prompts: The prompts.
         seeds: The seed of each candidate, the two words of a key.
         proxy: The reward of each explored candidate; NaN where it has none.
+        ranking: The values that ranked them (`combine.ranking_values`): `proxy`, unless
+            `reward.combine` says otherwise.
         chosen: The indices of the kept candidates of each prompt, ascending.
         usable: Whether a prompt had at least K candidates with a finite reward, one bool per
             prompt. The others are not trained on, and their entries of `chosen` are padding.
@@ -78,6 +81,7 @@ class Selection:
     prompts: Sequence[Prompt]
     seeds: UInt32[np.ndarray, "p n 2"]
     proxy: Float[np.ndarray, "p n"]
+    ranking: Float[np.ndarray, "p n"]
     chosen: Int[np.ndarray, "p k"]
     usable: np.ndarray
 
@@ -168,9 +172,11 @@ def iterate(
         progress=partial(progress, "explore", total),
     )
     del explore_sampler  # frees the quantized copy of the policy
+    combine = config.reward.combine
     proxy = explored.reward.reshape(len(prompts), rollout.candidates)
-    chosen, usable = select(proxy, rollout.kept, rollout.selection, seed=(config.seed, iteration))
-    selection = Selection(prompts, seeds, proxy, chosen, usable)
+    ranking = ranking_values(combine, explored.scores, experiment.ranking_weights, len(prompts))
+    chosen, usable = select(ranking, rollout.kept, rollout.selection, seed=(config.seed, iteration))
+    selection = Selection(prompts, seeds, proxy, ranking, chosen, usable)
 
     # Stage 2: regenerate the kept seeds in the training precision with all steps.
     timer.start("regenerate")
@@ -190,9 +196,12 @@ def iterate(
     # Compute the advantages, from the rewards of the samples that are trained on.
     timer.start("update")
     rewards = np.where(usable[:, None], kept.reward.reshape(chosen.shape), np.nan)
+    values = ranking_values(combine, kept.scores, config.reward.weights, len(prompts))
+    values = np.where(usable[:, None], values, np.nan)
     advantage = np.asarray(
-        advantages(
-            jnp.asarray(rewards),
+        combined_advantages(
+            combine,
+            values,
             clip=config.algorithm.adv_clip_max,
             global_std=config.algorithm.global_std,
             mode=config.algorithm.adv_mode,
@@ -200,7 +209,7 @@ def iterate(
     )
 
     # Update the trained parameters. The old policy and the EMA follow in the same program.
-    batch = policy_batch(experiment, prompt_batch, selection, kept, rewards, advantage)
+    batch = policy_batch(experiment, prompt_batch, selection, kept, values, advantage)
     schedule = experiment.schedule(rollout.num_steps, noise_start)
     progress("update", len(batch.weight), 0)
     with jax.set_mesh(backbone.mesh):
@@ -210,7 +219,7 @@ def iterate(
     metrics = {name: float(value) for name, value in jax.device_get(update_metrics).items()}
     timer.stop()
 
-    metrics |= reward_metrics(experiment, selection, rewards, kept, explored)
+    metrics |= reward_metrics(experiment, selection, rewards, values, kept, explored)
     metrics["fidelity/level"] = float(setting)
     metrics |= timer.report(explored, kept if rollout.regenerate else None)
     ledger = ledger_columns(
@@ -224,14 +233,14 @@ def policy_batch(
     prompt_batch: PromptBatch,
     selection: Selection,
     samples: Samples,
-    rewards: Float[np.ndarray, "p k"],
+    values: Float[np.ndarray, "p k"],
     advantage: Float[np.ndarray, "p k"],
 ) -> PolicyBatch:
     """Puts the kept samples on every device, in the order in which they are trained on.
 
-    A sample whose reward is not finite has weight 0. For an objective that trains on pairs, each
+    A sample whose value is not finite has weight 0. For an objective that trains on pairs, each
     best sample is followed by its worst one, which takes the seed of the best one so that both are
-    noised in the same way. A pair has weight 0 if its rewards differ by at most 4e-6 (`TIE`) times
+    noised in the same way. A pair has weight 0 if its values differ by at most 4e-6 (`TIE`) times
     the larger magnitude, or if it is one sample twice. All other samples have weight 1.
 
     Args:
@@ -239,7 +248,8 @@ def policy_batch(
         prompt_batch: The encoded prompts.
         selection: The candidates and which of them are kept.
         samples: The kept samples, prompt by prompt.
-        rewards: The rewards of the kept samples, NaN for prompts that are not usable.
+        values: The `combine.ranking_values` of the kept samples, which are their rewards unless
+            `reward.combine` says otherwise; NaN for prompts that are not usable.
         advantage: The advantages of the kept samples.
 
     Returns:
@@ -247,17 +257,17 @@ def policy_batch(
         With pairs it has twice as many samples as pairs, prompt by prompt.
     """
     algorithm = experiment.config.algorithm
-    flat_rewards = rewards.reshape(-1)
+    flat_values = values.reshape(-1)
     seeds = selection.kept_seeds.reshape(-1, 2)
     if algorithm.trains_on == "pairs":
-        best, worst = best_and_worst(rewards)
+        best, worst = best_and_worst(values)
         order = np.stack([best, worst], 1).reshape(-1)
         seeds = seeds[best].repeat(2, 0)
-        largest = np.maximum(abs(flat_rewards[best]), abs(flat_rewards[worst]))
-        counts = (flat_rewards[best] - flat_rewards[worst] > TIE * largest).repeat(2)
+        largest = np.maximum(abs(flat_values[best]), abs(flat_values[worst]))
+        counts = (flat_values[best] - flat_values[worst] > TIE * largest).repeat(2)
     else:
-        order = np.arange(flat_rewards.size)
-        counts = np.isfinite(flat_rewards)
+        order = np.arange(flat_values.size)
+        counts = np.isfinite(flat_values)
     q = optimality(jnp.asarray(advantage), algorithm.adv_clip_max).reshape(-1)
 
     def place(x: Any) -> jax.Array:
@@ -267,7 +277,7 @@ def policy_batch(
         latents=place(samples.latents[order]),
         optimality=place(q[order]),
         weight=place(counts.astype(np.float32)),
-        prompt=place((order // rewards.shape[1]).astype(np.int32)),
+        prompt=place((order // values.shape[1]).astype(np.int32)),
         seeds=place(seeds),
         conditioning=prompt_batch.conditions.positive,
         states=None if samples.states is None else place(samples.states[order]),
@@ -278,15 +288,17 @@ def reward_metrics(
     experiment: Experiment,
     selection: Selection,
     rewards: Float[np.ndarray, "p k"],
+    values: Float[np.ndarray, "p k"],
     kept: Samples,
     explored: Samples,
 ) -> dict[str, float]:
     """The metrics of an iteration that come from its rewards, and the size of its images.
 
     Args:
-        experiment: The size of its images is read.
+        experiment: The size of its images and its section "reward" are read.
         selection: The candidates and which of them are kept.
         rewards: The rewards of the kept samples, NaN for prompts that are not usable.
+        values: Their `combine.ranking_values`, likewise.
         kept: The samples that are trained on.
         explored: All candidates.
 
@@ -304,13 +316,21 @@ def reward_metrics(
         * "reward_cost/NAME/COUNTER": For each reward outside JAX that counts what it costs, such as
           requests or tokens, the sum over exploration and regeneration (`Samples.usage`).
         * "fidelity/spearman", "fidelity/kendall": The mean rank correlations within prompts of
-          proxy reward and `rewards` over the kept samples. Without regeneration both are the same
-          rewards, and the correlations are 1 where they are defined.
+          proxy reward and reward over the kept samples; with `reward.combine=advantages`, of the
+          sums of advantages over the kept samples before and after regeneration. Without
+          regeneration both are the same, and the correlations are 1 where they are defined.
 
         Means leave out values that are not finite, and are NaN without any.
     """
     proxy = selection.proxy
-    correlations = rank_correlations(np.take_along_axis(proxy, selection.chosen, axis=1), rewards)
+    explored_scores = {
+        name: np.take_along_axis(scores.reshape(proxy.shape), selection.chosen, axis=1)
+        for name, scores in explored.scores.items()
+    }
+    before = ranking_values(
+        experiment.config.reward.combine, explored_scores, experiment.ranking_weights, len(proxy)
+    )
+    correlations = rank_correlations(before, values)
     highest = np.nanmax(rewards, 1, initial=-np.inf)
     lowest = np.nanmin(rewards, 1, initial=np.inf)
     metrics = {f"pool/{name}": _finite_mean(scores) for name, scores in explored.scores.items()}
@@ -365,9 +385,9 @@ def ledger_columns(
     Returns:
         Columns by name. Those with one entry per candidate, prompt by prompt: "prompt" (list of
         text), "prompt_uid" (uint32), "candidate" (the index within the prompt), "seed" (uint64),
-        "proxy_reward", "rank" (by proxy reward within the prompt; 0 is the best), "kept" (bool,
-        False for all candidates of a prompt that is not usable), and "regenerated_reward" and
-        "advantage", masked float32 arrays whose entries of candidates that were not kept are
+        "proxy_reward", "rank" (within the prompt, by `selection.ranking`; 0 is the best), "kept"
+        (bool, False for all candidates of a prompt that is not usable), and "regenerated_reward"
+        and "advantage", masked float32 arrays whose entries of candidates that were not kept are
         masked. Single values that hold for all: "precision" and "steps" of the exploration,
         "policy_revision" (the iteration), and None for "regenerated_reward" if nothing is
         regenerated.
@@ -397,7 +417,7 @@ def ledger_columns(
         "precision": setting.precision,
         "steps": setting.steps,
         "proxy_reward": proxy.reshape(-1).astype(np.float32),
-        "rank": rank(proxy).reshape(-1).astype(np.int32),
+        "rank": rank(selection.ranking).reshape(-1).astype(np.int32),
         "kept": is_kept.reshape(-1),
         "regenerated_reward": per_kept(rewards) if regenerates else None,
         "advantage": per_kept(advantage),

@@ -16,7 +16,7 @@ from solrl_jax.config.schema import Config
 from solrl_jax.config.values import MAX_STEPS
 from solrl_jax.errors import InputError
 from solrl_jax.quant.formats import AUTO, FORMATS, resolve_format
-from solrl_jax.rewards.protocol import Reward
+from solrl_jax.rl.combine import ranking_values
 from solrl_jax.rl.experiment import Experiment, local_device, select_parameters
 from solrl_jax.rl.explore.setting import ExplorationSetting
 from solrl_jax.rl.fidelity import mean_true_rank, overlap, rank_correlations, regret
@@ -196,9 +196,7 @@ def explore_and_regenerate(
     """
     prompt_batch, seed_batch = draw_candidates(experiment, prompts)
     regeneration = experiment.sampler("regenerate", adapters, experiment.config.rollout.num_steps)
-    true = pool_rewards(
-        experiment, regeneration, prompt_batch, seed_batch, progress, experiment.reward
-    )
+    true = pool_rewards(experiment, regeneration, prompt_batch, seed_batch, progress)
     # One explorer per recipe, so that it measures once what its options need.
     explorers = {
         recipe: with_recipe(experiment, recipe).explorer
@@ -213,7 +211,7 @@ def explore_and_regenerate(
             experiment.for_exploration(prompt_batch),
             seed_batch,
             progress,
-            experiment.ranking_reward,
+            explored=True,
         )
     return Pools(experiment.test_prompts[:prompts], true, proxies)
 
@@ -248,26 +246,33 @@ def pool_rewards(
     prompt_batch: PromptBatch,
     seed_batch: SeedBatch,
     progress: Progress,
-    reward: Reward,
+    *,
+    explored: bool = False,
 ) -> Float[np.ndarray, "p n"]:
-    """Generates candidates and returns their rewards.
+    """Generates candidates and returns the values that order them.
+
+    These are their rewards, or with `reward.combine=advantages` the weighted sums of the advantages
+    of their scores over all candidates of a prompt.
 
     Args:
         experiment: The run.
         sampler: How the candidates are sampled.
-        prompt_batch: The prompts, from `draw_candidates`, prepared for `reward`.
+        prompt_batch: The prompts, from `draw_candidates`, prepared for the reward.
         seed_batch: The candidates, from `draw_candidates`.
         progress: Called with the name of the sampler, the number of candidates, and the number of
             further candidates that are done: with 0 at the start, then once per chunk.
-        reward: The reward.
+        explored: Whether the reward is the one that ranks explored candidates
+            (`rollout.explore.reward`) instead of the one that is trained on.
 
     Returns:
-        One row of rewards per prompt, one column per candidate. NaN where a candidate could not be
-        scored.
+        One row per prompt, one column per candidate. NaN where a candidate could not be scored.
 
     Raises:
         RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop".
     """
+    config = experiment.config
+    reward = experiment.ranking_reward if explored else experiment.reward
+    weights = experiment.ranking_weights if explored else config.reward.weights
     total = len(seed_batch)
     progress(sampler.name, total, 0)
     samples = generate(
@@ -278,7 +283,8 @@ def pool_rewards(
         reward,
         progress=partial(progress, sampler.name, total),
     )
-    return samples.reward.reshape(-1, experiment.config.rollout.candidates)
+    prompts = total // config.rollout.candidates
+    return ranking_values(config.reward.combine, samples.scores, weights, prompts)
 
 
 def with_recipe(experiment: Experiment, recipe: str) -> Experiment:

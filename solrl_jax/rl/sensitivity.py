@@ -96,17 +96,13 @@ def measure(
     steps = config.rollout.explore.num_steps
     form = experiment.explorer.format
     regeneration = experiment.sampler("regenerate", adapters, config.rollout.num_steps)
-    true = pool_rewards(
-        experiment, regeneration, prompt_batch, seed_batch, progress, experiment.reward
-    )
+    true = pool_rewards(experiment, regeneration, prompt_batch, seed_batch, progress)
 
     def correlation(paths: Sequence[str], precision: str) -> float:
         """The mean over prompts with only `paths` quantized; NaN if all rewards are equal."""
         explorer = dataclasses.replace(experiment, quantized=tuple(paths)).explorer
         sampler = explorer.sampler(adapters, ExplorationSetting(precision, steps))
-        proxy = pool_rewards(
-            experiment, sampler, prompt_batch, seed_batch, progress, experiment.reward
-        )
+        proxy = pool_rewards(experiment, sampler, prompt_batch, seed_batch, progress)
         pairs = rank_correlations(proxy, true).per_prompt
         defined = [spearman for spearman, _ in pairs if not np.isnan(spearman)]
         return float(np.mean(defined)) if defined else np.nan

@@ -27,7 +27,7 @@ _COLUMNS = {
     "precision": (pa.string(), "number format of the weights and activations in exploration"),
     "steps": (pa.int32(), "solver steps in exploration"),
     "proxy_reward": (pa.float32(), "reward of the explored image; NaN when it was not finite"),
-    "rank": (pa.int32(), "place by proxy reward within its prompt, 0 is the best"),
+    "rank": (pa.int32(), "place in the ranking of its prompt for selection, 0 is the best"),
     "kept": (pa.bool_(), "whether the candidate was selected for training"),
     "regenerated_reward": (
         pa.float32(),
@@ -111,7 +111,7 @@ def read(root: Path, iteration: int) -> pa.Table:
         A table with one row per candidate, prompt by prompt, and the columns of `SCHEMA`:
         "iteration" (from 1), "prompt" (its text), "prompt_uid", "candidate" (the index within its
         prompt, from 0), "seed", "precision" and "steps" of exploration, "proxy_reward" (NaN if not
-        finite), "rank" (by proxy reward within its prompt, 0 is the best), "kept",
+        finite), "rank" (the place in the ranking that selection used, 0 is the best), "kept",
         "regenerated_reward" (null if not regenerated), "advantage" (null if not kept) and
         "policy_revision".
 

@@ -408,6 +408,8 @@ def _settings(run: Path, config: Config, export: Mapping[str, Any]) -> str:
     rollout = config.rollout
     explore = rollout.explore
     weights = ", ".join(f"{name} x {value:g}" for name, value in config.reward.weights.items())
+    if config.reward.combine == "advantages":
+        weights += ", combined as advantages"
     if export.get("trained_in_full"):
         trained = f"{export['trained_in_full']} parameters in full"
     else:
