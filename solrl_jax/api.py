@@ -57,16 +57,20 @@ def load(preset: str, *overrides: str) -> Experiment:
     Args:
         preset: The name of a preset, e.g. "tiny". `preset_names()` lists all.
         *overrides: Settings that differ from the preset, as `key=value`, e.g. "seed=1". A later one
-            takes precedence. "mesh=auto" is as in `train`.
+            takes precedence. "mesh=auto" stands for the mesh, the gradient checkpointing and the
+            batch sizes that plans propose for the devices of this host; other overrides win over
+            these.
 
     Returns:
-        The experiment, see `rl.experiment.Experiment`. Its images have the first of the configured
-        training sizes.
+        The experiment (`rl.experiment.Experiment`): the configuration, the models with their
+        weights on the mesh, the rewards and the prompts. Its images have the first of the
+        configured training sizes.
 
     Raises:
         ConfigError: If the preset or an override is invalid.
-        InputError: If a file, model or function that they name cannot be used here, there are too
-            few devices, or the sizes cannot fit into memory.
+        InputError: If a file, model or function that they name cannot be used here, the mesh asks
+            for more devices than there are, or the sizes are estimated to need more memory than the
+            devices have.
         RunError: If a reward outside of JAX fails on its trial image and the configuration says
             that the run stops then.
     """
@@ -86,7 +90,8 @@ def _expand_mesh_auto(preset: str, overrides: Sequence[str]) -> tuple[list[str],
         overrides: Settings that differ from the preset, as `key=value`.
 
     Returns:
-        The overrides, and one line about the settings; None without `mesh=auto`.
+        The overrides, with `mesh=auto` replaced by the proposed settings, which come first; and one
+        line about the settings. Without `mesh=auto` the overrides as they are, and None.
 
     Raises:
         ConfigError: If the preset or an override is invalid.
@@ -134,14 +139,16 @@ def open_policy(
             name are accepted in any case.
 
     Returns:
-        The experiment, the trainable parameters by path in float32 (an empty dict for a start
-        without a LoRA), and the number of iterations that they were trained for, 0 without a run.
-        `evaluate`, `rank` and `export_lora` take the first two.
+        The experiment; the trainable parameters by path in float32, e.g.
+        {"blocks/attn/to_q/kernel": {"a": ..., "b": ...}} with an array in place of the inner dict
+        for a parameter trained in full, and an empty dict for a start without a LoRA; and the
+        number of iterations that they were trained for, 0 without a run. `evaluate`, `rank` and
+        `export_lora` take the first two.
 
     Raises:
         ConfigError: If the configuration or an override is invalid.
         InputError: If `target`, `checkpoint` or a file cannot be used, if a run needs `trust`, or
-            if the sizes cannot fit into memory.
+            if the sizes are estimated to need more memory than the devices have.
         RunError: If the checkpoint is damaged, or a reward outside of JAX fails on its trial image.
         ValueError: If `target` begins with the `~USER` of a user that does not exist.
     """
@@ -196,9 +203,10 @@ def train(
         profile: Numbers of iterations to trace for TensorBoard, from 1. They must not be complete
             yet.
         html_report: Whether `report.html` in the run directory is kept up to date.
-        force: Whether to continue with input files that changed since the last start, to load sizes
-            that are estimated not to fit into memory, and to replace a `report.html` that solrl_jax
-            did not write.
+        force: Whether to go on where an InputError would be raised otherwise: input files have
+            changed since the last checkpoint, the sizes are estimated to need more memory than the
+            devices have, or solrl_jax did not write the `report.html` that the report would
+            replace.
         progress_bar: Whether to show a progress bar if standard error is a terminal. Otherwise one
             line is printed per iteration.
 
@@ -245,7 +253,8 @@ def rank(
     Args:
         experiment: The experiment. Its configuration says how many candidates a prompt has and how
             many are kept.
-        adapters: The policy, e.g. `state.ema`.
+        adapters: The trainable parameters of the policy by path, e.g. `state.ema` or those of
+            `open_policy`.
         prompts: The number of test prompts, from the first one on.
         formats: Names of number formats to explore in, e.g. ["nvfp4", "fp8"]; "auto" is the fastest
             native one. Empty: the recipe's.
@@ -260,17 +269,21 @@ def rank(
 
     Returns:
         One mapping per combination (recipes outermost, steps innermost), with its "explore" (the
-        recipe), "precision" and "steps", the counts "candidates" (per prompt), "kept", "top_k" and
-        "prompts", the means over prompts of "spearman", "kendall", "top_k_match", "bottom_k_match",
-        "top_k_regret", "true_rank_best" and "true_rank_worst" (see `rl.rank.summarise`), the ranks
-        "perfect_rank_best" and "perfect_rank_worst" of a perfect proxy, and as "per_prompt" a list
-        with the text and the figures of each prompt.
+        recipe), "precision" and "steps", the counts "candidates" (per prompt), "kept", "top_k" (4)
+        and "prompts", and means over prompts: "spearman" and "kendall" (rank correlations of proxy
+        and true rewards), "top_k_match" (the share of the truly best 4 among the kept / 2 best by
+        proxy), "bottom_k_match" (the same at the other end), "top_k_regret" (the reward that the
+        missed ones cost, as a share of the range of the true rewards), "true_rank_best" and
+        "true_rank_worst" (the mean true rank of the kept / 2 best and worst by proxy; 1 is the
+        best). "perfect_rank_best" and "perfect_rank_worst" are these ranks for a perfect proxy, and
+        "per_prompt" is a list with the text ("prompt") and the figures of each prompt. A figure
+        that is undefined for all prompts is NaN.
 
     Raises:
         InputError: If `prompts` is not from 1 to the number of test prompts, or an entry of a list
             cannot be used.
-        ConfigError: If a recipe does not exist or does not fit the configuration, or a run could
-            not be configured with a number of steps.
+        ConfigError: If a recipe does not exist or cannot be combined with the configuration, or a
+            run could not be configured with a number of steps.
         RunError: If a reward outside of JAX fails and the configuration says that the run stops
             then, or if the disk refuses the cache of prompts.
         numpy.linalg.LinAlgError: If exploration options measure values that are not finite.
@@ -347,8 +360,8 @@ def generate(
         true_cfg_scale: The scale of classifier-free guidance for models that embed
             `guidance_scale`; other models accept only 1. Values up to 1 mean none. None: the run's,
             or 1.
-        negative_prompt: The negative prompt of classifier-free guidance, the same for all images.
-            It is refused if there is no such guidance.
+        negative_prompt: The negative prompt of classifier-free guidance, one text for all images.
+            "" is the empty prompt. Any other text is refused if there is no such guidance.
         seed: The seed of the initial noise, 0 to 2**31 - 1.
         size: Height and width of the images in pixels, each at most 16,384 and a multiple of the
             number of pixels that the model requires. None: that of `latents`, or of the run's
@@ -513,10 +526,10 @@ def export(
 
     Returns:
         "iteration" (of the checkpoint), and "rank" and "alpha" as in the file: with `fold_alpha`,
-        "alpha" is the rank. For parameters trained in full also the number of these arrays,
-        "trained_in_full"; "rank" and "alpha" are then those of the configuration, also if there are
-        no adapters. With `hub` also "folder" (its absolute path as text), and "url" (the address of
-        the repository) unless `dry_run`.
+        "alpha" is the rank. For parameters trained in full also "trained_in_full", the number of
+        these arrays; "rank" and "alpha" are then the settings `lora.rank` and `lora.alpha`, also if
+        there are no adapters. With `hub` also "folder" (its absolute path as text), and "url" (the
+        address of the repository) unless `dry_run`.
 
     Raises:
         InputError: If `run` is no run directory or has no such checkpoint, `out` cannot be written
@@ -585,7 +598,7 @@ def _export_files(
     """Writes the files of `export`, without a model card. Loads the weights of the base model.
 
     Args:
-        run: The run directory.
+        run: The run directory, whose base model and checkpoint are loaded.
         out: The .safetensors file to write, or for PEFT and for parameters trained in full a
             directory, which must hold nothing but an earlier export and be no link. Missing parent
             directories are created.
@@ -671,7 +684,7 @@ def export_lora(
 
     Raises:
         InputError: If `path` or `form` cannot be used, if parameters are trained in full, or if the
-            adapters do not fit the network, are not finite or change nothing.
+            adapters have paths or shapes that the network lacks, are not finite or change nothing.
         RunError: If the disk refuses.
     """
     if form not in ("diffusers", "peft"):
@@ -710,7 +723,8 @@ def import_lora(experiment: Experiment, path: str | Path) -> tuple[Trainable, Lo
     """Reads the adapters of a LoRA for the model of an experiment.
 
     Args:
-        experiment: The experiment. Its own rank and alpha do not matter.
+        experiment: The experiment, whose model has the layers. Its own rank and alpha do not
+            matter.
         path: A LoRA file of diffusers, kohya, ai-toolkit or ComfyUI, or a directory with one, such
             as that of PEFT. `~` is not expanded.
 
@@ -720,7 +734,7 @@ def import_lora(experiment: Experiment, path: str | Path) -> tuple[Trainable, Lo
         brought to the largest rank, and alpha equals it.
 
     Raises:
-        InputError: If the file cannot be read or does not fit the model, if values are not finite,
-            or if it has adapters of text encoders, trained biases or DoRA.
+        InputError: If the file cannot be read or has layers or shapes that the model lacks, if
+            values are not finite, or if it has adapters of text encoders, trained biases or DoRA.
     """
     return lora_files.import_lora(Path(path), experiment.backbone.parameter_table())

@@ -66,6 +66,9 @@ def one_line(text: str) -> str:
 
     Args:
         text: Any text. "" gives "".
+
+    Returns:
+        The text without line breaks and control characters.
     """
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode()

@@ -46,11 +46,13 @@ def assert_ranking_preserved(
 
     Args:
         proxy: The rewards of the exploration [prompts, candidates].
-        true: The true rewards of the same candidates.
+        true: The rewards of the fully generated images of the same candidates, [prompts,
+            candidates].
         spearman: The smallest accepted rank correlation (rho). Pairs with a non-finite value are
             left out, and so are prompts whose rewards are all equal on either side. None: not
             checked.
-        kendall: The same for tau-b.
+        kendall: The smallest accepted rank correlation tau-b, from the same pairs and prompts.
+            None: not checked.
         top_k: How many of the truly best candidates are looked for, at least 1. None: not checked.
         within: Among how many of the best candidates by proxy, from `top_k` to the number of
             candidates. None means `top_k`.
@@ -102,7 +104,8 @@ def assert_top_k_regret(
 
     Args:
         proxy: The rewards of the exploration [prompts, candidates].
-        true: The true rewards of the same candidates.
+        true: The rewards of the fully generated images of the same candidates, [prompts,
+            candidates].
         top_k: How many candidates are chosen, at least 1.
         within: Among how many of the best candidates by proxy, from `top_k` to the number of
             candidates. None means `top_k`.
@@ -130,7 +133,8 @@ def assert_selection_range(proxy: Values, true: Values, *, kept: int, delta: Bou
     Args:
         proxy: The rewards of the exploration [prompts, candidates]. Of equal ones the earlier
             candidate counts as better.
-        true: The true rewards of the same candidates.
+        true: The rewards of the fully generated images of the same candidates, [prompts,
+            candidates].
         kept: How many candidates are selected per prompt; even, from 2 to the number of candidates.
         delta: The largest accepted |proxy - true|, in the unit of the rewards.
 
@@ -178,7 +182,7 @@ def assert_block_error(
 
     Args:
         x: The values before quantization, of any shape with at least one axis.
-        quantized: The values that the codes stand for, of the same shape.
+        quantized: The dequantized values, of the same shape as `x`, which are compared with it.
         bound: The largest accepted ratio. The default, (1 + 1/16) / 6 = 0.177, is that of NVFP4,
             for blocks whose scale is a normal number in E4M3.
         block: The number of values in a block, at least 1. The last block may be shorter.
@@ -218,7 +222,7 @@ def _pools(proxy: Values, true: Values) -> tuple[Rewards, Rewards]:
 
     Args:
         proxy: The proxy rewards, [prompts, candidates].
-        true: The true rewards, of the same shape.
+        true: The true rewards, [prompts, candidates] like `proxy`.
 
     Raises:
         ValueError: If the shapes differ, or an array is empty or not two-dimensional.
@@ -239,7 +243,7 @@ def _within(top_k: int, within: int | None, proxy: Rewards) -> int:
     Args:
         top_k: The number of best candidates by true reward.
         within: The number of best candidates by proxy reward, or None.
-        proxy: The proxy rewards [prompts, n], of which only the number n of candidates is read.
+        proxy: The proxy rewards [prompts, n]. Their number n of candidates is the upper limit.
 
     Raises:
         ValueError: Unless 1 <= top_k <= within <= n.
@@ -264,7 +268,7 @@ def _mean(
             for instance of `rl.fidelity`. Non-finite numbers are left out of the mean; it is NaN if
             none is left.
         proxy: The proxy rewards, [prompts, candidates].
-        true: The true rewards, of the same shape.
+        true: The true rewards, [prompts, candidates] like `proxy`.
     """
 
     def on_host(*pools: Array) -> np.float32:

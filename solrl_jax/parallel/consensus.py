@@ -31,11 +31,12 @@ def together(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> lis
     process, it only calls `act`: the result is not converted, and errors pass unchanged.
 
     Args:
-        label: Names the decision. Only one thread at a time may use a label, but may use it any
-            number of times.
-        act: The function. It returns a JSON value and may raise. With several processes the value
-            makes a round trip through JSON, which turns tuples into lists. A value that is no JSON
-            is a TypeError in this process, and the others wait for its answer in vain.
+        label: Names the exchange, the same in all processes, e.g. "save/write". Only one thread at
+            a time may use a label, but may use it any number of times.
+        act: The function that this process calls. It returns a JSON value and may raise. With
+            several processes the value makes a round trip through JSON, which turns tuples into
+            lists. A value that is no JSON is a TypeError in this process, and the others wait for
+            its answer in vain.
         *kinds: Further exception types that are raised in every process as they are. They are
             recognized by the name of the class and constructed from a message alone.
 
@@ -78,19 +79,23 @@ def first(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> Any:
     Every process must call this with the same label. With one process, it only calls `act`.
 
     Args:
-        label: Names the decision. Only one thread at a time may use a label.
-        act: The function. It returns a JSON value and may raise. With several processes the value
-            makes a round trip through JSON, which turns tuples into lists; a value that is no JSON
-            is a TypeError in the first process, and the others wait in vain.
-        *kinds: Further exception types that are raised in every process as they are.
+        label: Names the exchange, the same in all processes, e.g. "restore/judge". Only one thread
+            at a time may use a label.
+        act: The function that the first process calls. It returns a JSON value and may raise. With
+            several processes the value makes a round trip through JSON, which turns tuples into
+            lists; a value that is no JSON is a TypeError in the first process, and the others wait
+            in vain.
+        *kinds: Further exception types that the other processes raise with the first line of the
+            message, in place of a RunError. They are recognized by the name of the class and
+            constructed from a message alone.
 
     Returns:
         What `act` returned in the first process.
 
     Raises:
-        Exception: What `act` raised in the first process. The other processes raise an InputError,
-            a RunError or one of `kinds` with the first line of its message, and a RunError in place
-            of any other error.
+        Exception: What `act` raised in the first process. The other processes raise an error of
+            that type, with the first line of its message, if it is InputError, RunError or one of
+            `kinds`, and a RunError "process 0: TYPE: MESSAGE" otherwise.
         RunError: If a process gives no answer within `PATIENCE` (1800) seconds.
         RuntimeError: With several processes, if `jax.distributed` was not initialised.
     """
@@ -119,7 +124,8 @@ def _exchange(label: str, answer: dict[str, Any]) -> list[dict[str, Any]]:
     process, holds at most two answers per label and process.
 
     Args:
-        label: The name of the decision, the same in all processes.
+        label: The name of the exchange, under which every process of the run has a key in the
+            service.
         answer: This process's answer, a dict that JSON can encode: {"value": result} or {"error":
             name of the type, "message": its first line}.
 

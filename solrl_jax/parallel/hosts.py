@@ -54,10 +54,10 @@ def initialise(hosts: str | None, host: int | None = None, coordinator: str | No
             Required with a number of hosts, and refused without one.
 
     Raises:
-        InputError: If the arguments do not fit each other, `hosts` or `host` is out of range, the
-            address cannot be used, or JAX refuses them.
-        RunError: If processes have not joined within `START` seconds, or two have the same number.
-            The message names them.
+        InputError: If `host` or `coordinator` is missing or not wanted with these `hosts`, `hosts`
+            or `host` is out of range, the address cannot be used, or JAX refuses them.
+        RunError: If processes have not joined within `START` (300) seconds, or two were given one
+            number. The message names them.
     """
     given = {"host": host, "coordinator": coordinator}
     settings: dict[str, Any] = {}
@@ -124,14 +124,14 @@ def roll_call(count: int, mine: int, coordinator: str) -> None:
     and the others connect again and again until it does.
 
     Args:
-        count: The number of processes.
+        count: The number of processes of the run, this one included.
         mine: The number of this process, from 0 to `count` - 1.
         coordinator: HOST:PORT of the first process. HOST must not be empty; PORT is from 1 to
             65535. The port is closed again on return.
 
     Raises:
         RunError: In every process that has connected, if others have not after `START` (300)
-            seconds, or if two processes have the same number; in the other processes, if the first
+            seconds, or if two processes were given one number; in the other processes, if the first
             one does not answer within `START` seconds.
         InputError: If `coordinator` is no HOST:PORT, or if the first process cannot open the port.
     """
@@ -275,9 +275,10 @@ def write(act: Callable[[], Any]) -> None:
 
     Raises:
         Exception: What `act` raised, in the first process.
-        InputError: In the other processes, if `act` raised it.
-        RunError: In the other processes, if `act` raised it or an error of any other type, or if a
-            process gives no answer within 1800 seconds.
+        InputError: In the processes other than the first, if `act` raised an InputError there.
+        RunError: In the processes other than the first, if `act` raised a RunError or an error of
+            any other type but InputError there. In any process, if another one gives no answer
+            within 1800 seconds.
     """
     consensus.first("write", lambda: act() and None)
 
@@ -290,11 +291,15 @@ def agreed(find: Callable[[], T]) -> T:
             value makes a round trip through JSON, which turns tuples into lists. With one process
             it is returned as it is.
 
+    Returns:
+        The value that `find` returned in the first process, in every process.
+
     Raises:
         Exception: What `find` raised, in the first process.
-        InputError: In the other processes, if `find` raised it.
-        RunError: In the other processes, if `find` raised it or an error of any other type, or if a
-            process gives no answer within 1800 seconds.
+        InputError: In the processes other than the first, if `find` raised an InputError there.
+        RunError: In the processes other than the first, if `find` raised a RunError or an error of
+            any other type but InputError there. In any process, if another one gives no answer
+            within 1800 seconds.
     """
     return consensus.first("agreed", find)
 
@@ -317,8 +322,8 @@ def anywhere(flags: Sequence[bool]) -> list[bool]:
     """Returns for each flag whether it is true in any process. All processes must call it.
 
     Args:
-        flags: The flags of this process. All processes pass the same number of them; an empty
-            sequence gives [].
+        flags: The flags of this process. All processes pass as many flags; an empty sequence gives
+            [].
 
     Raises:
         ValueError: If the processes pass different numbers of flags.
@@ -338,8 +343,8 @@ def put(tree: Any, where: NamedSharding) -> Any:
     """Places arrays on a mesh.
 
     Args:
-        tree: A tree of full arrays. Every process passes the same ones.
-        where: The sharding of each array, the same for all.
+        tree: A tree of full arrays, of NumPy or JAX. Every process passes equal ones.
+        where: The sharding that every array of the tree gets.
 
     Returns:
         The tree with global arrays. With several processes, each transfers only the shards of its
@@ -363,8 +368,8 @@ def fetch(tree: Any) -> Any:
         tree: A tree of global arrays.
 
     Returns:
-        The tree with full NumPy arrays, of the same dtypes, also where shards are on devices of
-        other processes.
+        The tree with a full NumPy array of the same shape and dtype in place of each array, also
+        where shards are on devices of other processes.
     """
     if jax.process_count() == 1:
         return jax.device_get(tree)

@@ -89,8 +89,11 @@ def rows_only(mesh: Mesh) -> Mesh:
     """Returns the mesh with the axis `tensor` folded into `fsdp`, its devices in the same order.
 
     Args:
-        mesh: A mesh with the axes `data`, `fsdp` and `tensor`. The result has the same axes, with
-            size 1 for `tensor`, so that samples are split over all devices.
+        mesh: A mesh with the axes `data`, `fsdp` and `tensor`.
+
+    Returns:
+        A mesh with these three axes, in which `fsdp` is `tensor` times as large and `tensor` is 1,
+        so that samples are split over all devices.
     """
     data, fsdp, tensor = (mesh.shape[axis] for axis in AXES)
     return Mesh(mesh.devices.reshape(data, fsdp * tensor, 1), AXES, axis_types=AUTO)
@@ -178,7 +181,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
     """Returns the sharding of an array that every device of a mesh holds completely.
 
     Args:
-        mesh: The mesh.
+        mesh: The mesh, of any axes.
     """
     return NamedSharding(mesh, PartitionSpec())
 
@@ -201,7 +204,7 @@ def split_rows(x: T) -> T:
             A mesh must be set (`jax.set_mesh`). Otherwise JAX raises an error.
 
     Returns:
-        The tree with the same values.
+        The tree with equal values, each array split along its leading axis.
     """
     return jax.lax.with_sharding_constraint(x, ROWS)
 
@@ -236,7 +239,8 @@ def map_rows(f: Callable[[Any], Any], tree: Any, count: int) -> Any:
         count: The number of rows of a call on one device, at least 1.
 
     Returns:
-        The outputs of all rows, in the order of the rows, without those of the copies.
+        A tree as `f` returns it, with one row of output per row of `tree`, in their order. The
+        outputs of the copies are left out.
     """
     devices = max(jax.sharding.get_abstract_mesh().size, 1)
     each = len(jax.tree.leaves(tree)[0]) // devices
@@ -272,7 +276,8 @@ def pad_rows(x: np.ndarray, count: int) -> np.ndarray:
         count: The number of rows of the result. Missing ones are copies of the first row.
 
     Returns:
-        A new array of the same dtype, or `x` itself if it has `count` rows.
+        An array [`count`, ...] of the dtype of `x`: the rows of `x`, then copies of its first row.
+        It is `x` itself if that has `count` rows, and otherwise new.
     """
     if len(x) == count:
         return x

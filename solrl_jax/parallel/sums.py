@@ -21,7 +21,7 @@ class Sum:
 
     Attributes:
         rounded: The tree of sums as rounded in each addition.
-        lost: The tree of sums of the rounding errors, of the same structure, shapes and dtypes.
+        lost: The tree of sums of the rounding errors, with arrays like those of `rounded`.
     """
 
     rounded: Any
@@ -95,8 +95,8 @@ def _lost(a: jax.Array, b: jax.Array, rounded: jax.Array) -> jax.Array:
     """Returns the rounding error of an addition, `a + b - rounded`, exactly.
 
     Args:
-        a: An array of floats.
-        b: The other summand, of the same shape and dtype.
+        a: The first summand, an array of floats.
+        b: The second summand, with the shape and dtype of `a`.
         rounded: `a + b` as the hardware rounds it. Where it is not finite, the result is NaN.
     """
     b_added = rounded - a

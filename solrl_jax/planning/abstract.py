@@ -50,8 +50,9 @@ def open_configurations(
             (`hub.CARRIED`).
         remat: What the gradient of the transformer recomputes, a key of
             `models.layers.stack.REMAT`: "none", "matmuls" or "blocks".
-        mhla: Replaces the linear attention of SANA, see `models.locate.mhla_override`. None keeps
-            the model's own attention.
+        mhla: The sizes of multi-head linear attention that replace the linear attention of SANA's
+            blocks, as the section `model` of a configuration gives them. None keeps the model's own
+            attention.
 
     Returns:
         The pipeline, without weights.
@@ -85,8 +86,9 @@ def experiment(config: Config, pipeline: Pipeline, device: DeviceInfo, mesh: Mes
     imports the objective and the trained rewards that the configuration names outside the package.
 
     Args:
-        config: The configuration.
-        pipeline: The model.
+        config: The configuration. Its model, sizes, batches, rewards and trained parameters give
+            the shapes.
+        pipeline: The opened model, which has its configurations and need not have weights.
         device: The kind of device that is planned for. It decides what "auto" formats mean.
         mesh: The mesh of the planned devices. The transformer and training use it; text encoders,
             decoder and rewards use `sharding.rows_only(mesh)`.
@@ -144,7 +146,8 @@ def some_prompts(config: Config) -> list[Prompt]:
     file, for training or for tests, cannot be read, they are empty texts.
 
     Args:
-        config: The configuration.
+        config: The configuration. `train.num_prompts` is the number, and the section `prompts`
+            names the files.
     """
     count = config.train.num_prompts
     try:
@@ -161,7 +164,8 @@ def reward(config: Config, mesh: Mesh, products: DTypeLike) -> Reward:
     JAX are opened too (their functions are imported), but take nothing of a device.
 
     Args:
-        config: The configuration.
+        config: The configuration. `reward.weights` names the rewards, with their options in
+            `reward.options`.
         mesh: The mesh that the networks are placed on.
         products: The dtype of the matmuls of the reward networks: float32, float16 or bfloat16.
 
@@ -182,11 +186,12 @@ def text_encoders(backbone: Backbone) -> dict[str, Any]:
     """Returns the parameters of the text encoders as placed shapes.
 
     Args:
-        backbone: The networks. The mesh, the dtype and the pipeline of its text encoders are read.
+        backbone: The networks. Its text encoders' own mesh, dtype and configurations give
+            shardings, dtype and shapes.
 
     Returns:
-        The tree of ShapeDtypeStructs of each text encoder, by its folder in the pipeline, e.g.
-        "text_encoder".
+        By the folder of each text encoder in the pipeline, e.g. "text_encoder", its parameters: a
+        tree of ShapeDtypeStructs with shardings.
     """
     encoders = backbone.text_encoders
     place = sharding.placement(encoders.mesh)

@@ -60,7 +60,7 @@ class Devices:
     """The devices of a plan.
 
     Attributes:
-        target: The kind of device.
+        target: The kind of device, an entry of `targets.TARGETS` with its memory and peak rates.
         count: The number of devices on each host, at least 1.
         hosts: The number of hosts, at least 1.
     """
@@ -76,8 +76,9 @@ class Planner:
     `topology.prepare` must be called before, and before JAX is imported.
 
     Attributes:
-        config: The configuration.
-        where: The devices.
+        config: The configuration that is planned. Formats that are "auto" mean what they would on
+            `where`.
+        where: The kind and the number of the devices that the programs are compiled for.
         pipeline: The model without weights, with the gradient checkpointing that training would
             choose.
         device: The kind of device, which decides what "auto" formats mean.
@@ -92,12 +93,13 @@ class Planner:
         """Builds the experiment of shapes and the programs of its stages. Compiles nothing.
 
         Args:
-            config: The configuration.
-            where: The devices.
+            config: The configuration whose iteration is planned: model, sizes, batches, rewards and
+                mesh.
+            where: The kind and the number of the devices to compile for.
 
         Raises:
-            InputError: If there is no such topology, the mesh does not fit it, or the configuration
-                cannot be run.
+            InputError: If there is no such topology, `mesh.data`, `mesh.fsdp` and `mesh.tensor` ask
+                for another number of devices, or the configuration cannot be run.
         """
         self.config = config
         self.where = where
@@ -120,8 +122,8 @@ class Planner:
         `codes`. All programs are lowered before this returns.
 
         Args:
-            threads: Runs the compilations. An error of XLA in `sync` is raised here; those of the
-                other programs are raised by their futures.
+            threads: Runs the compilations. A compiler error of `sync` is raised by this call, that
+                of another program by `result()` of its future.
 
         Returns:
             The name of the stage, the program and the future of the compiled program, in the order
@@ -167,14 +169,17 @@ class Planner:
 
         Args:
             stage: The name of its stage, one of `stages.STAGES`.
-            program: The program.
+            program: The program of that stage. Its name, its arguments and its calls per iteration
+                are used.
             compiled: The compiled program (`jax.stages.Compiled`).
             hlo: An existing directory. The compiled text is written to `STAGE-PROGRAM.hlo` in it,
                 which replaces such a file. None: it is not written.
 
         Returns:
-            "name" and "calls" of the program; "memory", the bytes while it runs, see `memory`; and
-            "roofline", the figures of one call, see `roofline.Roofline.summary`.
+            "name" (of the function, e.g. "sample_chunk") and "calls" (per iteration) of the
+            program; "memory", the bytes of one device while it runs, by name (the result of
+            `memory`, with "peak" among them); and "roofline", the figures of one call ("seconds",
+            "split", "kernels", "collectives" and others, the result of `Roofline.summary`).
 
         Raises:
             RunError: If the disk refuses the text.
@@ -221,17 +226,19 @@ class Planner:
 
         Args:
             stage: The name of its stage, one of `stages.STAGES`.
-            program: The program.
+            program: The program, whose arguments and whose `meanwhile` (latents that wait during a
+                call) are counted.
             analysis: The result of `memory_analysis()` of the compiled program, for one device.
 
         Returns:
             Bytes by name. `peak` = `held` + `padded` + `temporaries` + `outputs` - `aliased` +
             `code` + the sum of `resident`, and `arguments` = `held` + `repeated` + `padded` -
             `unread`. `held` counts each argument once, `repeated` the arguments that are passed
-            more than once, `unread` those that the compiler leaves out, `padded` the padding of a
-            TPU's tiles less `unread`, and at least 0. `aliased` are outputs that take the place of
-            arguments. `resident` is a dict of the arrays that are not arguments, by part; those of
-            0 bytes are left out.
+            more than once, `unread` the arguments that the compiler leaves out, and `padded` the
+            padding of a TPU's tiles less `unread`, at least 0. `temporaries`, `outputs` and `code`
+            (the machine code) are the compiler's figures, and `aliased` are outputs that take the
+            place of arguments. `resident` is a dict of the arrays that are in memory but no
+            arguments, by the names of `parts` and "latents"; entries of 0 bytes are left out.
         """
         shapes = arrays(program.arguments)
         distinct = {id(x): x for x in shapes}
@@ -277,8 +284,8 @@ def plan(
     Compiles on as many threads as this machine has CPU cores. Errors of XLA are raised as they are.
 
     Args:
-        config: The configuration.
-        where: The devices.
+        config: The resolved configuration whose iteration is planned.
+        where: The kind and the number of the devices that the programs are compiled for.
         hlo: A directory for the compiled texts, `STAGE-PROGRAM.hlo`. It is created if necessary,
             and existing files are replaced. None: they are not written.
         progress: Called with "STAGE: PROGRAM" before each program is measured.
@@ -286,21 +293,24 @@ def plan(
     Returns:
         The plan of one device, as `solrl plan` prints it in JSON. "stages" has for each stage, in
         the order of an iteration, its "name", its "seconds" (a roofline bound of all its calls),
-        its "peak" in bytes and its "programs" (see `Planner.measure`). "usable" and "peak" are
-        bytes (the first is 92% of the device's memory), "largest" is the stage with that peak,
-        "fits" whether it is at most "usable", and "too_large" has the settings that take less
-        memory for each stage that does not fit. "parts" are the bytes of the arrays that stay in
-        memory, by name. "faster" has a setting `key=value` for stages that it may make faster (see
-        `faster`). "seconds" are those of the iteration, and "rollout" those of "sync", "explore"
-        and "regenerate"; if the run regenerates, "naive_scaling" has the same two for a run that
-        explores in the training precision. "assumptions" is a list of sentences. "preset",
-        "device" (its name), "devices" (on each host), "hosts", "size" (height and width in pixels),
-        "mesh" (the size of each axis by name), "exploration" (a sentence on its format) and "remat"
-        (what the update's gradient recomputes) describe what was planned.
+        its "peak" in bytes and its "programs" (one dict each: "name", "calls", "memory" and
+        "roofline", the result of `Planner.measure`). "usable" is 92% of the device's memory and
+        "peak" the largest peak of a stage, both in bytes, "largest" the name of that stage, "fits"
+        whether "peak" is at most "usable", and "too_large" has for each stage that does not fit a
+        list of settings that take less memory. "parts" are the bytes of the arrays that stay in
+        memory, by name. "faster" has for "explore" and "update" a setting `key=value` with which
+        the stage may take less time; it is empty if there is none. "seconds" are those of the
+        iteration, and "rollout" those of "sync", "explore" and "regenerate"; if the run
+        regenerates, "naive_scaling" is a dict of both for a run that explores in the training
+        precision instead. "assumptions" is a list of sentences. "preset", "device" (its name),
+        "devices" (on each host), "hosts", "size" (height and width in pixels), "mesh" (the size of
+        each axis by name), "exploration" (a sentence on its format) and "remat" (what the update's
+        gradient recomputes) describe what was planned.
 
     Raises:
-        InputError: If there are no such devices, the mesh does not fit them, the configuration
-            cannot be run, or `hlo` cannot be written to.
+        InputError: If there are no such devices, `mesh.data`, `mesh.fsdp` and `mesh.tensor` ask for
+            another number of devices, the configuration cannot be run, or `hlo` cannot be written
+            to.
         RunError: If the disk refuses a compiled text.
         ValueError: If a compiled text cannot be parsed.
     """
@@ -369,8 +379,11 @@ def faster(planner: Planner, left: dict[str, int]) -> dict[str, str]:
     them.
 
     Args:
-        planner: The planner, after all programs were measured.
-        left: The free bytes of each stage by its name; "update" is read.
+        planner: The planner. Its exploration format, kind of device and
+            `model.gradient_checkpointing` decide what is named, and its usable bytes what "half"
+            is.
+        left: The usable bytes less the peak of each stage, by its name. Only that of "update",
+            which must be there, decides.
 
     Returns:
         The setting `key=value` by stage, "explore" or "update". Empty if there is none.
@@ -391,18 +404,23 @@ def faster(planner: Planner, left: dict[str, int]) -> dict[str, str]:
 def totals(planner: Planner, stages: list[dict[str, Any]]) -> dict[str, Any]:
     """Adds up the seconds of an iteration and of its rollout.
 
+    If the run regenerates, also estimates the family "naive_scaling", which explores in the
+    training precision with all steps and scores its candidates once: its rollout takes as many
+    batches as exploration has now, each as long as one call of "regenerate", and it scores only the
+    explored batches.
+
     Args:
-        planner: The planner. Only the number of batches that an iteration samples in each of its
-            two stages is read, to price the family `naive_scaling`.
-        stages: One dict per stage, as in the result of `plan`: "name", the "seconds" of all its
-            batches in an iteration, and "programs", of whose first the seconds of one batch are
-            read. "score" must be among the names.
+        planner: Tells how many batches an iteration explores and regenerates on its mesh, to price
+            "naive_scaling".
+        stages: One dict per stage of the run in the order of an iteration. "name" and "seconds" are
+            read, and of "regenerate" also the roofline seconds of one call
+            (`["programs"][0]["roofline"]["seconds"]`). "score" must be among them if "regenerate"
+            is.
 
     Returns:
-        "seconds": the sum over all stages. "rollout": the sum over "sync", "explore" and
-        "regenerate". If there is a stage "regenerate", also "naive_scaling": a dict of the same two
-        sums for the family `naive_scaling`, which samples all candidates once, in the training
-        precision with all steps, and scores them once instead of twice.
+        "seconds", the sum over all stages, and "rollout", that over "sync", "explore" and
+        "regenerate". If the run regenerates, also "naive_scaling": a dict with the "seconds" and
+        the "rollout" of that family.
     """
     seconds = {stage["name"]: stage["seconds"] for stage in stages}
     rollout = sum(seconds.get(name, 0.0) for name in ROLLOUT)
@@ -429,7 +447,8 @@ def assumptions(planner: Planner) -> Iterator[str]:
     that of the package, because no files of it are present.
 
     Args:
-        planner: The planner.
+        planner: The planner, whose configuration, kind and number of devices and model decide which
+            sentences apply.
     """
     where = planner.where
     config = planner.config
@@ -479,6 +498,9 @@ def table(summary: dict[str, Any]) -> str:
 
     Args:
         summary: The result of `plan`.
+
+    Returns:
+        The lines, joined by line feeds.
     """
 
     def gb(size):
@@ -551,7 +573,7 @@ def table(summary: dict[str, Any]) -> str:
 
 def rows(summary: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the programs of a plan in the order of an iteration: the name of the stage, and the
-    figures of the program (see `Planner.measure`).
+    dict of the program with "name", "calls", "memory" and "roofline".
 
     Args:
         summary: The result of `plan`.

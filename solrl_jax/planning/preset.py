@@ -40,19 +40,21 @@ def plan(
         hosts: The number of hosts, at least 1.
         hlo: A directory for the compiled programs as text, `STAGE-PROGRAM.hlo`. It is created if
             necessary, and a leading `~` is expanded. None: they are not written.
-        force: Whether `hlo` may already have files `*.hlo`. Those of the same names are replaced.
+        force: Whether `hlo` may already have files `*.hlo`. Files that this plan does not write
+            again stay.
         progress: Called with "STAGE: PROGRAM" before each program is measured.
 
     Returns:
-        The plan of one device, as `solrl plan` prints it in JSON: for each stage its seconds (a
-        roofline bound), its peak memory in bytes, its kernels and its collectives; and the same for
-        the whole iteration. See `planning.plan.plan` for the keys.
+        The plan of one device, as `solrl plan` prints it in JSON: "stages" (for each its "seconds",
+        a roofline bound, its "peak" in bytes and its "programs" with kernels and collectives),
+        "seconds" of the iteration and of its "rollout", "peak", "usable" and "fits" for its memory
+        in bytes, and others that `planning.plan.plan` lists.
 
     Raises:
         ConfigError: If the preset or an override is invalid.
         InputError: If the device is unknown, `hlo` has files `*.hlo` without `force` or cannot be
             written to, the compiler is not installed, there are no such hosts, or the configuration
-            cannot be run on them.
+            cannot be run on them, e.g. because `mesh.fsdp` does not divide their devices.
         RunError: If the disk refuses a compiled text.
         ValueError: If `hlo` begins with `~USER` and there is no such user.
     """

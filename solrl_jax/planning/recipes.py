@@ -28,7 +28,7 @@ class Record(NamedTuple):
         device: The kind of device, a key of `planning.targets.TARGETS`.
         platform: "gpu" or "tpu".
         devices: The number of devices of all hosts.
-        hosts: The number of hosts.
+        hosts: The number of hosts, among which `devices` are divided equally.
         fsdp: `mesh.fsdp`.
         tensor: `mesh.tensor`.
         size: Height and width of the images in pixels.
@@ -81,8 +81,9 @@ class Proposal(NamedTuple):
     """Settings for a machine.
 
     Attributes:
-        settings: The values of fields by their dotted names. Empty: keep those of the preset.
-        record: The plan that they come from; None if none fits.
+        settings: The proposed values of fields by their dotted names, e.g. "mesh.fsdp": 8. Empty:
+            keep the settings of the preset.
+        record: The plan that they were taken from; None for a guess, and without settings.
         reason: One line that says where they come from.
     """
 
@@ -94,7 +95,11 @@ class Proposal(NamedTuple):
         """Returns the settings that differ from a configuration, as `key=value`.
 
         Args:
-            config: The configuration.
+            config: The configuration whose present values are compared with the settings.
+
+        Returns:
+            The differing settings, e.g. ["mesh.fsdp=8"], in the order of `settings`. Empty if all
+            are equal.
         """
         changed = []
         for name, value in self.settings.items():
@@ -118,22 +123,27 @@ def load_records() -> tuple[Record, ...]:
 def propose(config: Config, machine: Machine, records: Sequence[Record]) -> Proposal:
     """Proposes mesh, gradient checkpointing and batch sizes for a machine.
 
-    Of the plans of the same model and platform that fit, those without tensor parallelism come
-    first, then those that do not recompute whole blocks, those with the fewest shards, those for
-    this kind of device, and the one that uses most memory. A plan fits if its peak is at most the
-    memory of a device, its shards divide the number of devices, and its images have at least as
-    many pixels. If none fits, the settings are a guess from the plan with the least memory, see
-    `_guess`.
+    A plan counts if it is of the same model and platform, and its images have at least as many
+    pixels. It fits if its peak is at most the memory of a device and its shards divide the number
+    of devices. Of those that fit, the one without or with least tensor parallelism is taken; of
+    equal ones, one that does not recompute whole blocks, then that with the smallest `fsdp`, then
+    one for this kind of device, and last the one that uses most memory. If none fits, the settings
+    are a guess: the base divided among all devices, blocks recomputed, and a batch that is scaled
+    down from the plan with the least memory.
 
     Args:
-        config: The configuration. Its model, image size and trained parameters are read.
-        machine: The devices.
-        records: The plans to choose from, e.g. those of `load_records`.
+        config: The configuration: its model's name, its largest training size, and
+            `train.parameters`.
+        machine: The devices to propose for.
+        records: The plans to choose from, by default all of the package (`load_records()`).
 
     Returns:
-        The proposal, whose `record` is None for a guess. It has no settings for CPUs, for models
-        without a plan of images so large, and if `train.parameters` is not "adapters", which no
-        record covers.
+        The proposal, with the chosen plan as `record`, or None for a guess. `settings` has
+        `mesh.fsdp` and both batch sizes per device; from a plan also `mesh.tensor`, and
+        `model.gradient_checkpointing` if the plan names one; in a guess also
+        `model.gradient_checkpointing` and, for large images, `model.vae_tile_size`. It is empty if
+        no plan counts (as for CPUs), and if `train.parameters` is not "adapters", which no record
+        covers.
     """
     where = f"{machine.devices} x {machine.kind}, {machine.memory / 1e9:.3g} GB each"
     height, width = largest_training_size(config)
@@ -186,19 +196,22 @@ def propose(config: Config, machine: Machine, records: Sequence[Record]) -> Prop
 def _guess(config: Config, machine: Machine, nearest: Record, where: str) -> Proposal:
     """Proposes settings for a machine that no plan fits.
 
-    The base is divided among all devices of the host by `mesh.fsdp`, and blocks are recomputed. The
-    batch of the update is that of the plan, halved until the peak of the plan times the same factor
-    is within the memory, but even and at least 2. The batch of the rollout is no larger. Images
-    with a side above 512 pixels are decoded in tiles of 512. `mesh.tensor` stays.
+    `mesh.fsdp` is the number of devices of the host, so that the base is divided among all, and
+    blocks are recomputed. The batch of the update is that of `nearest`, halved until the peak of
+    `nearest` times the same factor is within the memory, but even and at least 2. The batch of the
+    rollout is that of `nearest`, at most the batch of the update. Images with a side above 512
+    pixels are decoded in tiles of 512. `mesh.tensor` stays.
 
     Args:
-        config: The configuration. Its largest training size is read.
-        machine: The devices.
+        config: The configuration. Its largest training size decides whether images are decoded in
+            tiles.
+        machine: The devices to guess for.
         nearest: The plan with the least memory.
         where: The devices in words, for the reason.
 
     Returns:
-        The proposal, without a record. Nothing says that it fits.
+        The proposal with these settings and `record` None. Nothing checked whether they fit into
+        memory.
     """
     batch = nearest.update_batch
     while batch > 2 and nearest.peak * batch / nearest.update_batch > machine.memory:
@@ -228,13 +241,15 @@ def expand_mesh_auto(
 
     Args:
         overrides: Overrides `key=value`.
-        resolve: Returns the configuration of a preset with overrides.
-        machine: The devices.
+        resolve: Returns the configuration of the user's preset with the overrides that it is given.
+            It is called once, with all overrides but `mesh=auto`.
+        machine: The devices to propose for.
 
     Returns:
-        The overrides with the proposed settings first, so that the others win, and one line about
-        them; the overrides as they are and None if `mesh=auto` is not among them. Proposed settings
-        that another override sets, or that the configuration has already, are left out.
+        With `mesh=auto` among the overrides: the proposed settings followed by the other overrides,
+        which win because they come later, and one line that names the settings and where they come
+        from. A proposed setting is left out if another override names it or the configuration has
+        that value. Otherwise the overrides as they are, and None.
 
     Raises:
         ConfigError: If the preset or another override is invalid.

@@ -26,8 +26,9 @@ class Roofline:
     """The work of one call of a program on one device.
 
     Attributes:
-        target: The device.
-        on_host: The number of devices per host.
+        target: The kind of device, whose peak rates turn operations and bytes into seconds.
+        on_host: The number of devices per host, which decides what bytes of a collective leave the
+            host.
         kernels: The kernels of the program.
         collectives: Its collectives.
         unknown_loops: The number of loops that count as one iteration, because the number of their
@@ -93,11 +94,14 @@ class Roofline:
         """Returns all figures of one call on one device as JSON values.
 
         Returns:
-            "seconds", the sum of "split" (see `split`); "products_at_peak", the seconds of all
-            operations alone; "kernels", the number of runs of all kernels; "native", the number of
-            runs of each library function and Pallas kernel by its name; "operations" by arithmetic
-            unit, those of 0 left out; "memory_traffic", the bytes of main memory that are read and
-            written; "collectives" (see `_collective_rows`); "largest" (see `_largest`); and
+            "seconds", the sum of "split"; "split", the seconds by what limits them ("products",
+            "attention", "memory" and "links"); "products_at_peak", the seconds of all operations
+            alone; "kernels", the number of runs of all kernels; "native", the number of runs of
+            each library function and Pallas kernel by its name; "operations" by arithmetic unit
+            (e.g. "bf16"), without units of 0; "memory_traffic", the bytes of main memory that are
+            read and written; "collectives", a list of groups with "kind", "overlaps", "count",
+            "sent", "crossing" and "seconds"; "largest", the at most 8 groups of kernels that take
+            longest, each with "name", "result", "source", "times", "seconds" and "at_peak"; and
             "unknown_loops".
         """
         split = self.split()
@@ -121,9 +125,9 @@ class Roofline:
         """Returns the collectives of one call, grouped by kind and by whether they overlap.
 
         Returns:
-            For each group, in the order of their first runs, "kind", "overlaps", "count" (the
-            number of runs), "sent" and "crossing" (the bytes that a device sends in all of them,
-            and those of them that leave the host), and "seconds".
+            For each group, in the order of their first runs: "kind" (e.g. "all-gather"),
+            "overlaps", "count" (the number of runs), "sent" (the bytes that a device sends in all
+            runs), "crossing" (the part of "sent" that leaves the host), and "seconds".
         """
         alike: defaultdict[tuple[str, bool], list[Collective]] = defaultdict(list)
         for one in self.collectives:
@@ -170,9 +174,10 @@ def roofline(text: str, target: Target, on_host: int = 1, hosts: int = 1) -> Roo
 
     Args:
         text: The compiled text, of the program on one device.
-        target: The device.
-        on_host: The number of devices per host.
-        hosts: The number of hosts.
+        target: The kind of device that the program was compiled for.
+        on_host: The number of devices per host. With `hosts` it also tells how many devices take
+            part in a collective that names no groups.
+        hosts: The number of hosts that the program runs on.
 
     Returns:
         The kernels and collectives of one call on one device, from which its methods compute times.
@@ -193,13 +198,16 @@ def roofline(text: str, target: Target, on_host: int = 1, hosts: int = 1) -> Roo
 def table(summary: dict[str, Any]) -> str:
     """Formats the figures of a program for a terminal, in lines without a line feed at the end.
 
-    These are the seconds in all and of the operations alone, the seconds by what limits them, the
-    numbers of library functions, the collectives, and the kernels that take longest. Those by limit
-    and of kernels have their part of all seconds in per cent. The sources of kernels are cut to
-    their last 60 characters.
+    The lines are: the seconds in all and of the operations alone; the seconds by what limits them;
+    the number of runs of each library function; the collectives; and the kernels that take longest.
+    Lines by limit and of kernels also have their part of all seconds in per cent. The sources of
+    kernels are cut to their last 60 characters.
 
     Args:
         summary: The result of `Roofline.summary`.
+
+    Returns:
+        The lines, joined by line feeds.
     """
     total = summary["seconds"]
 

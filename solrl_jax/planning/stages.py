@@ -31,8 +31,9 @@ class Program:
     """A jitted function and its arguments.
 
     Attributes:
-        mesh: The mesh that it runs on, which must be set when it is lowered.
-        function: The jitted function.
+        mesh: The mesh that the program runs on. Set it with `jax.set_mesh` while the function is
+            lowered.
+        function: The jitted function, such as `sample_chunk`, which training calls with arrays.
         arguments: Its arguments, with placed shapes in place of arrays.
         calls: The number of calls per iteration. 0 for an evaluation, which is no part of it.
         meanwhile: A tree of other arrays, as placed shapes, that stay in memory during a call.
@@ -54,7 +55,7 @@ class Stages:
     """The programs of an experiment of shapes, on the mesh of the experiment.
 
     Attributes:
-        experiment: The experiment.
+        experiment: The experiment, with a ShapeDtypeStruct in place of every array.
         mesh: The mesh of the transformer and of training.
         rows_mesh: The same devices with samples split over all of them, for encoding and scoring.
         state: The shapes of the training state (`rl.state.TrainState`): the trainable parameters
@@ -72,7 +73,8 @@ class Stages:
         """Computes the shapes that several programs share. Nothing is compiled.
 
         Args:
-            experiment: The experiment of shapes, see `abstract.experiment`.
+            experiment: The experiment with a ShapeDtypeStruct in place of every array, as
+                `abstract.experiment` builds it.
         """
         self.experiment = experiment
         self.mesh = experiment.backbone.mesh
@@ -108,8 +110,9 @@ class Stages:
         return stage != "regenerate" or self.experiment.config.rollout.regenerate
 
     def codes(self) -> Any:
-        """Returns the result of `sync` as shapes: the quantized leaves by parameter path,
-        replicated on every device. An empty dict where nothing is quantized.
+        """Returns the result of `sync` as shapes: a dict of the quantized leaves by parameter path,
+        e.g. "blocks/attn/to_q/kernel", replicated on every device. An empty dict if the exploration
+        format quantizes nothing.
         """
         if not self.has("sync"):
             return {}
@@ -210,12 +213,13 @@ class Stages:
     def _policy(self, codes: Any) -> Any:
         """Returns the parameters of the old policy, which samples, as placed shapes.
 
-        They are those of the base with the trainable parameters attached: an adapter lies beside
-        its base weight, and a fully trained array takes the place of the base's.
+        They are the parameters of the base with the trainable parameters attached: an adapter lies
+        beside its base weight, and a fully trained array takes the place of the base's.
 
         Args:
-            codes: The quantized layers by parameter path, which take precedence over both, or an
-                empty dict for the policy in the training precision.
+            codes: The quantized layers by parameter path. A layer that is among them takes the
+                place of its base weight and of its trainable parameters. An empty dict gives the
+                policy in the training precision.
         """
 
         def policy(base, adapters, codes):
@@ -268,7 +272,9 @@ class Stages:
 
     @property
     def _sampler(self) -> Sampler:
-        """The sampler of regeneration, whose batch size and latent shape are read."""
+        """The sampler of regeneration, of which only the batch size per device and the latent shape
+        are used.
+        """
         return self.experiment.explorer.calibration.sampler
 
     def _rows(self, mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -278,7 +284,7 @@ class Stages:
             mesh: The mesh over which samples are sharded. A batch has the sampler's chunk size
                 times its `row_groups` rows.
             shape: The shape of one row, () for one number per sample.
-            dtype: The dtype.
+            dtype: The dtype of the elements, e.g. `jnp.float32`.
         """
         rows = self._sampler.chunk * row_groups(mesh)
         return jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=sharding.rows(mesh))

@@ -32,7 +32,7 @@ class Chip:
     """The figures of a GPU that XLA asks for.
 
     Attributes:
-        cores: The number of multiprocessors.
+        cores: The number of streaming multiprocessors of the GPU.
         clock: Their clock in GHz.
         cache: The bytes of the L2 cache.
         shared: The bytes of shared memory of a multiprocessor.
@@ -120,12 +120,13 @@ def _gpu(
 
     Args:
         name: Its name in commands.
-        kind: JAX's `device_kind`.
+        kind: JAX's `device_kind`, e.g. "NVIDIA H100".
         capability: Its compute capability.
         memory: MiB of memory, as CUDA reports it.
         rates: Seven peak rates of one device: teraflops in BF16, INT8, FP8 and FP4, then TB/s of
             memory, GB/s of links and of the network.
-        chip: The figures that XLA asks for.
+        chip: The figures of the GPU that XLA asks for; its clock and units also give the peak of
+            float32.
         on_host: The largest number of devices of one host.
     """
     bf16, int8, fp8, fp4, bandwidth, link, network = rates
@@ -155,7 +156,7 @@ def _tpu(
 
     Args:
         name: Its name in commands.
-        kind: JAX's `device_kind`.
+        kind: JAX's `device_kind`, e.g. "TPU v5 lite".
         memory: GB (10^9 bytes) of memory of a chip.
         rates: Five peak rates of a chip: teraflops in BF16, INT8 and FP8, then TB/s of memory and
             GB/s of links.

@@ -49,7 +49,8 @@ def prepare(target: Target) -> None:
     TPU. The variables of this process that have these names are replaced, for the rest of its life.
 
     Args:
-        target: The device.
+        target: The kind of device that programs will be compiled for. It decides which compiler is
+            looked for.
 
     Raises:
         InputError: If its compiler is not installed: JAX's CUDA plug-in with `ptxas` and cuDNN, or
@@ -95,16 +96,17 @@ def devices(target: Target, count: int, hosts: int) -> list[Any]:
     Starts JAX's backends, so `prepare` must have been called before.
 
     Args:
-        target: The kind of device.
-        count: The number of devices on each host: from 1 to `target.on_host` for GPUs, and for TPUs
-            those of 1, 4 or 8 chips, see `tpu_topology`.
+        target: The kind of device, which decides the platform and the largest number on a host.
+        count: The number of devices on each host. For GPUs: from 1 to `target.on_host`. For TPUs:
+            that of 1, 4 or 8 chips (chips times `target.cores`), at most `target.on_host`.
         hosts: The number of hosts: at least 1 for GPUs, and a power of two for TPUs.
 
     Returns:
         `count` times `hosts` `jax.Device`s, host by host and then by their numbers.
 
     Raises:
-        InputError: If a host has fewer GPUs, or there are no such TPU slices.
+        InputError: If `count` is more GPUs than a host has, or is no number of devices that a TPU
+            host has, or if there is no TPU slice of so many hosts.
     """
     import jax
     from jax.experimental.topologies import get_topology_desc
@@ -132,8 +134,9 @@ def tpu_topology(target: Target, count: int, hosts: int) -> tuple[str, tuple[int
     """Returns the name of a TPU slice and the arrangement of a host's chips.
 
     Args:
-        target: The kind of TPU.
-        count: The number of devices on each host: those of 1, 4 or 8 chips, up to `target.on_host`.
+        target: The kind of TPU. Its axes, its cores per chip and the size of its hosts decide.
+        count: The number of devices on each host: 1, 4 or 8 chips times `target.cores`, at most
+            `target.on_host`.
         hosts: The number of hosts: 1, or a power of two.
 
     Returns:
@@ -177,7 +180,7 @@ def lowered(function: Any, arguments: tuple[Any, ...]) -> Any:
     raises.
 
     Args:
-        function: The jitted function.
+        function: The jitted function, whose mesh must be set (`jax.set_mesh`) if it reads one.
         arguments: Its arguments, with placed ShapeDtypeStructs in place of arrays.
 
     Returns:
@@ -192,7 +195,8 @@ def compiled(program: Any, target: Target) -> Any:
 
     Args:
         program: The result of `lowered`.
-        target: The kind of device.
+        target: The kind of device that the program was lowered for. Only its platform, "gpu" or
+            "tpu", is used.
 
     Returns:
         The compiled program (`jax.stages.Compiled`), which cannot be run here.

@@ -58,12 +58,13 @@ def candidates(root: Path) -> list[Path]:
     count.
 
     Args:
-        root: The directory of checkpoints.
+        root: The directory of checkpoints, which has one directory per saved iteration, e.g.
+            `000010`.
 
     Returns:
-        The paths, sorted by the iteration in their name, the highest first. A directory that a
-        newer save replaced (`.replaced`) follows the one of the same iteration. An empty list if
-        `root` does not exist or is a file.
+        The paths, sorted by the iteration in their name, the highest first. `000010.replaced`,
+        which a newer save of iteration 10 has replaced, follows `000010`. An empty list if `root`
+        does not exist or is a file.
 
     Raises:
         RunError: If the directory cannot be read.
@@ -86,7 +87,8 @@ def iteration_of(path: Path) -> int | None:
     """Returns the iteration in the name of a checkpoint's directory.
 
     Args:
-        path: The directory. Only its name is read; the suffix `.replaced` is ignored.
+        path: The directory, e.g. `.../000010` or `.../000010.replaced`, both of which give 10. It
+            need not exist.
 
     Returns:
         The iteration; None if the directory is not named like a checkpoint.
@@ -143,10 +145,10 @@ def verify(path: Path, *, contents: bool = True) -> None:
     """Checks that a checkpoint holds exactly the files that were saved.
 
     Args:
-        path: The checkpoint.
-        contents: Whether to compare every byte. If False, only names and sizes are compared, and
-            the contents of files of at most `files.SMALL` bytes (1 MiB), so that no large array is
-            read.
+        path: The directory of the checkpoint.
+        contents: Whether to compare every byte. If False, the names and sizes of all files are
+            compared, but only the contents of those of at most `files.SMALL` bytes (1 MiB), so that
+            no large array is read.
 
     Raises:
         CheckpointError: If files are missing, unknown, altered or cannot be read, if another
@@ -174,12 +176,14 @@ def meta_of(path: Path) -> dict[str, Any]:
     Reads `meta.json` and verifies no other file.
 
     Args:
-        path: The checkpoint.
+        path: The directory of the checkpoint.
 
     Returns:
-        The argument `meta` of the save, by name, with the iteration added as "iteration". For a run
-        these are "fingerprint", "key", "prompt_cursor", the names of `inputs.hash_inputs`, and
-        "evaluation" (the metrics of an evaluation by name, or None).
+        The argument `meta` of the save, by name, with the number of the iteration added as
+        "iteration". A run saves "fingerprint" (the hash of its settings), "key" (the run's seed),
+        "prompt_cursor" (the number of prompts drawn so far), the hashes of its input files by name,
+        e.g. "prompts" or "weights/vae", and "evaluation" (the metrics of an evaluation by name, or
+        None).
 
     Raises:
         CheckpointError: If `meta.json` cannot be read, or is not that of a checkpoint.
@@ -198,12 +202,14 @@ def restore_latest(
     Args:
         root: The directory of checkpoints. It need not exist.
         abstract_state: A pytree of `jax.ShapeDtypeStruct` or arrays with the structure, shapes,
-            dtypes and shardings of the state, see `restore`.
-        expected: Names and values that the checkpoint's metadata must hold, see `restore`.
+            dtypes and shardings of the state. Values are not read. A leaf without a sharding is
+            placed on the first device of the process.
+        expected: Names and values that the checkpoint's metadata must hold, e.g. {"fingerprint":
+            ...}. An empty dict accepts any checkpoint.
 
     Returns:
-        The state, its metadata with "iteration", and one line for each newer checkpoint that was
-        skipped because it cannot be used; None if there is no checkpoint.
+        The state; its metadata by name, with "iteration"; and one line "skipped checkpoint PATH:
+        REASON" for each newer checkpoint that cannot be used. None if there is no checkpoint.
 
     Raises:
         RunError: If there are checkpoints and none can be used. A fresh start would overwrite what
@@ -227,8 +233,9 @@ def newest_usable(root: Path, use: Callable[[Path], T]) -> tuple[T, list[str]] |
 
     Args:
         root: The directory of checkpoints. It need not exist.
-        use: Called with the path of a checkpoint. If it raises CheckpointError, the next one is
-            tried; any other error passes. It must succeed or fail in all processes alike.
+        use: Called with the path of a checkpoint, e.g. to restore it. If it raises CheckpointError,
+            the next older one is tried; any other error passes. It must succeed or fail in all
+            processes alike.
 
     Returns:
         The result of `use`, and one line "skipped checkpoint PATH: REASON" for each newer
@@ -267,7 +274,7 @@ def restore(
     The first process reads every byte of the checkpoint for the verification.
 
     Args:
-        path: The checkpoint.
+        path: The directory of the checkpoint.
         abstract_state: A pytree of `jax.ShapeDtypeStruct` or arrays, which tells the structure,
             shapes and dtypes of the state. Values are not read.
         expected: Names and values that the checkpoint's metadata must hold. None: anything is
@@ -275,14 +282,14 @@ def restore(
 
     Returns:
         The state, a pytree of jax arrays with the structure and shardings of `abstract_state` (a
-        leaf without a sharding is placed on the first device of the process), and the metadata with
-        "iteration", see `meta_of`. Parameters that were added to a network later (`ADDED`) and that
-        the checkpoint lacks are 0.
+        leaf without a sharding is placed on the first device of the process), and the metadata that
+        it was saved with, by name, with "iteration". Biases of the convolution `lepe` in linear
+        attention (`ADDED`), which older checkpoints lack, are then 0.
 
     Raises:
         CheckpointError: If files are missing, unknown or altered, if another version of solrl_jax
             saved the checkpoint, if orbax cannot read it (also because a device has too little
-            memory), or if the names, shapes or dtypes of its arrays are not those of
+            memory), or if its arrays have other names, shapes or dtypes than the leaves of
             `abstract_state`. All processes raise it.
         InputError: If the metadata differs from `expected`: the checkpoint belongs to another run.
         RunError: If another process gives no answer.
@@ -296,16 +303,17 @@ def _verify_meta(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
     """Verifies all files of a checkpoint, byte by byte, and its metadata. One process calls it.
 
     Args:
-        path: The checkpoint.
+        path: The directory of the checkpoint.
         expected: Names and values that the metadata must hold. They are compared as JSON, so that a
             tuple equals the list that was saved.
 
     Returns:
-        The metadata with "iteration", see `meta_of`.
+        The metadata that the checkpoint was saved with, by name, with the number of the iteration
+        as "iteration".
 
     Raises:
         CheckpointError: If files are missing, unknown or altered, if another version of solrl_jax
-            saved the checkpoint, or if its name is not that of its iteration.
+            saved the checkpoint, or if the name of its directory is that of another iteration.
         InputError: If the metadata lacks a name of `expected` or has another value.
     """
     verify(path)
@@ -325,8 +333,10 @@ def _read_state(path: Path, abstract_state: Any) -> Any:
     """Reads the state of a checkpoint that has been verified. Every process calls this.
 
     Args:
-        path: The checkpoint.
-        abstract_state: A pytree of `jax.ShapeDtypeStruct` or arrays, as in `restore`.
+        path: The directory of the checkpoint.
+        abstract_state: A pytree of `jax.ShapeDtypeStruct` or arrays with the structure, shapes,
+            dtypes and shardings to read. Values are not read. A leaf without a sharding is placed
+            on the first device of the process.
 
     Returns:
         The state, with the structure and shardings of `abstract_state`. Empty arrays, and
@@ -334,8 +344,8 @@ def _read_state(path: Path, abstract_state: Any) -> Any:
         filled with 0.
 
     Raises:
-        CheckpointError: In all processes, if one of them cannot read its shards, or if the names,
-            shapes or dtypes of the saved arrays are not those of `abstract_state`.
+        CheckpointError: In all processes, if one of them cannot read its shards, or if the saved
+            arrays have other names, shapes or dtypes than the leaves of `abstract_state`.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract_state)
     abstract_leaves = {jax.tree_util.keystr(key): leaf for key, leaf in leaves}
@@ -399,14 +409,15 @@ def compare_leaves(path: Path, saved: dict[str, Any], abstract_leaves: dict[str,
 
     Args:
         path: The checkpoint, for the message.
-        saved: The saved arrays by key path, as in `meta.json`: each is a dict with "shape" (a list
-            of sizes) and "dtype" (its name, e.g. "float32").
-        abstract_leaves: The leaves of the abstract state by key path, as `jax.tree_util.keystr`
-            writes it. Their shape and dtype are read.
+        saved: The entry "arrays" of the checkpoint's `meta.json`: for each array, by its key path
+            (e.g. ".ema['blocks/attn/to_q/kernel']['a']"), a dict with "shape" (a list of sizes) and
+            "dtype" (its name, e.g. "float32").
+        abstract_leaves: The leaves that the state needs (`jax.ShapeDtypeStruct` or arrays), by key
+            path as `jax.tree_util.keystr` writes it. Only their shape and dtype are compared.
 
     Raises:
-        CheckpointError: If names, shapes or dtypes differ. The message lists the first five
-            differences, sorted by key path, and the number of the others.
+        CheckpointError: If an array is only on one side, or has another shape or dtype. The message
+            lists the first five differences, sorted by key path, and the number of the others.
     """
     saved_types = {key: f"{entry['dtype']}{entry['shape']}" for key, entry in saved.items()}
     types = {key: f"{leaf.dtype}{list(leaf.shape)}" for key, leaf in abstract_leaves.items()}
@@ -427,7 +438,7 @@ def _read_header(path: Path) -> dict[str, Any]:
     """Reads a checkpoint's `meta.json`.
 
     Args:
-        path: The checkpoint.
+        path: The directory of the checkpoint.
 
     Returns:
         The content: "format", "iteration", "meta" (the metadata by name) and "arrays" (a dict with
@@ -468,7 +479,7 @@ def orbax() -> tuple[Any, Any]:
     of that library that outlive a failure.
 
     Returns:
-        The two modules.
+        The modules `orbax.checkpoint` and `etils.epath`, in this order.
     """
     import absl.logging
 

@@ -214,7 +214,7 @@ def start_writing(
     refuses them; their shape and dtype are in `meta.json`.
 
     Args:
-        folder: An existing, empty directory, the same in all processes.
+        folder: An existing, empty directory, to which all processes write.
         arrays: The arrays to save, by key path.
 
     Returns:
@@ -279,7 +279,8 @@ def _named_arrays(state: Any) -> dict[str, jax.Array]:
         state: A pytree of jax arrays.
 
     Returns:
-        The arrays in the order of the tree's leaves.
+        The arrays by key path, e.g. ".ema['blocks/attn/to_q/kernel']['a']", in the order of the
+        tree's leaves.
 
     Raises:
         TypeError: If a leaf is no jax array, or one of an extended dtype such as a random key.
@@ -302,7 +303,7 @@ def _removed_on_failure(temporary: Path) -> Iterator[None]:
     are ignored.
 
     Args:
-        temporary: The directory, which need not exist.
+        temporary: The directory that is removed. It need not exist.
     """
     try:
         yield

@@ -55,8 +55,8 @@ def configuration(
             name are accepted in any case.
 
     Returns:
-        The configuration with the overrides, and the path of the run directory, or None if `target`
-        is none.
+        The configuration with the overrides, and the run directory as a path; None in its place for
+        a preset or a model.
 
     Raises:
         InputError: If `target` is none of the three, or is a model while `preset` is None; if an
@@ -144,7 +144,7 @@ def _refuse_foreign_objective(target: str, config: Config, overrides: tuple[str,
 
     Args:
         target: The run directory, for the message.
-        config: Its configuration with the overrides. `algorithm.objective` is read.
+        config: Its configuration with the overrides, of which `algorithm.objective` is checked.
         overrides: The overrides, of the form `key=value`.
 
     Raises:
@@ -165,13 +165,15 @@ def _foreign_names(config: Config) -> set[str]:
     """Returns all rewards of a configuration that may run or ask something outside the package.
 
     Args:
-        config: The configuration. `reward.weights`, `reward.eval_only`, `rollout.explore.reward`
-            and `reward.options` are read.
+        config: The configuration. Rewards are named in `reward.weights` (trained on),
+            `reward.eval_only` (watched) and `rollout.explore.reward` (ranks candidates), and may be
+            named in the values of `reward.options`.
 
     Returns:
-        The names of all rewards in the first three that the package does not have (functions,
-        entry points and services), and all texts with a colon among the values of the options of
-        all rewards, at any depth, because an option may name such a function or service.
+        The names of all rewards in the first three that the package does not have
+        ("module:function", names of entry points, and services), and all texts with a colon among
+        the values in `reward.options`, at any depth, because an option may name such a function or
+        service.
     """
 
     def texts_with_colon(value: Any) -> Iterator[str]:
@@ -204,10 +206,10 @@ def read_run(path: str | Path) -> Config:
     """Reads the configuration of a run directory. Files of the previous version are translated.
 
     Args:
-        path: The run directory.
+        path: The run directory, in which `config.yaml` is read.
 
     Returns:
-        The configuration with which the run was last started.
+        The resolved configuration with which the run was last started, without later overrides.
 
     Raises:
         InputError: If `path` is no run directory, or if its `config.yaml` cannot be read as text.
@@ -237,7 +239,8 @@ def find_checkpoint(target: str | Path, which: str) -> Path | None:
             of an iteration.
 
     Returns:
-        The path of the checkpoint. None for "latest": `load_ema` then finds the newest intact one.
+        The directory of the checkpoint. None for "latest": the caller then loads the newest intact
+        one.
 
     Raises:
         InputError: If `which` is none of the three; if `target` is no run directory, except for
@@ -288,21 +291,23 @@ def load_policy(
         run: The run directory, whose averaged parameters (EMA) are loaded. None: the start of
             training, which is the LoRA of `lora.path`; without one, no adapters at all, which is
             the base.
-        config: The configuration, as `configuration` returns it.
+        config: The configuration of the run, preset or model, with overrides.
         backbone: The model of that configuration.
-        path: The checkpoint of the run, as `find_checkpoint` returns it. None: the newest intact
-            one.
+        path: The directory of a checkpoint of the run. None: its newest intact one.
 
     Returns:
-        The trainable parameters in float32 by path (for a start without a LoRA an empty dict), and
-        the number of iterations that they were trained for; 0 without a run.
+        The trainable parameters in float32 by path, e.g. "blocks/attn/to_q/kernel": for a layer
+        with an adapter {"a": ..., "b": ...}, for a parameter that is trained in full an array. For
+        a start without a LoRA an empty dict. Second, the number of iterations that they were
+        trained for; 0 without a run.
 
     Raises:
         RunError: If the checkpoint is damaged, or all are.
         InputError: If the run has no checkpoint, its `config.yaml` cannot be read, or `lora.path`
             cannot be used.
         ConfigError: If the `config.yaml` of the run is invalid.
-        ValueError: If a pattern of the trained parameters fits no parameter, see `find_targets`.
+        ValueError: If a pattern in `train.parameters` or `lora.target_modules` matches no parameter
+            of the model.
     """
     if run is not None:
         return load_ema(run, config, backbone, path)
@@ -320,21 +325,27 @@ def load_ema(
     the dtype of `backbone`.
 
     Args:
-        folder: The run directory. Its `config.yaml` is read for the training precision.
-        config: Its configuration. `lora`, `optimizer` and the settings of the trained parameters
-            are read; `rollout.precision` is not, because an override may have changed it.
+        folder: The run directory. The training precision is that of its `config.yaml`,
+            `rollout.precision`.
+        config: Its configuration, perhaps with overrides. The section `lora`, the section
+            `optimizer` and the settings of the trained parameters tell which arrays the checkpoint
+            holds. Its `rollout.precision` does not count, because an override may have changed it.
         backbone: The model of that configuration, in any precision. The parameters are placed on
             its mesh.
-        path: The checkpoint, as `find_checkpoint` returns it. None: the newest intact one.
+        path: The directory of the checkpoint. None: the newest intact one of the run.
 
     Returns:
-        The averaged parameters in float32 by path, and the iteration of the checkpoint.
+        The averaged parameters in float32 by path, e.g. "blocks/attn/to_q/kernel": {"a": ..., "b":
+        ...} for an adapter, an array for a parameter that is trained in full. Second, the iteration
+        of the checkpoint.
 
     Raises:
-        RunError: If the checkpoint is damaged or holds another state, or if all do.
+        RunError: If the checkpoint is damaged, or its arrays are not those that `config` trains, or
+            if all checkpoints are so.
         InputError: If the run has no checkpoint, or its `config.yaml` cannot be read.
         ConfigError: If its `config.yaml` is invalid.
-        ValueError: If a pattern of the trained parameters fits no parameter, see `find_targets`.
+        ValueError: If a pattern in `train.parameters` or `lora.target_modules` matches no parameter
+            of the model.
     """
     transformer = backbone.pipeline.transformer
     targets = find_targets(transformer, config)

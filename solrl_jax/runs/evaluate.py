@@ -66,17 +66,19 @@ def evaluate(
     `Experiment.encode_prompts`. Every process of a run must call it.
 
     Args:
-        experiment: The experiment. `eval.num_prompts` prompts, at most the number of test prompts,
-            with `eval.num_images_per_prompt` images each are generated. The seed of an image
-            depends on `eval.seed`, its prompt and its index alone, so that all policies start from
-            the same noise.
-        adapters: The trainable parameters of the policy.
+        experiment: The experiment. The first `eval.num_prompts` test prompts, of which there must
+            be so many, get `eval.num_images_per_prompt` images each. The seed of an image depends
+            on `eval.seed`, its prompt and its index alone, so that all policies start from the same
+            noise.
+        adapters: The trainable parameters of the policy by path, e.g. `state.ema`. An empty dict
+            gives the base model.
         progress: Called with the number of images of each batch when the batch has been queued on
             the devices, so that one batch is still being computed. The numbers add up to all.
 
     Returns:
-        The scores of `experiment.evaluation_reward`, one row per prompt in the order of the test
-        prompts.
+        Means, standard errors and the score of each image, [p, m]: p prompts in the order of the
+        test prompts, m images each. The scores are those of `experiment.evaluation_reward`:
+        "reward" and every single one, watched ones too.
 
     Raises:
         InputError: If the prompts cannot be encoded.
@@ -105,7 +107,8 @@ def setting(experiment: Experiment) -> str:
     and seed. Rewards, the schedule of the solver and the settings of the model are not named.
 
     Args:
-        experiment: The experiment. Its sections `eval` and `rollout` and the test prompts are read.
+        experiment: The experiment, whose sections `eval` and `rollout` and whose test prompts are
+            described.
 
     Returns:
         The line, e.g. "64 prompts (sha256 0123456789ab) x 1 images of 512 x 512; euler, 40 steps,
@@ -139,7 +142,8 @@ def paired_difference(first: Evaluation, second: Evaluation) -> dict[str, tuple[
 
     Args:
         first: The evaluation of one policy.
-        second: The evaluation of the other. It has all scores of `first`, in the same shapes.
+        second: The evaluation of the other policy, with all scores of `first` in arrays of the same
+            shapes.
 
     Returns:
         For each score of `first`, by name: the mean over prompts by which the first policy scores
@@ -184,12 +188,12 @@ class ImageGrid:
         """Builds a grid from generated samples.
 
         Args:
-            prompts: The p prompts.
-            samples: m samples of each prompt, prompt by prompt, kept with their images. Their
-                scores decide `right`.
+            prompts: The p prompts, one per row of the grid.
+            samples: p * m samples with their images, the m samples of the first prompt first. Of
+                their scores, the first whose name ends in "/strict" decides `right`.
 
         Returns:
-            The grid, whose images are those of the samples and are not copied.
+            The grid. Its images [p, m, height, width, 3] are a view of those of the samples.
 
         Raises:
             AssertionError: If the samples have no images.
@@ -214,16 +218,18 @@ class ImageGrid:
 def sample_grid(experiment: Experiment, adapters: Trainable) -> ImageGrid:
     """Generates images of the first test prompts with a policy, four per prompt.
 
-    They are generated as in `evaluate`: with its size, steps and seeds.
+    They have the size, the number of steps and the seeds of the evaluation, so that an image equals
+    the one that `evaluate` scores for this prompt and index, if it has that many.
 
     Args:
         experiment: The experiment. `eval.num_grid_images`, which must not be 0, is the largest
             number of images: it is rounded down to whole prompts. Below 4 there is one prompt with
             so many images. There are no more prompts than test prompts.
-        adapters: The trainable parameters of the policy.
+        adapters: The trainable parameters of the policy by path, e.g. `state.ema`.
 
     Returns:
-        The grid, with the verdicts of `experiment.evaluation_reward`.
+        The grid, with one row per prompt. `right` is from the scores of
+        `experiment.evaluation_reward`.
 
     Raises:
         InputError: If the prompts cannot be encoded.
@@ -245,12 +251,15 @@ def untrained(experiment: Experiment, trained: Trainable) -> Trainable:
     Because of the equal structure, the programs that are compiled for one serve the other.
 
     Args:
-        experiment: The experiment, whose base model is read.
-        trained: The trainable parameters of a policy by path. Only their structure matters.
+        experiment: The experiment, whose base model gives the values of parameters that are trained
+            in full.
+        trained: The trainable parameters of a policy by path, a dict of factors for an adapter and
+            an array for a parameter that is trained in full. Their values do not matter.
 
     Returns:
-        Parameters by the same paths. The factors of LoRA adapters are zero, and a parameter that is
-        trained in full is the base model's own array, in the dtype of the base.
+        Parameters by the same paths, which make a policy equal to the base. The factors of adapters
+        are zeros of the same shapes, and a parameter that is trained in full is the base model's
+        own array, in the dtype of the base.
     """
     base = flatten(experiment.backbone.transformer)
     return {
@@ -284,7 +293,8 @@ class LargestDifferences:
 
         Args:
             first: The evaluation of one policy.
-            second: The evaluation of another one on the same prompts and seeds.
+            second: The evaluation of the other one, with "reward" in the same shape. A difference
+                is `first` minus `second`.
             num_prompts: The largest number of prompts. If there are fewer, all are returned.
             num_images: The largest number of images per prompt. If there are fewer, all are
                 returned.
@@ -332,11 +342,12 @@ class PoolImages:
     prompts.
 
     Attributes:
-        prompts: The p prompts.
-        candidates: The indices of the candidates within their prompt, int [p, m], best proxy reward
-            first.
-        stages: Their images by stage, "explored" first: as the iteration explored them and, unless
-            it trained on explored samples, as it "regenerated" them.
+        prompts: The p prompts, of which each has one row in the image grids of `stages`.
+        candidates: The indices of the candidates within their prompt, int [p, m], the best place in
+            the ranking for selection first.
+        stages: Their images by stage: "explored", as the iteration explored them, and then, unless
+            it trained on explored samples, "regenerated", as it regenerated them. Each grid has p
+            rows of m images.
     """
 
     prompts: Sequence[str]
@@ -362,7 +373,9 @@ def pool_images(
             `rollout.kept` is smaller; of these, half (rounded down) are the worst.
         old: The trainable parameters that the iteration explored and regenerated with.
         exploration: The precision and number of steps that it explored with.
-        ledger: The columns of its candidates, `IterationResult.ledger`. "rank" and "kept" are read.
+        ledger: The columns of its candidates by name, prompt by prompt. "rank" (the place in the
+            ranking of its prompt for selection, 0 is the best) and "kept" (bool) decide which
+            candidates are drawn.
         iteration: Its number, from 1.
 
     Returns:
@@ -423,11 +436,12 @@ def pool_images(
 def _best_and_worst_kept(
     ledger: Mapping[str, Any], num_prompts: int, kept: int, count: int
 ) -> Int[np.ndarray, "p m"]:
-    """Finds the kept candidates with the best and the worst proxy rewards.
+    """Finds the kept candidates with the best and the worst places in the ranking of their prompt.
 
     Args:
-        ledger: The columns of an iteration's ledger. "rank" (0 is the best) and "kept" are read;
-            they have one entry per candidate, prompt by prompt.
+        ledger: The columns of an iteration's ledger by name: "rank" (the place in the ranking of
+            its prompt for selection, 0 is the best) and "kept" (bool), both with one entry per
+            candidate, prompt by prompt.
         num_prompts: The number p of prompts of the iteration.
         kept: The number of kept candidates per prompt.
         count: The number m of candidates to return per prompt, at most `kept`.
@@ -454,7 +468,7 @@ def _held_out(
     same for every policy.
 
     Args:
-        experiment: The experiment.
+        experiment: The experiment, which has the test prompts and `eval.seed`.
         num_prompts: The number p of prompts. If there are fewer test prompts, all are returned.
         num_images: The number m of images per prompt.
 
@@ -508,13 +522,14 @@ def _generate(
         experiment: The experiment. Its evaluation size, `eval.num_steps` and `evaluation_reward`
             are used.
         adapters: The trainable parameters of the policy.
-        prompts: The p prompts.
+        prompts: The p prompts, which are encoded and scored.
         seeds: The seeds of the m images of each prompt, uint32 [p, m, 2].
-        progress: Called with the number of images of each batch when it is queued, see `evaluate`.
+        progress: Called with the number of images of each batch when the batch has been queued on
+            the devices, so that one batch is still being computed.
         keep_images: Whether the images are returned. Otherwise `Samples.images` is None.
 
     Returns:
-        The p * m samples, prompt by prompt.
+        The p * m samples with their scores by name, prompt by prompt.
 
     Raises:
         InputError: If the prompts cannot be encoded.

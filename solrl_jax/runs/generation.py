@@ -73,11 +73,14 @@ class Request:
         prompts: One prompt per image, at least one. Each has at most 20,000 characters.
         num_steps: The number of solver steps, 1 to 1000. None: that of the run's evaluation, or
             `DEFAULT_NUM_STEPS` (10) for a model.
-        guidance_scale: The scale of the model's guidance, at least 0. None: the run's, or 1.
+        guidance_scale: The guidance scale of the model, at least 0: an input for models that embed
+            it (FLUX.1), for all others the scale of classifier-free guidance, off up to 1. None:
+            the run's, or 1.
         true_cfg_scale: The scale of classifier-free guidance for models that embed
             `guidance_scale`, at least 0; others accept only 1. None: the run's, or 1.
-        negative_prompt: The negative prompt of classifier-free guidance, the same for all images,
-            of at most 20,000 characters. One that is not empty needs guidance above 1.
+        negative_prompt: The negative prompt of classifier-free guidance, one for all images, of at
+            most 20,000 characters. "" is the empty prompt. Any other needs classifier-free guidance
+            above 1.
         seed: The seed of the initial noise, 0 to 2**31 - 1.
         size: Height and width in pixels, each 1 to 16,384. None: that of `latents`, or of the run's
             evaluation, or the model's default.
@@ -125,7 +128,7 @@ class Request:
                 are accepted for numbers. `latents` is not looked at.
 
         Returns:
-            The request.
+            The request, with lists turned into tuples and absent arguments at their defaults.
 
         Raises:
             InputError: If a name is unknown or missing, a value is not accepted, or a text is
@@ -203,13 +206,14 @@ def generate_images(
 
     Raises:
         InputError: If the model, the run, its checkpoint or the LoRA cannot be used, if the model
-            does not support the request, or if the images would not fit into the memory of this
-            host. Raised before any weight of the model is loaded, unless a weight file itself
-            cannot be read, or the tokenizer fails or cannot make so many tokens.
+            does not support an argument, or if the images take more than the memory of this host.
+            Raised before any weight of the model is loaded, unless a weight file itself cannot be
+            read, or the tokenizer fails or cannot make so many tokens.
         ConfigError: If the configuration of the run is invalid.
         RunError: If an image is not finite, the checkpoint is damaged, or the prompt cache of the
             run cannot be written.
-        ValueError: If a pattern of the run's trained parameters fits no parameter of the model.
+        ValueError: If a pattern in the run's `train.parameters` or `lora.target_modules` matches no
+            parameter of the model.
     """
     model = request.model
     prompts = [Prompt(text) for text in request.prompts]
@@ -331,15 +335,15 @@ def _image_size(
     """Determines the height and width of the images in pixels.
 
     Args:
-        request: `size` is read.
+        request: Its `size` is the size that the user asked for, or None.
         config: The configuration of the run. None: `pipeline` is a model directory.
-        pipeline: The model.
+        pipeline: The model, which has a default size and says which sizes it supports.
         latents: The initial noise that the user gave, or None. A latent pixel stands for
             `pipeline.compression` pixels in each direction.
 
     Returns:
-        Height and width: those of `latents` if there are any, then those of the request, then those
-        of the run's evaluation or the model's default.
+        (height, width): that of `latents` if they are given, else `request.size`, else that of the
+        run's evaluation, or without a run the model's default.
 
     Raises:
         InputError: If the model does not support the size, if a side is above `MAX_SIDE` (16,384)
@@ -370,7 +374,7 @@ def _check_memory(count: int, size: tuple[int, int]) -> None:
     """Checks that this host can hold the images, which are all returned at once in float32.
 
     Args:
-        count: The number of images.
+        count: The number of images that the call returns together.
         size: Height and width of an image in pixels.
 
     Raises:
@@ -393,10 +397,11 @@ def build_schedule(
     The schedule of a run adds no noise, whatever its solver is.
 
     Args:
-        request: Its number of steps, guidance scales and negative prompt are read. Values that are
-            None are those of the run's evaluation; for a model directory 10 steps and scales of 1.
+        request: Its number of steps, guidance scales and negative prompt. A value that is None is
+            that of the run's evaluation; for a model directory 10 steps and scales of 1.
         config: The configuration of the run. None: `pipeline` is a model directory.
-        pipeline: The model.
+        pipeline: The model. It says whether guidance is embedded, and has the scheduler of a model
+            directory.
         size: Height and width of the images in pixels, on which some schedules depend.
 
     Returns:
@@ -456,10 +461,11 @@ def _released_rules(pipeline: Pipeline) -> Quantization:
     """Returns which linear layers are quantized, by the preset for the same kind of pipeline.
 
     Args:
-        pipeline: The model. `kind` is read, the class name in `model_index.json`.
+        pipeline: The model. Its kind is the class name in `model_index.json`, e.g. "FluxPipeline".
 
     Returns:
-        The section `model.quantization` of the first such preset of a released model.
+        The section `model.quantization` (parts of paths that are kept, and the smallest width) of
+        the preset of the first released model of that kind.
 
     Raises:
         AssertionError: If there is no such preset, which is a fault of the package.
@@ -481,9 +487,10 @@ def _load_backbone(
     cache and the dtype of the decoder are always the run's. A model directory has no prompt cache.
 
     Args:
-        request: `instruction` and `vae_tile_size` are read.
+        request: Its `instruction` and `vae_tile_size`; None stands for those of the run, or for
+            none.
         config: The configuration of the run, or None for a model directory.
-        pipeline: The model.
+        pipeline: The opened model, whose weights are loaded.
         precision: The dtype of the transformer: "bf16" or "fp32".
 
     Returns:

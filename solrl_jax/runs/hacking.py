@@ -46,7 +46,8 @@ def _standard_errors(first: Row, now: Row, key: str) -> float:
     Args:
         first: The earlier evaluation, with the score as `key` and its standard error as
             "KEY/standard_error".
-        now: The later one, in the same form.
+        now: The later evaluation, values by name with the score and its error under the names that
+            `first` has.
         key: The name of the score in the rows, e.g. "eval/reward".
 
     Returns:

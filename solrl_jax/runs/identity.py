@@ -61,7 +61,7 @@ def refuse_another_run(folder: Path, config: Config) -> None:
         InputError: If the directory has no `config.yaml` but one of the other files of a run
             (`RECORDS`, such as `metrics.jsonl` or `checkpoints` with content); if it holds a run
             with another `fingerprint`, also one whose format "auto" stood for another one than on
-            these devices; if it holds this very run without the checkpoints that it had; or if its
+            these devices; if it holds this very run but lost the checkpoints that it had; or if its
             `config.yaml` cannot be read. The message lists the settings that differ.
         ConfigError: If the directory's `config.yaml` is not a configuration.
         RunError: If the directory of checkpoints cannot be read.
@@ -113,7 +113,8 @@ def _refuse_lost_checkpoints(folder: Path, name: str) -> None:
     not say that it finished.
 
     Args:
-        folder: The run directory.
+        folder: The run directory. Its `run.json`, `ledger/`, `metrics.jsonl` and `checkpoints/` are
+            looked at.
         name: The directory as the message names it.
 
     Raises:
@@ -143,7 +144,7 @@ def claim(folder: Path, config: Config) -> None:
 
     Args:
         folder: The directory, for which `refuse_another_run` has raised nothing.
-        config: The resolved configuration.
+        config: The resolved configuration, which becomes `config.yaml`.
 
     Raises:
         RunError: If the disk refuses the write.
@@ -157,7 +158,7 @@ def _recorded_format(folder: Path) -> str | None:
     """Reads from a run's `run.json` which format the run explores in.
 
     Args:
-        folder: The run directory.
+        folder: The run directory, in which `run.json` is read.
 
     Returns:
         The name of the format, e.g. "nvfp4"; None if the file is absent, damaged or lacks it. The
@@ -172,7 +173,7 @@ def _read_facts(folder: Path) -> dict[str, Any]:
     """Returns the content of a run's `run.json`, or an empty dict if it cannot be read.
 
     Args:
-        folder: The run directory.
+        folder: The run directory, in which `run.json` is read.
     """
     with contextlib.suppress(OSError, ValueError):
         facts = parse_json(read_text(folder / "run.json"))
@@ -191,7 +192,7 @@ def fingerprint(config: Config, explore_format: str) -> str:
     default does not change the fingerprint of older runs.
 
     Args:
-        config: The resolved configuration.
+        config: The resolved configuration of the run.
         explore_format: The name of the format that `rollout.explore.precision` resolves to on the
             devices of the run, e.g. "nvfp4". It is hashed in place of that setting.
 
@@ -214,10 +215,11 @@ def _bound_settings(config: Config) -> dict[str, Any]:
     score depends.
 
     Args:
-        config: The resolved configuration.
+        config: The resolved configuration, which is not changed.
 
     Returns:
-        New nested dicts of plain values, by section and field.
+        New nested dicts of plain values, e.g. {"rollout": {"kept": 24, ...}, ...}, without the
+        fields that are left out.
     """
     settings = yaml.safe_load(to_yaml(config))
     for name in FREE:
@@ -244,7 +246,7 @@ def _differences(saved: dict[str, Any], current: dict[str, Any], prefix: str = "
 
     Args:
         saved: The settings of the run in the directory, as nested dicts.
-        current: The settings of the run that is about to start.
+        current: The settings of the run that is about to start, as nested dicts of the same form.
         prefix: The name of the section that both belong to, with a dot at the end; "" for the whole
             configuration.
 

@@ -117,15 +117,15 @@ def read_grid(path: Path) -> list[tuple["Image", dict[str, Any]]]:
     """Reads the images of a file of `save_grid`, each with its facts.
 
     Args:
-        path: The file.
+        path: The PNG file that `save_grid` wrote.
 
     Returns:
-        Pairs of an RGB image of Pillow and its facts, values by name, in the order of the grid; an
-        empty list if the file has no facts.
+        Pairs of an RGB image of Pillow and the facts that `save_grid` was given about it, values by
+        name, in the order of the grid; an empty list if the file has no facts.
 
     Raises:
-        InputError: If the file is missing, is no PNG, is damaged, or has facts that are not those
-            of `save_grid`.
+        InputError: If the file is missing, is no PNG, is damaged, or if its facts have no valid box
+            in the grid.
     """
     from PIL import Image
 
@@ -161,7 +161,7 @@ def _check_boxes(sheet: "Image", boxes: Sequence[tuple[int, int, int, int]]) -> 
     """Checks that the images of a grid lie within it.
 
     Args:
-        sheet: The whole grid.
+        sheet: The whole grid as an image of Pillow.
         boxes: Left, top, right and bottom of every image in pixels.
 
     Raises:
@@ -196,10 +196,11 @@ def save_before_after(
     Args:
         path: The file. It is replaced if it exists; missing parent directories are created.
         before: The images on the left with values in [0, 1], m for each of p prompts.
-        after: The images on the right, of the same shape.
+        after: The images on the right, [p, m, height, width, 3] like `before`: those of the same
+            prompts and seeds.
         prompts: One prompt per row, shown above it in one line.
         right_before: Whether the verifier accepts each image on the left. None: no verdicts.
-        right_after: The same for the right side.
+        right_after: Whether the verifier accepts each image on the right. None: no verdicts.
         sides: The titles of the two sides. They also become the title in the file's metadata.
 
     Raises:
@@ -253,7 +254,7 @@ def _framed(
     """Returns an image with a frame of `_FRAME` (4) pixels, and a mark in its lower right corner.
 
     Args:
-        image: The image.
+        image: The image, bytes [height, width, 3] in RGB.
         size: Width and height in pixels to which the image is resized, without the frame.
         right: True draws a tick, False a cross. None: the frame has the colour of the paper and
             there is no mark.
@@ -286,8 +287,8 @@ def new_figure(width: float, height: float) -> "Figure":
     """Returns an empty matplotlib figure that is drawn in memory, at 144 dots per inch.
 
     Args:
-        width: The width in inches.
-        height: The height in inches.
+        width: The width of the whole figure in inches.
+        height: The height of the whole figure in inches.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -322,8 +323,9 @@ def _save_image(path: str | Path, image: "Image", **texts: str) -> None:
 
     Args:
         path: The file. It is replaced if it exists; missing parent directories are created.
-        image: The image of Pillow.
-        texts: Its metadata by name. "Title" is for readers who cannot see the image.
+        image: The image of Pillow, in a mode that PNG has.
+        texts: Texts that are stored in the file, by name, e.g. "Title" for readers who cannot see
+            the image.
 
     Raises:
         RunError: If the disk refuses.
@@ -341,7 +343,7 @@ def _font(size: int, *, bold: bool = False) -> "FreeTypeFont":
     """Returns DejaVu Sans, the font that comes with matplotlib, which has letters of many scripts.
 
     Args:
-        size: The size in pixels.
+        size: The size of the letters in pixels.
         bold: Whether it is bold.
     """
     import matplotlib
@@ -356,7 +358,7 @@ def _text_height(font: "FreeTypeFont", lines: int) -> int:
     end.
 
     Args:
-        font: The font.
+        font: The font that the text is drawn in.
         lines: The number of lines. Without lines, the height is 0.
     """
     ascent, descent = font.getmetrics()
@@ -368,7 +370,7 @@ def _wrap(text: str, font: "FreeTypeFont", width: int, *, lines: int) -> list[st
     "…".
 
     Args:
-        text: The text.
+        text: The text. Each run of white space, line feeds too, counts as one space.
         font: The font that it is drawn in.
         width: The largest width of a line in pixels.
         lines: The largest number of lines. The last one takes all words that are left and may

@@ -38,8 +38,9 @@ def hash_inputs(
     Args:
         config: The configuration, which names rewards and objectives outside of the package.
         pipeline: The model, whose weight files are sampled.
-        prompts: The training prompts.
-        instruction: The text before each prompt, or None.
+        prompts: The training prompts with their metadata, in the order in which they are hashed.
+        instruction: The text before each prompt (the text itself, not the file that holds it), or
+            None for none.
 
     Returns:
         Hashes of 16 hexadecimal digits by name: "prompts" (the training prompts with their
@@ -107,7 +108,8 @@ def _describe(config: Config, name: str) -> str:
 
     Args:
         config: The configuration of the run. The setting that names the input is quoted from it.
-        name: A name in the result of `hash_inputs`, e.g. "weights/transformer".
+        name: The name of an input, as `hash_inputs` gives it: "prompts", "instruction",
+            "weights/COMPONENT", "code/MODULE:FUNCTION" or "question/NAME".
     """
     kind, _, detail = name.partition("/")
     if kind == "prompts":
@@ -130,7 +132,7 @@ def _weight_folders(pipeline: Pipeline) -> dict[str, Path]:
     """Returns the directory of every component's weights, whether it exists or not.
 
     Args:
-        pipeline: The model.
+        pipeline: The opened model, whose components know the directory that they are loaded from.
 
     Returns:
         The directories by name: "transformer", the names of the text encoders, and "vae".
@@ -154,7 +156,8 @@ def _hash_weights(folder: Path) -> str:
 
     Raises:
         FileNotFoundError: If the directory is missing or holds no weights, if it holds several
-            files and none has a standard name (see `weight_files`), or if a shard is missing.
+            files and none has a standard name of diffusers or transformers, or if a shard is
+            missing.
         ValueError: If the index of the weight files cannot be read, or names a file in another
             directory.
         OSError: If a file cannot be read.
@@ -175,9 +178,8 @@ def _plugins(config: Config) -> list[str]:
     """Returns the functions outside of the package that training depends on: rewards and objective.
 
     Args:
-        config: The configuration. `reward.weights`, `rollout.explore.reward` and
-            `algorithm.objective` are read, and names of rewards that installed packages provide
-            (entry points) are looked up.
+        config: The configuration. Names of rewards that installed packages provide (entry points)
+            are replaced by their functions.
 
     Returns:
         The functions as "module:function", sorted, each once.
@@ -214,6 +216,6 @@ def _digest(data: bytes) -> str:
     """Returns the first 16 hexadecimal digits of the SHA-256 of `data`.
 
     Args:
-        data: The bytes to hash.
+        data: The bytes to hash, e.g. the content of a file.
     """
     return hashlib.sha256(data).hexdigest()[:16]

@@ -74,17 +74,20 @@ def write(root: Path, iteration: int, columns: Mapping[str, Any]) -> Path:
     Args:
         root: The directory of the ledger. It is created if necessary.
         iteration: The number of the iteration, from 1, which becomes the column "iteration".
-        columns: For every other column of `SCHEMA` (see `read`) an array [rows], or one value for
-            all rows; "kept" must be an array. Other names are ignored. A column is null where a
-            masked array (numpy.ma) masks it, or everywhere if it is None; only "regenerated_reward"
-            and "advantage" may be null. NaN stays NaN.
+        columns: For every other column of `SCHEMA` ("prompt", "prompt_uid", "candidate", "seed",
+            "precision", "steps", "proxy_reward", "rank", "kept", "regenerated_reward", "advantage"
+            and "policy_revision") an array [rows], or one value for all rows; "kept" must be an
+            array. Other names are ignored. A column is null where a masked array (numpy.ma) masks
+            it, or everywhere if it is None; only "regenerated_reward" and "advantage" may be null.
+            NaN stays NaN.
 
     Returns:
         The path of the file.
 
     Raises:
         KeyError: If a column is missing.
-        ValueError: If a column has another length, or a value does not fit the type of its column.
+        ValueError: If a column has another number of rows than "kept", or a value is no value of
+            its column's type, such as -1 or 1.5 for a uint32.
         TypeError: If a column has values of another kind, such as text for a number.
         RunError: If the disk refuses.
     """
@@ -117,8 +120,8 @@ def read(root: Path, iteration: int) -> pa.Table:
 
     Raises:
         InputError: If the file does not exist, cannot be read or is no Parquet file, if its columns
-            or their types are not those of `SCHEMA`, or if it has more than `MAX_ROWS` (2**18) rows
-            or `MOST_TEXT` (64 MiB) bytes in memory.
+            have other names, types or order than in `SCHEMA`, or other ones may be null, or if it
+            has more than `MAX_ROWS` (2**18) rows or `MOST_TEXT` (64 MiB) bytes in memory.
     """
     path = path_of(root, iteration)
     try:
@@ -176,13 +179,14 @@ def _column(field: pa.Field, values: Any, num_rows: int) -> pa.Array:
         field: The field of the schema, which gives the type.
         values: An array [rows], masked or not, one value for all rows, or None for nulls. Masked
             entries become null.
-        num_rows: The number of rows. It is read only if `values` is None or a single value.
+        num_rows: The number of rows of a column of nulls or of one repeated value. An array has its
+            own.
 
     Returns:
         The column, with the type of `field`.
 
     Raises:
-        ValueError: If a value does not fit the type.
+        ValueError: If a value is no value of the type, such as -1 or 1.5 for a uint32.
         TypeError: If the values are of another kind, such as text for a number.
     """
     if values is None:

@@ -42,7 +42,7 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
     Nothing is raised for a file that cannot be read.
 
     Args:
-        run_dir: The run directory.
+        run_dir: The run directory, in which `metrics.jsonl` is read.
 
     Returns:
         One dict per row: "iteration" (an int) and the recorded numbers by name, None where a value
@@ -57,11 +57,12 @@ def by_iteration(rows: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, Any]]
     """Merges the rows of each iteration, as a run has several if it stopped between them.
 
     Args:
-        rows: Rows of a record in order, see `read`.
+        rows: Rows in the order in which they were recorded, each with "iteration" and values by
+            name.
 
     Returns:
-        One new row per iteration, in the order of their first rows. Of values with the same name,
-        the last one counts.
+        One new row per iteration by its number, in the order of their first rows, with "iteration".
+        If rows of an iteration have values of one name, the last one counts, even if it is None.
     """
     merged: dict[int, dict[str, Any]] = {}
     for row in rows:
@@ -207,8 +208,9 @@ class Metrics:
 
         Args:
             iteration: The number of the iteration; 0 before training.
-            values: Its values by name. A value that is not finite is recorded as null in
-                `metrics.jsonl` and as None in `rows`, and as it is in the other outputs.
+            values: The values by name, e.g. "kept/reward", each a number or a scalar array. A value
+                that is not finite is recorded as null in `metrics.jsonl` and as None in `rows`, and
+                as it is in the other outputs.
 
         Raises:
             RunError: If the disk refuses. `rows` then lacks the row. If the disk refused

@@ -38,7 +38,8 @@ class Licence(NamedTuple):
     """The licence of a base model, in the fields of a card's metadata.
 
     Attributes:
-        license: The identifier of the hub; "other" for those that it has none for.
+        license: The identifier that the hub has for the licence, e.g. "apache-2.0"; "other" for a
+            licence without one.
         license_name: The name of the licence if `license` is "other".
         license_link: The address of its text if `license` is "other".
     """
@@ -95,8 +96,9 @@ def model_card(
     """Returns the text of a model card.
 
     Args:
-        run: The run directory. `metrics.jsonl` and `run.json` are read, if they are there.
-        config: The configuration of the run.
+        run: The run directory. Scores are from its `metrics.jsonl` and the devices from its
+            `run.json`; what a missing file has is left out.
+        config: The configuration with which the run was trained.
         name: The repository that the card is for, OWNER/NAME.
         export: The result of `api.export`: "iteration", "rank", "alpha", and "trained_in_full" (the
             number of arrays) if parameters are trained in full.
@@ -167,7 +169,7 @@ def training_command(config: Config) -> str | None:
     Settings about places are left out (`PLACES`), and absolute paths are cut to their last part.
 
     Args:
-        config: The configuration of the run.
+        config: The configuration with which the run was trained.
 
     Returns:
         "solrl train PRESET [family=FAMILY] KEY=VALUE ...", with all settings that differ from the
@@ -192,8 +194,9 @@ def _changes(
     """Yields the settings that differ between two configurations, apart from `PLACES`.
 
     Args:
-        start: The settings of a section of one, as plain values by name.
-        end: The same section of the other.
+        start: The fields of a section of the first configuration by name; fields of inner sections
+            are dicts.
+        end: The fields of that section in the second configuration, by the same names.
         prefix: The dotted name of the section with a dot at its end; "" for the whole.
 
     Yields:
@@ -232,7 +235,8 @@ def _front_matter(config: Config, whole: bool) -> str:
     ("diffusers"), the kind of pipeline, tags, and the dataset if the prompts are from the hub.
 
     Args:
-        config: The configuration of the run.
+        config: The configuration with which the run was trained, which names the base model and the
+            prompts.
         whole: Whether parameters are trained in full. The relation to the base is then "finetune"
             in place of "adapter", and there is no tag "lora".
     """
@@ -299,7 +303,7 @@ def _usage(config: Config, name: str, whole: bool) -> str:
 
     Args:
         config: The configuration of the run. The example has the size and the number of steps of
-            its evaluation, and its guidance.
+            its evaluation, and the guidance scales of its rollout.
         name: The repository, OWNER/NAME.
         whole: Whether parameters are trained in full. The example then loads a transformer, and
             otherwise a LoRA.
@@ -347,8 +351,10 @@ def _scores(run: Path, config: Config, iteration: int) -> str:
     """Returns the table of held-out scores before and after training.
 
     Args:
-        run: The run directory.
-        config: The configuration of the run.
+        run: The run directory. The scores are from its `metrics.jsonl`, the line about the
+            evaluation from its `run.json`.
+        config: The configuration of the run, which says which scores are only watched and how many
+            images are scored.
         iteration: The exported iteration. The last evaluation up to it counts.
 
     Returns:
@@ -402,8 +408,9 @@ def _settings(run: Path, config: Config, export: Mapping[str, Any]) -> str:
     Args:
         run: The run directory. Rows for devices and the version of solrl_jax are from its
             `run.json`, and are left out without it.
-        config: The configuration of the run.
-        export: The result of `api.export`: "rank" and "alpha", or "trained_in_full", are read.
+        config: The configuration of the run, from which all other rows are.
+        export: The result of `api.export`: "trained_in_full", the number of arrays, if it is not 0,
+            or else "rank" and "alpha" of the LoRA.
     """
     rollout = config.rollout
     explore = rollout.explore
@@ -442,7 +449,7 @@ def _run_facts(run: Path) -> Mapping[str, Any]:
     """Reads `run.json`; an empty mapping if it is missing or damaged.
 
     Args:
-        run: The run directory.
+        run: The run directory, in which `run.json` is read.
     """
     try:
         facts = parse_json(read_text(run / "run.json"))
@@ -455,7 +462,7 @@ def finished_after(run: Path) -> int | None:
     """Returns the iteration after which a run finished, whose policy its last images show.
 
     Args:
-        run: The run directory.
+        run: The run directory, in which the entry "finished_after_iteration" of `run.json` is read.
 
     Returns:
         The number of the iteration; None if the run has not finished.
@@ -472,10 +479,11 @@ def add_card(folder: Path, run: Path, config: Config, name: str, export: Mapping
 
     Args:
         folder: The folder. `README.md` and `images/` are written in it.
-        run: The run directory.
-        config: The configuration of the run.
+        run: The run directory, which has the image, the scores and the devices.
+        config: The configuration with which the run was trained.
         name: The repository that the card is for, OWNER/NAME.
-        export: The result of `api.export`, see `model_card`.
+        export: The result of `api.export`: "iteration", "rank", "alpha", and "trained_in_full" (the
+            number of arrays) if parameters are trained in full.
 
     Raises:
         RunError: If the disk refuses.
@@ -512,7 +520,7 @@ def check_name(name: str) -> None:
     """Checks that a text can name a repository of a user or an organization on the hub.
 
     Args:
-        name: The text.
+        name: The text that a user gave as `hub`.
 
     Raises:
         InputError: If it is not of the form OWNER/NAME.

@@ -54,8 +54,8 @@ def traced(folder: Path, iteration: int, profile: Collection[int]) -> Iterator[N
     Only the first process writes one, of itself. Without a trace the body runs as it is.
 
     Args:
-        folder: The run directory. The trace is written to `profile/iteration-NNNNNN` in it; an
-            older trace of the iteration is replaced.
+        folder: The run directory. The trace is the directory `profile/iteration-NNNNNN` in it,
+            which TensorBoard and Perfetto read; an older trace of the iteration is replaced.
         iteration: The number of the iteration that the body runs.
         profile: The numbers of the iterations to trace. If `iteration` is not among them, nothing
             is written.

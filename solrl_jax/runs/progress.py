@@ -165,9 +165,9 @@ class TerminalProgress:
         """Whether a signal has arrived, in any process of the run.
 
         Args:
-            between_stages: Whether all processes are at the same point now and can agree, which
-                waits for all of them. With several processes the result is False elsewhere. With a
-                single one it is not read.
+            between_stages: Whether every process calls this at this point, between stages or
+                iterations, so that they can agree, which waits for all of them. If False and there
+                are several processes, the result is False. A single process ignores it.
         """
         if jax.process_count() == 1:
             return self._stopping

@@ -35,15 +35,16 @@ def describe(
     Every process calls this; the first one writes and prints.
 
     Args:
-        experiment: The loaded experiment.
-        folder: The run directory.
+        experiment: The loaded experiment, which knows the devices, the exploration format and the
+            trained parameters.
+        folder: The run directory, in which `run.json` is written.
         done: The number of iterations that are complete at this start.
         progress: Prints three lines.
 
     Returns:
-        The content of `run.json`, JSON values by name: versions, devices, mesh, how it explores and
-        evaluates, numbers of parameters, and the paths of those that are trained and quantized. See
-        `_facts` for the names.
+        The content of `run.json`, JSON values by name, e.g. "devices", "mesh", "exploration",
+        "evaluation", "parameters", "adapted", "trained_in_full", "quantized" and
+        "started_after_iteration" (all are listed in `_facts`).
 
     Raises:
         RunError: If the disk refuses.
@@ -66,7 +67,7 @@ def write(folder: Path, facts: Mapping[str, Any]) -> None:
     """Writes `run.json`. Every process calls this; the first one writes.
 
     Args:
-        folder: The run directory.
+        folder: The run directory, in which `run.json` is replaced.
         facts: The whole content of the file, as JSON values by name.
 
     Raises:
@@ -83,14 +84,16 @@ def _facts(experiment: Experiment, done: int) -> dict[str, Any]:
         done: The number of iterations that were done before this start.
 
     Returns:
-        JSON values by name: "solrl_jax", "python" and "packages" (versions), "devices", "hosts" and
-        "mesh" (sizes by axis), "exploration" ("precision" as configured, "format", the one that it
-        stands for here, "native", whether the devices have units for it, "options", the class names
-        of the active options, and "means", a phrase for people), "evaluation" (see
-        `evaluate.setting`), "remat" (what the gradient recomputes: "none", "matmuls" or "blocks"),
-        "parameters" (their number by component), "adapted", "trained_in_full" and "quantized"
-        (paths of parameters; the last is empty for a format that quantizes nothing), "linears" (see
-        `quantized_layers.totals`), and "started_after_iteration" (`done`).
+        JSON values by name: "solrl_jax", "python" and "packages" (versions), "devices" (e.g. "8 x
+        NVIDIA H100"), "hosts" (their number) and "mesh" (sizes by axis), "exploration" ("precision"
+        as configured, "format", the one that it stands for here, "native", whether the devices have
+        units for it, "options", the class names of the active options, and "means", a phrase for
+        people), "evaluation" (one line: prompts, images, solver, guidance, precision and seed),
+        "remat" (what the gradient recomputes: "none", "matmuls" or "blocks"), "parameters" (their
+        number by component), "adapted", "trained_in_full" and "quantized" (lists of parameter
+        paths, e.g. "blocks/attn/to_q/kernel"; the last is empty for a format that quantizes
+        nothing), "linears" (the numbers and the bytes of all linear layers and of the quantized
+        ones, from `quantized_layers.totals`), and "started_after_iteration" (`done`).
     """
     config = experiment.config
     backbone = experiment.backbone
@@ -145,12 +148,14 @@ def draw_pools(
     one writes.
 
     Args:
-        experiment: The experiment of the run. `eval.num_grid_images`, which must not be 0, limits
-            the number of candidates, see `pool_images`.
-        folder: The run directory.
+        experiment: The experiment of the run. `eval.num_grid_images`, which must not be 0, is the
+            largest number of candidates; there are at most four per prompt.
+        folder: The run directory, in which the image is written to `pictures/`.
         old_policy: The trainable parameters that the iteration explored with.
         setting_index: The index in `experiment.explorer.settings` that the iteration explored with.
-        ledger: The record of the iteration's candidates, see `IterationResult.ledger`.
+        ledger: The columns of the iteration's candidates by name, prompt by prompt: "rank" and
+            "kept" choose the candidates, and "proxy_reward" and "regenerated_reward" are the
+            captions.
         iteration: The number of the iteration, from 1.
 
     Raises:

@@ -93,7 +93,7 @@ def write(
 
     Args:
         folders: The run directories, at least one. A run is called by the name of its directory; if
-            two have the same name, all are called by their paths.
+            two directories have one name, all runs are called by their paths.
         out: The file to write. It is replaced if it exists.
         live: Whether the report is written again soon, so that the page offers to reload itself.
         plan: A file with the JSON of `solrl plan PRESET --json`, which is shown too. None: no plan.
@@ -205,17 +205,19 @@ def _describe_run(folder: Path, name: str, max_rows: int) -> dict[str, Any]:
     """Collects all that the page shows of a run.
 
     Args:
-        folder: The run directory.
+        folder: The run directory, whose configuration, record, ledger and images are read.
         name: The name of the run on the page.
         max_rows: The largest number of candidates that are shown. The newest iteration is shown in
             any case.
 
     Returns:
         JSON values by name: "name", "config" (settings by dotted name), "preset" (those of its
-        preset; None if that is unknown), "facts" (see `read_facts`), "trained" and "watched" (names
-        of rewards), "metrics" (by name, "iteration" among them, one list with a value per recorded
-        iteration, None where unknown; several rows of an iteration are merged, and later ones win),
-        "ledger" (see `_read_ledger`), and "grids" and "pools" (see `_read_images`).
+        preset; None if that is unknown), "facts" (entries of `run.json`), "trained" and "watched"
+        (names of rewards), "metrics" (by name, "iteration" among them, one list with a value per
+        recorded iteration, None where unknown; several rows of an iteration are merged, and later
+        ones win), "ledger" (a dict with "iterations", "shown", "texts" and "columns", from
+        `_read_ledger`), and "grids" and "pools" (images of test prompts and of candidates: one dict
+        per iteration with "iteration", "size" and "cells").
 
     Raises:
         InputError: If `folder` is no run directory, a file of the run is damaged, or the record has
@@ -276,7 +278,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
     """Reads the entries of a run's `run.json` that are for readers.
 
     Args:
-        folder: The run directory.
+        folder: The run directory, in which `run.json` is read.
 
     Returns:
         Those of the entries `_FACTS` that the file has, in that order: versions ("solrl_jax",
@@ -309,9 +311,9 @@ def _read_plan(path: Path) -> dict[str, Any]:
     Returns:
         The entries "preset", "device", "devices", "hosts", "exploration", "rollout",
         "naive_scaling" and "fits" of the plan as they are (None if absent), "usable" and "seconds"
-        as floats, and "stages". The latter has one list per stage: its name, its roofline seconds,
-        the part of them that matmuls, attention, memory and links between devices limit (four
-        numbers of seconds), and its peak memory in bytes.
+        as floats, and "stages". "stages" has one list per stage: its name, its roofline seconds,
+        the seconds that matmuls, attention, memory and links between devices limit (four numbers),
+        and its peak memory in bytes.
 
     Raises:
         InputError: If the file cannot be read or is no plan.
@@ -371,7 +373,8 @@ def _read_ledger(root: Path, max_rows: int) -> dict[str, Any]:
     Args:
         root: The directory of the ledger.
         max_rows: The largest number of rows. The newest iteration is read in any case, and no
-            iteration is read in part. `MOST_TEXT` (64 MiB) limits the bytes in the same way.
+            iteration is read in part. Reading also stops before an iteration with which the tables
+            exceed `MOST_TEXT` (64 MiB).
 
     Returns:
         "iterations" (the numbers of all iterations, ascending), "shown" (how many of the newest
@@ -381,7 +384,8 @@ def _read_ledger(root: Path, max_rows: int) -> dict[str, Any]:
         is no ledger.
 
     Raises:
-        InputError: If a file of the ledger cannot be read, see `ledger.read`.
+        InputError: If a file of the ledger cannot be read, is no Parquet file, has other columns
+            than a ledger, or is too large.
     """
     iterations = ledger.iterations_in(root)
     num_rows = 0
@@ -496,7 +500,7 @@ def _data_url(image: "Image") -> str:
     Images of at most 64 pixels are stored without loss, others are compressed.
 
     Args:
-        image: The image of Pillow.
+        image: The image of Pillow, in RGB. It is shrunk in place.
     """
     image.thumbnail((MAX_PIXELS, MAX_PIXELS))
     data = io.BytesIO()
@@ -511,9 +515,10 @@ def _figures(runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         runs: The results of `_describe_run`.
 
     Yields:
-        One dict per figure: "section", "metric", "title", "svg" and "axis" (see
-        `report_figures.curves`), and "lines": for each run that has the metric "run" (its number),
-        "x" (iterations), "y" (values) and "error" (standard errors, empty if not recorded).
+        One dict per figure: "section", "metric", "title", "svg" (the `<svg>` element as text),
+        "axis" (first and last iteration, and their distances from the left edge in CSS pixels), and
+        "lines": for each run that has the metric "run" (its number), "x" (iterations), "y" (values)
+        and "error" (standard errors, empty if not recorded).
     """
     for number, (section, metric, title) in enumerate(_titles(runs)):
         lines = [

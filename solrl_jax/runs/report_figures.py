@@ -110,7 +110,7 @@ def _label(axes: Any, lines: Sequence[Line]) -> None:
 
     Args:
         axes: The matplotlib axes with the lines, whose limits are final. It is changed.
-        lines: The lines.
+        lines: The lines. The label of each is written in its colour.
     """
     placed = sorted(
         (float(axes.transData.transform((0, line.y[-1]))[1]), number)
@@ -140,7 +140,7 @@ def _shorten(label: str) -> str:
     """Shortens a label to `_MAX_LETTERS` (15) letters.
 
     Args:
-        label: The label.
+        label: The label, text of any length.
 
     Returns:
         The label itself if it is short enough; otherwise its first and last seven letters with "…"

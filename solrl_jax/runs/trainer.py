@@ -75,15 +75,21 @@ class _Run:
     """The open files of a run in this process, and how far training has come.
 
     Attributes:
-        experiment: The models, rewards and prompts.
-        folder: The run directory.
+        experiment: The models, rewards, prompts and the resolved configuration, with which the run
+            generates, scores and updates.
+        folder: The run directory, `run.dir` as a path.
         metrics: The record of the run. Only the first process opens it; elsewhere it has no rows.
         saver: Writes the checkpoints.
         progress: The output in the terminal. It also notes interruptions by signals.
         html_report: The page that is refreshed after every iteration, or None.
-        profile: The numbers of the iterations that are traced, from 1.
-        input_hashes: The hashes of the run's input files by name, see `runs.inputs.hash_inputs`.
-        state: The training state after iteration `done`.
+        profile: The numbers of the iterations, from 1, of which a trace is written to `profile/`.
+            Empty: none.
+        input_hashes: The hashes of the run's input files, 16 hexadecimal digits each, by name, e.g.
+            "prompts", "weights/vae" or "code/MODULE:FUNCTION". They are stored with every
+            checkpoint.
+        state: The training state after iteration `done`: the trainable parameters as they are
+            trained, those of the old policy that samples, their average (EMA), and the optimizer's
+            state.
         done: The number of complete iterations.
     """
 
@@ -100,7 +106,10 @@ class _Run:
 
     @property
     def config(self) -> Config:
-        """The configuration of the run."""
+        """The configuration that this process trains with: the one that `run` was given, with its
+        numbers of prompts reduced to those that there are. Formats and checkpointing that are
+        "auto" still say "auto".
+        """
         return self.experiment.config
 
     def log(self, row: Row) -> None:
@@ -108,7 +117,8 @@ class _Run:
         first one writes.
 
         Args:
-            row: The values by name.
+            row: The values by name, e.g. "kept/reward" or "eval/reward". Values that are not finite
+                are recorded as null. "iteration" is added.
 
         Raises:
             RunError: In all processes, if the disk refuses.
@@ -158,14 +168,16 @@ def run(
     checkpoint then stays.
 
     Args:
-        config: The resolved configuration. `run.dir` is the run directory. If it asks for more
-            prompts than there are, the run takes all that there are, and a line says so.
+        config: The resolved configuration (a preset with its overrides). `run.dir` is the run
+            directory. If it asks for more prompts than there are, the run takes all that there are,
+            and a line says so; `config.yaml` then has the reduced numbers.
         progress: The output in the terminal, entered as a context manager by the caller.
         profile: Numbers of the iterations to trace, from 1. They must not be complete yet.
         html_report: Whether `report.html` is kept up to date, in at most 1 % of the time.
-        force: Whether to continue with input files (prompts, instruction, base weights, plug-ins)
-            that changed since the last start, to train with sizes that are estimated not to fit
-            into memory, and to replace a `report.html` that solrl_jax did not write.
+        force: Whether to go on in three cases that are otherwise an InputError: input files
+            (prompts, instruction, base weights, plug-ins, questions of judges) have changed since
+            the last checkpoint, the sizes are estimated not to fit into memory, or solrl_jax did
+            not write the `report.html` that the report would replace.
 
     Returns:
         The summary of the run: "run" (its directory as text), "iterations" (the number of complete
@@ -289,8 +301,10 @@ def _restore(
     Every process calls this, and all get the state of the same checkpoint.
 
     Args:
-        experiment: The loaded experiment.
-        input_hashes: The hashes of its input files by name, see `runs.inputs.hash_inputs`.
+        experiment: The loaded experiment. Its models and configuration give the structure, shapes
+            and shardings of the state, and the fingerprint that the checkpoint must have.
+        input_hashes: The hashes of the input files now, by name (e.g. "prompts" or
+            "weights/transformer"). They are compared with those that the checkpoint was saved with.
         folder: The run directory.
         progress: Prints which checkpoint is used, and which damaged ones are skipped.
         force: Whether to continue if the input files have changed.
@@ -321,7 +335,8 @@ def _report_lost_rows(metrics: Metrics, done: int, progress: TerminalProgress) -
     """Prints a line if the record was damaged, or if it lacks rows of complete iterations.
 
     Args:
-        metrics: The record, opened in the first process.
+        metrics: The record `metrics.jsonl`. In the first process it is open and its rows are those
+            up to iteration `done`; in the others it is not open and has no rows.
         done: The number of complete iterations.
         progress: Prints the line, in the first process.
     """
@@ -429,11 +444,12 @@ def _prepare(this: _Run) -> None:
     "calibrate".
 
     Args:
-        this: The run.
+        this: The run. Its experiment's prompt cache and calibrated quantizers and schedules are
+            filled; `state` and `done` stay.
 
     Raises:
         InputError: If the prompts cannot be encoded, for example because a file of a text encoder
-            does not fit.
+            is missing or its arrays have other shapes than its configuration says.
         RunError: If the measured values of the calibration are not finite, or an encoding cannot be
             written to the cache.
         PermissionError: If a folder of the cache may not be searched.
@@ -492,17 +508,18 @@ def _remaining_prompts(experiment: Experiment, done: int) -> Sequence[Prompt]:
 
 
 def _choose_setting(this: _Run) -> int:
-    """Chooses the setting that the next iteration explores with, from the recorded rank
-    correlations.
+    """Chooses the precision and number of steps that the next iteration explores with, from the
+    rank correlations of the iterations before.
 
     Prints a line if it differs from that of the last iteration.
 
     Args:
-        this: The run. The record is read, so only the first process calls this.
+        this: The run. Its rows "fidelity/level" and "fidelity/spearman" are the history, so only
+            the first process, which has the record, calls this.
 
     Returns:
-        The index in `Explorer.settings`; larger ones are more faithful. It is always 0 unless
-        `rollout.explore.min_rank_correlation` sets a floor.
+        The index in `Explorer.settings`: 0 is the configured setting, larger ones are more
+        faithful. It is always 0 unless `rollout.explore.min_rank_correlation` sets a floor.
     """
     floor = this.config.rollout.explore.min_rank_correlation
     if floor is None:
@@ -526,9 +543,10 @@ def exploration_history(
     """Reads from the record of a run how its iterations explored.
 
     Args:
-        rows: The rows of `metrics.jsonl` in order. If an iteration has several, the last one with a
-            valid "fidelity/level" counts. Rows before training, and rows in which it is no number
-            of a setting, are left out.
+        rows: The rows of `metrics.jsonl` in order. "fidelity/level" is the index of the setting
+            that an iteration explored with. If an iteration has several rows, the last one with a
+            valid index counts. Rows before training (iteration 0), and rows whose index is missing
+            or not in 0..`num_settings` - 1, are left out.
         num_settings: The number of exploration settings.
 
     Returns:
@@ -557,8 +575,9 @@ def _learned_nothing(row: Row) -> bool:
     spread of the kept rewards is NaN.
 
     Args:
-        row: The metrics of the iteration by name. "skipped_micro_batches", "grad_norm" and
-            "kept/spread" are read.
+        row: The metrics of the iteration by name: "skipped_micro_batches" (the number of
+            micro-batches without a finite loss), "grad_norm" (0 if nothing was added up), and
+            "kept/spread" (the best minus the worst kept reward, NaN without a usable prompt).
     """
     no_finite_loss = row["skipped_micro_batches"] > 0 and row["grad_norm"] == 0
     return no_finite_loss or math.isnan(row["kept/spread"])
@@ -570,8 +589,9 @@ def _rewards_are_equal(candidates: Mapping[str, Any]) -> bool:
     All advantages are 0 then. True also if no sample was trained on.
 
     Args:
-        candidates: The ledger columns of an iteration, see `rl.iteration.ledger_columns`. The
-            masked array "advantage" is read.
+        candidates: The record of an iteration's candidates, a column by name. "advantage" is a
+            masked float array with one entry per candidate; entries of candidates that were not
+            trained on are masked and do not count.
     """
     return not np.any(candidates["advantage"].compressed())
 
@@ -581,7 +601,9 @@ def _refuse_divergence(this: _Run, row: Row, failures: int) -> None:
 
     Args:
         this: The run, after the iteration.
-        row: The metrics of the iteration by name.
+        row: The metrics of the iteration by name. "kept/spread", "kept/reward" and "pool/reward",
+            which are NaN where no finite reward was left, tell the message which stage was the
+            first without finite values.
         failures: The number of iterations in a row, up to this one, from which nothing could be
             learned. `MAX_FAILED_ITERATIONS` (3) end the run; in its last iteration, one does.
 
@@ -630,7 +652,8 @@ def _evaluation_is_due(config: Config, done: int) -> bool:
     that is 0.
 
     Args:
-        config: The configuration of the run.
+        config: The configuration. `train.iterations` is the last iteration and `eval.every` the
+            distance.
         done: The number of complete iterations.
     """
     if done in (0, config.train.iterations):
@@ -644,7 +667,8 @@ def _recorded_evaluation(this: _Run) -> Row:
     Every process calls this; the record of the first one is read.
 
     Args:
-        this: The run.
+        this: The run. Only the last two rows of its record are searched, and only those of
+            iteration `done` that have "eval/reward".
 
     Returns:
         The values whose names begin with "eval/", by name; an empty dict if there is none. If the
@@ -669,14 +693,15 @@ def _evaluate(this: _Run) -> Row:
     row is not recorded here.
 
     Args:
-        this: The run.
+        this: The run, whose averaged parameters `state.ema` are evaluated. The earlier rows of its
+            record are compared with for the warnings.
 
     Returns:
-        The values for the record: for each score "eval/NAME" (its mean) and
-        "eval/NAME/standard_error"; for each reward outside of JAX "eval/reward_failures/NAME" (the
-        number of images that it could not score) and "eval/reward_cost/NAME/COUNTER" (the sum of
-        each counter that it counts, see `rewards.usage`); and, if scores are watched,
-        "eval/hacking" (1 if there was a warning, else 0).
+        The values for the record: for each score NAME ("reward", the weighted sum, and every single
+        one) "eval/NAME" (its mean over all images) and "eval/NAME/standard_error"; for each reward
+        outside of JAX "eval/reward_failures/NAME" (the number of images that it could not score)
+        and "eval/reward_cost/NAME/COUNTER" (what it cost, e.g. "eval/reward_cost/judge/requests");
+        and, if scores are watched, "eval/hacking" (1 if there was a warning, else 0).
 
     Raises:
         KeyboardInterrupt: After a signal.
@@ -742,7 +767,8 @@ def _checkpoint_is_due(config: Config, done: int) -> bool:
     above 0, after every evaluation.
 
     Args:
-        config: The configuration of the run.
+        config: The configuration with the settings named above; `eval.every` decides when an
+            evaluation is.
         done: The number of complete iterations.
     """
     if done == config.train.iterations or done % config.run.checkpoint_every == 0:
@@ -758,7 +784,7 @@ def _save(this: _Run) -> None:
     prompts follow from the seed and the iteration. They are in the metadata for readers only.
 
     Args:
-        this: The run.
+        this: The run. Its state, its number of iterations and its input hashes are saved.
 
     Raises:
         RunError: If the disk refuses, or refused the save before.
@@ -782,13 +808,13 @@ def _save_after_stop(this: _Run, cause: BaseException) -> None:
     or printed.
 
     Args:
-        this: The run.
+        this: The run, with the state of its last complete iteration.
         cause: What stopped `_train`: KeyboardInterrupt, or the error.
 
     Raises:
-        RunError: If the state cannot be saved and `cause` is an interruption or the same error.
-            After any other failure that is only printed, because the failure is the one to report.
-            Also if an earlier save that is still in progress fails.
+        RunError: If the state cannot be saved and `cause` is an interruption, or is an error with
+            the same message. After any other failure the second error is only printed, because the
+            failure is the one to report. Also if an earlier save that is still in progress fails.
     """
     interrupted = isinstance(cause, KeyboardInterrupt)
     what = "interrupted" if interrupted else "failed"
@@ -824,7 +850,8 @@ def _save_before_after(this: _Run) -> None:
     Nothing happens if `eval.num_grid_images` is 0.
 
     Args:
-        this: The run.
+        this: The run, whose experiment has the prompts and seeds and whose `state.ema` is the
+            trained model.
 
     Raises:
         RunError: If the disk refuses, or if a reward outside of JAX, which scores the images too,
@@ -843,16 +870,18 @@ def _save_before_after(this: _Run) -> None:
 
 
 def _summary(this: _Run, interrupted: bool) -> dict[str, Any]:
-    """Returns the summary of a run, see `run`. Its evaluations are read from the record.
+    """Returns the summary of a run, which `run` returns and the command line prints.
 
     Args:
-        this: The run.
+        this: The run. Evaluations are read from its `metrics.jsonl` on the disk.
         interrupted: Whether the run was stopped before its end.
 
     Returns:
-        JSON values by name: "run", "iterations", "interrupted", "trained_in_full", "before" and
-        "after". The last two are the same evaluation if there is only one, and empty dicts if there
-        is none.
+        JSON values by name: "run" (the directory as text), "iterations" (the number of complete
+        ones), "interrupted", "trained_in_full" (the number of arrays that are trained without an
+        adapter), and "before" and "after", the values of the first and the last recorded evaluation
+        by name, e.g. "eval/reward". These two are the same evaluation if there is only one, and
+        empty dicts if there is none.
     """
     rows = [row for row in read_metrics(this.folder) if "eval/reward" in row] or [{}]
 

@@ -75,7 +75,8 @@ def writing(path: Path, note: Callable[[], str] = str) -> Iterator[None]:
     a ValueError, and exceptions like KeyboardInterrupt pass unchanged.
 
     Args:
-        path: The file or directory that the body writes. The message names it. It is not touched.
+        path: The file or directory that the body writes, which the message names. It need not
+            exist, and is not touched here.
         note: Returns text for the end of the message, which follows without a space. It is called
             only when an error occurs. By default the text is empty.
 
@@ -132,8 +133,9 @@ def atomic(path: str | Path) -> Iterator[Path]:
         because image writers choose the format by it.
 
     Raises:
-        RunError: If the disk refuses. Every OSError of the body counts, see `writing`. Other errors
-            of the body pass unchanged.
+        RunError: If the disk refuses an operation. Every OSError of the body counts as that; other
+            errors of the body pass unchanged, unless their message quotes the system's text for a
+            full or read-only disk.
     """
     path = Path(path)
     partial = path.with_name(PARTIAL + path.name)
@@ -248,8 +250,8 @@ def writable_directory(path: Path, name: str = "the run directory") -> Path:
         `path`.
 
     Raises:
-        InputError: If `path` is a file, cannot be created, is read-only, or if the disk is full. A
-            directory that was created stays.
+        InputError: If `path` is a file, cannot be created, lies on a read-only file system, may not
+            be written by this user, or if the disk is full. A directory that was created stays.
     """
     probe = path / f"{PARTIAL}probe-{os.getpid()}"
     try:
@@ -354,7 +356,7 @@ def damage(directory: Path, *, contents: bool = True) -> str | None:
     Links to directories are not compared. Nothing is raised for files that cannot be read.
 
     Args:
-        directory: The directory.
+        directory: The directory, which `seal` has given a `manifest.json`.
         contents: Whether to compare the SHA-256 of all files. If False, only names and sizes are
             compared, and the SHA-256 of files of at most `SMALL` bytes (1 MiB).
 
@@ -396,11 +398,12 @@ def publish(temporary: Path, target: Path, *, replaced: Path) -> None:
     """Renames a complete directory to its final name, and syncs the names in the parent directory.
 
     Args:
-        temporary: The complete directory.
-        target: Its final name, in the same file system. It may exist; between two renames there is
+        temporary: The complete directory, which is renamed and no longer exists afterwards.
+        target: Its final path, on the same file system. It may exist; between two renames there is
             then for a moment no `target`.
-        replaced: The name that an older `target` is given meanwhile, in the same parent directory.
-            A directory of this name is removed at the end, also if there was no older `target`.
+        replaced: The path that an older `target` is renamed to meanwhile, in the directory that
+            holds `target`. What is at this path at the end is removed, also if there was no older
+            `target`.
 
     Raises:
         OSError: If a rename or the sync fails.
@@ -454,7 +457,7 @@ def _file_names(path: Path) -> list[str]:
     """Lists all files below a directory, also those in subdirectories and hidden ones.
 
     Args:
-        path: The directory.
+        path: The directory that is searched.
 
     Returns:
         The paths relative to the directory, as text with "/" between folders, sorted. Directories

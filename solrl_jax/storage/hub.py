@@ -49,8 +49,8 @@ def snapshot(
 
     Args:
         name: The repository, OWNER/NAME.
-        patterns: Returns the names of the files, or patterns such as "*.json". It may ask the hub,
-            and its errors are reported like those of the download.
+        patterns: Returns the names of the files, as paths in the repository, or patterns such as
+            "*.json". It may ask the hub, and an error that it raises becomes the InputError below.
         what: The subject of the error message, e.g. the configuration field and its value.
         remedy: The end of the error message, e.g. advice. It follows without a space.
         repo_type: The kind of the repository, "model" or "dataset".
@@ -134,7 +134,7 @@ def push(folder: Path, name: str, *, private: bool, message: str) -> str:
     Files of the repository that the directory lacks stay.
 
     Args:
-        folder: The directory.
+        folder: The directory whose files are uploaded, with their paths in it.
         name: The repository, OWNER/NAME.
         private: Whether a new repository is private. An existing one stays as it is.
         message: The message of the commit.

@@ -13,8 +13,8 @@ def to_uint8(image: Float[Array | np.ndarray, "*size"]) -> UInt8[np.ndarray, "*s
             infinite ones too, and NaN becomes 0.
 
     Returns:
-        255 times the values, rounded to the nearest integer (halves to the even one), as a new
-        uint8 array of the same shape on the host.
+        A new uint8 array on the host, of the shape of `image`: 255 times the values, rounded to the
+        nearest integer (halves to the even one).
     """
     unit = np.clip(np.nan_to_num(np.asarray(image, np.float32)), 0, 1)
     return np.round(255 * unit).astype(np.uint8)

@@ -99,6 +99,9 @@ def _unique_dict(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     Args:
         pairs: The pairs, in order. Keys must be hashable.
 
+    Returns:
+        The dict, in the order of the pairs.
+
     Raises:
         ValueError: If a key is repeated, because either of its values may be meant. The message has
             the first 80 characters of the key.
@@ -169,7 +172,8 @@ def strict(value: Any) -> Any:
         value: Nested dicts, lists, tuples and plain values. It is not changed.
 
     Returns:
-        A copy with the same structure. Keys of dicts and all other values are the same objects.
+        A copy in which each dict is a new dict and each list or tuple a new list. Keys and all
+        other values are the very objects, and None stands for floats that are not finite.
     """
     if isinstance(value, dict):
         return {key: strict(item) for key, item in value.items()}
@@ -186,7 +190,7 @@ def parse_yaml(text: str) -> Any:
     Numbers with a leading zero and sexagesimal numbers such as 1:30 are read as text.
 
     Args:
-        text: The text.
+        text: The text of one YAML document.
 
     Returns:
         The value: dicts, lists, text, numbers (also NaN and infinity), booleans, dates and None.
@@ -251,7 +255,7 @@ class _PlainLoader(yaml.SafeLoader):
             index: Its position or key in `parent`.
 
         Returns:
-            The node.
+            The composed `yaml.Node`, with its children.
 
         Raises:
             yaml.composer.ComposerError: If the node is an alias, has a tag, or lies within `DEPTH`
@@ -274,8 +278,12 @@ class _PlainLoader(yaml.SafeLoader):
         """Constructs the dict of a mapping node.
 
         Args:
-            node: The mapping node.
-            deep: Whether the values are constructed at once; see PyYAML.
+            node: The composed mapping node (`yaml.MappingNode`).
+            deep: Whether the values are constructed before this returns. If False, PyYAML fills
+                lists and dicts among them later.
+
+        Returns:
+            The dict of the constructed keys and values, in their order.
 
         Raises:
             ValueError: If a key is repeated.

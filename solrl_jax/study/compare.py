@@ -42,9 +42,10 @@ class Course:
             was not finite.
         network_evaluations: The number of network evaluations of exploration and regeneration in
             all iterations.
-        fidelity: Rank fidelity of each iteration by name: "spearman", and "best" and "worst", the
-            mean true ranks of the proxy's best and worst half of the kept (see `true_ranks`). Empty
-            for a run that does not regenerate.
+        fidelity: Rank fidelity of each iteration by name: "spearman", the rank correlation of proxy
+            and regenerated rewards; and "best" and "worst", the mean true ranks, among the kept
+            candidates, of the proxy's best and worst half of them (1 is the best rank). Empty for a
+            run that does not regenerate.
     """
 
     seed: int
@@ -69,6 +70,9 @@ def read_course(run: Run, prices: Prices) -> Course:
     Args:
         run: The run, trained and evaluated to the end.
         prices: The seconds of each kind of work.
+
+    Returns:
+        The scores and costs at the run's evaluations, and the rank fidelity of its iterations.
 
     Raises:
         InputError: If the record has no finite held-out reward at an evaluation, or if the ledger
@@ -131,7 +135,7 @@ def _score_names(row: Mapping[str, Any], run: Run) -> list[str]:
 
     Args:
         row: The row of the evaluation in the record, values by name.
-        run: The run, whose `reward.weights` are read.
+        run: The run. If its `reward.weights` name a single reward, that name is left out.
     """
     suffix = "/standard_error"
     names = [
@@ -152,8 +156,8 @@ def true_ranks(table: Any, candidates: int, kept: int) -> tuple[float, float]:
     nor candidates with a non-finite reward are counted.
 
     Args:
-        table: The ledger of an iteration, whose rows are grouped by prompt. Its columns
-            "regenerated_reward" and "proxy_reward" are read.
+        table: The ledger of an iteration, whose rows are grouped by prompt: "regenerated_reward" is
+            the true reward and "proxy_reward" the one that candidates were selected by.
         candidates: The number of candidates per prompt.
         kept: The number K of kept candidates per prompt. Of an odd number, the half is rounded
             down.
@@ -177,7 +181,8 @@ def compare(
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
     """Computes the estimates of a study.
 
-    An estimate is a pair of a mean over seeds and its standard error, see `estimate`.
+    An estimate is a pair of floats: the mean of one value per seed, and its standard error (NaN for
+    one seed).
 
     Args:
         courses: The finished runs of each arm by its name. Arms without any are left out of the
@@ -186,9 +191,11 @@ def compare(
             its arms has no finished run.
 
     Returns:
-        The estimates of each arm by name, in the order of `courses`, see `_arm_estimates`; and one
-        dict per pair, in the order of `compared`, with "arm", "against" and the entries of
-        `_pair_estimates`.
+        Two values. First, for each arm by name, in the order of `courses`, a dict with "seeds",
+        "iterations", "scores", "gain", "cost", "network_evaluations", "at_equal_cost" and
+        "fidelity" (told in `_arm_estimates`). Second, one dict per pair, in the order of
+        `compared`, with "arm", "against", "seeds", "final", "final_share", "cost_share",
+        "at_equal_cost" and "speed_up" (told in `_pair_estimates`).
     """
     finished = {arm: list(runs) for arm, runs in courses.items() if runs}
     costs = [course.cost[-1] for runs in finished.values() for course in runs]
@@ -206,17 +213,20 @@ def _arm_estimates(courses: Sequence[Course], common_cost: float) -> dict[str, A
     """Returns the estimates of one arm.
 
     Args:
-        courses: Its finished runs, at least one, with the same evaluations and scores.
+        courses: The finished runs of the arm, at least one, evaluated after the same iterations on
+            the same scores.
         common_cost: The cost in counted seconds that all arms reach, the smallest whole cost of any
             run.
 
     Returns:
-        "seeds"; "iterations", the last one; "scores", the estimate of each held-out score at the
-        end by name; "gain", that of the last reward minus the first; "cost", the mean counted
-        seconds; "network_evaluations" of the first run; "at_equal_cost" with "cost" and "reward",
-        the estimate at `common_cost`; and "fidelity", by name, the estimates over the "first" and
-        the "last" quarter of the iterations (empty for an arm that does not regenerate; NaN for the
-        last quarter of fewer than 4 iterations).
+        "seeds", a list of them; "iterations", the number of the last one; "scores", by name the
+        estimate (mean over seeds, standard error) of each held-out score at the end; "gain", the
+        estimate of the last reward minus the first; "cost", the mean counted seconds of a run;
+        "network_evaluations" of the first run; "at_equal_cost", a dict with "cost" (`common_cost`)
+        and "reward", the estimate of the reward there; and "fidelity", for each measure by name
+        ("spearman", "best", "worst") a dict with the estimates over the "first" and the "last"
+        quarter of the iterations (empty for an arm that does not regenerate; NaN for the last
+        quarter of fewer than 4 iterations).
     """
 
     def quarter(values: np.ndarray, end: str) -> float:
@@ -250,16 +260,17 @@ def _pair_estimates(courses: Sequence[Course], others: Sequence[Course]) -> dict
     Differences are taken seed by seed. Without a common seed all values are NaN.
 
     Args:
-        courses: The finished runs of the arm.
-        others: The finished runs of the other arm.
+        courses: The finished runs of the arm that is compared, one per seed.
+        others: The finished runs of the arm that it is compared with, one per seed.
 
     Returns:
-        "seeds" that both have; "final", the estimate of the difference of the last held-out
-        rewards; "final_share", the same divided by the other arm's mean reward; "cost_share", the
-        mean ratio of the whole costs, the arm's by the other's; "at_equal_cost" with "cost", the
-        smallest whole cost of these runs, and "reward", the estimate of the difference there; and
-        "speed_up", by "25", "50", "75" and "100" per cent of the other arm's gain, the estimates of
-        `speed_up`.
+        "seeds" that both have; "final", the estimate (mean over seeds, standard error) of the arm's
+        last held-out reward minus the other's; "final_share", that difference divided by the other
+        arm's mean last reward; "cost_share", the mean ratio of the whole costs, the arm's by the
+        other's; "at_equal_cost", a dict with "cost", the smallest whole cost of these runs, and
+        "reward", the estimate of the difference there; and "speed_up", by "25", "50", "75" and
+        "100" per cent of the other arm's gain, how many times the arm's cost the other one needed
+        to reach that reward, with its standard error.
     """
     by_seed = {other.seed: other for other in others}
     pairs = [(course, by_seed[course.seed]) for course in courses if course.seed in by_seed]
@@ -308,7 +319,7 @@ def at_cost(course: Course, cost: float) -> float:
     """Returns the held-out reward of a run at a cost, interpolated linearly between evaluations.
 
     Args:
-        course: The run.
+        course: The run, of which the costs and rewards at its evaluations are used.
         cost: The cost in counted seconds. Beyond that of the run, the result is NaN.
     """
     return float(np.interp(cost, course.cost, course.reward, right=np.nan))
@@ -321,8 +332,8 @@ def speed_up(pairs: Sequence[tuple[Course, Course]], part: float) -> Estimate:
     seeds. The standard error is the jackknife's, which leaves out one seed after another.
 
     Args:
-        pairs: Runs of the two arms with the same seed. All runs of an arm have the same
-            evaluations.
+        pairs: Pairs of a run of the first arm and the run of the second arm with that seed. All
+            runs of an arm have equal evaluations.
         part: The part of the second arm's gain, in [0, 1].
 
     Returns:

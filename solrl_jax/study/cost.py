@@ -55,7 +55,8 @@ class Prices:
         the training precision. Images have the size of the plan's preset.
 
         Args:
-            config: The configuration.
+            config: The configuration, from which the numbers of prompts, candidates, kept
+                candidates and steps of regeneration are.
             precision: The format that the iteration explores in, a key of `network`.
             steps: The number of its exploring steps per candidate.
         """
@@ -87,8 +88,8 @@ def evaluations(config: Config, steps: int) -> int:
     A second evaluation for classifier-free guidance and those of the update are not counted.
 
     Args:
-        config: The configuration. The numbers of prompts, of candidates and of kept candidates, and
-            the number of steps of regeneration are read. Without regeneration only exploration
+        config: The configuration, from which the numbers of prompts, of candidates, of kept
+            candidates and of steps of regeneration are. Without regeneration only exploration
             counts.
         steps: The number of exploring steps per candidate.
     """
@@ -108,8 +109,9 @@ def prices_of(plan: Mapping[str, Any]) -> Prices:
     regeneration counts for both.
 
     Args:
-        plan: The plan, as `solrl plan` prints it in JSON. "preset", "device", "exploration" and
-            "stages" are read.
+        plan: The plan, as `solrl plan` prints it in JSON: "preset" (its name), "device",
+            "exploration" (whose first word is the format) and "stages" (each with "name" and
+            "seconds").
 
     Raises:
         ConfigError: If there is no such preset.

@@ -32,10 +32,12 @@ def write(
 
     Args:
         folder: The directory of the study. It is created if necessary.
-        study: The summary, see `summary.summarise`. Numbers that are not finite become null in
-            `study.json`.
-        courses: The finished runs of each arm.
-        sweeps: The swept settings, see `summary.sweeps`.
+        study: The summary that `summary.summarise` returns first: a dict with "plan", "setting",
+            "prices", "arms", "compared", "missing" and "runs". Numbers that are not finite become
+            null in `study.json`.
+        courses: The finished runs of each arm by its name, which are drawn.
+        sweeps: By the dotted name of each swept setting, pairs of its value in an arm and the name
+            of the arm.
 
     Raises:
         RunError: If the disk refuses.
@@ -79,7 +81,8 @@ def markdown(study: Mapping[str, Any]) -> str:
     runs with their reasons, and a link to `study.png`.
 
     Args:
-        study: The summary, see `summary.summarise`.
+        study: The summary that `summary.summarise` returns first; its entries "plan", "setting",
+            "arms", "compared" and "missing" are shown.
     """
     lines = [f"# Study `{study['plan']['name']}`", "", study["plan"]["what"], ""]
     lines += [f"* {name}: {text}" for name, text in study["setting"].items()]
@@ -98,8 +101,9 @@ def _arms(arms: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Yields the lines of the table of arms, and a legend.
 
     Args:
-        arms: The estimates of each arm by its name, see `compare._arm_estimates`. Without arms the
-            table has a head alone.
+        arms: The entry "arms" of the summary: for each arm by its name a dict with "seeds",
+            "iterations", "scores", "cost", "network_evaluations", "at_equal_cost" and "fidelity".
+            Without arms the table has a head alone.
     """
     names = [
         name
@@ -145,7 +149,8 @@ def _pairs(pairs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yields the lines of the table of compared pairs, and a legend; nothing without pairs.
 
     Args:
-        pairs: The estimates of each pair, see `compare.compare`.
+        pairs: The entry "compared" of the summary: for each pair a dict with "arm", "against",
+            "final", "final_share", "cost_share", "at_equal_cost" and "speed_up".
     """
     if not pairs:
         return
@@ -178,7 +183,7 @@ def _head(first: str, names: Sequence[str]) -> Iterator[str]:
 
     Args:
         first: The name of the first column.
-        names: The names of the others.
+        names: The names of all further columns.
     """
     yield _row(first, names)
     yield _row("---", ["---"] * len(names))
@@ -189,7 +194,7 @@ def _row(first: str, cells: Sequence[str]) -> str:
 
     Args:
         first: The text of the first cell.
-        cells: The texts of the others. Nothing is escaped.
+        cells: The texts of all further cells. Nothing is escaped.
     """
     return f"| {' | '.join([first, *cells])} |"
 
@@ -217,6 +222,9 @@ def number(value: float) -> str:
 
     Args:
         value: The number. NaN gives "–".
+
+    Returns:
+        The text, e.g. "0.123"; "–" for NaN.
     """
     return UNKNOWN if math.isnan(value) else f"{value:.3g}"
 
@@ -233,8 +241,9 @@ def draw(path: Path, courses: Mapping[str, Sequence[Course]], sweeps: Sweeps, se
     Args:
         path: The PNG file to write. It is replaced if it exists.
         courses: The finished runs of each arm by its name. Arms without any are not drawn.
-        sweeps: The swept settings, see `summary.sweeps`.
-        setting: How rewards were measured, for the title.
+        sweeps: By the dotted name of each swept setting, pairs of its value in an arm and the name
+            of the arm. The values are shown in this order.
+        setting: How rewards were measured, in one line, for the title.
 
     Raises:
         RunError: If the disk refuses.
@@ -299,7 +308,7 @@ def _band(panel: Any, x: np.ndarray, y: np.ndarray, look: tuple[str, str], label
 
     Args:
         panel: The matplotlib axes, which are drawn on.
-        x: The common x values.
+        x: The x value of each point, [x], for all curves.
         y: The curves, [seeds, x].
         look: A colour and a line style of matplotlib.
         label: The name in the legend.

@@ -32,9 +32,8 @@ class Quick(Section):
     """The changes of a quick study.
 
     Attributes:
-        seeds: The seeds of every arm, at least one, which replace those of the plan.
-        overrides: Overrides `key=value` that follow those of the plan and its arms, and win over
-            them.
+        seeds: The seeds of every arm, at least one and no two equal, in place of the plan's.
+        overrides: Overrides `key=value` that come after the plan's and the arm's, so that they win.
     """
 
     # The seeds of every arm.
@@ -54,11 +53,12 @@ class Plan(Section):
         arms: The further overrides of each arm, which win over `overrides`, by its name. A name
             begins with an ASCII letter or digit; letters, digits, "_", "." and "-" may follow, up
             to 60 characters.
-        seeds: The seeds of every arm, from 0 to 2**31 - 1, at least one and no two the same.
+        seeds: The seeds that every arm is trained with, from 0 to 2**31 - 1, at least one and no
+            two equal.
         compared: Pairs of an arm and the arm that it is compared with.
         sweeps: By the dotted name of a setting, arms that differ in it. Each is a panel of the
             figure.
-        quick: The changes of a quick study.
+        quick: The seeds and overrides of a quick study, which is small enough to try the plan.
     """
 
     # One sentence about the study, for its page.
@@ -146,7 +146,7 @@ def read_plan(name: str) -> Plan:
         name: The name of a plan of the package, which comes first, or the path of a YAML file.
 
     Returns:
-        The plan.
+        The plan, whose arms and seeds are consistent with its comparisons and sweeps.
 
     Raises:
         InputError: If there is no such plan, or if the file cannot be read as YAML.
@@ -177,12 +177,15 @@ def runs_of(plan: Plan, out: Path, quick: bool, overrides: tuple[str, ...]) -> l
     """Lists all runs of a study: the first seed of every arm, then the second, and so on.
 
     Args:
-        plan: The plan.
+        plan: The plan, whose preset, arms and seeds make up the runs.
         out: The directory of the study. The directory of a run is `out/ARM-SEED`.
-        quick: Whether the seeds of the quick study replace those of the plan, and its overrides
-            follow those of the arms.
-        overrides: Overrides `key=value` that come last, so that they win over all those of the
-            plan.
+        quick: Whether the study is the quick one: the seeds of `plan.quick` are trained in place of
+            the plan's, and its overrides come after the arm's.
+        overrides: The user's overrides `key=value` for all runs. They come last, so that they win
+            over the plan's.
+
+    Returns:
+        One run per seed and arm, in this order, with resolved configurations.
 
     Raises:
         ConfigError: If the preset or an override is invalid, an override sets the seed or the run

@@ -21,7 +21,7 @@ def log_of(run: Run) -> Path:
     not exist.
 
     Args:
-        run: The run.
+        run: The run, which need not be trained.
     """
     return run.folder.with_name(f"{run.name}.log")
 
@@ -63,8 +63,8 @@ def train(
             runs if there are any. It is called in the thread of the caller.
 
     Returns:
-        Why runs failed, in one line each, by the names ARM-SEED of those that failed. The failure
-        of a run does not stop the others.
+        For each run that failed, by its name ARM-SEED, one line that says why. Empty if all
+        succeeded. The failure of a run does not stop the others.
 
     Raises:
         InputError: If the configuration of an existing run directory cannot be read.
@@ -105,7 +105,7 @@ def _train(
     are set here: the directory of compiled programs, and the numbers of threads.
 
     Args:
-        run: The run.
+        run: The run, whose arguments `solrl train` is called with.
         out: The directory of the study, in which all runs share compiled programs (`out/programs`).
         processes: The number of runs that train at once and share the CPU cores.
         started: The process is appended to this list.
@@ -149,6 +149,9 @@ def _gain(run: Run) -> str:
 
     Args:
         run: The run, whose record has an evaluation.
+
+    Returns:
+        The phrase, with the first and the last recorded reward.
     """
     rewards = [row["eval/reward"] for row in read(run.folder) if "eval/reward" in row]
     texts = ["not finite" if x is None else f"{x:.3f}" for x in (rewards[0], rewards[-1])]

@@ -19,19 +19,22 @@ def summarise(
 
     Args:
         name: The name of the plan.
-        plan: The plan.
-        runs: All runs. Their directories are read.
+        plan: The plan, whose arms, compared pairs and texts are used.
+        runs: All runs of the study, finished or not, at least one of each arm. Their directories
+            are read.
         prices: The seconds of each kind of work.
         failed: Why runs failed, by their names ARM-SEED. Only used for runs that are not finished.
 
     Returns:
-        The content of `study.json`, and the courses of the finished runs by arm (an empty list for
-        an arm without any). The content has "plan" (name, what, preset, the overrides of each arm,
-        the seeds), "setting" (texts by name, see `_setting`), "prices", "arms" and "compared" (see
+        Two values: the content of `study.json`, and the courses of the finished runs by arm (an
+        empty list for an arm without any). The content has "plan" (a dict with "name", "what",
+        "preset", "arms", the overrides of each, and "seeds"), "setting" (texts by name:
+        "evaluation", "cost" and "trained on"), "prices" (the fields of `prices`), "arms" (the
+        estimates of each arm by its name) and "compared" (a list with those of each pair, both from
         `compare.compare`), "missing" (the reason for each run that is not finished, by its name),
-        and "runs" (for each finished run by its name, lists of the values of "iterations", "cost"
-        and each score at its evaluations, and of each measure of fidelity in its iterations).
-        Unknown numbers are NaN.
+        and "runs" (for each finished run by its name ARM-SEED, lists of the values of "iterations",
+        "cost" and each score at its evaluations, and of each measure of fidelity in its
+        iterations). Unknown numbers are NaN.
 
     Raises:
         InputError: If the files of a run are incomplete or cannot be read.
