@@ -77,21 +77,26 @@ def read_scheduler(
             to be shifted, as that of FLUX does, instead of only the number of steps. Only the Euler
             scheduler reads it.
         mu: Computes the logarithm of a shift that depends on the resolution, from `steps` and
-            `tokens`. It is called only with `use_dynamic_shifting`. None uses `sigmas.flux_mu`,
-            that of FLUX.1; the Euler scheduler then refuses other settings of the formula than
-            those of FLUX.1 (`FLUX_MU`), even without `use_dynamic_shifting`.
+            `tokens`. It is called only with `use_dynamic_shifting`. None uses the formula of FLUX.1
+            (`sigmas.flux_mu`); the Euler scheduler then refuses other constants of the formula than
+            those in `FLUX_MU`, even without `use_dynamic_shifting`.
 
     Returns:
-        The `steps` + 1 sigmas, decreasing to 0, float64, for the Euler scheduler stretched so that
-        the last one before 0 is `shift_terminal`, if that is above 0 and there are at least two
-        steps; the timestep that the network is given at each step, float64 [steps], which is 1000
-        times the sigma and for DPMSolverMultistepScheduler rounded down to an integer; and the
-        solver table, float32 [steps, 5], see `solver.solver_table`.
+        A tuple of three arrays:
+
+        * The `steps` + 1 sigmas, float64, decreasing from 1 (or just below) to 0. For the Euler
+          scheduler they are stretched so that the last one before 0 is `shift_terminal`, if that is
+          above 0 and there are at least two steps.
+        * The timestep that the network is given at each step, float64 [steps]: 1000 times the
+          sigma, for DPMSolverMultistepScheduler rounded down to an integer.
+        * The coefficients (a, b, c, d, e) of each step, float32 [steps, 5], in `x_next = a x + b
+          x0[i] + c x0[i - 1] + d x0[i - 2] + e noise`, where x0[i] is the data prediction at step
+          i; e is 0.
 
     Raises:
         ValueError: If the scheduler or a setting is not supported: `_class_name` is another one or
-            absent; a setting of `EULER`, `FLUX_MU` or `DPM` has another value than those listed
-            there (for both schedulers: 1000 training timesteps, flow prediction, no Karras,
+            absent; a setting of `EULER`, `FLUX_MU` or `DPM` has a value that the table does not
+            list (for both schedulers: 1000 training timesteps, flow prediction, no Karras,
             exponential or beta sigmas); `shift_terminal` is neither None nor in [0, 1); `shift` or
             `flow_shift` is no finite number of at least 1e-6; `solver_order` is not 1 or 2;
             `use_flow_sigmas` or `prediction_type` of DPMSolverMultistepScheduler is absent; or
@@ -167,13 +172,14 @@ def _check_settings(kind: str, config: dict[str, Any], settings: dict[str, tuple
     Args:
         kind: The name of the scheduler's class, for the message.
         config: The contents of `scheduler_config.json`.
-        settings: A table such as `EULER` or `DPM`: the accepted values of each setting by its name,
-            compared with `==`. An absent setting is accepted, except for `use_flow_sigmas` and
-            `prediction_type` with `DPM`, whose defaults in diffusers are not those of flow models.
+        settings: The accepted values of each setting by its name, compared with `==`: `EULER`,
+            alone or with `FLUX_MU`, or `DPM`. An absent setting is accepted, except for
+            `use_flow_sigmas` and `prediction_type` if `settings` is `DPM` itself, because the
+            defaults of these two in diffusers are not for flow models.
 
     Raises:
         ValueError: For the first setting, in the order of `settings`, whose value is not accepted;
-            after those, for the first of the two settings of `DPM` that is absent.
+            if all are, for the first of these two that is absent.
     """
     for name, accepted in settings.items():
         if name in config and config[name] not in accepted:

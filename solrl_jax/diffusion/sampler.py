@@ -25,7 +25,7 @@ def interpolate(
 
     Args:
         x0: Clean latents.
-        noise: Standard normal noise of the same shape.
+        noise: Standard normal noise in the shape of `x0`.
         sigma: One noise level in [0, 1] per latent: 0 gives `x0`, 1 gives `noise`.
 
     Returns:
@@ -43,19 +43,19 @@ def trajectory(
 ) -> tuple[Float[Array, " b *latent"], Float[Array, " b states *latent"] | None]:
     """Integrates the flow from noise at the first sigma to clean latents at sigma 0.
 
-    At each step, the prediction `x0 = x - sigma v` enters a linear combination with the two
-    predictions before it, whose coefficients are a row of the schedule's table
-    (`diffusion.solver`). The predictions of one segment are passed on to the next. The state is
-    float32, whatever precision a velocity is computed in. For use under jit.
+    At each step, the prediction `x0 = x - sigma v` is combined linearly with x and the two
+    predictions before it (zeros at the beginning); the coefficients are a row of the schedule's
+    table. The predictions of one segment are passed on to the next. The state is float32, whatever
+    precision a velocity is computed in. For use under jit.
 
     Args:
-        segments: Velocity fields, each with the steps that it is followed for, one after another. A
-            field maps the latents and the timestep of the schedule (a scalar in 0 to 1000) to
-            velocities `noise - x0` of the same shape and of any float dtype. Each segment is a scan
-            of its own.
+        segments: Pairs (velocity field, schedule), followed one after another. A field maps the
+            latents and the timestep of the schedule (a scalar in 0 to 1000) to velocities `noise -
+            x0` in the shape of the latents and of any float dtype. Each segment is a scan of its
+            own.
         noise: The latents at the first sigma, float32.
-        seeds: One seed per latent. They are read only where a step adds noise, which is drawn from
-            the stream "solver" of each seed.
+        seeds: One seed per latent, the two words of a key. The noise of stochastic steps is drawn
+            from the stream "solver" of each seed; deterministic steps do not need it.
         recorded_steps: How many stochastic steps are recorded, from the first one on. They must
             follow each other without deterministic steps in between. More than 0 keeps the states
             of all steps in memory until the end. If no step is stochastic, the first steps are

@@ -27,11 +27,13 @@ class Schedule:
         sigmas: The sigma at which each step starts, in (0, 1], decreasing. The final 0 is not among
             them.
         timesteps: The timestep that the network is given at each step, in 0 to 1000.
-        table: The five coefficients of the solver at each step, see `diffusion.solver`. Column 4 is
-            the standard deviation of the noise that a step adds; 0 for a deterministic step.
-        noise_weights: For each step, the weights of the numbered noise draws of a seed that sum to
-            its noise, see `solver.shared_noise`. The number of draws is the number of steps of the
-            full schedule, which may differ from `steps`.
+        table: The coefficients (a, b, c, d, e) of the solver at each step, in `x_next = a x + b
+            x0[i] + c x0[i - 1] + d x0[i - 2] + e noise`, where x0[i] is the prediction `x - sigma
+            v` at step i. Column 4, e, is the standard deviation of the noise that a step adds; 0
+            for a deterministic step.
+        noise_weights: For each step, the weights of the numbered noise draws of a seed whose sum is
+            its noise. A row has unit norm, or is zero if the step needs no noise. The number of
+            draws is the number of steps of the full schedule, which may differ from `steps`.
         embedded_guidance: The guidance scale given as an input to networks that embed it (FLUX.1),
             a scalar. Other networks ignore it.
         guidance_scale: The scale of classifier-free guidance (arXiv 2207.12598), a scalar. Ignored
@@ -67,9 +69,9 @@ class Schedule:
         steps, the schedule is its own full schedule: each step has a noise draw of its own.
 
         Args:
-            rollout: Its fields on the schedule, the solver, noise and guidance are read:
-                `schedule`, `shift`, `num_steps`, `solver`, `noise_level`, `sde_window_size`,
-                `guidance_scale` and `true_cfg_scale`.
+            rollout: The section `rollout` of the configuration: `schedule` and `shift` give the
+                sigmas, `num_steps` the full schedule, `solver` the coefficients, `noise_level` and
+                `sde_window_size` the noise, and `guidance_scale` and `true_cfg_scale` the guidance.
             steps: Number of solver steps, at least 1.
             tokens: Number of image tokens of one latent, from which FLUX derives its shift.
             embedded_guidance: Whether the network embeds its guidance scale.
@@ -83,7 +85,7 @@ class Schedule:
             mu: Computes the logarithm of the shift of the "flux" schedule. None uses that of
                 FLUX.1.
             shift_terminal: The lowest sigma before the final 0 of the "flux" schedule, to which the
-                others are stretched. None: they are not stretched.
+                sigmas above it are stretched linearly. None: they are not stretched.
 
         Returns:
             The schedule with NumPy arrays on the host.
@@ -184,7 +186,7 @@ class Schedule:
         Args:
             start: The first step, counted from 0. As in a slice of a list, a negative number counts
                 from the end, and numbers beyond the end give no steps.
-            stop: The step after the last one, counted in the same way. None: up to the end.
+            stop: The step after the last one, counted as `start` is. None: up to the end.
         """
         steps = slice(start, stop)
         return dataclasses.replace(

@@ -49,7 +49,7 @@ def stream(key: Array, name: str) -> Array:
 
     Args:
         key: The key of a run or of a candidate, a typed key of `jax.random`.
-        name: The name of the stream, a key of `STREAMS`.
+        name: The name of the stream, a key of `STREAMS` such as "candidate" or "solver".
 
     Returns:
         `key` with the number of the stream folded in, a typed key.
@@ -65,7 +65,7 @@ def key(run_seed: int | Int[Array, ""], name: str) -> Array:
 
     Args:
         run_seed: The seed in the configuration of the run, from 0 to 2**31 - 1. It may be traced.
-        name: The name of the stream, a key of `STREAMS`.
+        name: The name of the stream, a key of `STREAMS` such as "candidate" or "adapters".
 
     Raises:
         KeyError: If there is no stream of that name.
@@ -116,15 +116,16 @@ def normal(
 
     Args:
         seeds: The b seeds, the two words of a threefry key per row.
-        name: The stream of a candidate, a key of `STREAMS`: "initial", "solver", "sigmas",
-            "training", "calibration" or "reference".
+        name: The stream of the seed to draw from: "initial" (latents to start from), "solver"
+            (stochastic steps), "sigmas", "training" (noise of the update), "calibration" or
+            "reference".
         shape: The shape of the numbers of one seed.
         draw: The number of the draw, for a stream that is drawn from several times: one number for
             all seeds, or one per seed. None for a stream that is drawn from once; its numbers
-            differ from those of draw 0.
+            differ from draw 0 of that stream.
 
     Returns:
-        An array of float32 with shape [b, *shape]. A row depends on its seed, not on the others.
+        An array of float32 with shape [b, *shape]. A row depends on its own seed alone.
 
     Raises:
         KeyError: If there is no stream of that name.
@@ -145,8 +146,8 @@ def permutations(seeds: Seeds, name: str, count: int) -> Int[Array, "b {count}"]
 
     Args:
         seeds: The b seeds, the two words of a threefry key per row.
-        name: The stream of a candidate, a key of `STREAMS`: "initial", "solver", "sigmas",
-            "training", "calibration" or "reference".
+        name: The stream of the seed to draw from: "initial", "solver", "sigmas", "training",
+            "calibration" or "reference".
         count: How many numbers are put in order.
 
     Returns:

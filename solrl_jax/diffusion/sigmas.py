@@ -27,7 +27,7 @@ def shift_sigmas(sigmas: Float[np.ndarray, " n"], shift: float) -> Float[np.ndar
             the sigmas are shifted towards clean latents. 0 and 1 stay where they are.
 
     Returns:
-        The shifted sigmas, in the same order.
+        The shifted sigmas, one for each of `sigmas`, in their order.
     """
     return shift * sigmas / (1 + (shift - 1) * sigmas)
 
@@ -56,7 +56,8 @@ def sd3(steps: int, shift: float, train_timesteps: int = 1000) -> Sigmas:
 
     Args:
         steps: Number of solver steps, at least 1. One step goes from 1 to 0.
-        shift: The shift, above 0, as in `shift_sigmas`. SD3 was released with 3.
+        shift: The factor k in `k s / (1 + (k - 1) s)`, above 0, by which a sigma s is shifted. SD3
+            was released with 3.
         train_timesteps: Number of timesteps that the scheduler was configured with for training.
             The lowest sigma before the final 0 is 1 / `train_timesteps`, shifted twice.
 
@@ -87,10 +88,12 @@ def flux(steps: int, tokens: int, mu: Mu | None = None, terminal: float | None =
     Args:
         steps: Number of solver steps, at least 1. The unshifted sigmas s are `linspace(1, 1/steps,
             steps)`.
-        tokens: Number of image tokens of one latent.
-        mu: Computes the logarithm of the shift from `steps` and `tokens`. None uses `flux_mu`.
-        terminal: The lowest sigma before the final 0, to which the others are stretched (see
-            `stretch_to_terminal`). None: they are not stretched.
+        tokens: Number of image tokens of one latent, from which `mu` follows.
+        mu: Computes the logarithm of the shift from `steps` and `tokens`. None uses the formula of
+            FLUX.1, `flux_mu`.
+        terminal: The lowest sigma before the final 0, in (0, 1), to which the sigmas above it are
+            stretched linearly; 1 stays 1, and a single step is not changed. None and 0: they are
+            not stretched.
 
     Returns:
         `steps` + 1 sigmas, float64, from 1 down to 0.
@@ -113,14 +116,15 @@ def make_sigmas(
 
     Args:
         name: The value of `rollout.schedule`: "linear" (evenly spaced from 1 to 0, then shifted),
-            "sd3" (see `sd3`) or "flux" (see `flux`).
+            "sd3" (shifted twice, as the released scheduler of SD3 does) or "flux" (the shift
+            depends on the number of tokens).
         steps: Number of solver steps, at least 1.
         shift: The shift of "linear" and "sd3", above 0; 1 changes nothing. "flux" does not read it.
         tokens: Number of image tokens of one latent. Only "flux" reads it.
         mu: Computes the logarithm of the shift from `steps` and `tokens`. None uses `flux_mu`. Only
             "flux" reads it.
-        terminal: The lowest sigma before the final 0, to which the others are stretched. None: they
-            are not stretched. Only "flux" reads it.
+        terminal: The lowest sigma before the final 0, in (0, 1), to which the sigmas above it are
+            stretched linearly. None and 0: they are not stretched. Only "flux" reads it.
 
     Returns:
         `steps` + 1 sigmas, float64, from 1 down to 0.

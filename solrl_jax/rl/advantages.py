@@ -42,16 +42,16 @@ def advantages(
         clip: The largest absolute advantage, in standard deviations. Above 0.
         global_std: Whether the standard deviation (population) is that of all finite rewards about
             the mean of all of them. Otherwise it is that of the rewards of the prompt.
-        mode: "all" returns A. "positive_only" and "negative_only" replace the other sign by 0.
-            "one_only" returns 1 where A is positive, else 0. "binary" returns the sign of A (-1, 0
-            or 1).
+        mode: "all" returns A. "positive_only" returns 0 where A is negative, and "negative_only" 0
+            where it is positive. "one_only" returns 1 where A is positive, else 0. "binary" returns
+            the sign of A (-1, 0 or 1).
 
     Returns:
-        One advantage per reward, float32, in the shape of `rewards`. All are finite, and those of a
-        prompt without a finite reward are 0.
+        One advantage per reward, float32, in the shape of `rewards`. All are finite; all advantages
+        of a prompt without a finite reward are 0.
 
     Raises:
-        ValueError: If `mode` is none of these, `rewards` does not have two axes, or `clip` is not
+        ValueError: If `mode` is another one, `rewards` does not have two axes, or `clip` is not
             above 0.
     """
     if mode not in MODES:

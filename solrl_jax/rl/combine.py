@@ -29,11 +29,13 @@ def ranking_values(
     """Returns the values by which the candidates of each prompt are ordered, larger being better.
 
     Args:
-        combine: `reward.combine`. "sum" returns the scores "reward", "advantages" the
-            `weighted_advantages` of the scores that have weights.
-        scores: `Samples.scores`: each score by its name, and their weighted sum as "reward". The
-            samples are ordered by prompt, with equally many of each.
-        weights: The weight of each score by its name, see `reward.weights`. "sum" does not read it.
+        combine: `reward.combine`. "sum": the result is the score "reward". "advantages": it is the
+            `weighted_advantages` of the scores in `weights`.
+        scores: The scores of the samples (`Samples.scores`), flat arrays: each score by its name,
+            and their weighted sum as "reward". The samples are ordered by prompt, with equally many
+            of each.
+        weights: The weight of each score by its name (`reward.weights` or
+            `rollout.explore.reward`). "sum" does not use it, since "reward" is weighted already.
         prompts: The number of prompts.
 
     Returns:
@@ -41,7 +43,8 @@ def ranking_values(
         value that is not finite.
 
     Raises:
-        KeyError: If `scores` lacks a score that is read.
+        KeyError: If `scores` lacks "reward" (with "sum") or a name in `weights` (with
+            "advantages").
         ValueError: If the prompts do not divide the samples.
     """
     if combine == "sum":
@@ -65,11 +68,13 @@ def weighted_advantages(scores: Mapping[str, Values], weights: Mapping[str, floa
     sum that cancels up to 4e-6 of its terms is 0.
 
     Args:
-        scores: The scores by name, one row per prompt and one column per candidate.
-        weights: The weight of each of these scores, any finite number.
+        scores: The scores by name, one row per prompt and one column per candidate. Names that
+            `weights` lacks are ignored.
+        weights: The weight of each score by its name, any finite number; at least one.
 
     Returns:
-        The sums A in float64, not clipped. NaN for candidates without a value.
+        The sums A in float64, in the shape of a score, not clipped. NaN for candidates without a
+        value.
 
     Raises:
         KeyError: If there is no score of a name in `weights`.
@@ -116,9 +121,10 @@ def combined_advantages(
     global_std: bool,
     mode: str,
 ) -> Float[Array, "p k"]:
-    """The advantages of the kept samples, from their `ranking_values`.
+    """The advantages of the kept samples, from the values that order them.
 
-    With "sum" these are `advantages` of the weighted sums. With "advantages" they are
+    With "sum" they are those of `advantages`: the value minus the mean of its prompt, divided by a
+    standard deviation and clipped. With "advantages" they are
 
         clip(A, -clip, clip)              without `global_std` (MixGRPO)
         clip(A / std of A, -clip, clip)   with it (GDPO)
@@ -127,17 +133,22 @@ def combined_advantages(
     the mean of A for each prompt. If it is 0, so are the advantages.
 
     Args:
-        combine: `reward.combine`.
-        values: The `ranking_values` of the kept samples, one row per prompt.
+        combine: `reward.combine`: "sum" or "advantages", which says what the values are.
+        values: The `ranking_values` of the kept samples, A in the formulas, one row per prompt.
         clip: The largest absolute advantage, above 0.
-        global_std: `algorithm.global_std`, see above.
-        mode: `algorithm.adv_mode`, applied last, see `advantages`.
+        global_std: `algorithm.global_std`. With "sum", whether the standard deviation is over all
+            samples instead of those of a prompt; with "advantages", whether A is divided by one at
+            all.
+        mode: `algorithm.adv_mode`, applied last: "all" changes nothing, "positive_only" and
+            "negative_only" replace advantages of the other sign by 0, "one_only" returns 1 where
+            they are positive, else 0, and "binary" their sign.
 
     Returns:
         One finite advantage per sample, float32. It is 0 where the value is not finite.
 
     Raises:
-        ValueError: With "sum", what `advantages` raises.
+        ValueError: With "sum", if there is no such mode, `values` does not have two axes, or `clip`
+            is not above 0.
         KeyError: With "advantages", if there is no such mode.
     """
     if combine == "sum":

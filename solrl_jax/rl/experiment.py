@@ -47,18 +47,26 @@ class Experiment:
     """The parts of a run that do not change, shared by training, evaluation and ranking.
 
     Attributes:
-        config: The configuration of the run.
-        backbone: The networks with their parameters, on the mesh.
-        reward: The reward that is trained on.
-        evaluation_reward: The same reward, with the scores that are only watched beside it.
-        targets: The paths of the parameters that are trained: with adapters, or in full.
-        quantized: The paths of the linear layers that exploration may quantize, sorted.
-        device: The kind of the devices of the mesh, which are all of one kind.
+        config: The configuration of the run, with `train.num_prompts` and `eval.num_prompts`
+            reduced to the prompts that there are. A value "auto" stays in it.
+        backbone: The pipeline with the base parameters and the decoder on the mesh. Text encoders
+            are loaded when prompts are first encoded.
+        reward: The weighted sum of the scores in `reward.weights`, which is trained on.
+        evaluation_reward: `reward` with the scores of `reward.eval_only` beside it. These are
+            reported, and are no part of the sum.
+        targets: The paths of the parameters that are trained, such as
+            `transformer_blocks/attn2/to_k/kernel` (one parameter holds all layers of a stack).
+            Those in `adapted` have LoRA adapters, those in `whole` are trained in full.
+        quantized: The paths of the kernels of the linear layers that exploration may quantize,
+            sorted, such as `transformer_blocks/attn2/to_k/kernel`.
+        device: The platform, the kind and the CUDA compute capability of the devices of the mesh,
+            which are all of one kind.
         train_prompts: The prompts that are trained on, distinct and in the order of their file.
         test_prompts: The prompts that are evaluated on, distinct and in the order of their file.
-        size: Height and width in pixels of the images that this object samples.
-        exploration_reward: The reward of `rollout.explore.reward`. None: `reward` ranks the
-            candidates as well.
+        size: Height and width in pixels of the images that `sampler`, `schedule` and `explorer` are
+            for.
+        exploration_reward: The weighted sum of the scores in `rollout.explore.reward`, which ranks
+            the candidates. None: `reward` ranks them as well.
     """
 
     config: Config
@@ -75,13 +83,13 @@ class Experiment:
 
     @property
     def ranking_reward(self) -> Reward:
-        """The reward that ranks the candidates."""
+        """The reward that ranks candidates: `exploration_reward`, or `reward` if that is None."""
         return self.exploration_reward or self.reward
 
     @property
     def ranking_weights(self) -> Mapping[str, float]:
-        """The weights of the scores that rank the candidates: `rollout.explore.reward`, or
-        `reward.weights` if that is not set.
+        """The weights, by the names of the scores, in the sum that ranks the candidates:
+        `rollout.explore.reward`, or `reward.weights` if that is not set.
         """
         return self.config.rollout.explore.reward or self.config.reward.weights
 
@@ -144,8 +152,9 @@ class Experiment:
         """The parameters of a policy in the training precision.
 
         Args:
-            trained: The trainable parameters by path: LoRA adapters, or whole arrays. An empty
-                mapping gives the base.
+            trained: The trainable parameters by path, such as
+                `transformer_blocks/attn2/to_k/kernel`: LoRA adapters {"a": ..., "b": ...}, or whole
+                arrays. An empty mapping gives the base.
 
         Returns:
             The tree of the base's parameters, not copied, with an unmerged `LowRank` leaf in place
@@ -161,10 +170,11 @@ class Experiment:
         """The configured schedule and solver with any number of steps, for images of `self.size`.
 
         Args:
-            steps: The number of solver steps, at least 1.
-            noise_start: The first step of the full schedule (`rollout.num_steps` steps) that adds
-                noise; `rollout.sde_window_size` steps do, or all from there if that is None. None:
-                no step does. It has no effect where `rollout.noise_level` is 0.
+            steps: The number of solver steps, at least 1. The full schedule has
+                `rollout.num_steps`.
+            noise_start: The first step of the full schedule, counted from 0, that adds noise;
+                `rollout.sde_window_size` steps from there do, or all that follow if that is None.
+                None: no step does. It has no effect where `rollout.noise_level` is 0.
 
         Returns:
             The schedule, as arrays on the host. With fewer steps than the full schedule it adds the
@@ -193,8 +203,9 @@ class Experiment:
             trained: The trainable parameters of the policy by path. An empty mapping gives the
                 base.
             steps: The number of solver steps, at least 1.
-            noise_start: The first step of the full schedule that adds noise, as in `schedule`.
-                None: no step does.
+            noise_start: The first step of the full schedule (`rollout.num_steps` steps, counted
+                from 0) that adds noise; `rollout.sde_window_size` steps from there do, or all that
+                follow if that is None. None: no step does.
 
         Returns:
             A sampler of one segment that records no steps, with attention in the training
@@ -220,7 +231,9 @@ class Experiment:
 
     @cached_property
     def explorer(self) -> Explorer:
-        """How candidates are explored. Made at the first access and kept.
+        """How candidates are explored: an `Explorer` for images of `self.size` with the options of
+        `rollout.explore`, whose methods give the schedule, the quantized policy and the sampler.
+        Made at the first access and kept.
 
         The explorer measures what its options need on the base, with one sample of each of the
         first 16 training prompts. It does so when a measurement is first needed, and once. The
@@ -275,7 +288,7 @@ class Experiment:
         process of a run must call it.
 
         Args:
-            prompts: The prompts, at least one.
+            prompts: The prompts, as text or with metadata for the reward, at least one.
             reward: The reward that will score their samples. None: they will not be scored.
 
         Returns:
@@ -284,8 +297,9 @@ class Experiment:
 
         Raises:
             InputError: If the tokenizer fails or cannot make `model.max_sequence_length` tokens, if
-                a file of a text encoder does not fit, or if the folder of the cache cannot be
-                written. Errors of the reward's `prepare` pass through.
+                a file of a text encoder is missing or has other tensors than the network needs, or
+                if the folder of the cache cannot be written. Errors of the reward's `prepare` pass
+                through.
             FileNotFoundError: If the directory of a tokenizer is missing.
             PermissionError: If a folder of the cache may not be searched.
             RunError: If the disk refuses an entry of the cache.
@@ -308,9 +322,10 @@ class Experiment:
         a list.
 
         Args:
-            stream: The use of the seeds, a name of `diffusion.seeds.STREAMS`.
-            prompts: The prompts.
-            candidates: The number of candidates of each prompt.
+            stream: The use of the seeds: "candidate" (training), "evaluation", "ranking" or
+                "calibration seeds". Each has random numbers of its own.
+            prompts: The texts of the p prompts. Equal ones get equal seeds.
+            candidates: n, the number of candidates of each prompt.
             seed: The root seed, from 0 to 2**31 - 1. None: that of the run.
             iteration: The number of the iteration; 0 outside the iterations.
 
@@ -318,8 +333,8 @@ class Experiment:
             For each prompt and candidate, the two words of a key.
 
         Raises:
-            KeyError: If there is no such stream.
-            OverflowError: If the seed or the iteration does not fit an int32.
+            KeyError: If `diffusion.seeds.STREAMS` has no such stream.
+            OverflowError: If the seed or the iteration is beyond the range of an int32.
         """
         return prompt_seeds(
             self.config.seed if seed is None else seed, stream, prompts, candidates, iteration
@@ -336,17 +351,18 @@ def prompt_seeds(
 
     Args:
         root: The root seed, from 0 to 2**31 - 1.
-        stream: The use of the seeds, a name of `diffusion.seeds.STREAMS`.
-        prompts: The prompts. Equal ones get equal seeds.
-        candidates: The number of candidates of each prompt.
+        stream: The use of the seeds: "candidate" (training), "evaluation", "ranking" or
+            "calibration seeds". Each has random numbers of its own.
+        prompts: The texts of the p prompts. Equal ones get equal seeds.
+        candidates: n, the number of candidates of each prompt.
         iteration: The number of the iteration; 0 outside the iterations.
 
     Returns:
         For each prompt and candidate, the two words of a key.
 
     Raises:
-        KeyError: If there is no such stream.
-        OverflowError: If the seed or the iteration does not fit an int32.
+        KeyError: If `diffusion.seeds.STREAMS` has no such stream.
+        OverflowError: If the seed or the iteration is beyond the range of an int32.
     """
     uids = np.array([prompt_uid(p) for p in prompts], np.uint32)
     return np.asarray(
@@ -364,19 +380,23 @@ def build(config: Config, *, force: bool = False) -> Experiment:
     one prompt of each set. Every process of a run must call it.
 
     Args:
-        config: The configuration. If it asks for more prompts than there are, the experiment's has
-            fewer (`fit_prompt_counts`), and a UserWarning says so.
-        force: Whether sizes that cannot fit into memory by `memory_check` are loaded all the same.
+        config: The configuration, in which "auto" need not be resolved. If `train.num_prompts` or
+            `eval.num_prompts` is more than there are, that of the experiment is lower, and a
+            UserWarning says so.
+        force: True skips the check that the largest arrays of the run (latents of all candidates
+            and of an evaluation, images of its grid, adapters, a batch of images, parameters
+            trained in full) fit into memory.
 
     Returns:
         The experiment. Its size is the first of the configured training sizes.
 
     Raises:
-        InputError: If the configuration cannot be run here: a file, model, reward or function that
-            is missing or does not fit, too few devices, image sizes that the model does
-            not support, patterns that match no parameter, or arrays that cannot fit into memory.
-        ConfigError: If settings do not fit what an objective `module:function` trains on, or the
-            number of prompts.
+        InputError: If the configuration cannot be run here: a file, model, reward or function is
+            missing or unusable, there are too few devices, the model does not support the image
+            sizes, a pattern matches no parameter, or arrays cannot fit into memory.
+        ConfigError: If an objective `module:function` trains on pairs or transitions and other
+            settings do not allow that, or if no number of prompts up to the distinct training
+            prompts agrees with the other settings.
         RewardError: If a reward outside JAX fails on the trial image and `reward.on_failure` is
             "stop". It is a RunError.
         RunError: If another process of the run gives no answer.
@@ -436,20 +456,23 @@ def build(config: Config, *, force: bool = False) -> Experiment:
 def fit_prompt_counts(config: Config, num_train: int, num_test: int) -> tuple[Config, list[str]]:
     """Reduces `train.num_prompts` and `eval.num_prompts` to the prompts that there are.
 
-    If the terms of an iteration with all training prompts do not divide among its optimizer steps,
-    or an objective needs whole pairs, the largest number of prompts with which they do is taken.
+    The new `train.num_prompts` is the largest number with which the configuration is valid: the
+    terms of an iteration must divide among its optimizer steps, and some objectives need whole
+    pairs.
 
     Args:
-        config: The configuration.
+        config: A valid configuration. Of its prompt sets only the names are read, for the lines.
         num_train: The number of distinct training prompts, at least 1.
         num_test: The number of distinct test prompts, at least 1.
 
     Returns:
-        The configuration that fits, `config` itself if nothing changes, and one line for each
-        setting that changed. Applied to its own result, the function changes nothing.
+        The configuration with the numbers reduced, `config` itself if neither is too large, and one
+        line of text for each setting that was reduced, with its old and its new value. Applied to
+        its own result, the function changes nothing.
 
     Raises:
-        ConfigError: If no number of prompts up to `num_train` fits the other settings.
+        ConfigError: If the configuration is invalid with each number of training prompts up to
+            `num_train`.
     """
     notes = []
     train = config.train
@@ -471,14 +494,17 @@ def fit_prompt_counts(config: Config, num_train: int, num_test: int) -> tuple[Co
 
 
 def _with_train_prompts(config: Config, most: int) -> Config:
-    """Returns a configuration with the largest `train.num_prompts` that fits its other settings.
+    """Returns a configuration with the largest `train.num_prompts`, at most `most`, with which its
+    checks pass.
 
     Args:
-        config: The configuration.
+        config: The configuration. Its own `train.num_prompts` is not read, all other settings are
+            kept.
         most: The largest number, at least 1.
 
     Raises:
-        ConfigError: If none fits. The error is that of `most`.
+        ConfigError: If the checks fail with every number from 1 to `most`. The error is that of
+            `most`.
     """
     first_error: ConfigError | None = None
     for count in range(most, 0, -1):
@@ -500,9 +526,10 @@ def _check_scoring(
     Rewards outside JAX score one grey image per prompt, for which worker processes are started.
 
     Args:
-        reward: The reward.
+        reward: The reward, with its parameters loaded. Its parts inside JAX, groupwise ones too,
+            and outside JAX are all tried.
         prompts: One prompt of the run, in a list.
-        pipeline: The shape of its latents is read.
+        pipeline: Gives the shape of the latents of an image of that size.
         size: Height and width of the images in pixels.
 
     Raises:
@@ -553,14 +580,19 @@ def select_parameters(
     """Finds the parameters of a transformer that are trained, and those that are quantized.
 
     Args:
-        config: The configuration. `train.parameters`, `lora.target_modules`, `model.quantization`,
-            `rollout.precision`, `rollout.explore.precision` and `rollout.true_cfg_scale` are read.
-        pipeline: The pipeline; nothing of it needs to be loaded.
+        config: `train.parameters` and `lora.target_modules` name the parameters to train,
+            `model.quantization` has the rules for quantizing, and `rollout.explore.precision` is
+            the exploration format, which only decides whether it is an error that no layer is left.
+            `rollout.true_cfg_scale` is checked.
+        pipeline: The pipeline of the model, of which only shapes and names are used; no weight
+            needs to be loaded.
         device: The kind of device, which decides what the exploration format "auto" means.
 
     Returns:
-        The trained parameters, and the sorted paths of the linear layers that the rules leave to be
-        quantized. These are returned for formats that quantize nothing, too.
+        The paths of the trained parameters, and the sorted paths, such as
+        `transformer_blocks/attn2/to_k/kernel`, of the linear layers that no rule of
+        `model.quantization` keeps in the training precision. The latter are returned for formats
+        that quantize nothing, too.
 
     Raises:
         InputError: If `rollout.true_cfg_scale` is not 1 for a pipeline without embedded guidance;
@@ -595,10 +627,12 @@ def load_prompt_sets(config: Config) -> tuple[list[Prompt], list[Prompt]]:
     """Reads the prompts to train on and the prompts to test on.
 
     Args:
-        config: `prompts.train` and `prompts.test` are read.
+        config: `prompts.train` and `prompts.test` name the sets: files, "embedded:NAME" or
+            "hub:OWNER/DATASET".
 
     Returns:
-        The distinct prompts of both files (train, test), each in the order of its file.
+        The distinct prompts of both sets (train, test), with their metadata, each in the order of
+        its file.
 
     Raises:
         InputError: If a file is missing, cannot be read, holds no prompt or too many, or repeats a
@@ -610,10 +644,11 @@ def load_prompt_sets(config: Config) -> tuple[list[Prompt], list[Prompt]]:
 
 
 def read_instruction(config: Config) -> str | None:
-    """Reads the text that precedes every prompt, from the file `model.instruction`.
+    """Reads the text that precedes every prompt but the negative one, from the file
+    `model.instruction`.
 
     Args:
-        config: `model.instruction` is read.
+        config: `model.instruction` is the path of the file, or None.
 
     Returns:
         The text without the end of its last line; None if the configuration names no file.
@@ -629,12 +664,12 @@ def open_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
     """Makes the mesh of a run.
 
     Args:
-        config: Its mesh section is read.
+        config: Its section `mesh` has the number of devices along each axis.
         devices: The devices to choose from, the first ones first. None: all that JAX has.
 
     Returns:
-        A mesh with the axes `data`, `fsdp` and `tensor`, in the configured sizes. `mesh.data` of -1
-        takes all devices that the other two axes leave.
+        A mesh with the axes `data`, `fsdp` and `tensor`, in the configured sizes. With `mesh.data`
+        of -1, the size of `data` is the number of devices divided by the product of the other two.
 
     Raises:
         InputError: If there are too few devices, or `mesh.data` is -1 and some would be left over.
@@ -652,10 +687,12 @@ def fresh_state(experiment: Experiment) -> TrainState:
 
     Returns:
         The state on the devices, with step 0. Adapters that are not read from `lora.path` have a
-        factor B of zero, and parameters that are trained in full are those of the base.
+        random factor A and a factor B of zero, so they change nothing, and parameters that are
+        trained in full equal those of the base.
 
     Raises:
-        InputError: If the file of `lora.path` cannot be read or does not fit the run.
+        InputError: If the file of `lora.path` cannot be read, has adapters on parameters that the
+            run does not adapt, or has another rank or alpha than the run.
     """
     config = experiment.config
     backbone = experiment.backbone
@@ -677,7 +714,8 @@ def state_shapes(experiment: Experiment) -> TrainState:
     """The shapes, dtypes and shardings of the training state of a run. Nothing is allocated.
 
     Args:
-        experiment: The run.
+        experiment: The run. Its network, trained paths, `lora.rank`, optimizer and mesh decide the
+            shapes.
 
     Returns:
         A state with a `jax.ShapeDtypeStruct`, which has a sharding, in place of each array.

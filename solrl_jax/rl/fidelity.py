@@ -20,7 +20,8 @@ class RankCorrelations:
     Attributes:
         spearman: The mean of Spearman's rho over the prompts for which it is defined. NaN if it is
             undefined for all.
-        kendall: The mean of Kendall's tau-b over the same prompts. NaN if it is undefined for all.
+        kendall: The mean of Kendall's tau-b over the prompts for which it is defined, which are
+            those of rho. NaN if it is undefined for all.
         per_prompt: (rho, tau-b) of each prompt. Both are NaN where one of the two rewards does not
             have two distinct values.
     """
@@ -34,8 +35,9 @@ def rank_correlations(proxy: Rewards, true: Rewards) -> RankCorrelations:
     """Computes Spearman's rho and Kendall's tau-b within each prompt.
 
     Args:
-        proxy: The proxy rewards. Candidates with a non-finite reward on either side are left out.
-        true: The true rewards of the same candidates, in the same shape.
+        proxy: The proxy rewards, one row per prompt and one column per candidate. Candidates with a
+            non-finite reward on either side are left out.
+        true: The true rewards of the same candidates, in the shape of `proxy`.
 
     Returns:
         The correlations of each prompt and their means. Without prompts, the means are NaN.
@@ -74,14 +76,14 @@ def overlap(
 
     Args:
         proxy: The proxy rewards, one row per prompt.
-        true: The true rewards of the same candidates, in the same shape.
+        true: The true rewards of the same candidates, in the shape of `proxy`.
         top: How many of the truly best (or worst) candidates are looked for.
         within: Among how many of the best (or worst) candidates by proxy.
         best: Whether the best end is meant; otherwise the worst end.
 
     Returns:
-        One share in [0, 1] per prompt. Where fewer than `top` true rewards are finite, it is the
-        share of those; NaN if none is.
+        One share in [0, 1] per prompt, float64. With only f < `top` finite true rewards, it is the
+        share of these f; NaN if there is none.
 
     Raises:
         ValueError: If the numbers of prompts differ.
@@ -179,7 +181,7 @@ def _mean(
 
     Args:
         values: One number or bool per candidate, one row per prompt. NaN values are left out.
-        where: Which values are selected, in the same shape.
+        where: True for each value that is selected, in the shape of `values`.
 
     Returns:
         One mean per prompt, float64; NaN where no value is left.

@@ -37,10 +37,10 @@ class Conditions:
     """The prompt embeddings that a batch of samples is generated with.
 
     Attributes:
-        positive: The embeddings of the prompts: arrays by name, each with one row per prompt, on
-            every device of the mesh.
-        negative: The embedding of the negative prompt of classifier-free guidance: the same arrays
-            with one row.
+        positive: The embeddings of the prompts: arrays by the names that the pipeline's network
+            takes, each with one row per prompt, on every device of the mesh.
+        negative: The embedding of the negative prompt of classifier-free guidance: arrays by the
+            names in `positive`, with one row each.
     """
 
     positive: Conditioning
@@ -52,7 +52,8 @@ class PromptBatch:
     """Prompts that have been encoded for the network and prepared for the reward.
 
     Attributes:
-        prompts: The prompts themselves.
+        prompts: The p prompts, with their metadata. Row i of all arrays belongs to the prompt with
+            index i.
         conditions: The embeddings of the prompts and of the negative prompt.
         prepared: What `Reward.prepare` returned for the prompts: a tree of arrays with one row per
             prompt. None without a reward.
@@ -72,8 +73,10 @@ class SeedBatch:
 
     Attributes:
         prompt: For each sample, the index of its prompt in the `PromptBatch`.
-        seeds: The seed of each sample: the two words of a key, see `diffusion.seeds`.
-        noise: The latents that sampling starts from, float32. None: they are drawn from the seeds.
+        seeds: The seed of each sample, the two words of a threefry key of JAX. Its initial noise
+            and the noise of stochastic steps are drawn from it.
+        noise: The latents that sampling starts from, float32. None: they are drawn from the seeds
+            when samples are generated.
     """
 
     prompt: Int[Array | np.ndarray, " b"]
@@ -165,7 +168,8 @@ def prepare(
     that cache, and leaves the encoders loaded. Every process of a run must call it.
 
     Args:
-        backbone: Its text encoders are used.
+        backbone: Its tokenizers and text encoders encode the prompts, or its cache of prompts has
+            them.
         reward: The reward that the prompts are prepared for. None: they will not be scored.
         prompts: The prompts, at least one. They are encoded with the backbone's instruction, if it
             has one.
@@ -174,12 +178,13 @@ def prepare(
             default is the empty prompt.
 
     Returns:
-        The prompts, their embeddings on every device, and what the reward prepared.
+        The prompts, their embeddings and that of the negative prompt on every device, and what the
+        reward's `prepare` returned for them (None without a reward).
 
     Raises:
         InputError: If the tokenizer fails or cannot make `max_tokens` tokens, if a file of a text
-            encoder does not fit, or if the folder of the cache cannot be written. Errors of the
-            reward's `prepare` pass through.
+            encoder is missing or has other tensors than the network needs, or if the folder of the
+            cache cannot be written. Errors of the reward's `prepare` pass through.
         FileNotFoundError: If the directory of a tokenizer is missing.
         PermissionError: If a folder of the cache may not be searched.
         RunError: If the disk refuses an entry of the cache.
@@ -212,17 +217,19 @@ def generate(
         backbone: The networks, and the mesh that they are on.
         sampler: The policy, the schedule, the decoder, the chunk size and the number of recorded
             steps.
-        prompt_batch: The prompts. They must have been prepared for `reward`.
+        prompt_batch: The prompts that `seed_batch.prompt` points to. They must have been prepared
+            for `reward`.
         seed_batch: The samples to generate, at least one, as arrays on the host. With rewards that
-            compare candidates, those of a prompt must follow each other.
+            compare candidates, all rows of one prompt must follow each other.
         reward: Scores the images or the latents, inside JAX, in worker processes or both. None:
             nothing is scored, and images are decoded only with `keep_images`.
-        keep_images: Whether the images are returned too.
+        keep_images: Whether the result has the images too; otherwise its `images` are None.
         progress: Called with the number of samples of a chunk when the chunk has been queued on the
             devices. The numbers add up to the number of samples. The default does nothing.
 
     Returns:
-        The samples, in the order of `seed_batch`.
+        The samples, in the order of `seed_batch`: latents, scores (empty without a reward), images
+        if they are kept, and states if the sampler records steps.
 
     Raises:
         RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop". With "skip",
@@ -312,7 +319,8 @@ def _place_schedules(segments: tuple[Segment, ...], mesh: jax.sharding.Mesh) -> 
         mesh: The mesh of the devices.
 
     Returns:
-        The segments with these schedules. Their policies are the same objects.
+        The segments in their order, with schedules whose arrays are on every device of the mesh.
+        Their policies are the same objects.
     """
     return tuple(
         dataclasses.replace(
@@ -354,9 +362,11 @@ def _sample_parts(
 
     Args:
         backbone: The networks and the mesh.
-        sampler: The shape of a latent, the chunk size and the number of recorded steps are read.
+        sampler: Gives the shape of one latent, the number of samples per device and the number of
+            steps to record. Its segments are not used.
         segments: The segments of `sampler`, with their schedules placed on the mesh.
-        conditions: The prompt embeddings.
+        conditions: The embeddings of the prompts that `seed_batch.prompt` points to, and of the
+            negative prompt.
         seed_batch: The samples to generate. Its noise is used where it is given.
         start: The index of the first sample.
         stop: The index after the last sample, at most one scored chunk later.
@@ -414,13 +424,16 @@ def _fetch_chunk(
     Waits until the devices have computed the chunk. Every process of a run must call it.
 
     Args:
-        chunk: The arrays by name. "images" is removed from it, in place, unless images are kept.
+        chunk: The arrays of the chunk on the devices: "latents", "states" if steps are recorded,
+            "images" if they were decoded, and one array of scores by the name of each score.
+            "images" is removed from it, in place, unless images are kept.
         scoring: The rewards outside JAX; the chunk must then have "images". None: there are none.
         groups: The groupwise rewards inside JAX. None: there are none.
         keep_images: Whether the images are copied too.
 
     Returns:
-        The arrays by the same names as full NumPy arrays, rows of padding included.
+        NumPy arrays by the names in `chunk`, with "images" only if `keep_images`. Rows of padding
+        are included.
 
     Raises:
         RewardError: If an earlier call of a reward outside JAX has failed and `reward.on_failure`
@@ -467,11 +480,14 @@ def sample_chunk(
 
     Args:
         backbone: The networks; static.
-        segments: The policies and the steps that each is followed for.
-        conditions: The prompt embeddings.
+        segments: The policies, each with the solver steps that it is followed for, in order.
+        conditions: The embeddings of the prompts that `seed_batch.prompt` points to, and of the
+            negative prompt, which only guided schedules use.
         seed_batch: The prompt, the seed and the initial noise of each sample of the chunk. The
             noise must not be None.
-        recorded_steps: The number of stochastic steps to record, see `sampler.trajectory`; static.
+        recorded_steps: How many stochastic steps are recorded, from the first one on; 0 records
+            nothing; static. Recorded steps must follow each other without deterministic steps in
+            between.
 
     Returns:
         The clean latents, and the `recorded_steps` + 1 states before and after the recorded steps,

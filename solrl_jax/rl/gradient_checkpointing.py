@@ -32,24 +32,29 @@ def open_for_training(
 ) -> Pipeline:
     """Opens the pipeline whose transformer recomputes in its gradient what the configuration says.
 
-    "auto" is "matmuls" where `saved_residual_bytes` are at most 75 % of the memory of a device, and
-    "blocks" elsewhere. It depends on shapes and on `memory` alone. It is never "none", because on a
-    GPU it takes longer to write and read what lies between matmuls than to compute it again.
+    "auto" is "matmuls" (results of matmuls are kept for the gradient) where the base and the
+    residuals, by `saved_residual_bytes`, take at most 75 % of the memory of a device, and "blocks"
+    (only the inputs of blocks are kept) elsewhere. It depends on shapes and on `memory` alone. It
+    is never "none", because on a GPU it takes longer to write and read what lies between matmuls
+    than to compute it again.
 
     Args:
-        config: The configuration of the run.
+        config: The configuration of the run. `model.gradient_checkpointing` is "none", "matmuls",
+            "blocks" or "auto". Image sizes and attention are checked; the batch and the trained
+            parameters matter for "auto".
         mesh: The mesh of the run. Only "auto" reads it.
         memory: The bytes of memory of one device of the mesh. Only "auto" reads them.
-        open_pipeline: Opens the pipeline with a key of `models.layers.stack.REMAT`: "none",
-            "matmuls" or "blocks". It is called twice if "auto" turns out to be "blocks".
+        open_pipeline: Opens the pipeline without its weights, given what its transformer recomputes
+            in the gradient: "none", "matmuls" or "blocks". It is called twice if "auto" turns out
+            to be "blocks".
 
     Returns:
         The pipeline, without its weights.
 
     Raises:
-        InputError: If the pipeline does not take the configured image sizes or attention; and, with
-            "auto", if a pattern of the trained parameters matches none. Errors of `open_pipeline`
-            pass through.
+        InputError: If the model does not support a size of images in training or evaluation, or the
+            configured attention; and, with "auto", if a pattern of the trained parameters matches
+            none. Errors of `open_pipeline` pass through.
     """
     automatic = config.model.gradient_checkpointing == "auto"
     pipeline = open_pipeline("matmuls" if automatic else config.model.gradient_checkpointing)
@@ -127,9 +132,10 @@ def _conditioning(pipeline: Pipeline, batch_size: int, config: Config) -> Any:
     """The shapes of the embeddings of some prompts. An instruction does not change them.
 
     Args:
-        pipeline: The tokenizers and text encoders whose shapes are read. No weight is loaded.
-        batch_size: The number of prompts.
-        config: `model.max_sequence_length` and `rollout.precision` are read.
+        pipeline: The tokenizers and text encoders that are traced. No weight is loaded.
+        batch_size: The number of prompts, which is the leading axis of the shapes.
+        config: `model.max_sequence_length` is the number of tokens per prompt, and
+            `rollout.precision` the dtype of the text encoders.
 
     Returns:
         A `jax.ShapeDtypeStruct` with a leading axis of `batch_size` for each array that the text

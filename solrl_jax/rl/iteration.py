@@ -51,12 +51,16 @@ class IterationResult:
     """What an iteration returns beside the new state.
 
     Attributes:
-        metrics: Figures of the iteration by name: those of `update` (e.g. "loss"), `reward_metrics`
-            (e.g. "kept/reward") and `PhaseTimer.report` (e.g. "seconds/explore"), and
-            "fidelity/level", the index of the exploration setting. Those that are not defined are
+        metrics: Figures of the iteration by name: of the update ("loss", "loss/policy" and other
+            terms of the objective, "grad_norm", "skipped_micro_batches", "old_decay"), of the
+            rewards (`reward_metrics`, e.g. "kept/reward"), the wall times in seconds (e.g.
+            "seconds/explore"), the images per second ("images_per_second/explore"), and
+            "fidelity/level", the index of the exploration setting. Figures that are not defined are
             NaN.
-        ledger: The record of all candidates, by column. A column has one entry per candidate, or is
-            a single value that holds for all (see `ledger_columns`).
+        ledger: The record of all candidates, by column: "prompt", "prompt_uid", "candidate",
+            "seed", "proxy_reward", "rank", "kept", "regenerated_reward" and "advantage" have one
+            entry per candidate, prompt by prompt; "precision", "steps" and "policy_revision" are
+            single values that hold for all (`ledger_columns`).
     """
 
     metrics: dict[str, float]
@@ -68,14 +72,16 @@ class Selection:
     """The N candidates of each of P prompts, and the K of each prompt that are kept.
 
     Attributes:
-        prompts: The prompts.
+        prompts: The P prompts, one for each row of the arrays.
         seeds: The seed of each candidate, the two words of a key.
         proxy: The reward of each explored candidate; NaN where it has none.
-        ranking: The values that ranked them (`combine.ranking_values`): `proxy`, unless
-            `reward.combine` says otherwise.
+        ranking: The values by which the candidates were selected: `proxy`, or with
+            `reward.combine=advantages` the weighted sums of the advantages of their scores. Not
+            finite where a candidate has none.
         chosen: The indices of the kept candidates of each prompt, ascending.
         usable: Whether a prompt had at least K candidates with a finite reward, one bool per
-            prompt. The others are not trained on, and their entries of `chosen` are padding.
+            prompt. Prompts without are not trained on, and their entries of `chosen` are 0 to K -
+            1.
     """
 
     prompts: Sequence[Prompt]
@@ -123,8 +129,8 @@ def iterate(
         The new state, on the devices, and the metrics and the ledger of the iteration.
 
     Raises:
-        InputError: If the number of the iteration is below 1 or does not fit an int32, or if the
-            prompts cannot be encoded.
+        InputError: If the number of the iteration is not from 1 to 2**31 - 1, or if the prompts
+            cannot be encoded.
         IndexError: If there is no such setting.
         RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop". It is a
             RunError.
@@ -244,13 +250,16 @@ def policy_batch(
     the larger magnitude, or if it is one sample twice. All other samples have weight 1.
 
     Args:
-        experiment: The algorithm section of its configuration and its mesh are read.
-        prompt_batch: The encoded prompts.
-        selection: The candidates and which of them are kept.
-        samples: The kept samples, prompt by prompt.
-        values: The `combine.ranking_values` of the kept samples, which are their rewards unless
-            `reward.combine` says otherwise; NaN for prompts that are not usable.
-        advantage: The advantages of the kept samples.
+        experiment: `algorithm.trains_on` decides whether samples are paired,
+            `algorithm.adv_clip_max` is the advantage that becomes the optimality 1, and the batch
+            is placed on its mesh.
+        prompt_batch: The encoded prompts, whose embeddings are part of the batch.
+        selection: The candidates and which of them are kept, which gives the seeds.
+        samples: The kept samples, prompt by prompt, each prompt in the order of `selection.chosen`.
+        values: What orders the kept samples of a prompt, in the order of `selection.chosen`: their
+            rewards, or with `reward.combine=advantages` the weighted sums of the advantages of
+            their scores. NaN for prompts that are not usable.
+        advantage: The advantages of these samples, in the shape of `values`.
 
     Returns:
         The batch of `update`, on every device. Without pairs it has the samples in their own order.
@@ -295,10 +304,13 @@ def reward_metrics(
     """The metrics of an iteration that come from its rewards, and the size of its images.
 
     Args:
-        experiment: The size of its images and its section "reward" are read.
+        experiment: The experiment of the iteration. Its size of images is reported, and
+            `reward.combine` of its configuration decides what ranks the samples.
         selection: The candidates and which of them are kept.
-        rewards: The rewards of the kept samples, NaN for prompts that are not usable.
-        values: Their `combine.ranking_values`, likewise.
+        rewards: The rewards of the kept samples in the order of `selection.chosen`, NaN for prompts
+            that are not usable.
+        values: What orders the kept samples, in the shape of `rewards`: the rewards themselves, or
+            with `reward.combine=advantages` the weighted sums of the advantages of their scores.
         kept: The samples that are trained on.
         explored: All candidates.
 
@@ -375,12 +387,13 @@ def ledger_columns(
     """The record of every candidate of an iteration.
 
     Args:
-        experiment: `rollout.regenerate` of its configuration is read.
+        experiment: `rollout.regenerate` of its configuration decides whether there are regenerated
+            rewards.
         selection: The candidates and which of them are kept.
-        setting: The precision and the number of steps of the exploration.
-        rewards: The rewards of the kept samples.
-        advantage: The advantages of the kept samples.
-        iteration: The number of the iteration.
+        setting: The format and the number of steps that the candidates were explored with.
+        rewards: The rewards of the kept samples, in the order of `selection.chosen`.
+        advantage: The advantages of the kept samples, in the same order.
+        iteration: The number of the iteration, from 1.
 
     Returns:
         Columns by name. Those with one entry per candidate, prompt by prompt: "prompt" (list of

@@ -32,7 +32,7 @@ WHOLE_COPIES = 1
 
 @dataclasses.dataclass(frozen=True)
 class _Request:
-    """The least memory that a field of the configuration asks for: value times unit.
+    """The memory that a field of the configuration asks for at least: `value` times `unit` bytes.
 
     Attributes:
         field: The dotted name of the field.
@@ -62,9 +62,11 @@ def refuse_what_cannot_fit(config: Config, pipeline: Pipeline, targets: Targets)
     processes of a run must call it.
 
     Args:
-        config: The configuration of the run.
-        pipeline: Its shapes are read; it need not be loaded.
-        targets: The parameters that are trained.
+        config: The configuration of the run, whose counts, image sizes, adapter rank and mesh
+            decide the bytes.
+        pipeline: Gives the shapes of latents and of the transformer's parameters; no weight needs
+            to be loaded.
+        targets: The paths of the parameters that are trained, with adapters and in full.
 
     Raises:
         InputError: For the first array that is too large. The message names the field, the bytes
@@ -103,9 +105,10 @@ def _requests(
     """Lists the fields whose value multiplies the size of an array.
 
     Args:
-        config: The configuration of the run.
-        pipeline: The shape of its latents is read.
-        targets: The adapted parameters are read.
+        config: The configuration of the run, which has the values of the fields and the image
+            sizes.
+        pipeline: Gives the shape of the latents of an image.
+        targets: The trained parameters, of which the adapted ones decide the bytes of `lora.rank`.
         shapes: By path, arrays or `jax.ShapeDtypeStruct`s of the parameters.
         device: The bytes of memory of one device.
 
@@ -182,8 +185,8 @@ def device_memory() -> int:
     for its others.
 
     Returns:
-        The bytes, as the allocator of the device counts them; on a CPU, those of the machine. With
-        several hosts, the smallest number of all.
+        The bytes that the device's allocator may use in all, free or not; on a CPU, those of the
+        machine. With several hosts, the smallest number of all processes.
     """
     stats = jax.local_devices()[0].memory_stats() or {}
     return min(hosts.everyones(stats.get("bytes_limit") or hosts.memory()))

@@ -79,7 +79,7 @@ class TrainingTarget(NamedTuple):
     Attributes:
         x: The latents at which the velocities are predicted: the noised sample
             `(1 - sigma) x0 + sigma noise`, or a recorded state of the trajectory.
-        x0: The clean latents.
+        x0: The clean latents of the samples, at sigma 0.
         sigma: The noise level of `x`, in (0, 1].
         optimality: The probability q in [0, 1] that the sample is one to imitate. `2 q - 1` is the
             advantage divided by its clip.
@@ -109,8 +109,10 @@ class Objective(Protocol):
         Args:
             velocities: What the trained, the old and the reference policy predict at `target.x`,
                 float32.
-            target: The samples that are trained on.
-            algorithm: The algorithm section of the configuration.
+            target: The samples that are trained on: noised or recorded latents, sigmas and
+                optimalities.
+            algorithm: The algorithm section of the configuration, which has the coefficients of the
+                losses, such as `beta`, `kl_coef` and `clip_range`.
 
         Returns:
             One loss per sample, and metrics by name with one value per sample. The means over the
@@ -126,10 +128,14 @@ def load_objective(name: str) -> Objective:
     effect, the working directory is appended to `sys.path`, unless it or "" is in it.
 
     Args:
-        name: The value of `algorithm.objective`: a name in `rl/objectives/`, or `module:function`.
+        name: The value of `algorithm.objective`: "nft", "awm", "dpo", "flow_grpo", "mix_grpo" or
+            "dance_grpo", a function in the file of that name in `rl/objectives/`; or
+            `module:function`.
 
     Returns:
-        The function. Its arguments are not checked. A repeated call returns the same object.
+        The function, to be called as an `Objective` is: (velocities, target, algorithm) -> (losses,
+        metrics). Whether it takes these arguments is not checked. Repeated calls return one and the
+        same function.
 
     Raises:
         InputError: If the module of `module:function` cannot be imported, has no such attribute, or
@@ -169,7 +175,7 @@ def along(values: PerSample, x: Latents) -> Float[Array, " b *ones"]:
 
     Args:
         values: One value per sample.
-        x: Latents with one row per sample, of which only the number of axes is read.
+        x: Latents with one row per sample. Only their number of axes matters.
 
     Returns:
         The values [b, 1, ..., 1], with as many axes as `x`.
@@ -187,7 +193,7 @@ def distance_to_reference(velocities: Velocities) -> PerSample:
 
     Args:
         velocities: What the trained and the reference policy predict, and the reference's weights.
-            The old policy is not read.
+            The prediction of the old policy plays no part.
 
     Returns:
         One value per sample, at least 0.
@@ -203,7 +209,7 @@ def matching_error(velocity: Latents, target: TrainingTarget) -> PerSample:
 
     Args:
         velocity: The predicted velocity at `target.x`.
-        target: The true velocity is `(x - x0) / sigma` of it, which is `noise - x0`.
+        target: The samples, whose true velocity is `(x - x0) / sigma`, which equals `noise - x0`.
 
     Returns:
         One loss per sample.
@@ -220,10 +226,10 @@ def matching_gap(velocity: Latents, other: Latents, target: TrainingTarget) -> P
     Args:
         velocity: The first velocity at `target.x`.
         other: The second velocity, whose loss is subtracted.
-        target: The true velocity is `(x - x0) / sigma` of it.
+        target: The samples, whose true velocity is `(x - x0) / sigma`.
 
     Returns:
-        One difference per sample, negative where the first velocity fits better.
+        One difference per sample, negative where the first velocity is nearer to the true one.
     """
     true_velocity = _true_velocity(target)
     return mean_per_sample((velocity - other) * (velocity + other - 2 * true_velocity))
@@ -273,10 +279,10 @@ def clipped_policy(
     """The clipped loss of PPO (arXiv 1707.06347, eq. 7): `max(-A R, -A clip(R, 1 - c, 1 + c))`.
 
     Args:
-        log_r: The log of the probability ratio R of the trained to the old policy.
+        log_r: The natural logarithm of the probability ratio R of the trained to the old policy.
         target: Its optimality q gives the advantage `A = scale (2 q - 1)`.
-        algorithm: `clip_range` is read, which is c.
-        scale: The largest advantage.
+        algorithm: `clip_range` is c: the ratio is clipped to 1 - c to 1 + c.
+        scale: The advantage of a sample with q = 1, by which 2 q - 1 is multiplied.
 
     Returns:
         One loss per sample, and as metrics per sample the loss ("loss/policy"), the ratio R

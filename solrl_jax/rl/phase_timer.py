@@ -53,7 +53,7 @@ class PhaseTimer:
         """Waits until arrays are computed, so that their time counts for the running phase.
 
         Args:
-            arrays: A tree of arrays.
+            arrays: A tree of arrays of JAX; leaves of other kinds are ignored.
         """
         jax.block_until_ready(arrays)
 
@@ -61,9 +61,9 @@ class PhaseTimer:
         """The metrics of an iteration that are times.
 
         Args:
-            pool: All explored candidates, which have been scored. Only their number is read.
-            kept: The regenerated samples, of which only the number is read; None if nothing was
-                regenerated.
+            pool: All explored candidates, scored. Their number gives the images per second.
+            kept: The regenerated samples, scored, whose number gives the images per second. None if
+                nothing was regenerated.
 
         Returns:
             The wall time of each ended phase in seconds ("seconds/PHASE"), their sum ("seconds"),

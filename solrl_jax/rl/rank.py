@@ -42,13 +42,16 @@ COLUMNS = {
 
 @dataclasses.dataclass(frozen=True)
 class Pools:
-    """The rewards of the same candidates, regenerated and explored in several ways.
+    """The rewards of the same candidates, regenerated and explored in several ways. With
+    `reward.combine=advantages`, the weighted sums of the advantages of their scores take the place
+    of rewards.
 
     Attributes:
-        prompts: The prompts.
+        prompts: The text of each prompt, one for each row of the arrays.
         true: The rewards after regeneration, in the training precision with all steps: one row per
             prompt, one column per candidate. NaN where a candidate has none.
-        proxies: The rewards after exploration, in the same shape, by setting.
+        proxies: By exploration setting, the rewards of the same candidates after exploration, in
+            the shape of `true`.
     """
 
     prompts: Sequence[str]
@@ -69,20 +72,24 @@ def sweep(
     recipe. Repeated entries count once.
 
     Args:
-        config: The configuration of the run.
-        explore: Names of files in `configs/explore/`. None: the exploration options of `config`.
-        formats: Names of exploration formats, keys of `quant.formats.FORMATS`. "auto" stands for
-            the best one of this device. None: that of each recipe.
-        steps: Numbers of exploration steps, integers from 1 to 1000. None: that of each recipe.
+        config: The configuration of the run, whose `rollout.explore` has the exploration options,
+            the format and the number of steps that stand for None. It is not changed.
+        explore: Recipes: names of files in `configs/explore/`, e.g. "paper,best". None: the
+            exploration options of `config` alone.
+        formats: Names of exploration formats, keys of `quant.formats.FORMATS`, e.g. "nvfp4,fp8".
+            "auto" stands for the best one of this device. None: that of each recipe.
+        steps: Numbers of exploration steps, integers from 1 to 1000, e.g. "4,6". None: that of each
+            recipe.
 
     Returns:
         The settings: all of the first recipe first, in it all of the first format first, each in
         the order in which it is listed. Without `explore`, the recipe of a setting is "".
 
     Raises:
-        InputError: If an entry is empty or not accepted.
-        ConfigError: If a recipe does not exist or does not fit the run, or a run could not be
-            configured with a number of steps, for example more than `rollout.num_steps`.
+        InputError: If an entry is empty, a format is unknown, or a number of steps is no integer
+            from 1 to 1000.
+        ConfigError: If a recipe does not exist, or the configuration is not valid with a recipe or
+            a number of steps, for example more than `rollout.num_steps`.
     """
 
     def format_name(text: str) -> str:
@@ -116,11 +123,13 @@ def _parse_list(
     """Parses a list that is separated by commas, without its repetitions.
 
     Args:
-        name: The name of the argument, for the message.
+        name: The name of the argument that the list comes from, for the message.
         text: The list. Blanks around entries are ignored. None stands for `default` alone.
         default: The only entry if there is no list. It is not parsed.
-        parse: Parses an entry; raises ValueError or KeyError if it is not accepted.
-        expected: What entries are accepted, for the message.
+        parse: Turns the text of an entry into its value. Raises ValueError or KeyError if it is not
+            accepted.
+        expected: The entries that are accepted, in words for the message: "a comma-separated list
+            of ...".
 
     Returns:
         The parsed entries in their order; of equal ones, the first.
@@ -145,10 +154,10 @@ def _step_count(text: str) -> int:
     """Parses a number of steps.
 
     Args:
-        text: ASCII digits, without a sign.
+        text: The number as text: ASCII digits, without a sign.
 
     Returns:
-        The number.
+        The number, from 1 to 1000.
 
     Raises:
         ValueError: If it is not an integer from 1 to 1000 (`MAX_STEPS`).
@@ -172,8 +181,10 @@ def explore_and_regenerate(
     reward, explored ones by `rollout.explore.reward` if the run has it.
 
     Args:
-        experiment: The run. Each prompt has `rollout.candidates` candidates.
-        adapters: The trainable parameters of the policy by path.
+        experiment: The run, for images of its size. Each prompt has `rollout.candidates`
+            candidates.
+        adapters: The trainable parameters by path of the policy that samples; an empty mapping
+            means the base.
         prompts: The number of test prompts, counted from the first, at least 1. If there are fewer,
             all.
         settings: How candidates are explored. A setting that is listed twice is explored twice.
@@ -182,13 +193,15 @@ def explore_and_regenerate(
             generated.
 
     Returns:
-        The rewards, with one entry of `proxies` per distinct setting.
+        The texts of the prompts, the rewards after regeneration, and the rewards after exploration
+        by setting, one array per distinct setting.
 
     Raises:
-        ConfigError: If a recipe does not exist or does not fit the run.
-        InputError: If the quantization rules of a recipe do not fit the network, or the prompts
-            cannot be encoded.
-        KeyError: If a setting names no format.
+        ConfigError: If the recipe of a setting does not exist, or the configuration is not valid
+            with it.
+        InputError: If a quantization rule of a recipe matches no layer of the network, or all
+            layers are excluded; or if the prompts cannot be encoded.
+        KeyError: If the format of a setting is not in `quant.formats.FORMATS`.
         RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop". It is a
             RunError.
         RunError: If the disk refuses the cache of prompts, or another process gives no answer.
@@ -230,7 +243,8 @@ def draw_candidates(experiment: Experiment, prompts: int) -> tuple[PromptBatch, 
         The encoded prompts, prepared for the run's reward, and the candidates, prompt by prompt.
 
     Raises:
-        InputError: If the prompts cannot be encoded, see `Experiment.encode_prompts`.
+        InputError: If the tokenizer or a text encoder of the model fails on its files, or the cache
+            of prompts cannot be written.
         RunError: If the disk refuses the cache of prompts.
     """
     config = experiment.config
@@ -255,14 +269,17 @@ def pool_rewards(
     of their scores over all candidates of a prompt.
 
     Args:
-        experiment: The run.
-        sampler: How the candidates are sampled.
-        prompt_batch: The prompts, from `draw_candidates`, prepared for the reward.
+        experiment: The run, which has the networks, the rewards and the number of candidates per
+            prompt.
+        sampler: The policy and the schedule that the candidates are sampled with. Its name is that
+            of the phase.
+        prompt_batch: The prompts, from `draw_candidates`, prepared for the reward that scores them
+            (`Experiment.for_exploration` with `explored`).
         seed_batch: The candidates, from `draw_candidates`.
         progress: Called with the name of the sampler, the number of candidates, and the number of
             further candidates that are done: with 0 at the start, then once per chunk.
-        explored: Whether the reward is the one that ranks explored candidates
-            (`rollout.explore.reward`) instead of the one that is trained on.
+        explored: Whether `rollout.explore.reward` scores the candidates, if the run has it.
+            Otherwise, and by default, the reward that is trained on does.
 
     Returns:
         One row per prompt, one column per candidate. NaN where a candidate could not be scored.
@@ -290,19 +307,22 @@ def pool_rewards(
 def with_recipe(experiment: Experiment, recipe: str) -> Experiment:
     """Returns the same experiment with other exploration options.
 
-    The recipe may also change which linear layers are quantized, if the model has other rules for
-    it.
+    A recipe sets the exploration options (`sigmas`, `exact_steps`, `correction_rank` and
+    `attention` of `rollout.explore`) and may also change the rules of `model.quantization`. If it
+    does, the layers to quantize are found anew.
 
     Args:
         experiment: The run. It is not changed.
         recipe: The name of a file in `configs/explore/`. "" returns `experiment` itself.
 
     Returns:
-        An experiment with the same networks and an explorer of its own.
+        An experiment with the networks, rewards, prompts and size of `experiment`, the changed
+        configuration, and an explorer of its own.
 
     Raises:
-        ConfigError: If there is no such recipe, or it does not fit the configuration.
-        InputError: If its rules of quantization do not fit the network.
+        ConfigError: If there is no such recipe, or the configuration is not valid with it.
+        InputError: If its rules of quantization match no layer of the network, or leave none to a
+            format that quantizes.
     """
     if not recipe:
         return experiment
@@ -314,7 +334,7 @@ def with_recipe(experiment: Experiment, recipe: str) -> Experiment:
 
 
 def summarise(pools: Pools, setting: ExplorationSetting, kept: int) -> dict[str, Any]:
-    """Computes how well a setting ranks the candidates.
+    """Computes how well a setting ranks the candidates, as a dict for a JSON record.
 
     Args:
         pools: The rewards of the candidates.
@@ -323,18 +343,20 @@ def summarise(pools: Pools, setting: ExplorationSetting, kept: int) -> dict[str,
             rounded down, but is at least 1.
 
     Returns:
-        The setting ("explore", which is the recipe, "precision", "steps"), the counts "candidates"
-        (per prompt), "kept", "top_k" (4) and "prompts", and these means over prompts. "per_prompt"
-        is a list with a dict for each prompt, of its text ("prompt") and the same figures:
+        A dict with the setting ("explore", which is the recipe, "precision", "steps"), the counts
+        "candidates" (per prompt), "kept", "top_k" (4) and "prompts", the means over prompts that
+        are listed here, and "per_prompt", a list with one dict per prompt of its text ("prompt")
+        and its own figures:
 
         * "spearman", "kendall": The rank correlations of proxy and true rewards.
         * "top_k_match": The share of the truly best 4 candidates among the kept / 2 best by proxy.
-          "bottom_k_match" is the same at the other end.
-        * "top_k_regret": The reward that the missed ones cost, as a share of the range of the true
-          rewards, see `fidelity.regret`.
+        * "bottom_k_match": The share of the truly worst 4 among the kept / 2 worst by proxy.
+        * "top_k_regret": The mean reward of the truly best 4 minus that of the best 4 among the
+          kept / 2 best by proxy, as a share of the range of the true rewards.
         * "true_rank_best", "true_rank_worst": The mean true rank of the kept / 2 best and worst by
-          proxy; rank 1 is the best. "perfect_rank_best" and "perfect_rank_worst", which are not in
-          "per_prompt", are those of a perfect proxy.
+          proxy; rank 1 is the best.
+        * "perfect_rank_best", "perfect_rank_worst": What a perfect proxy has in place of the two
+          before. They are not in "per_prompt".
 
         A figure that is not defined for a prompt is NaN there and left out of the mean, which is
         NaN if it is defined for none.
@@ -388,7 +410,7 @@ def table(results: Sequence[dict[str, Any]], settings: Sequence[ExplorationSetti
 
     Args:
         results: The results of `summarise`, at least one.
-        settings: The settings of these results, in the same order.
+        settings: The setting of each result, in the order of `results`, for the names of the lines.
 
     Returns:
         The lines, joined by line feeds.

@@ -20,8 +20,9 @@ class Segment:
     A segment is a pytree: the arrays of the policy and the schedule are its leaves.
 
     Attributes:
-        policy: The parameters of the transformer: those of the base, with any leaves replaced by
-            fully trained arrays, `LowRank` leaves or `Quantized` leaves.
+        policy: The parameters of the transformer: the tree of the base, in which any leaf may be
+            replaced by an array that was trained in full, by a base weight with its LoRA adapter
+            (`LowRank`), or by a quantized weight (`Quantized`).
         schedule: The solver steps: sigmas, timesteps, solver coefficients and guidance.
         fp8_attention: Whether softmax attention runs in FP8 (`models.layers.attention_fp8`). Models
             without it (`Pipeline.attends_in_fp8`: SANA, Qwen-Image and Z-Image) raise ValueError
@@ -44,9 +45,9 @@ class Sampler:
             Nearly always there is one.
         decoder: Decodes latents to images, for rewards or to be kept.
         shape: Height, width and channels of one latent.
-        chunk: The number of samples that one device generates at once, at least 1; a shorter batch
-            is padded to it. Devices along the mesh axis `tensor` work on the same samples and count
-            as one.
+        chunk: The number of samples that one device generates at once, at least 1; a batch with
+            fewer is padded to it. Devices along the mesh axis `tensor` work on the same samples and
+            count as one.
         recorded: How many stochastic steps are recorded, from the first one on. The latents before
             and after each of them are kept. 0 records nothing.
     """

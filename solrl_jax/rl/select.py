@@ -14,12 +14,13 @@ def rank(rewards: Rewards) -> Int[np.ndarray, "p n"]:
     """The rank of each candidate within its prompt; 0 is the best.
 
     Args:
-        rewards: One row per prompt, a larger reward being better. Equal rewards are ranked by the
-            index of the candidate, the lower index first. Rewards that are NaN or infinite (also
-            +inf) rank last, by index too.
+        rewards: One row of n rewards per prompt, a larger reward being better. Equal rewards are
+            ranked by the index of the candidate, the lower index first. Rewards that are NaN or
+            infinite (also +inf) rank last, by index too.
 
     Returns:
-        An integer for each reward, in the same shape. Every row holds 0 to n - 1 once each.
+        The rank of each reward, an integer array in the shape of `rewards`. Every row holds 0 to n
+        - 1 once each.
     """
     order = np.argsort(np.where(np.isfinite(rewards), -rewards, np.inf), axis=1, kind="stable")
     places = np.empty_like(order)
@@ -32,13 +33,14 @@ def best_and_worst(rewards: Rewards) -> tuple[Int[np.ndarray, " pairs"], Int[np.
     worst, and so on. Only samples with a finite reward are paired.
 
     Args:
-        rewards: One row of n rewards per prompt. Equal rewards are ordered by their index.
+        rewards: One row of n rewards per prompt. Of equal rewards, the lower index counts as the
+            better one.
 
     Returns:
         Two arrays of indices into the flattened rewards: the better sample of each pair, and the
         worse one. Each prompt has n / 2 pairs, rounded down, prompt by prompt and the most extreme
-        pair first. With f finite rewards, the first f / 2 pairs (rounded down) are as described.
-        Each of the other pairs of the prompt is padding: one sample twice.
+        pair first. If a prompt has f finite rewards, only its first f / 2 pairs (rounded down) are
+        pairs of finite rewards; each further one is padding, which names one sample twice.
     """
     count = rewards.shape[1]
     order = np.argsort(rank(rewards), axis=1)  # non-finite rewards come last
@@ -67,7 +69,7 @@ def select(
             "best_worst".
         mode: "best_worst" keeps the kept/2 best and the kept/2 worst, "best" the best, "random" a
             random choice, and "best_random" the kept/2 best (rounded down) and a random choice of
-            the others.
+            the remaining candidates.
         seed: Non-negative integers that seed NumPy's generator for the random choices. The other
             modes do not read it.
 
@@ -77,8 +79,8 @@ def select(
         padding 0 to kept - 1.
 
     Raises:
-        ValueError: If `mode` is none of these, `rewards` does not have two axes, or `kept` is out
-            of range or odd where it must be even.
+        ValueError: If `mode` is another one, `rewards` does not have two axes, or `kept` is out of
+            range or odd where it must be even.
     """
     n = rewards.shape[-1]
     if rewards.ndim != 2 or kept not in range(1, n + 1) or (kept % 2 and mode == "best_worst"):

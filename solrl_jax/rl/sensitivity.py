@@ -25,8 +25,9 @@ class Sensitivity:
     """What quantizing one group of linear layers does.
 
     Attributes:
-        group: The name of the group, see `group_of`.
-        linears: The number of linear layers in it. Each layer of a stack counts.
+        group: The name of the group: a module of the blocks between slashes, such as "/attn/", or
+            the first part of the path of a layer outside of the blocks, such as "proj_out/".
+        linears: The number of linear layers in it. Each layer of a stack counts as one.
         share: The share of all multiplications per token that is in these layers, in [0, 1].
         spearman: The rank correlation of explored and regenerated rewards with only this group
             quantized, mean over prompts. NaN if it is defined for no prompt.

@@ -26,13 +26,14 @@ from solrl_jax.rl.trainable.trainable import Adapter, Targets, Trainable, flatte
 class TrainState:
     """The state of training: three sets of trainable parameters and that of the optimizer.
 
-    The sets have one structure (`rl.trainable.trainable.Trainable`: by path, a LoRA adapter or a
-    whole array) and are float32, except that the whole arrays in `old` have the dtype of the base,
-    in which they are used.
+    Each set maps the path of a parameter to its LoRA adapter {"a": ..., "b": ...} or, if the
+    parameter is trained in full, to a whole array. All three have the same paths. They are float32,
+    except that the whole arrays in `old` have the dtype of the base, in which they are used.
 
     Attributes:
         step: The number of optimizer steps taken, an int32.
-        adapters: The trained parameters ("default" in the paper), also those trained in full.
+        adapters: The trained parameters ("default" in the paper): adapters and, in spite of the
+            name, whole arrays too.
         old: The parameters of the old policy, which generates the samples.
         ema: The exponential moving average of the trained parameters, which is evaluated.
         opt_state: The state of the optimizer that `make_optimizer` returns.
@@ -49,13 +50,15 @@ def make_optimizer(config: Optimizer) -> optax.GradientTransformation:
     """AdamW (arXiv 1711.05101) on gradients whose global norm is clipped.
 
     Args:
-        config: The optimizer section of the configuration: `max_grad_norm` is the largest norm, and
-            `beta1`, `beta2`, `eps` and `weight_decay` are those of AdamW. The learning rate falls
-            linearly from `learning_rate` to 0 over `decay_steps` optimizer steps and then stays 0,
-            or is constant if `decay_steps` is 0. Weight decay applies to all trainable parameters.
+        config: The optimizer section of the configuration. Gradients are scaled down to the global
+            norm `max_grad_norm` where theirs is larger. `beta1`, `beta2`, `eps` and `weight_decay`
+            are the constants of AdamW. The learning rate falls linearly from `learning_rate` to 0
+            over `decay_steps` optimizer steps and then stays 0, or is constant if `decay_steps` is
+            0. Weight decay applies to all trainable parameters.
 
     Returns:
-        The transformation of optax.
+        The transformation of optax (`init` and `update`), whose updates are to be added to the
+        parameters.
     """
     rate = (
         optax.linear_schedule(config.learning_rate, 0.0, config.decay_steps)
@@ -74,18 +77,21 @@ def read_start(lora: Lora, adapted: Collection[str], table: Table) -> dict[str, 
     """Reads the adapters that a run starts from.
 
     Args:
-        lora: The LoRA section of the configuration; `path` names the file or directory, None for
-            none.
-        adapted: The paths that have an adapter in the run.
-        table: The table of all parameters of the network, `Backbone.parameter_table`.
+        lora: The LoRA section of the configuration. `path` is a LoRA file or directory, or None;
+            `rank` and `alpha` are what it must have; `skip_text_encoders` says whether adapters of
+            text encoders in it are left out, which are an error otherwise.
+        adapted: The paths of the parameters that have an adapter in the run.
+        table: The table of all parameters of the network (`Backbone.parameter_table`), with which
+            names in the file are turned into paths.
 
     Returns:
-        The adapters by path, float32, on some of the paths in `adapted`. Empty if no file is
-        configured.
+        The adapters {"a": [..., in, rank], "b": [..., rank, out]} by path, float32, on some of the
+        paths in `adapted`. Empty if `path` is None.
 
     Raises:
-        InputError: If the file is missing or cannot be imported (see `import_lora`), has adapters
-            on other paths, or its rank or alpha differs from that of the run.
+        InputError: If the file is missing, unreadable, not plain LoRA or not of this network, if it
+            has adapters on other paths, or if its rank or alpha differs from that of the run. The
+            message names the path of the file.
     """
     if lora.path is None:
         return {}
@@ -125,16 +131,18 @@ def init_state(
     the adapters `start`.
 
     Args:
-        key: The key of the initial adapters.
+        key: The key from which the factors A of the initial adapters are drawn, a typed key of JAX.
         base: The parameters of the base.
-        targets: The parameters that are trained.
-        lora: The LoRA section of the configuration, of which the rank is read.
-        optimizer: The optimizer section of the configuration.
-        mesh: The mesh that the state is placed on, as `abstract_state` says.
-        start: Adapters by path that all three policies start with in place of the initial ones, see
-            `read_start`. They have the rank of the run. Their unused ranks (a column of A and a row
-            of B that are both zero) are filled with those of the initial adapters, which does not
-            change the policy. None: there are none.
+        targets: The paths of the parameters that are trained, with adapters and in full.
+        lora: The LoRA section of the configuration, of which `rank` is the rank of all adapters.
+        optimizer: The optimizer section of the configuration, for which the state of the optimizer
+            is made.
+        mesh: The mesh that the state is placed on: small arrays on every device, others divided
+            over `fsdp` and, for the outputs of linear layers, `tensor`.
+        start: Adapters by path, from `read_start`, that all three policies start with in place of
+            the initial ones. They have the rank of the run. Their unused ranks (a column of A and a
+            row of B that are both zero) are filled with those of the initial adapters, which does
+            not change the policy. None: there are none.
 
     Returns:
         The state on the mesh with step 0. The three policies have separate buffers.
@@ -158,9 +166,10 @@ def abstract_state(
 
     Args:
         base: The parameters of the base, or their shapes.
-        targets: The parameters that are trained.
-        lora: The LoRA section of the configuration, of which the rank is read.
-        optimizer: The optimizer section of the configuration.
+        targets: The paths of the parameters that are trained, with adapters and in full.
+        lora: The LoRA section of the configuration, of which `rank` is the rank of all adapters.
+        optimizer: The optimizer section of the configuration, for which the state of the optimizer
+            is shaped.
         mesh: The mesh of the run.
 
     Returns:
@@ -189,11 +198,12 @@ def _fresh(
     """Computes the state before the first step. It is used under jit.
 
     Args:
-        key: The key of the initial adapters.
+        key: The key from which the factors A of the initial adapters are drawn.
         base: The parameters of the base.
-        targets: The parameters that are trained.
-        lora: Its rank is read.
-        optimizer: The optimizer section of the configuration.
+        targets: The paths of the parameters that are trained, with adapters and in full.
+        lora: The LoRA section of the configuration, of which `rank` is the rank of all adapters.
+        optimizer: The optimizer section of the configuration, for which the state of the optimizer
+            is made.
         start: Adapters by path that replace the initial ones, except for their unused ranks. Empty:
             all adapters are initial ones, which change nothing.
 
@@ -229,7 +239,7 @@ def _filled(adapter: Adapter, fresh: Adapter) -> Adapter:
 
     Args:
         adapter: The imported adapter, with A [..., in, rank] and B [..., rank, out].
-        fresh: A freshly initialised adapter of the same shape, whose B is zero.
+        fresh: A freshly initialised adapter with factors of these shapes, whose B is zero.
 
     Returns:
         The adapter, with A and B of `fresh` for unused ranks. The product A B is unchanged.

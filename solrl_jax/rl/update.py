@@ -74,13 +74,17 @@ class _Problem:
     """What the loss of a micro-batch reads beside the trained parameters.
 
     Attributes:
-        backbone: The networks.
-        config: The configuration of the run.
-        base: The parameters of the base transformer.
-        old: The trainable parameters of the old policy.
-        batch: The kept samples.
-        schedule: The schedule that they were generated on.
-        objective: The loss.
+        backbone: The networks, which predict velocities, and the mesh.
+        config: The configuration of the run: its algorithm and optimizer sections and the scale of
+            its adapters.
+        base: The parameters of the base transformer, a nested dictionary. The policies are built on
+            them; alone they are the reference policy.
+        old: The trainable parameters of the old policy, by path.
+        batch: The kept samples of the iteration, with their prompts.
+        schedule: The schedule that the samples were generated on, whose sigmas and recorded steps
+            are trained at.
+        objective: The function (velocities, target, algorithm) -> (losses, metrics), one value per
+            term.
         chosen: The indices of the steps of the schedule at which each sample is trained, one row
             per sample and one column per slot.
     """
@@ -120,16 +124,18 @@ def update(
         state: The state before the update. It is donated: its arrays are deleted.
         base: The parameters of the base transformer.
         batch: The kept samples, on every device.
-        schedule: The schedule of the regeneration.
+        schedule: The schedule that the samples were generated on: all steps of the regeneration.
+            Its sigmas are trained at.
         objective: Overrides the configured objective; static. None: the one that
             `algorithm.objective` names. Pass the same function object every time, otherwise the
             update recompiles.
 
     Returns:
-        The new state, placed as the old one, and the metrics of the iteration as scalars: "loss",
-        those of the objective and "grad_norm" (before clipping) as means over the optimizer steps;
-        "skipped_micro_batches", their number; and "old_decay", the weight with which the old policy
-        was kept.
+        The new state, placed as the old one, and the metrics of the iteration as float32 scalars:
+        "loss" and those of the objective by its names (e.g. "loss/policy"), as means over terms of
+        weight 1, and "grad_norm" (before clipping), all as means over the optimizer steps;
+        "skipped_micro_batches", the number of micro-batches that contributed nothing; and
+        "old_decay", the weight with which the old policy was kept.
 
     Raises:
         InputError: While tracing, if an objective `module:function` cannot be imported.
@@ -183,7 +189,7 @@ def blend(kept: Trainable, new: Trainable, decay: Float[Array, ""]) -> Trainable
 
     Args:
         kept: The slowly moving parameters, float32 or BF16. The result has their dtypes.
-        new: The trained parameters, a tree of the same structure and shapes, float32.
+        new: The trained parameters, float32: a tree of the structure and the shapes of `kept`.
         decay: The weight of `kept`, in [0, 1].
 
     Returns:
@@ -203,12 +209,15 @@ def _optimizer_step(
     Args:
         problem: The inputs of the loss beside the trained parameters.
         state: The state before the step.
-        terms: The numbers of the terms of the loss, as in `_micro_batch_loss`.
+        terms: The numbers of the terms of the loss. Term t is sample t mod b of the b samples, at
+            the step of the schedule that column t div b of `problem.chosen` has for it.
 
     Returns:
-        The state after the step, whose old policy is unchanged, and the metrics of the step:
-        "loss", those of the objective, "grad_norm" before clipping, and "skipped_micro_batches". If
-        no term has a sample of weight 1, the gradient is 0, and the step is taken all the same.
+        The state after the step, whose old policy is unchanged, and the metrics of the step as
+        scalars: "loss" and those of the objective, as means over the terms of weight 1, "grad_norm"
+        before clipping, and "skipped_micro_batches", the number of micro-batches that contributed
+        nothing. If no term has a sample of weight 1, the gradient is 0, and the step is taken all
+        the same.
     """
     config = problem.config
     batch = problem.batch
@@ -250,8 +259,8 @@ def _accumulate(
         loss: (trainable, terms, valid) -> (loss, metrics) of one micro-batch. `valid` is 0 for
             terms that pad the last micro-batches, else 1.
         adapters: The trained parameters, by which the loss is differentiated.
-        terms: The numbers of all terms.
-        micro: The number of terms of one micro-batch.
+        terms: The numbers of all terms of the optimizer step, which `loss` gets in parts.
+        micro: The number of terms of one micro-batch, which a group takes at once.
         mesh: The mesh of the run, which must be the ambient one.
 
     Returns:
@@ -336,7 +345,7 @@ def _micro_batch_loss(
 
     Args:
         problem: The samples, the policies and the objective.
-        adapters: The trained parameters.
+        adapters: The trained parameters by path, with which the trained policy is evaluated.
         terms: The number of each term: its slot in `problem.chosen` times the number of samples,
             plus its sample.
         valid: 0 for terms that pad the micro-batch, else 1.
@@ -418,8 +427,9 @@ def _target(
     The noise of a term depends on the seed of its sample and on its slot alone.
 
     Args:
-        problem: The samples and their schedule. If the batch has recorded states, they are read,
-            otherwise the clean latents are noised.
+        problem: The samples, their schedule, and the step of it for each sample and slot. If the
+            batch has recorded states, the targets are recorded steps; otherwise the clean latents
+            are noised.
         row: The index of the sample of each term.
         slot: The slot in `problem.chosen` of each term.
         clean: Replaces the latents of samples of weight 0 by zeros.

@@ -23,18 +23,20 @@ from solrl_jax.rl.trainable.trainable import Trainable, attach
 class Explorer:
     """Exploration as `config.Explore` describes it, with its options applied.
 
-    What the options measure on the base is measured when it is first needed, and once per object.
-    The schedules and quantizers that were asked for are kept.
+    An option measures the base when its measurement is first needed, and once per object. The
+    schedules and quantizers that were asked for are kept.
 
     Attributes:
-        explore: The configuration of exploration.
-        format: The format that `explore.precision` means on the devices of the run.
-        quantized: The paths of the linear layers that a low-precision format quantizes.
+        explore: The section `rollout.explore` of the configuration: the number of steps and the
+            fields of the options. `precision` may still be "auto".
+        format: The configured format, with "auto" replaced by the one for the devices of the run.
+        quantized: The paths of the kernels that a low-precision format quantizes, sorted, such as
+            `transformer_blocks/attn2/to_k/kernel`.
         scale: The scale of the adapters, alpha / rank.
         training_precision: The precision of regeneration, "bf16" or "fp32". It is that of the last
             entry of `settings`.
         make_schedule: (number of steps, first step of the full schedule that adds noise) -> the
-            configured schedule.
+            configured schedule without options.
         calibration: The base policy and the prompts that options are measured on.
     """
 
@@ -54,8 +56,10 @@ class Explorer:
 
     @cached_property
     def settings(self) -> tuple[ExplorationSetting, ...]:
-        """The settings that the monitor chooses from, see `setting_ladder`. Index 0 is the
-        configured one, the last is the most faithful.
+        """The settings that the monitor chooses from. Index 0 is the configured one. Then come the
+        same format with all steps of the regeneration, and finer formats (FP8, the training
+        precision) with all steps, so that the last one is the most faithful. Equal settings are
+        listed once.
         """
         return setting_ladder(
             self.format,
@@ -81,12 +85,13 @@ class Explorer:
         which may sample from the base. The result is kept.
 
         Args:
-            steps: The number of solver steps.
-            noise_start: The first step of the full schedule that adds noise, if the solver is
-                stochastic.
+            steps: The number of solver steps, at least 1.
+            noise_start: The first step of the full schedule, counted from 0, that adds noise, if
+                `rollout.noise_level` is above 0.
 
         Returns:
-            A schedule of that many steps; the same object for the same arguments.
+            A schedule of that many steps; if `explore.sigmas` is "first" and it has not fewer steps
+            than the regeneration, the full schedule. Equal arguments give one and the same object.
 
         Raises:
             numpy.linalg.LinAlgError: If an option measures values that are not finite.
@@ -111,8 +116,8 @@ class Explorer:
             precision: The name of a format, a key of `quant.formats.FORMATS`.
 
         Returns:
-            The quantizer, the same object for the same format; None for a format that quantizes
-            nothing.
+            How a weight is quantized in the format, with the active options; one and the same
+            object per format. None for a format that quantizes nothing.
 
         Raises:
             KeyError: If there is no such format.
@@ -131,7 +136,8 @@ class Explorer:
             precision: The name of a format, a key of `quant.formats.FORMATS`.
 
         Returns:
-            The quantizer; None for a format that quantizes nothing.
+            How a weight is quantized in the format, with the active options. None for a format that
+            quantizes nothing.
 
         Raises:
             KeyError: If there is no such format.
@@ -170,7 +176,8 @@ class Explorer:
         The first call with a format may measure on the base, see `quantizer`.
 
         Args:
-            adapters: The trainable parameters of the policy by path.
+            adapters: The trainable parameters by path of the policy that explores, usually the old
+                one.
             precision: The name of a format, a key of `quant.formats.FORMATS`.
 
         Returns:
@@ -201,11 +208,12 @@ class Explorer:
         Also allocates the quantized policy on the devices, which is freed with the sampler.
 
         Args:
-            adapters: The trainable parameters of the policy by path.
-            setting: The format and the number of steps. Its recipe is not read: the options are
-                those of this explorer.
-            noise_start: The first step of the full schedule that adds noise, if the solver is
-                stochastic.
+            adapters: The trainable parameters by path of the policy that explores, usually the old
+                one.
+            setting: The format and the number of steps. Its recipe plays no part: this explorer
+                applies its own options.
+            noise_start: The first step of the full schedule, counted from 0, that adds noise, if
+                `rollout.noise_level` is above 0.
 
         Returns:
             The sampler of the calibration (its decoder, latent shape and chunk size) with the name
@@ -232,13 +240,14 @@ class Explorer:
         """Returns the segments that candidates are explored in.
 
         Args:
-            segment: The policy that explores, on the whole schedule.
+            segment: The policy that explores, with all steps of the schedule.
             exact: The parameters of the policy that regenerates, in the training precision.
             precision: The name of the format of `segment`. Options change the segments only if it
                 quantizes.
 
         Returns:
-            At least one segment, in the order in which they are followed.
+            At least one segment, in the order in which they are followed. Together they have the
+            steps of `segment`. Without active options, `segment` alone.
 
         Raises:
             KeyError: If there is no such format.

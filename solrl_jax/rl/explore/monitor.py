@@ -37,13 +37,13 @@ def setting_ladder(
     precision, if that has.
 
     Args:
-        form: The configured format.
+        form: The configured exploration format, whose name and bits per weight count.
         steps: The configured number of exploration steps.
         full_steps: The number of steps of the regeneration.
         training_precision: The name of the training precision, "bf16" or "fp32".
 
     Returns:
-        The settings, each once, with the recipe "". At least one.
+        The settings in that order, each once, with the recipe "". At least one.
     """
     finer = [
         name
@@ -70,8 +70,8 @@ def next_setting(history: Sequence[tuple[int, float]], floor: float, last: int) 
         history: For each iteration so far, from the first: the index of its setting and the
             Spearman correlation that it reported. Non-finite correlations are left out. If the
             setting is not the one that the rules gave, it replaces that.
-        floor: The smallest acceptable correlation.
-        last: The index of the most faithful setting.
+        floor: The smallest acceptable correlation, `rollout.explore.min_rank_correlation`.
+        last: The index of the most faithful setting, beyond which the index does not rise.
 
     Returns:
         The index of the setting in the `setting_ladder`, from 0 to `last`. 0 for an empty history.

@@ -24,17 +24,20 @@ from solrl_jax.rl.sampler import Sampler, Segment
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Calibration:
-    """The base policy and a few prompts, on which options are measured before the first iteration.
+    """The base policy and a few prompts, on which options are measured when a measurement is first
+    needed.
 
     Measurements depend on the base and the configuration alone, so a resumed run repeats those that
     it began with.
 
     Attributes:
         backbone: The networks and the mesh.
-        sampler: The regeneration sampler of the base policy.
+        sampler: The sampler of the base policy with the steps of the regeneration. Its decoder is
+            not used for measurements.
         prompts: The prompts that are measured on.
-        prompt_batch: Returns the encoded prompts. Called only when something is measured.
-        seed_batch: One sample per prompt, in the order of the prompts.
+        prompt_batch: Returns the prompts with their embeddings. It is called only when something is
+            measured.
+        seed_batch: The samples to measure on: one per prompt, in the order of the prompts.
         micro_batch: The largest number of samples that a device differentiates at once.
     """
 
@@ -47,7 +50,7 @@ class Calibration:
 
     @property
     def schedule(self) -> Schedule:
-        """The full schedule: that of the regeneration."""
+        """The full schedule, with all steps of the regeneration and without exploration options."""
         return self.sampler.segments[0].schedule
 
     def generate(
@@ -56,8 +59,9 @@ class Calibration:
         """Samples the latents of `seed_batch` with the base policy, in the training precision.
 
         Args:
-            schedule: The steps to take.
-            noise: The initial latents, float32. None: those of the seeds.
+            schedule: The solver steps to take, for instance `self.schedule` or a single step.
+            noise: The latents to start from, one per prompt, float32. None: standard normal noise
+                drawn from the seeds of `seed_batch`.
 
         Returns:
             The latents after the last step, float32, on the host: one per prompt.
@@ -84,7 +88,8 @@ class ExplorationOption(abc.ABC):
         """Returns whether the configuration asks for this option.
 
         Args:
-            explore: The configuration of exploration, of which the option reads its own field.
+            explore: The section `rollout.explore` of the configuration. An option looks at its own
+                field.
 
         Returns:
             False if the field has its default, at which the option does nothing.
@@ -94,12 +99,14 @@ class ExplorationOption(abc.ABC):
         """Returns whether the option needs a measurement on the base policy.
 
         Args:
-            explore: The configuration of exploration.
+            explore: The section `rollout.explore` of the configuration, which has the option's own
+                field and the number of exploration steps.
             full_steps: The number of steps of the regeneration.
             quantizes: Whether the exploration format quantizes weights.
 
         Returns:
-            False unless an option overrides it.
+            Whether `schedule` or `quantizer` of this option samples or differentiates the base.
+            False by default.
         """
         return False
 
@@ -107,9 +114,10 @@ class ExplorationOption(abc.ABC):
         """Returns the schedule to explore on.
 
         Args:
-            explore: The configuration of exploration.
+            explore: The section `rollout.explore` of the configuration, which has the option's own
+                field.
             calibration: The base policy and the samples to measure on.
-            schedule: The schedule without this option.
+            schedule: The schedule as the options before this one have left it.
 
         Returns:
             A schedule with as many steps. By default `schedule` itself.
@@ -128,11 +136,14 @@ class ExplorationOption(abc.ABC):
         quantize.
 
         Args:
-            explore: The configuration of exploration.
+            explore: The section `rollout.explore` of the configuration, which has the option's own
+                field.
             calibration: The base policy and the samples to measure on.
-            paths: The parameter paths of the quantized linear layers.
-            quantizer: The quantizer without this option.
-            schedule: The schedule that is explored on, with the configured number of steps.
+            paths: The paths of the kernels to be quantized, such as
+                `transformer_blocks/attn2/to_k/kernel`.
+            quantizer: The quantizer of the format, as the options before this one have left it.
+            schedule: The schedule that is explored on, with `explore.num_steps` steps, for
+                measurements.
 
         Returns:
             The quantizer with this option. By default `quantizer` itself.
@@ -145,8 +156,10 @@ class ExplorationOption(abc.ABC):
         """Returns the segments to explore in. It is called only for formats that quantize.
 
         Args:
-            explore: The configuration of exploration.
-            segments: The segments without this option, at least one.
+            explore: The section `rollout.explore` of the configuration, which has the option's own
+                field.
+            segments: The segments as the options before this one have left them, at least one, in
+                order.
             exact: The parameters of the unquantized policy that regenerates.
 
         Returns:
@@ -163,9 +176,11 @@ class ExplorationOption(abc.ABC):
         Nothing is measured.
 
         Args:
-            explore: The configuration of exploration.
-            weights: The shapes of the quantized weights by parameter path.
-            quantizer: The quantizer without this option.
+            explore: The section `rollout.explore` of the configuration, which has the option's own
+                field.
+            weights: The shape and dtype of each weight to be quantized, [in, out] or [layers, in,
+                out], by path.
+            quantizer: The quantizer as the options before this one have left it, with shapes too.
 
         Returns:
             The quantizer with this option. By default `quantizer` itself.

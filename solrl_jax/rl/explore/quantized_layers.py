@@ -33,13 +33,14 @@ class LinearLayer:
     """The report on the linear layers of one parameter.
 
     Attributes:
-        path: The path of the parameter.
+        path: The path of the kernel, such as `transformer_blocks/attn2/to_k/kernel`. A stack of
+            layers has one.
         layers: The number of layers in the stack; 1 if it is not a stack.
-        n_in: The number of inputs.
-        n_out: The number of outputs.
-        kept: Why the parameter stays in the training precision: the rule, such as "skip proj_out"
-            or "min_dim 2240", or the name of a format that quantizes nothing. "" if it is
-            quantized.
+        n_in: The number of inputs of one layer.
+        n_out: The number of outputs of one layer.
+        kept: Why the parameter stays in the training precision: "skip NAME" if NAME of
+            `modules_to_not_convert` is a part of its path, "min_dim WIDTH" if it is at most that
+            wide, or the name of a format that quantizes nothing. "" if it is quantized.
         bytes_before: The bytes of the parameter in the training precision, all layers together.
         bytes_after: The bytes that it takes during exploration, all layers together.
         errors: For each layer, |quantized - exact| / |exact| in the Frobenius norm. Empty if it was
@@ -59,18 +60,25 @@ class LinearLayer:
 def quantized_paths(params: Params, rules: Quantization, form: Format) -> tuple[str, ...]:
     """Finds the linear layers that the rules leave to be quantized.
 
+    A layer stays in the training precision if a name in `modules_to_not_convert` is a part of its
+    path, or if the larger of its numbers of inputs and outputs (of all layers together that `fused`
+    joins) is at most `min_width_ratio` times the width of the network, which `why_kept` explains.
+
     Args:
         params: The parameters of the network, or their shapes.
-        rules: The rules of the model.
-        form: The exploration format. A format that quantizes nothing gives the same paths, and may
-            be left with none.
+        rules: The section `model.quantization` of the configuration, which has these three fields.
+        form: The exploration format, which does not change the paths. If it quantizes nothing, the
+            result may be empty.
 
     Returns:
-        The paths of their kernels, sorted.
+        The paths of the kernels, joined by "/", sorted, such as
+        `transformer_blocks/attn2/to_k/kernel`. A stack of layers has one path, without an index;
+        where a list has blocks of several kinds, the path has the range of each stack, as in
+        `transformer_blocks/0-12/attn/to_k/kernel`.
 
     Raises:
-        ValueError: If a rule matches no linear layer, or if the format quantizes and the rules
-            exclude every layer.
+        ValueError: If a name or a pattern of `fused` matches no linear layer, if there is none, or
+            if the format quantizes and the rules keep every layer.
     """
     reasons = why_kept(params, rules)
     if all(reasons.values()) and form.quantize:
@@ -83,14 +91,16 @@ def quantized_paths(params: Params, rules: Quantization, form: Format) -> tuple[
 def why_kept(params: Params, rules: Quantization) -> dict[str, str]:
     """Applies the rules to every linear layer.
 
-    A name in `modules_to_not_convert` comes before the width. A layer is kept for its width if the
-    larger of its inputs and outputs (of all fused layers together) is at most `min_width_ratio`
-    times the width of the network. That width is the smallest larger side of a single weight among
-    the stacked layers, or among all layers if nothing is stacked.
+    The names in `modules_to_not_convert` are tried first, then the width. A layer is kept for its
+    width if the larger of its numbers of inputs and outputs (of all fused layers together) is at
+    most `min_width_ratio` times the width of the network. To find that width, each weight is
+    measured by the larger of its inputs and outputs; the smallest of these among the stacked layers
+    counts, or among all layers if nothing is stacked.
 
     Args:
         params: The parameters of the network, or their shapes. At least one linear layer.
-        rules: The rules of the model.
+        rules: The section `model.quantization` of the configuration: `modules_to_not_convert`,
+            `min_width_ratio` and `fused`, expressions of layers that are measured as one.
 
     Returns:
         By path, sorted, the rule that keeps a layer in the training precision: "skip NAME" with the
@@ -98,7 +108,8 @@ def why_kept(params: Params, rules: Quantization) -> dict[str, str]:
         kept; "" if none does.
 
     Raises:
-        ValueError: If a rule matches no linear layer, or there is none.
+        ValueError: If a name or an expression of the rules matches no linear layer, or there is
+            none.
     """
     kernels = _linear_kernels(params)
     for name in rules.modules_to_not_convert:
@@ -140,16 +151,19 @@ def report(
 
     Args:
         params: The parameters of the network, or their shapes, in the training precision.
-        rules: The rules of the model.
-        form: The exploration format.
-        explore: The configuration of exploration, whose options may store arrays beside the codes.
-            None: no options.
+        rules: The section `model.quantization` of the configuration, which decides what is kept in
+            the training precision.
+        form: The exploration format, from which the bytes follow. If it quantizes nothing, all
+            layers are kept.
+        explore: The section `rollout.explore` of the configuration, whose options may store arrays
+            beside the codes. None: no options.
 
     Returns:
-        One entry per parameter, sorted by path, without errors.
+        One entry per parameter (a layer or a stack of layers), sorted by path, without errors.
 
     Raises:
-        ValueError: If a rule matches no linear layer, or there is none.
+        ValueError: If a name or an expression of the rules matches no linear layer, or there is
+            none.
     """
     kernels = _linear_kernels(params)
     reasons = why_kept(params, rules)
@@ -207,7 +221,7 @@ def with_errors(
     The error is that of the format alone, without exploration options.
 
     Args:
-        layers: The report.
+        layers: The entries of `report`.
         params: The parameters of the base.
         adapters: The trainable parameters by path. An adapter is merged first, and an array that is
             trained in full takes the place of the base's.
@@ -215,8 +229,9 @@ def with_errors(
         form: The exploration format. It must quantize if a layer of the report is quantized.
 
     Returns:
-        The report with `errors`, measured in float32: one number per layer of a stack, NaN for a
-        matrix of zeros. Parameters that are not quantized have none.
+        The entries in their order, with `errors` of quantized parameters: |quantized - exact| /
+        |exact| of each layer in float32, NaN for a matrix of zeros. Parameters that are not
+        quantized keep their entries, without errors.
 
     Raises:
         AssertionError: If a layer of the report is quantized, but the format quantizes nothing.
@@ -242,7 +257,7 @@ def totals(layers: Sequence[LinearLayer]) -> dict[str, int]:
     """Sums up a report.
 
     Args:
-        layers: The report.
+        layers: The entries of `report`; without any, all sums are 0.
 
     Returns:
         Integers by name: the number of linear layers ("linears", each layer of a stack counts) and
@@ -265,14 +280,14 @@ def table(layers: Sequence[LinearLayer], form: Format) -> str:
     """Formats a report for a terminal: one line per parameter, then the totals.
 
     Args:
-        layers: The report, at least one parameter.
-        form: The exploration format.
+        layers: The entries of `report`, at least one, with or without errors.
+        form: The exploration format that the report was made for, which is named in the lines.
 
     Returns:
         The lines, joined by line feeds.
 
     Raises:
-        ValueError: If the report is empty.
+        ValueError: If there is no entry.
     """
     width = max(len(layer.path) for layer in layers)
     lines = [_line(layer, form, width) for layer in layers]
@@ -291,8 +306,8 @@ def _line(layer: LinearLayer, form: Format, width: int) -> str:
     layer.
 
     Args:
-        layer: The parameter.
-        form: The exploration format, of which the name is read.
+        layer: The entry of the parameter.
+        form: The exploration format, whose name stands for a quantized layer.
         width: The number of columns for the path.
 
     Returns:
@@ -332,14 +347,15 @@ def _widths(kernels: Mapping[str, Shaped], fused: Sequence[str]) -> dict[str, in
     """The larger of the number of inputs and of outputs of each linear layer.
 
     Args:
-        kernels: The kernels by path.
+        kernels: The kernels [in, out] or [layers, in, out] by path, as arrays or shapes.
         fused: Regular expressions of whole paths, for layers that are one layer in the released
             implementation, such as keys and values. Layers of the same module (the path without its
             last two parts) that match one pattern count as one layer with all their outputs. The
             first pattern that matches counts.
 
     Returns:
-        The width of each layer, by path. Fused layers have the width of the joined one.
+        The width of each layer, by path. Each of several fused layers has the width of the joined
+        one.
     """
 
     def group(path: str) -> Any:
@@ -358,8 +374,8 @@ def _change(before: int, after: int) -> str:
     """Formats two sizes for a line of totals, as "1.000 MB -> 0.300 MB" (1 MB is 10^6 bytes).
 
     Args:
-        before: A number of bytes.
-        after: A number of bytes.
+        before: The size before quantization, in bytes.
+        after: The size after it, in bytes.
     """
     return f"{_megabytes(before).strip()} -> {_megabytes(after).strip()}"
 
@@ -368,6 +384,6 @@ def _megabytes(size: int) -> str:
     """Formats a size in MB (10^6 bytes) with three decimals, padded on the left to 13 characters.
 
     Args:
-        size: A number of bytes.
+        size: The size in bytes.
     """
     return f"{size / 1e6:10.3f} MB"

@@ -10,7 +10,8 @@ class ExplorationSetting:
     Settings are hashable and compared by their fields.
 
     Attributes:
-        precision: The name of a format, a key of `quant.formats.FORMATS`.
+        precision: The name of a format, a key of `quant.formats.FORMATS`, such as "nvfp4". Never
+            "auto".
         steps: The number of solver steps.
         recipe: The name of a file in `configs/explore/` with the exploration options. "" stands for
             the options of the run.

@@ -26,8 +26,8 @@ class Quantizer:
     A quantizer is a pytree: the extra arrays are its leaves, and the function is static.
 
     Attributes:
-        quantize: (weight [in, out] in float32, *extra arrays) -> leaf. It is static: pass the same
-            function object during a whole run, otherwise programs recompile.
+        quantize: (weight [in, out] in float32, *extra arrays) -> leaf. It is static: a new function
+            object recompiles the programs that quantize, so all iterations of a run use one object.
         extra_arrays: By parameter path, the arrays that `quantize` takes after the weight, or their
             shapes. For a stack of layers they have a leading axis of layers too. Paths that are
             missing have none; by default all are.
@@ -61,7 +61,7 @@ def quantize_policy(
             array takes the place of the base's; other layers are quantized as they are in the base.
         scale: The factor of the product of LoRA factors, alpha / rank; static.
         paths: The paths of the linear layers to quantize, as a tuple; static.
-        quantizer: How they are quantized.
+        quantizer: The function that quantizes each weight, and its extra arrays by path.
 
     Returns:
         The quantized leaves by path, one for each of `paths`.
@@ -92,15 +92,15 @@ def sync_policy(
 ) -> Params:
     """Returns the parameters of a policy with some linear layers merged and quantized.
 
-    Other adapted layers keep the array of the base and the adapter beside it, which is exact and
-    takes no memory.
+    Other adapted layers keep the array of the base and the adapter beside it, unmerged, so nothing
+    is rounded and no weight is copied.
 
     Args:
         backbone: The base and its mesh, which is made the ambient mesh.
         adapters: The trainable parameters of the policy by path.
         scale: The factor of the product of LoRA factors, alpha / rank.
-        paths: The paths of the linear layers to quantize.
-        quantizer: How they are quantized.
+        paths: The paths of the kernels to quantize, such as `transformer_blocks/attn2/to_k/kernel`.
+        quantizer: The function that quantizes each weight, and its extra arrays by path.
 
     Returns:
         A tree of the structure of the base, with `Quantized` leaves at `paths`, `LowRank` leaves at

@@ -43,10 +43,11 @@ def awm(
     with `kl_fraction` below 1, it is 0 or scaled up for a sample.
 
     Args:
-        velocities: What the trained, the old and the reference policy predict. Only the first has a
-            gradient.
-        target: The noised samples that are trained on, with their optimality q.
-        algorithm: `clip_range` (c) and `kl_coef` are read.
+        velocities: What the trained (v), the old (v_old) and the reference policy (v_ref) predict.
+            Only v has a gradient.
+        target: The noised samples that are trained on, with their sigma and optimality q. Their
+            true velocity `noise - x0` is `(x - x0) / sigma`.
+        algorithm: `clip_range` is c, and `kl_coef` the weight of the distance to the reference.
 
     Returns:
         One loss per sample, and metrics with one value per sample: "loss/policy" (the first term),
@@ -81,7 +82,7 @@ def _error_near(
         error_old: The flow-matching loss of `v_old`.
         v: The velocity that the trained policy predicts.
         v_old: The velocity that the old policy predicts.
-        target: The noised samples.
+        target: The noised samples, whose true velocity is `(x - x0) / sigma`.
 
     Returns:
         One loss per sample, at least 0.

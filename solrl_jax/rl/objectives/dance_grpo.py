@@ -28,10 +28,11 @@ def dance_grpo(
     `distance_to_reference`: with `kl_fraction` below 1, it is 0 or scaled up for a sample.
 
     Args:
-        velocities: What the trained, the old and the reference policy predict. Only the first has a
-            gradient.
+        velocities: What the trained (v), the old (v_old) and the reference policy (v_ref) predict.
+            Only v has a gradient.
         target: The recorded steps that are trained on, with the optimality q of their samples.
-        algorithm: `clip_range` (c), `adv_clip_max` and `kl_coef` are read.
+        algorithm: `clip_range` is c, `adv_clip_max` the largest advantage, and `kl_coef` the weight
+            of the distance to the reference.
 
     Returns:
         One loss per sample, and metrics with one value per sample: "loss/policy" (the first term),

@@ -25,18 +25,20 @@ def dpo(
     As in the released code, beta stands for the paper's beta, number of steps and weight together.
 
     Args:
-        velocities: What the trained, the old and the reference policy predict. Only the first has a
-            gradient.
-        target: The pairs that are trained on: the better sample in row 2 i, the worse one in row
-            2 i + 1. The number of rows must be even. The optimality is not read.
-        algorithm: `beta` and `kl_coef` are read. `kl_fraction` is 1: the configuration refuses less
-            for this objective, which needs the reference at every term.
+        velocities: What the trained (v), the old (v_old) and the reference policy (v_ref) predict.
+            Only v has a gradient.
+        target: The pairs that are trained on: the better sample in row 2 i, the worse one in row 2
+            i + 1, both at one noise and sigma. The number of rows must be even. The optimality
+            plays no part.
+        algorithm: `beta` is the strength of the preference, and `kl_coef` the weight of the
+            distance to the reference. `kl_fraction` is 1: the configuration refuses less for this
+            objective, which needs the reference at every term.
 
     Returns:
         One loss per sample, and metrics with one value per sample: "loss/policy" (the preference
-        term), "loss/kl" (the distance to the reference, without its weight), "loss/drift"
-        (mean((v - v_old)^2), which is not trained on) and "preferred" (1 if d_better < d_worse,
-        else 0). Both samples of a pair have the same preference term and "preferred".
+        term), "loss/kl" (the distance to the reference, without its weight), "loss/drift" (mean((v
+        - v_old)^2), which is not trained on) and "preferred" (1 if d_better < d_worse, else 0). The
+        preference term and "preferred" of a pair stand at both of its samples.
     """
     v = velocities.trained
     v_old = jax.lax.stop_gradient(velocities.old)

@@ -22,22 +22,25 @@ SMALLEST_DENOMINATOR = 1e-5
 def nft(
     velocities: Velocities, target: TrainingTarget, algorithm: AlgorithmConfig
 ) -> tuple[PerSample, dict[str, PerSample]]:
-    """The objective of Sol-RL: `nft_loss` with the configured weights.
+    """The objective of Sol-RL: the loss of DiffusionNFT (`nft_loss`), which pulls the policy
+    towards samples of high optimality and pushes it away from others, mirrored about the old
+    policy.
 
     Args:
-        velocities: The velocities that the trained, the old and the reference policy predict for
-            the noised samples. Only the first has a gradient. The reference is not read if
+        velocities: The velocities that the trained (v), the old (v_old) and the reference policy
+            predict for the noised samples. Only v has a gradient. The reference is not read if
             `kl_coef` is 0.
         target: The noised samples that are trained on, their clean samples, their sigmas, and the
-            optimality in [0, 1] of each.
-        algorithm: `beta` (how far the positive and the negative policy lie from the old one),
-            `kl_coef` (the weight of the distance to the reference) and `adv_clip_max` (the factor
-            of the policy's loss) are read.
+            optimality q in [0, 1] of each.
+        algorithm: `beta` is how far the positive and the negative policy lie from the old one,
+            `kl_coef` the weight of the distance to the reference, and `adv_clip_max` a factor of
+            the loss without that distance.
 
     Returns:
-        One loss per sample, and metrics with one value per sample: "loss/policy" (the first term of
-        the loss), "loss/drift" (mean((v - v_old)^2), which is not trained on) and, unless `kl_coef`
-        is 0, "loss/kl" (the distance to the reference, without `kl_coef`).
+        One loss per sample, and metrics with one value per sample: "loss/policy" (the loss without
+        the distance to the reference), "loss/drift" (mean((v - v_old)^2), which is not trained on)
+        and, unless `kl_coef` is 0, "loss/kl" (the mean squared difference of the velocities of the
+        trained and the reference policy, without `kl_coef`).
     """
     return nft_loss(
         velocities,
@@ -70,10 +73,11 @@ def nft_loss(
     `distance_to_reference`: with `kl_fraction` below 1, it is 0 or scaled up for a sample.
 
     Args:
-        velocities: What the trained, the old and the reference policy predict. Only the first has a
-            gradient.
+        velocities: What the trained (v), the old (v_old) and the reference policy (v_ref) predict.
+            Only v has a gradient.
         target: The noised samples that are trained on, with their optimality q.
-        beta: The mixing weight of the paper, above 0.
+        beta: The mixing weight of the paper, above 0: the share of v in v_pos, and how far v_neg
+            lies on the other side of v_old.
         kl_coef: The weight of the distance to the reference. With 0 the reference is not computed.
         adv_clip_max: The largest advantage (`algorithm.adv_clip_max`), by which advantages were
             divided to give q. It scales the first term, and not the KL term.
@@ -102,7 +106,7 @@ def _self_weighted(target: TrainingTarget, velocity: Latents) -> PerSample:
     error.
 
     Args:
-        target: The noised samples.
+        target: The noised latents x, their sigmas and the true clean latents x0.
         velocity: The velocity at `target.x`. It predicts the clean latents `x - sigma velocity`.
 
     Returns:

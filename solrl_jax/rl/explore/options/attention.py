@@ -32,9 +32,9 @@ class Attention(ExplorationOption):
         """Switches the segments to FP8 attention.
 
         Args:
-            explore: The configuration of exploration. Not read.
-            segments: The segments without this option.
-            exact: The parameters of the policy that regenerates. Not read.
+            explore: The section `rollout.explore` of the configuration, which plays no part here.
+            segments: The segments as the options before this one have left them.
+            exact: The parameters of the policy that regenerates, which play no part here.
 
         Returns:
             The same segments, with `fp8_attention` set in each.

@@ -58,8 +58,9 @@ class Corrected(Quantized):
     It may have a leading axis of layers; `matmul` takes a single matrix.
 
     Attributes:
-        output_axes: A class attribute, see `Leaf`: the outputs are the last axis of `basis_weight`,
-            and of `remainder` if that is an array. A leaf in its place has axes of its own.
+        output_axes: A class attribute: by field, the axis that may be sharded over the mesh axis
+            `tensor`. That is the last axis, the outputs, of `basis_weight`, and of `remainder` if
+            that is an array; a leaf there has axes of its own.
         remainder: `W - U U^T W`, a leaf in a low-precision format.
         basis: U, orthonormal columns in the training precision.
         basis_weight: `U^T W`, in the training precision.
@@ -107,9 +108,9 @@ def correct(
     code.
 
     Args:
-        quantize: Quantizes a float32 matrix.
+        quantize: Turns a float32 matrix [in, out] into a leaf of the low-precision format.
         w: The weight, float32.
-        basis: The directions, orthonormal columns in the training precision.
+        basis: The directions U of the inputs, orthonormal columns in the training precision.
 
     Returns:
         The quantized remainder, the basis as it is given, and the part of the weight along it in
@@ -132,7 +133,8 @@ class Probe(Leaf):
     the same for any loss. The matmul is that of the plain weight, whose own gradient is zero.
 
     Attributes:
-        output_axes: A class attribute, see `Leaf`: the last axes of `weight` and of `basis`.
+        output_axes: A class attribute: by field, the axis that may be sharded over the mesh axis
+            `tensor`. That is the last axis of `weight` and of `basis`.
         weight: The matrix [..., in, out].
         basis: Directions of the inputs [..., in, r], float32.
     """
@@ -223,8 +225,8 @@ class Correction(ExplorationOption):
         """Returns whether the format quantizes: then the inputs of the layers are measured.
 
         Args:
-            explore: The configuration of exploration. Not read.
-            full_steps: The number of steps of the regeneration. Not read.
+            explore: The section `rollout.explore` of the configuration, which plays no part here.
+            full_steps: The number of steps of the regeneration, which plays no part here.
             quantizes: Whether the exploration format quantizes weights.
         """
         return quantizes
@@ -241,10 +243,12 @@ class Correction(ExplorationOption):
         `correct`.
 
         Args:
-            explore: `correction_rank` is read, the number of directions.
+            explore: The section `rollout.explore` of the configuration. `correction_rank` is the
+                number of directions.
             calibration: The base policy and the samples to measure on.
             paths: The parameter paths of the quantized linear layers.
-            quantizer: The quantizer without this option. Its extra arrays are not kept.
+            quantizer: The quantizer of the format. Its function quantizes the remainder; its extra
+                arrays are dropped.
             schedule: The schedule that is explored on, whose sigmas are measured.
 
         Returns:
@@ -266,9 +270,11 @@ class Correction(ExplorationOption):
         """Wraps the quantizer in `correct`, with the shapes of the bases in the place of arrays.
 
         Args:
-            explore: `correction_rank` is read, the number of directions.
+            explore: The section `rollout.explore` of the configuration. `correction_rank` is the
+                number of directions.
             weights: The shapes of the quantized weights [..., in, out] by parameter path.
-            quantizer: The quantizer without this option. Its extra arrays are not kept.
+            quantizer: The quantizer of the format. Its function quantizes the remainder; its extra
+                arrays are dropped.
 
         Returns:
             The quantizer, with the shape of one basis per path: [..., in, min(correction_rank, in)]
@@ -344,7 +350,7 @@ def _random_directions(base: Params, paths: tuple[str, ...], count: int) -> dict
     """Draws the directions that the iteration starts from, which are the same in every run.
 
     Args:
-        base: The parameters of the transformer, of which the shapes are read.
+        base: The parameters of the transformer, whose shapes decide the sizes.
         paths: The paths of the linear layers. The draws depend on their order.
         count: The number of directions. A layer has at most as many as inputs.
 
@@ -403,11 +409,13 @@ def input_moments(
         base: The parameters of the transformer.
         conditioning: The prompt embeddings, one row per prompt.
         bases: The directions U of each linear layer, float32.
-        clean: The samples, with their clean latents in the place of the noise.
-        schedule: The sigmas and timesteps.
+        clean: The samples, one prompt and one seed each, whose field `noise` holds their clean
+            latents here.
+        schedule: The sigmas to which the samples are noised, with the timesteps that the network is
+            given there.
 
     Returns:
-        By path, sums in the shape of the directions, float32, on every device.
+        `X^T X U` by path, in the shape of the directions U, float32, on every device.
     """
     flat = flatten(base)
     steps = schedule.steps

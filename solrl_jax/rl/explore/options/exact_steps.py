@@ -29,14 +29,16 @@ class ExactSteps(ExplorationOption):
         """Returns the segments, of which the first now begins with exact steps.
 
         Args:
-            explore: `exact_steps` is read, the number of these steps.
-            segments: The segments without this option. The first has more steps than that.
+            explore: The section `rollout.explore` of the configuration. `exact_steps` is the number
+                of exact steps.
+            segments: The segments as the options before this one have left them. The first has more
+                steps than `exact_steps`.
             exact: The parameters of the policy that regenerates, which the exact steps follow with
                 attention in the training precision.
 
         Returns:
-            One segment more: the exact steps, the remaining steps of the first segment, and the
-            others.
+            One segment more than `segments`: the exact steps, the remaining steps of the first
+            segment with its policy, and all later segments unchanged.
         """
         count = explore.exact_steps
         first, *others = segments

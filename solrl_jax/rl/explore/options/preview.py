@@ -42,25 +42,27 @@ class Preview(ExplorationOption):
         """Returns whether there are fewer steps than in the regeneration: then some are fitted.
 
         Args:
-            explore: `num_steps` is read.
+            explore: The section `rollout.explore` of the configuration. `num_steps` is the number
+                of exploration steps.
             full_steps: The number of steps of the regeneration.
-            quantizes: Whether the exploration format quantizes weights. Not read.
+            quantizes: Whether the exploration format quantizes weights, which plays no part here.
         """
         return explore.num_steps < full_steps
 
     def schedule(self, explore: Explore, calibration: Calibration, schedule: Schedule) -> Schedule:
         """Returns the schedule with the first sigmas and the fitted steps.
 
-        Also samples with the base on the full schedule and on the result, unless both are the same.
+        Also samples with the base on the full schedule and on the result, unless the full schedule
+        itself is returned.
 
         Args:
-            explore: The configuration of exploration. Not read.
+            explore: The section `rollout.explore` of the configuration, which plays no part here.
             calibration: The base policy and the samples that the steps are fitted to.
-            schedule: The schedule without this option, of which only the number of steps is read.
+            schedule: The schedule that is replaced. Only its number of steps counts.
 
         Returns:
-            A schedule of as many steps, with the guidance of the full one. The full schedule itself
-            if it does not have more steps. No step adds noise.
+            A schedule of as many steps as `schedule`, with the guidance of the full one and without
+            noise. If the full schedule does not have more steps, it is returned as it is.
 
         Raises:
             numpy.linalg.LinAlgError: If the base predicts values that are not finite.
@@ -129,7 +131,7 @@ def fitted_table(
         predict: (latents, their sigma) -> data predictions of the base, the clean latents x0. It is
             called once per step of the full schedule, and once per step on the few sigmas that
             starts after the first ones that both share.
-        noise: The initial latents.
+        noise: The latents that all samples start from, at the first sigma, [samples, ...].
         full: The sigmas of the full schedule, including the final 0.
         table: The coefficients of the solver on the full schedule, without noise.
         sigmas: Some of `full`, including its first and its last.
@@ -190,8 +192,9 @@ def _fit(terms: Sequence[Latents], target: Latents) -> Float[np.ndarray, " 5"]:
     """Fits the linear combination of some latents that is nearest to others (least squares).
 
     Args:
-        terms: The four latents to combine.
-        target: The latents to approximate.
+        terms: The four latents to combine, of one shape: the state and the last three data
+            predictions.
+        target: The latents to approximate, in the same shape.
 
     Returns:
         The weights of the terms, rounded to six decimals, and 0 for the noise. Terms that are zero

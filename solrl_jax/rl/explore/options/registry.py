@@ -22,10 +22,11 @@ def active_options(explore: Explore) -> tuple[ExplorationOption, ...]:
     """Returns the options that a configuration asks for.
 
     Args:
-        explore: The configuration of exploration.
+        explore: The section `rollout.explore` of the configuration.
 
     Returns:
-        The active options in the order of `OPTIONS`, in which they are applied. Possibly none.
+        The options whose field does not have its default, in the order of `OPTIONS`, in which they
+        are applied. Possibly none.
     """
     return tuple(option for option in OPTIONS if option.active(explore))
 
@@ -33,14 +34,17 @@ def active_options(explore: Explore) -> tuple[ExplorationOption, ...]:
 def shaped_quantizer(
     explore: Explore, quantizer: Quantizer, weights: dict[str, jax.ShapeDtypeStruct]
 ) -> Quantizer:
-    """Returns the quantizer of a configuration with shapes in the place of arrays.
+    """Returns the quantizer with the options of a configuration, with shapes in the place of the
+    arrays that options would measure.
 
     Nothing is measured.
 
     Args:
-        explore: The configuration of exploration.
-        quantizer: The quantizer without options.
-        weights: The shapes of the quantized weights by parameter path.
+        explore: The section `rollout.explore` of the configuration, which has the fields of the
+            options.
+        quantizer: The quantizer of the format alone.
+        weights: The shape and dtype of each weight to be quantized, [in, out] or [layers, in, out],
+            by path.
 
     Returns:
         The quantizer with all active options applied; `quantizer` itself if none changes it.
