@@ -54,12 +54,13 @@ def convert(
     safetensors file with the same names and dtypes. PyTorch is imported for this.
 
     Args:
-        file: The pickle.
+        file: The pickle, as `torch.save` writes it: a dictionary of tensors, perhaps under keys
+            such as "state_dict".
         out: The file to write, which ends in .safetensors, or the directory for a native SANA
             checkpoint. Missing parent directories are created, also if the conversion fails.
-        base: For a native SANA checkpoint, which needs one, a directory of a SANA pipeline of the
-            same width. Its other components are added, and its configuration gives what names and
-            shapes do not tell, such as the number of heads. None for all other files.
+        base: For a native SANA checkpoint, which needs one, a directory of a SANA pipeline of equal
+            width. Its other components are added, and its configuration gives what names and shapes
+            do not tell, such as the number of heads. None for all other files.
         force: Whether `out` is replaced if it exists.
 
     Returns:
@@ -127,6 +128,9 @@ def describe(summary: Mapping[str, Any]) -> str:
 def _torch() -> Any:
     """Imports PyTorch and returns the module.
 
+    Returns:
+        The module `torch`.
+
     Raises:
         InputError: If it is not installed, or older than 2.6, which may run code that a pickle
             holds.
@@ -184,8 +188,8 @@ def _load(torch: Any, file: Path) -> Any:
     archive (PyTorch 1.6 on).
 
     Args:
-        torch: The imported PyTorch module.
-        file: The pickle.
+        torch: The module `torch`, which `_torch` imported.
+        file: The pickle, which exists.
 
     Returns:
         The unpickled value, with its tensors on the CPU.
@@ -231,8 +235,8 @@ def _unwrap(file: Path, value: Any, torch: Any) -> tuple[Tensors, str | None, li
 
     Args:
         file: The pickle, for messages.
-        value: The result of `_load`.
-        torch: The imported PyTorch module.
+        value: The unpickled value, usually a dictionary.
+        torch: The module `torch`, which `_torch` imported.
 
     Returns:
         The tensors by name, the key that they were under (dots between nested keys; None: no key),
@@ -290,7 +294,7 @@ def _container(value: Mapping[Any, Any], torch: Any) -> str | None:
 
     Args:
         value: A dictionary in the pickle.
-        torch: The imported PyTorch module.
+        torch: The module `torch`, which `_torch` imported.
 
     Returns:
         The first of `CONTAINERS` ("state_dict", "model" and others, in this order) that holds a
@@ -313,9 +317,9 @@ def _check_tensors(file: Path, tensors: Tensors, torch: Any) -> None:
     """Checks that a safetensors file can hold all tensors.
 
     Args:
-        file: The pickle. Its size is read.
+        file: The pickle, whose size in bytes limits those of its tensors.
         tensors: Its tensors by name.
-        torch: The imported PyTorch module.
+        torch: The module `torch`, which `_torch` imported.
 
     Raises:
         InputError: If tensors are sparse, not on the CPU or of a dtype that safetensors lacks; the
@@ -354,17 +358,20 @@ def _write_sana(file: Path, out: Path, base: Path, tensors: Tensors) -> dict[str
 
     Args:
         file: The pickle, for messages.
-        out: The directory to write.
+        out: The directory of the new pipeline. It may exist.
         base: The SANA pipeline directory whose other components and configuration are used.
         tensors: The tensors of the checkpoint by name.
 
     Returns:
-        The entries of `convert`'s summary that describe the network: "kind", "tensors", "bytes",
-        "parameters", "ffn", "ignored" and "config".
+        "kind" ("sana"), "tensors" (the number of written ones), "bytes" (of the file with the
+        transformer's weights), "parameters" (their number), "ffn" (the kind of MLP), "ignored"
+        (names of tensors that are not needed) and "config" (the content of the transformer's
+        config.json).
 
     Raises:
-        InputError: If `base` is unusable, if the tensors are not those of the network, or if `out`
-            holds other files than it would have. Then `out` is as it was.
+        InputError: If `base` is unusable, if the tensors have other names or shapes than those of
+            the network, or if `out` holds entries that the new directory would lack. Then `out` is
+            as it was.
         RunError: If the disk refuses.
     """
     with in_one_line(lambda message: f"--base {base}: {message}"):
@@ -469,7 +476,7 @@ def _write(path: Path, tensors: Tensors) -> None:
 
     Args:
         path: The file to write. It is replaced if it exists.
-        tensors: The tensors by name.
+        tensors: The tensors of PyTorch on the CPU, by the names that they get in the file.
 
     Raises:
         RunError: If the disk refuses.
@@ -516,14 +523,17 @@ def command(file: Path, out: Path, base: Path | None, force: bool, as_json: bool
 
     \f
     Args:
-        file: The pickle.
+        file: The pickle to read.
         out: The safetensors file to write, or for a native SANA checkpoint a directory.
-        base: For a native SANA checkpoint, the directory of a SANA pipeline of the same width.
+        base: For a native SANA checkpoint, the directory of a SANA pipeline of equal width, whose
+            other components are added. None for all other files.
         force: Whether existing files are replaced.
         as_json: Whether to print the result as one line of JSON in place of text.
 
     Raises:
-        InputError: If the file cannot be converted, see `convert`.
+        InputError: If a path cannot be used, PyTorch is missing or too old, reading the file might
+            run code, or the file holds more than tensors and plain values, or other tensors than
+            the network's.
         RunError: If the disk refuses.
     """
     summary = convert(file, out, base, force=force)

@@ -111,10 +111,11 @@ def machine() -> dict[str, Any]:
         JSON values by name: "versions" (by package), "extras" (whether each is installed),
         "devices" ("count", "memory" of one in bytes, "platform", "kind" and "capability"),
         "formats" (whether each is native), "auto" (the format that it stands for), "cudnn" (its
-        version; None without a GPU or cuDNN), "checks" (None or a problem by the name of each
-        kernel, see `device_checks.run`; empty without a GPU), "warnings" (known faults of this
-        cuDNN), "hub" and "prompt_cache" (see `_folder`; "hub" also has "offline"), and "missing"
-        (messages on what keeps JAX from its devices).
+        version; None without a GPU or cuDNN), "checks" (by the name of each kernel, None if it
+        agrees with plain JAX, else half a sentence on what is wrong; empty without a GPU),
+        "warnings" (known faults of this cuDNN), "hub" and "prompt_cache" (the caches of downloads
+        and of encoded prompts: "folder", "free" in bytes and "writable"; "hub" also has "offline"),
+        and "missing" (messages on what keeps JAX from its devices).
 
     Raises:
         InputError: If the user has no home directory for the prompt cache.
@@ -167,12 +168,13 @@ def needs(config: Config) -> dict[str, Any]:
     that the configuration names.
 
     Args:
-        config: The configuration.
+        config: The resolved configuration of the preset with its overrides.
 
     Returns:
-        "preset" (its name), "weights" (see `sizes`; empty if they cannot be computed or do not
-        fit), "downloads" (names in the Hub of what the first start downloads), "judges" (what the
-        endpoint of each judge supports, in one line), "adapted" (a line for each number of prompts
+        "preset" (its name), "weights" (the bytes of "transformer", "text encoders" and "vae"; empty
+        if they cannot be computed or training needs more memory than there is), "downloads" (names
+        in the Hub of what the first start downloads), "judges" (by the name of each judge, its
+        address and what it supports, in one line), "adapted" (a line for each number of prompts
         that is reduced to what its file has), and "missing" (a message for each problem, each
         once).
     """
@@ -248,7 +250,8 @@ def _probe_judge(name: str, config: Config) -> str:
 
     Args:
         name: The name of the judge, "judge" or "judge-NAME".
-        config: The configuration. `reward.options` of this name and `reward.workers` are read.
+        config: The configuration. The options of the judge are `reward.options[name]`, none if
+            absent, and `reward.workers` is checked with them.
 
     Returns:
         The address of the endpoint and what it supports, in one line.
@@ -282,11 +285,11 @@ def proposal(config: Config) -> dict[str, Any]:
         config: The configuration of the preset, with its overrides.
 
     Returns:
-        "settings" (those that differ from the configuration, as `key=value`; if no plan fits they
-        are a guess), "planned" (the peak bytes of one device in the plan that they come from, None
-        if no plan fits), "seconds" (its
-        roofline seconds by phase if the plan is for this kind of device, else empty), and "reason"
-        (a line that says where they come from).
+        "settings" (those that differ from the configuration, as `key=value`, whether from a plan or
+        a guess), "planned" (the peak bytes of one device in the plan that they come from; None for
+        a guess and without settings), "seconds" (the roofline seconds of that plan by phase if it
+        is for this kind of device, else empty), and "reason" (a line that says where the settings
+        come from).
     """
     here = api.this_machine()
     chosen = recipes.propose(config, here, recipes.load_records())
@@ -306,15 +309,16 @@ def sizes(config: Config) -> dict[str, int]:
     Also checks that training can fit into the devices of this machine.
 
     Args:
-        config: The configuration of the run.
+        config: The resolved configuration, whose model, mesh and trained parameters count.
 
     Returns:
         The bytes of "transformer", "text encoders" (all together) and "vae", in the precision that
         they are loaded in.
 
     Raises:
-        InputError: If the model has no configurations here, the mesh does not fit the devices, a
-            setting does not fit the model, or training cannot fit into a device of this machine.
+        InputError: If the model has no configurations here, the mesh asks for another number of
+            devices than there are, a setting is not possible with the model, or training needs more
+            memory than a device of this machine has.
     """
     pipeline = open_configurations(config.model.path, mhla=mhla_override(config.model))
     dtype = DTYPES[config.rollout.precision]
@@ -373,7 +377,7 @@ def _model_download(config: Config) -> list[str]:
     """Returns what the first start would download of the model.
 
     Args:
-        config: The configuration. `model.path` is read.
+        config: The configuration, whose `model.path` names the model.
 
     Returns:
         A list with the model's name in the Hub; an empty list if it is a directory, embedded, or in
@@ -389,7 +393,8 @@ def _reward_downloads(config: Config) -> list[str]:
     """Returns what the first start would download for the rewards.
 
     Args:
-        config: The configuration. Its rewards and `reward.paths` are read.
+        config: The configuration. A directory in `reward.paths` replaces the repository of a
+            reward.
 
     Returns:
         The names in the Hub of the repositories of which a file is not in the hub's cache.
@@ -411,7 +416,7 @@ def _reward_downloads(config: Config) -> list[str]:
 
 
 def _wrong(summary: dict[str, Any]) -> list[str]:
-    """Returns a message "KERNEL: PROBLEM" for each kernel that a check found to be wrong.
+    """The result of `machine`. Its entry "checks" has None or a problem by the name of each kernel.
 
     Args:
         summary: The result of `machine`. "checks" is read.
@@ -459,12 +464,12 @@ def _folder(path: Path) -> dict[str, Any]:
     """Describes a directory, which need not exist.
 
     Args:
-        path: The directory.
+        path: The directory to describe.
 
     Returns:
-        "folder" (the path as text), "free" (bytes on its disk) and "writable" (whether this user
-        may write to it; False for a file). If it does not exist, the last two are those of the
-        nearest parent that does.
+        "folder" (the path as text), "free" (the free bytes on its disk) and "writable" (whether
+        this user may write to it; False for a file). If the directory does not exist, "free" and
+        "writable" describe the nearest parent that does.
     """
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     writable = existing.is_dir() and os.access(existing, os.W_OK)

@@ -61,8 +61,8 @@ def fill_cache(
 
     Returns:
         "cache" (the directory as text), "prompts" (the number of distinct prompts, the empty one
-        included), "encoded" (the number of those that were not in the cache) and "bytes_each" (of
-        one prompt's encoding).
+        included), "encoded" (how many of them were not in the cache before) and "bytes_each" (the
+        bytes of one prompt's embeddings).
 
     Raises:
         InputError: If the configuration names no cache, or the model, the instruction, the mesh or

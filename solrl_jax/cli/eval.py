@@ -84,12 +84,15 @@ def command(
     \f
     Args:
         target: A run directory, the name of a preset, or a model.
-        overrides: With `paired`, the other run, preset or model first. Then settings that differ,
-            as `key=value`, also for the other policy.
-        paired: Whether a second policy is compared, image by image from the same noise, with the
-            rewards and settings of the first. Of a run it is the newest checkpoint.
-        rewards: Names of rewards to score beside those that are trained on, separated by commas.
-            None: those that are watched.
+        overrides: With `paired`, the other run, preset or model comes first. The rest are settings
+            `key=value` that differ from those of the target, also for the other policy, which is
+            evaluated with the target's settings.
+        paired: Whether a second policy, named first in `overrides`, is evaluated too, with the
+            rewards, settings and noise of the first, and the scores are compared image by image. If
+            it is a run, its newest checkpoint is used.
+        rewards: Names of rewards to watch in this evaluation in place of the configuration's
+            `reward.eval_only`, separated by commas. The trained rewards are scored in any case.
+            None: the configuration's.
         gallery: A PNG file of the 8 prompts with 4 images each on which two policies differ most.
             Only with `paired`. None: no file.
         preset: The preset for a model; None: "tiny". A run or a preset accepts none.
@@ -178,7 +181,7 @@ def _watched(config: Config, names: str | None) -> tuple[str, ...]:
     """Returns the overrides that score other rewards beside those that are trained on.
 
     Args:
-        config: The configuration without them.
+        config: The configuration, whose `reward.weights` name the trained rewards.
         names: Names of rewards, separated by commas. Those that are trained on are left out,
             because they are scored anyway. None: the configuration's own watched rewards.
 

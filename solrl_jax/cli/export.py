@@ -62,7 +62,7 @@ def command(
 
     \f
     Args:
-        run: The run directory.
+        run: The directory of the run to export.
         out: The file, or for PEFT and whole transformers the directory, to write. With `hub`, the
             folder; None: `hub` in the run directory.
         hub: The repository to upload to, OWNER/NAME; None: nothing is uploaded.
@@ -77,7 +77,9 @@ def command(
 
     Raises:
         ConfigError: If the configuration of the run is invalid.
-        InputError: If an argument cannot be used, see `api.export`.
+        InputError: If `run` is no run directory or has no such checkpoint, `out` cannot be written
+            or exists without `force`, an option does not suit the run, the parameters are not
+            finite or change nothing, or the hub does not know the user.
         RunError: If the checkpoint is damaged, the disk refuses, or the upload fails.
     """
     summary = api.export(

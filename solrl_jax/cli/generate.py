@@ -69,7 +69,7 @@ def _open_latents(path: Path) -> np.ndarray:
     hold.
 
     Args:
-        path: The file.
+        path: The .npy file of NumPy.
 
     Returns:
         A read-only array of any dtype and shape.

@@ -78,7 +78,7 @@ class Commands(click.Group):
 
         Args:
             ctx: The context of click. Not read.
-            cmd_name: The name.
+            cmd_name: The name that the user typed, e.g. "train" or the former "sample".
 
         Returns:
             The command; None if there is none of this name.
@@ -96,11 +96,11 @@ class Commands(click.Group):
         name.
 
         Args:
-            ctx: The context of click.
+            ctx: The context of click, in which the command is looked up.
             args: The arguments from the name of the command on.
 
         Returns:
-            The name, the command and the remaining arguments, as of `click.Group.resolve_command`.
+            The name of the command, the command, and the arguments after its name.
 
         Raises:
             click.UsageError: If there is no command of this name.
@@ -262,13 +262,13 @@ def explained(error: BaseException) -> tuple[str, int]:
     """Explains whatever ended a command.
 
     Args:
-        error: The error: one of click, InputError, RunError, an interruption, an OSError, too
-            little memory, or any other.
+        error: The error that ended the command, of any type.
 
     Returns:
-        The message in one or more lines, and the exit code: 2 for bad input and for files that
-        cannot be used, `INTERRUPTED` (130) for interruptions, that of click for its errors, 1 for
-        all others.
+        The message in one or more lines, and the exit code: 2 for ConfigError, InputError and an
+        OSError about a file; `INTERRUPTED` (130) for interruptions; that of click for its errors;
+        and 1 for RunError, output that cannot be written, too little memory and everything
+        unforeseen.
 
     Raises:
         BaseException: `error` itself, if it is unforeseen and the environment variable
@@ -308,7 +308,7 @@ def fail(message: str, code: int) -> NoReturn:
     Args:
         message: The error. Line feeds become spaces, credentials in URLs are left out, and it is
             cut at `MAX_MESSAGE` (10,000) characters.
-        code: The exit code.
+        code: The exit code of the process: 1, 2 or 130.
 
     Raises:
         SystemExit: Always, with `code`.

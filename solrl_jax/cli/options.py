@@ -59,7 +59,7 @@ class _Target(click.ParamType):
             ctx: The context of click, for messages.
 
         Returns:
-            The text.
+            The text, with `~` or `~USER` at its beginning replaced by the home directory.
 
         Raises:
             click.BadParameter: If the text has a null character, or begins with the `~USER` of a

@@ -52,7 +52,7 @@ def command(
         overrides: Settings that differ, as `key=value`.
         device: The kind of device, a name of `TARGETS`.
         devices: The number of devices on each host.
-        hosts: The number of hosts.
+        hosts: The number of hosts that train together, at least 1.
         hlo: A directory for the compiled programs as text; None: they are not written.
         force: Whether programs that are at `hlo` are replaced.
         as_json: Whether to print the result as one line of JSON in place of text.
@@ -62,8 +62,8 @@ def command(
 
     Raises:
         ConfigError: If the preset or an override is invalid.
-        InputError: If the compiler is not installed, the configuration does not fit the devices, or
-            `hlo` cannot be written or has programs without `force`.
+        InputError: If the compiler is not installed, there are no such devices, the configuration
+            cannot be run on so many, or `hlo` cannot be written or has programs without `force`.
         RunError: If the disk refuses.
     """
     with bar(None, "plan", "program") as progress:

@@ -68,8 +68,8 @@ def format_table(rows: list[dict[str, str]]) -> str:
     """Formats rows as text in aligned columns.
 
     Args:
-        rows: At least one row: text by the name of the column. All rows have the same columns, in
-            the same order.
+        rows: At least one row, which maps the name of a column to its text. All rows have equal
+            columns in one order.
 
     Returns:
         A line with the names of the columns and one line per row, without spaces at their ends.
@@ -86,12 +86,13 @@ def shown_settings(config: Config, show_all: bool) -> dict[str, Any]:
     field.
 
     Args:
-        config: The configuration.
+        config: The resolved configuration.
         show_all: Whether to include fields that have no effect in a run with this configuration
             (`config.inert`).
 
     Returns:
-        New dicts. A section whose fields are all left out is an empty dict.
+        New dicts by section and field, e.g. {"rollout": {"kept": 24, ...}, ...}. A section whose
+        fields are all left out is an empty dict.
     """
     tree = to_tree(config)
     return tree if show_all else _without(tree, inert_fields(config), "")
@@ -106,7 +107,8 @@ def _without(tree: Mapping[str, Any], hidden: set[str], prefix: str) -> dict[str
         prefix: The dotted name of `tree` with a dot at its end, or "" at the top.
 
     Returns:
-        A new dict in the same order. A section whose fields are all left out is an empty dict.
+        A new dict, in the order of `tree`. A section whose fields are all left out is an empty
+        dict.
     """
     kept = {}
     for key, value in tree.items():
@@ -121,7 +123,8 @@ def describe_prompts(config: Config) -> dict[str, Any]:
     """Describes the prompt sets that `config.prompts` names.
 
     Args:
-        config: The configuration. The prompt files, the seed and `train.num_prompts` are read.
+        config: The configuration. The section `prompts` names the files; the seed and
+            `train.num_prompts` decide which prompts the first iteration draws.
 
     Returns:
         "files" (a dict with the files of "train" and "test", as the configuration names them),
@@ -133,7 +136,7 @@ def describe_prompts(config: Config) -> dict[str, Any]:
     Raises:
         InputError: If a file is missing, cannot be read, holds no prompt or more than 2**20, holds
             a prompt with control characters or of more than 20,000 characters, or repeats a prompt
-            with other metadata (see `load_prompts`).
+            with other metadata.
     """
     train, test = load_prompt_sets(config)
     first = draw_prompts(train, config.seed, 0, min(config.train.num_prompts, len(train)))

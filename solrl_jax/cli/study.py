@@ -60,10 +60,11 @@ def command(
     Args:
         plan: The name of a plan of the package, or a YAML file.
         overrides: Settings of all runs that differ, as `key=value`.
-        quick: Whether the plan's small size is trained.
+        quick: Whether to train the plan's `quick` seeds and overrides in place of its full size.
         out: The directory of the runs and the tables; None: `runs/study-PLAN`.
-        processes: The number of runs at the same time; None: one per core.
-        prices: The prices of the counted work: MODEL-DEVICE, or a file.
+        processes: The number of runs that train at once, 1 to 64. None: one per CPU core.
+        prices: The prices of the counted work: the name MODEL-DEVICE of prices in the package, e.g.
+            "sana-b200", or a file with the JSON of `solrl plan`.
         compare_only: Whether nothing is trained, and the finished runs are compared.
         as_json: Whether to print the result as one line of JSON in place of text.
 

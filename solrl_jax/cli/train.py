@@ -110,7 +110,8 @@ def command(
 
 
 def closing(summary: dict[str, Any], html_report: bool) -> str:
-    """Returns the last lines of a run: what was gained, where the report is, and what to try next.
+    """What `api.train` returned: "run" (the directory), "trained_in_full" (whether `export` writes
+    a directory), and "before" and "after" (evaluations, metrics by name) are shown.
 
     Args:
         summary: What `api.train` returned. "run", "trained_in_full", "before" and "after" are read.

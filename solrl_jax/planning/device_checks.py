@@ -37,7 +37,9 @@ class DeviceCheck:
         kernel: The function that training uses. It is jitted, and selects the kernel of the device.
         twin: The same in float32 operations of JAX, which run one by one. Its result has the
             structure of that of `kernel`.
-        make_operands: Returns the arguments of both functions, the same ones each time.
+        make_operands: Takes no arguments, and returns the tuple of arguments that both functions
+            are called with. Its random numbers have a fixed seed, so that each call returns equal
+            values.
         tolerance: The largest accepted norm of the difference, as a fraction of the norm of the
             twin's result. It allows for the rounding of operands and results in the dtypes of the
             kernel.
@@ -77,7 +79,7 @@ def run(checks: Sequence[DeviceCheck]) -> dict[str, str | None]:
     """Runs checks on the default device, one after another.
 
     Args:
-        checks: The checks, see `checks_for`.
+        checks: The checks to run, by default those of `checks_for` the local device.
 
     Returns:
         By the name of each check: None if kernel and twin agree, else half a sentence that says
@@ -318,10 +320,11 @@ def _with_gradient(
 
     Args:
         attend: An attention function of these four arguments.
-        q: The queries.
-        k: The keys.
-        v: The values.
-        num_keys: The number of keys that a sample attends to, from the first one on.
+        q: The queries, [batch, t positions, heads, features].
+        k: The keys, [batch, s positions, heads, features].
+        v: The values, of the shape of `k`.
+        num_keys: The number of keys that each sample attends to, from the first one on, int
+            [batch].
         cotangent: The cotangent of the result. It is cast to the dtype of the result.
 
     Returns:
@@ -335,7 +338,8 @@ def _attention_kernel(*operands: Array) -> tuple[Array, ...]:
     """Computes attention by the function that all networks call, with its gradient.
 
     Args:
-        *operands: Those of `_attention_operands`.
+        *operands: Queries [b, t, n, h], keys and values [b, s, n, h], the number of keys of each
+            sample, int [b], and a cotangent of the result, [b, t, n, h].
 
     Returns:
         The result, and the cotangents of queries, keys and values, in BF16.
@@ -347,7 +351,8 @@ def _attention_twin(*operands: Array) -> tuple[Array, ...]:
     """Computes what `_attention_kernel` does, written out in float32.
 
     Args:
-        *operands: Those of `_attention_operands`.
+        *operands: Queries [b, t, n, h], keys and values [b, s, n, h], the number of keys of each
+            sample, int [b], and a cotangent of the result, [b, t, n, h].
 
     Returns:
         The result in float32, and the cotangents of queries, keys and values in BF16.
@@ -365,10 +370,11 @@ def _plain_attention(
     float32.
 
     Args:
-        q: The queries, of any float dtype.
-        k: The keys.
-        v: The values.
-        num_keys: The number of keys that a sample attends to, at least 1.
+        q: The queries, [batch, t positions, heads, features], of any float dtype.
+        k: The keys, [batch, s positions, heads, features].
+        v: The values, of the shape of `k`.
+        num_keys: The number of keys that each sample attends to, from the first one on, int
+            [batch], at least 1.
     """
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     logits = q.shape[-1] ** -0.5 * jnp.einsum("btnh,bsnh->bnts", q, k)

@@ -38,7 +38,8 @@ class Array:
         """The number of bytes. Elements of four bits are packed, so it may end in one half.
 
         Raises:
-            ValueError: If the type of the elements is not known, see `element_bits`.
+            ValueError: If the type of the elements is not one that HLO has, such as "f32", "u8",
+                "f8e4m3fn" or "pred".
         """
         return math.prod(self.shape) * element_bits(self.kind) / 8
 
@@ -131,9 +132,9 @@ class Module:
 
         A loop, a conditional, a call and an asynchronous start of a computation are replaced by the
         instructions inside. Of a conditional, the branch that writes most bytes is taken. The
-        condition of a loop is left out. A loop of unknown length (see `unknown_loops`), or of 0
-        iterations, counts as one iteration. The computation inside a fusion is not entered: a
-        fusion is one instruction.
+        condition of a loop is left out. A loop whose number of iterations is unknown, or 0, counts
+        as one iteration. The computation inside a fusion is not entered: a fusion is one
+        instruction.
 
         Args:
             computation: The name of the computation. None: the entry.
@@ -205,8 +206,8 @@ def parse(text: str) -> Module:
         All computations of the module, and the name of the entry.
 
     Raises:
-        ValueError: If the text has no entry computation, or a parenthesis that is not closed. An
-            unknown element type is an error only when `Array.size` is read.
+        ValueError: If the text has no entry computation, or a parenthesis that is not closed.
+            Unknown types of elements are accepted here; `Array.size` raises ValueError for them.
     """
     computations: dict[str, list[str]] = {}
     entry = ""
@@ -246,8 +247,11 @@ def _instructions(lines: list[str]) -> list[Instruction]:
     """Parses the lines of one computation into instructions, in their order.
 
     Args:
-        lines: One line per instruction. Operands must come before the instructions that read them;
-            other names, such as those of computations, are no operands.
+        lines: One line of text per instruction. An operand counts only if its line comes before;
+            any other name, such as that of a computation, is no operand.
+
+    Returns:
+        The instructions in the order of their lines, linked to their operands.
 
     Raises:
         ValueError: If a parenthesis is not closed, or if a line has none.
@@ -278,6 +282,9 @@ def _arrays(text: str) -> tuple[Array, ...]:
     Args:
         text: The type, e.g. "f32[2,3]{1,0:S(1)}", whose memory space is 1, or a tuple of types in
             parentheses. An empty tuple gives ().
+
+    Returns:
+        The arrays from left to right, also of nested tuples.
     """
     arrays = []
     for kind, dims, layout in _ARRAY.findall(text):

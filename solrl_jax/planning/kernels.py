@@ -61,16 +61,15 @@ class Kernel:
         name: The library function, "fusion" with its kind, or the opcode of another instruction.
             Matmuls and convolutions also have the type of their operands, e.g. "__cublas$gemm
             bf16".
-        kind: What its time counts as: "attention" (flash attention of cuDNN or Pallas),
-            "products" (every other kernel with arithmetic operations, see `operations`) or "memory"
-            (all others).
+        kind: What its time counts as: "attention" (flash attention of cuDNN or Pallas), "products"
+            (every other kernel with `operations` above 0) or "memory" (all others).
         unit: The arithmetic unit whose peak rate counts, a field of `targets.Peaks`: "fp4", "fp8",
             "int8", "bf16", "tf32" or "fp32". It means nothing where `operations` is 0.
         result: Type and shape of its first result, e.g. "bf16[2,64]"; "" without a result.
         source: The JAX operation that it comes from; "" if it is not noted.
         times: The number of runs in one call of the program.
-        operations: The arithmetic operations of one run, those of matmuls and attention alone. A
-            multiply-add counts as 2.
+        operations: The number of arithmetic operations of one run, for matmuls, convolutions and
+            attention; all others have 0. A multiply-add counts as 2.
         moved: The bytes of main memory that one run reads and writes.
     """
 
@@ -91,7 +90,7 @@ def kernels(module: Module) -> list[Kernel]:
     too. A kernel in a loop is returned once, with its number of runs.
 
     Args:
-        module: The compiled program.
+        module: The parsed text of the compiled program, for one device.
     """
     memory = _Memory(module)
     steps = [
@@ -161,7 +160,7 @@ def _kernel(step: Instruction, times: int, memory: "_Memory") -> Kernel:
     A fusion around a library function is described as that function.
 
     Args:
-        step: The instruction.
+        step: The instruction, which is no collective and runs on the device.
         times: The number of its runs.
         memory: Counts the bytes of the program's instructions.
 
@@ -253,8 +252,9 @@ def _library(step: Instruction, name: str) -> tuple[float, str]:
     of another kind states its operations in its `cost_estimate`, and has 0 without one.
 
     Args:
-        step: The custom call.
-        name: The name of the function. The operations of unknown ones count as 0.
+        step: The custom call, with its operands, result and attributes.
+        name: The name of the function that it calls, e.g. "__cublas$gemm" or "tpu_custom_call".
+            Functions with other names than those above have 0 operations.
 
     Returns:
         The operations of one run, a multiply-add counted as 2, and the type that the operands are
@@ -300,9 +300,9 @@ def _convolution(step: Instruction, left: Array, kernel: Array, out: Array) -> f
 
     Args:
         step: The convolution, whose attributes name the axes and the window.
-        left: The input.
-        kernel: The filter.
-        out: The output.
+        left: The type and shape of the input.
+        kernel: The type and shape of the filter.
+        out: The type and shape of the output.
     """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", step.attributes)
     assert labels is not None
@@ -325,6 +325,9 @@ def _taps(sizes: Sequence[int], window: dict[str, str], axis: int) -> int:
         window: The attributes of the window by name, one value per spatial axis joined by "x":
             "pad", "stride", "lhs_dilate" and "rhs_dilate". An absent one has no effect.
         axis: The number of the spatial axis, from 0.
+
+    Returns:
+        The number of pairs. Pairs that meet padding or a zero of dilation are not counted.
     """
     low, stride, spread, gap = (
         int(window[key].split("x")[axis].split("_")[0]) if key in window else default
@@ -354,7 +357,7 @@ def _is_workspace(step: Instruction, result: int) -> bool:
     result of bytes, other than the first one, of a custom call.
 
     Args:
-        step: The instruction.
+        step: The instruction, of any opcode.
         result: The index of the result.
     """
     return step.opcode == "custom-call" and result > 0 and step.arrays[result].kind in ("s8", "u8")
@@ -366,7 +369,7 @@ class _Memory:
     Keeps the counts of the parameters of fusions.
 
     Attributes:
-        module: The program.
+        module: The compiled program, whose instructions are counted.
     """
 
     def __init__(self, module: Module):
@@ -384,7 +387,7 @@ class _Memory:
         An asynchronous start, such as a copy, counts for the whole operation.
 
         Args:
-            step: The instruction.
+            step: The instruction of the program that is the kernel.
             name: The name of the kernel. "AllocateBuffer" moves nothing.
         """
         if name == "AllocateBuffer":
@@ -403,7 +406,7 @@ class _Memory:
         instructions read.
 
         Args:
-            step: The instruction.
+            step: An instruction of the program or of one of its fusions.
             position: The index of the operand.
         """
         operand = step.operands[position]
@@ -446,7 +449,7 @@ class _Memory:
         An update in place writes only the updated part, also as the root of a fusion.
 
         Args:
-            step: The instruction.
+            step: An instruction of the program, or the root of a fusion.
         """
         if step.opcode in UPDATES:
             return step.operands[UPDATES[step.opcode]].size

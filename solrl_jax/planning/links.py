@@ -76,9 +76,9 @@ def collectives(module: Module, devices: int) -> list[Collective]:
     A collective in a loop is returned once, with its number of runs.
 
     Args:
-        module: The compiled program.
-        devices: The number of devices that it runs on, on all hosts together. It is read only for
-            collectives that name no groups, which are of all devices.
+        module: The parsed text of the compiled program.
+        devices: The number of devices that the program runs on, on all hosts together. A collective
+            that names no groups has one group of all of them.
     """
     starts = {step for steps in module.computations.values() for step in _overlapping_starts(steps)}
     names = {step.value("calls") for step in starts if step.opcode == "async-start"}
@@ -200,5 +200,8 @@ def _integers(text: str) -> list[int]:
 
     Args:
         text: The integers. ValueError for an empty text.
+
+    Returns:
+        The integers in their order, at least one.
     """
     return [int(n) for n in text.split(",")]
