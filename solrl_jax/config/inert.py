@@ -5,7 +5,8 @@ from solrl_jax.config.schema import Config, is_plugin
 # Built-in objectives that read a field of `algorithm`.
 _READERS = {
     "beta": ("nft", "dpo"),
-    "clip_range": ("awm", "flow_grpo", "mix_grpo", "dance_grpo"),
+    "clip_range": ("awm", "flow_grpo", "mix_grpo", "dance_grpo", "flow_cps", "grpo_guard"),
+    "kl_mask_threshold": ("flow_dppo",),
 }
 _UNQUANTIZED = ("bf16", "fp32")  # values of `rollout.explore.precision`
 
@@ -24,9 +25,9 @@ def inert_fields(config: Config) -> set[str]:
         A new set, possibly empty, of: the `model.mhla_*` fields without `model.attention=mhla`;
         `model.quantization` and `rollout.explore.correction_rank` for formats that quantize
         nothing; `rollout.sde_window_size` without noise, and `rollout.sde_window_every` without
-        noise or without a window; `rollout.shift` with the schedule "flux"; `algorithm.beta` and
-        `algorithm.clip_range` with a built-in objective that does not read them; and "lora" (for
-        all of its fields) with `train.parameters=all`.
+        noise or without a window; `rollout.shift` with the schedule "flux"; `algorithm.beta`,
+        `algorithm.clip_range` and `algorithm.kl_mask_threshold` with a built-in objective that does
+        not read them; and "lora" (for all of its fields) with `train.parameters=all`.
     """
     inert: set[str] = set()
     rollout = config.rollout

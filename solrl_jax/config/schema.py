@@ -59,13 +59,16 @@ OBJECTIVES = {
     "flow_grpo": "transitions",
     "mix_grpo": "transitions",
     "dance_grpo": "transitions",
+    "flow_cps": "transitions",
+    "grpo_guard": "transitions",
+    "flow_dppo": "transitions",
 }
 
 # Number format of an exploration: a name of `quant.formats.FORMATS`, or "auto" for the fastest one
 # that the device runs natively.
 Precision = Literal["auto", "nvfp4", "fp8", "int8", "bf16", "fp32"]
-Solver = Literal["euler", "dpm1", "dpm2", "ddim", "flow_sde", "dance_sde"]
-STOCHASTIC_SOLVERS = ("ddim", "flow_sde", "dance_sde")
+Solver = Literal["euler", "dpm1", "dpm2", "ddim", "flow_sde", "dance_sde", "cps"]
+STOCHASTIC_SOLVERS = ("ddim", "flow_sde", "dance_sde", "cps")
 
 
 def is_plugin(objective: str) -> bool:
@@ -244,10 +247,11 @@ class Rollout(Section):
         num_steps: Solver steps, 1 to 1000, of the regeneration and of the schedule at whose sigmas
             the update trains.
         solver: ODE solvers "euler", "dpm1" and "dpm2" (DPM-Solver++ of first and second order), and
-            the stochastic "ddim", "flow_sde" (Flow-GRPO) and "dance_sde" (DanceGRPO). Evaluations
-            run a stochastic solver without noise.
-        noise_level: Strength in [0, 1] of the noise that a stochastic solver adds (eta of DDIM and
-            DanceGRPO). Must be 0 with other solvers, and with `explore.sigmas="first"`.
+            the stochastic "ddim", "flow_sde" (Flow-GRPO), "dance_sde" (DanceGRPO) and "cps"
+            (Flow-CPS). Evaluations run a stochastic solver without noise.
+        noise_level: Strength in [0, 1] of the noise that a stochastic solver adds (eta of DDIM,
+            DanceGRPO and Flow-CPS). Must be 0 with other solvers, and with
+            `explore.sigmas="first"`.
         sde_window_size: Number of consecutive steps that add noise; the others are deterministic
             (MixGRPO). At least 1 and less than `num_steps`. None: all but the last.
         sde_window_every: Iterations after which that window moves on by one step; at least 1. After
@@ -525,9 +529,12 @@ class Algorithm(Section):
             random and rounded up to whole terms of a micro-batch; the others skip the base model.
             The distance is scaled up, so its mean has the same expectation. Must be 1 with dpo and
             with objectives of yours. Ours.
-        clip_range: Above 0. flow_grpo, mix_grpo, dance_grpo and awm: the probability ratio of
-            trained to old policy is clipped to 1 +- this. Other objectives of the package do not
-            read it; one of yours may.
+        clip_range: Above 0. flow_grpo, mix_grpo, dance_grpo, flow_cps, grpo_guard and awm: the
+            probability ratio of trained to old policy is clipped to 1 +- this. Other objectives of
+            the package do not read it; one of yours may.
+        kl_mask_threshold: Above 0. flow_dppo: the divergence of trained and old policy at a step,
+            as the mean over dimensions, from which on terms that increase it are left out. Other
+            objectives of the package do not read it; one of yours may.
         adv_clip_max: Advantages are clipped to +- this, in standard deviations; above 0.
         adv_mode: What is made of the advantages. "all": nothing. "positive_only", "negative_only":
             the other sign becomes 0. "one_only": 1 where positive, else 0. "binary": their sign.
@@ -553,6 +560,7 @@ class Algorithm(Section):
     kl_coef: NonNegative = 1e-4
     kl_fraction: Annotated[Number, Field(gt=0, le=1)] = 1.0
     clip_range: Positive = 1e-4
+    kl_mask_threshold: Positive = 1e-5
     adv_clip_max: Positive = 5.0
     adv_mode: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = "all"
     global_std: Bool = True

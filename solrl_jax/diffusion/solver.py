@@ -13,7 +13,8 @@ probability of a step depends on.
 
 Sources: DDIM, arXiv 2010.02502 (eq. 12, with the noise level of its general form); DPM-Solver++ 2M,
 arXiv 2211.01095 (algorithm 2), midpoint form, in `lambda = ln((1 - sigma) / sigma)`; the SDEs of
-Flow-GRPO (arXiv 2505.05470, eq. 9) and of DanceGRPO (arXiv 2505.07818).
+Flow-GRPO (arXiv 2505.05470, eq. 9) and of DanceGRPO (arXiv 2505.07818); coefficients-preserving
+sampling, arXiv 2509.05952.
 """
 
 import itertools
@@ -24,7 +25,7 @@ from jaxtyping import Float
 Table = Float[np.ndarray, "steps 5"]
 Coefficients = tuple[float, float, float, float, float]
 Sigmas = Float[np.ndarray, " steps_plus_one"]
-STOCHASTIC = ("ddim", "flow_sde", "dance_sde")
+STOCHASTIC = ("ddim", "flow_sde", "dance_sde", "cps")
 SOLVERS = ("euler", "dpm1", "dpm2", *STOCHASTIC)
 
 
@@ -39,11 +40,12 @@ def solver_table(
     first and its last step, which are of first order.
 
     Args:
-        name: One of `SOLVERS`: "euler", "dpm1", "dpm2", "ddim", "flow_sde" or "dance_sde".
+        name: One of `SOLVERS`: "euler", "dpm1", "dpm2", "ddim", "flow_sde", "dance_sde" or "cps".
         sigmas: The noise levels in [0, 1], decreasing, the last one 0.
-        eta: The noise level of a stochastic solver ("ddim", "flow_sde" or "dance_sde"): one number
-            for all steps, or one per step. A step with noise level 0 is an Euler step. For "ddim",
-            1 adds as much fresh noise as the forward process lost. The last step never adds noise,
+        eta: The noise level of a stochastic solver ("ddim", "flow_sde", "dance_sde" or "cps"): one
+            number for all steps, or one per step. A step with noise level 0 is an Euler step. For
+            "ddim", 1 adds as much fresh noise as the forward process lost, and for "cps" it
+            replaces all of the predicted noise. The last step never adds noise,
             so that a sample ends on the last prediction. Deterministic solvers accept only 0.
 
     Returns:
@@ -77,6 +79,11 @@ def solver_table(
             rows.append(_sde(sigma, next_sigma, level**2 * sigma / divisor))
         elif name == "dance_sde":
             rows.append(_sde(sigma, next_sigma, level**2))
+        elif name == "cps":
+            angle = level * np.pi / 2
+            rows.append(
+                _renoised(sigma, next_sigma, next_sigma * np.cos(angle), next_sigma * np.sin(angle))
+            )
         else:
             rows.append(_ddim(sigma, next_sigma, level))
     return np.array(rows, np.float32)
@@ -156,8 +163,23 @@ def _ddim(sigma: float, next_sigma: float, eta: float) -> Coefficients:
     forward_variance = sigma**2 - (alpha / next_alpha) ** 2 * next_sigma**2
     # Both differences are at least 0, but close to 0 they can round below it.
     e = eta * next_sigma / sigma * np.sqrt(max(forward_variance, 0.0))
-    rest = np.sqrt(max(next_sigma**2 - e**2, 0.0))
-    return rest / sigma, next_alpha - rest * alpha / sigma, 0.0, 0.0, e
+    return _renoised(sigma, next_sigma, np.sqrt(max(next_sigma**2 - e**2, 0.0)), e)
+
+
+def _renoised(sigma: float, next_sigma: float, rest: float, e: float) -> Coefficients:
+    """Returns the coefficients (a, b, 0, 0, e) of `x' = (1 - s') x0_hat + rest eps_hat + e noise`.
+
+    With `rest^2 + e^2 = s'^2`, image and noise keep the coefficients that they have at s' in the
+    forward process, whatever e is (coefficients-preserving sampling). `eps_hat` is the predicted
+    noise, `(x - (1 - s) x0_hat) / s`.
+
+    Args:
+        sigma: The sigma s before the step, above 0.
+        next_sigma: The sigma s' after it.
+        rest: The coefficient of the predicted noise.
+        e: The standard deviation of the fresh noise.
+    """
+    return rest / sigma, 1 - next_sigma - rest * (1 - sigma) / sigma, 0.0, 0.0, e
 
 
 def _sde(sigma: float, next_sigma: float, g2: float) -> Coefficients:

@@ -204,6 +204,30 @@ def distance_to_reference(velocities: Velocities) -> PerSample:
     return distance if weight is None else weight * distance
 
 
+def transition_kl(velocities: Velocities, target: TrainingTarget) -> PerSample:
+    """The Kullback-Leibler divergence of a recorded step under the trained and the reference
+    policy, as the mean over dimensions: `mean((m - m_ref)^2) / (2 std^2)`.
+
+    Both are Gaussians with the standard deviation `std` and a mean `m = a x + b (x - sigma v)`. The
+    squared distance of the means is that of the velocities (`distance_to_reference`, which
+    `algorithm.kl_fraction` scales) times `(b sigma)^2`.
+
+    Args:
+        velocities: What the trained and the reference policy predict, and the reference's weights.
+        target: The samples, with recorded steps.
+
+    Returns:
+        One value per sample, at least 0.
+
+    Raises:
+        AssertionError: If `target.step` is None.
+    """
+    step = target.step
+    assert step is not None
+    scale = (step.b * target.sigma) ** 2 / (2 * step.std**2)
+    return distance_to_reference(velocities) * scale
+
+
 def matching_error(velocity: Latents, target: TrainingTarget) -> PerSample:
     """The flow-matching loss: the mean over dimensions of the squared error of a velocity.
 

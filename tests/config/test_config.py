@@ -261,10 +261,14 @@ def test_inert_fields_are_those_of_what_is_switched_off():
         "rollout.sde_window_size",
         "rollout.sde_window_every",
         "algorithm.clip_range",
+        "algorithm.kl_mask_threshold",
     }
     grpo = inert_fields(resolve("flux1_sol_rl_hpsv2", ["objective=mix_grpo"]))
     assert {"rollout.shift", "algorithm.beta"} < grpo
     assert not {"rollout.sde_window_size", "algorithm.clip_range"} & grpo
+    dppo = inert_fields(resolve("tiny", ["objective=flow_dppo"]))
+    assert "algorithm.clip_range" in dppo
+    assert "algorithm.kl_mask_threshold" not in dppo
     plain = inert_fields(resolve("sana_diffusionnft_hpsv2", ["train.parameters=all"]))
     assert {"model.quantization", "rollout.explore.correction_rank", "lora"} < plain
     plugin = inert_fields(resolve("tiny", ["objective=json:dumps"]))

@@ -25,7 +25,7 @@ SOLVERS = {
     "ddim": ("ddim", 0.0),
     "stochastic ddim": ("ddim", 1.0),
 }
-SDES = {"flow_sde": 0.7, "dance_sde": 0.3, "ddim": 1.0}
+SDES = {"flow_sde": 0.7, "dance_sde": 0.3, "ddim": 1.0, "cps": 0.8}
 TOLERANCE = 1e-5
 
 

@@ -202,13 +202,13 @@ def test_ddim_keeps_the_marginal(grid, eta):
 def test_an_unknown_solver_and_noise_where_there_is_none_are_refused():
     sigmas = make_sigmas("linear", 4, 1.0, 1024)
     with pytest.raises(
-        ValueError, match=r"rollout\.solver='heun': must be one of euler, .*, flow_sde, dance_sde$"
+        ValueError, match=r"rollout\.solver='heun': must be one of euler, .*, dance_sde, cps$"
     ):
         solver_table("heun", sigmas)
     for name in ("euler", "dpm1", "dpm2"):
         with pytest.raises(
             ValueError,
-            match=rf"rollout\.noise_level=0\.5: the solver '{name}' is deterministic; only ddim, flow_sde, dance_sde add noise",
+            match=rf"rollout\.noise_level=0\.5: the solver '{name}' is deterministic; only ddim, flow_sde, dance_sde, cps add noise",
         ):
             solver_table(name, sigmas, 0.5)
 
@@ -229,14 +229,22 @@ def dance_grpo_step(x, v, s, t, eta, second):
     return x + (t - s) * v - 0.5 * eta**2 * score * (t - s), eta * np.sqrt(s - t)
 
 
+def cps_step(x, v, s, t, level, second):
+    """Mean and deviation as in the released code of Flow-CPS."""
+    std = t * np.sin(level * np.pi / 2)
+    image, noise = x - s * v, x + (1 - s) * v
+    return (1 - t) * image + np.sqrt(t**2 - std**2) * noise, std
+
+
 SDES = {"flow_sde": (flow_grpo_step, 0.7), "dance_sde": (dance_grpo_step, 0.3)}
+STEPS = SDES | {"cps": (cps_step, 0.8)}
 
 
 @pytest.mark.parametrize("steps", [2, 6, 10, 28])
 @pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("name", SDES)
-def test_the_mean_and_the_deviation_of_an_sdes_step_are_the_papers(name, grid, steps):
-    formula, level = SDES[name]
+@pytest.mark.parametrize("name", STEPS)
+def test_the_mean_and_the_deviation_of_a_stochastic_step_are_the_papers(name, grid, steps):
+    formula, level = STEPS[name]
     sigmas = make_sigmas(grid[0], steps, grid[1], 1024)
     rows = solver_table(name, sigmas, level).astype(np.float64)
     for (a, b, c, d, e), s, t in zip(rows[:-1], sigmas, sigmas[1:], strict=False):

@@ -26,6 +26,7 @@ SHAPE = (2, 2, 3)
 # of the largest value of a row; float32, through an exponential
 TOLERANCE = 2e-5
 GRADIENT_TOLERANCE = 2e-4
+LIMITED = {"flow_dppo": "ratio/masked"}  # other objectives: "ratio/clipped"
 WIDE_CLIP = 0.02  # some ratios lie within it and some beyond, none at its ends
 
 
@@ -72,6 +73,36 @@ def dance_grpo(v, r, p):
     return clipped(ratio, p.adv_clip_max * (2 * r["q"] - 1), p.clip_range) + p.kl_coef * kl
 
 
+def flow_cps(v, r, p):
+    def log_p(v):
+        return -np.mean((r["after"] - step_mean(v, r)) ** 2)
+
+    kl = np.mean((step_mean(v, r) - step_mean(r["v_ref"], r)) ** 2) / (2 * r["std"] ** 2)
+    ratio = log_p(v) - log_p(r["v_old"])
+    return clipped(ratio, p.adv_clip_max * (2 * r["q"] - 1), p.clip_range) + p.kl_coef * kl
+
+
+def drift_of_means(v, r):
+    return np.mean((step_mean(v, r) - step_mean(r["v_old"], r)) ** 2) / (2 * r["std"] ** 2)
+
+
+def grpo_guard(v, r, p):
+    g = r["std"] / np.sqrt(r["length"])
+    ratio = gaussian(v, r) - gaussian(r["v_old"], r) + drift_of_means(v, r)
+    policy = clipped(ratio * r["std"], p.adv_clip_max * (2 * r["q"] - 1), p.clip_range)
+    kl = np.mean((step_mean(v, r) - step_mean(r["v_ref"], r)) ** 2) / (2 * g**2)
+    return policy / r["length"] + p.kl_coef * kl
+
+
+def flow_dppo(v, r, p):
+    ratio = np.exp(gaussian(v, r) - gaussian(r["v_old"], r))
+    advantage = p.adv_clip_max * (2 * r["q"] - 1)
+    outwards = (ratio > 1 and advantage > 0) or (ratio < 1 and advantage < 0)
+    masked = drift_of_means(v, r) >= p.kl_mask_threshold and outwards
+    kl = np.mean((step_mean(v, r) - step_mean(r["v_ref"], r)) ** 2) / (2 * r["std"] ** 2)
+    return (0.0 if masked else -advantage * ratio) + p.kl_coef * kl
+
+
 def awm(v, r, p):
     def log_p(v):
         error = np.mean((v - (r["noise"] - r["x0"])) ** 2)
@@ -99,6 +130,9 @@ REFERENCES = {
     "flow_grpo": flow_grpo,
     "mix_grpo": flow_grpo,
     "dance_grpo": dance_grpo,
+    "flow_cps": flow_cps,
+    "grpo_guard": grpo_guard,
+    "flow_dppo": flow_dppo,
     "awm": awm,
     "dpo": dpo,
 }
@@ -106,6 +140,9 @@ POLICIES = {
     "flow_grpo": {"kl_coef": 0.3, "clip_range": WIDE_CLIP},
     "mix_grpo": {"kl_coef": 0.1, "clip_range": WIDE_CLIP},
     "dance_grpo": {"kl_coef": 0.2, "clip_range": WIDE_CLIP},
+    "flow_cps": {"kl_coef": 0.3, "clip_range": 0.003},
+    "grpo_guard": {"kl_coef": 0.3, "clip_range": 0.005},
+    "flow_dppo": {"kl_coef": 0.3, "kl_mask_threshold": 0.005},
     "awm": {"kl_coef": 0.2},
     "dpo": {"kl_coef": 0.2, "beta": 7.0},
 }
@@ -220,9 +257,9 @@ def test_a_planted_mistake_is_seen(name):
     data, exact = inputs()
     algorithm = policy_of(name, **POLICIES[name])
     loss, metrics, _ = ours(name, data, algorithm)
-    assert 0 < float(metrics["ratio/clipped"].mean()) < 1
+    assert 0 < float(metrics[LIMITED.get(name, "ratio/clipped")].mean()) < 1
     for planted in (
-        dataclasses.replace(algorithm, clip_range=1e6),
+        dataclasses.replace(algorithm, clip_range=1e6, kl_mask_threshold=1e6),
         dataclasses.replace(algorithm, kl_coef=0.0),
     ):
         want, _ = references(name, exact, planted)
@@ -241,16 +278,21 @@ def test_a_log_ratio_is_the_difference_of_log_densities():
     np.testing.assert_array_equal(log_ratio(v, v, target), 0.0)
 
 
-@pytest.mark.parametrize("name", ["flow_grpo", "mix_grpo", "dance_grpo", "awm"])
+@pytest.mark.parametrize(
+    "name",
+    ["flow_grpo", "mix_grpo", "dance_grpo", "flow_cps", "grpo_guard", "flow_dppo", "awm"],
+)
 def test_at_the_old_policy_the_ratio_is_one_and_good_steps_become_more_probable(name):
     data = {field: jnp.asarray(value) for field, value in inputs()[0].items()}
     data["v_old"] = data["v"]
     algorithm = policy_of(name, kl_coef=0.0)
     loss, metrics, gradient = ours(name, data, algorithm)
     np.testing.assert_array_equal(metrics["ratio"], 1.0)
-    np.testing.assert_array_equal(metrics["ratio/clipped"], 0.0)
+    np.testing.assert_array_equal(metrics[LIMITED.get(name, "ratio/clipped")], 0.0)
     scale = 1.0 if name == "awm" else algorithm.adv_clip_max
-    np.testing.assert_array_equal(loss, -scale * (2 * data["q"] - 1))
+    if name == "grpo_guard":
+        scale = scale / data["length"]
+    np.testing.assert_allclose(loss, -scale * (2 * data["q"] - 1), rtol=1e-7)
 
     def log_p(v):
         if OBJECTIVES[name] == "transitions":
@@ -261,9 +303,11 @@ def test_at_the_old_policy_the_ratio_is_one_and_good_steps_become_more_probable(
         )[0].sum()
 
     slope = np.asarray(jax.grad(log_p)(jnp.asarray(data["v"])))
-    weight = scale * (2 * data["q"] - 1).reshape(-1, 1, 1, 1)
+    # of the log-ratio that the objective takes, in log-ratios of Gaussians
+    unit = {"grpo_guard": data["std"], "flow_cps": 2 * data["std"] ** 2}.get(name, 1.0)
+    weight = (scale * unit * (2 * data["q"] - 1)).reshape(-1, 1, 1, 1)
     np.testing.assert_allclose(
-        gradient.trained, -weight * slope, rtol=1e-4, atol=1e-6 * np.abs(slope).max()
+        gradient.trained, -weight * slope, rtol=1e-4, atol=1e-6 * np.abs(weight * slope).max()
     )
     assert not gradient.trained[4].any()  # advantage 0
 
@@ -300,19 +344,49 @@ def test_the_grpo_recipes_divide_by_the_deviation_that_their_code_divides_by():
     deviations = {name: policy_of(name).global_std for name in OBJECTIVES}
     assert not deviations["mix_grpo"]
     assert not deviations["dance_grpo"]
+    assert not deviations["grpo_guard"]
+    assert not deviations["flow_cps"]
+    assert deviations["flow_dppo"]
     assert deviations["flow_grpo"]
     assert deviations["awm"]
 
 
-@pytest.mark.parametrize("name", ["flow_grpo", "dance_grpo"])
+def test_a_masked_ratio_that_overflows_reaches_neither_loss_nor_gradient():
+    data, _ = inputs()
+    data["q"] = np.full(ROWS, 1.0, np.float32)
+    # The step ends far beyond the trained policy's mean, as seen from the old one's.
+    far = data["b"] * data["sigma"] / data["std"] ** 2
+    ahead = (data["v_old"] - data["v"]) * (3e3 / far).reshape(-1, 1, 1, 1)
+    data["after"] = (data["after"] + ahead).astype(np.float32)
+    algorithm = policy_of("flow_dppo", kl_coef=0.0, kl_mask_threshold=1e-6)
+    loss, metrics, gradient = ours("flow_dppo", data, algorithm)
+    assert np.isinf(metrics["ratio"]).any()
+    np.testing.assert_array_equal(metrics["ratio/masked"], 1.0)
+    np.testing.assert_array_equal(loss, 0.0)
+    assert not gradient.trained.any()
+
+
+@pytest.mark.parametrize("name", ["flow_grpo", "dance_grpo", "flow_cps", "grpo_guard", "flow_dppo"])
 def test_a_ratio_past_the_clip_has_no_gradient(name):
-    """Only where it has gone the way that its advantage pushes."""
+    """Only where it has gone the way that its advantage pushes. The clip of flow_dppo is a
+    divergence.
+    """
     data, exact = inputs(apart=1.0)
-    algorithm = policy_of(name, kl_coef=0.0, clip_range=0.01)
+    algorithm = policy_of(name, kl_coef=0.0, clip_range=0.01, kl_mask_threshold=0.2)
     _, metrics, gradient = ours(name, data, algorithm)
     ratio = np.asarray(metrics["ratio"])
     advantage = 2 * exact["q"] - 1
-    done = (advantage * (ratio - 1) > 0.01 * np.abs(advantage)) & (advantage != 0)
+    clip = 0.0 if name == "flow_dppo" else 0.01
+    done = (advantage * (ratio - 1) > clip * np.abs(advantage)) & (advantage != 0)
+    if name == "flow_dppo":
+        divergence = np.array(
+            [
+                drift_of_means(row["v"], row)
+                for row in ({f: x[i] for f, x in exact.items()} for i in range(ROWS))
+            ]
+        )
+        np.testing.assert_allclose(metrics["divergence"], divergence, rtol=TOLERANCE)
+        done &= divergence >= 0.2
     assert 0 < done.sum() < ROWS - 1
     assert not gradient.trained[done].any()
     assert all(gradient.trained[row].any() for row in np.flatnonzero(~done & (advantage != 0)))

@@ -4,6 +4,7 @@ given.
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
@@ -13,12 +14,14 @@ from solrl_jax.config.values import ConfigError
 from solrl_jax.errors import InputError
 from solrl_jax.rl import experiment as experiments
 from solrl_jax.rl import iteration as iterations
-from solrl_jax.rl.experiment import fresh_state
+from solrl_jax.rl.experiment import fresh_state, state_shapes
 from solrl_jax.rl.generate import sample_chunk
 from solrl_jax.rl.iteration import iterate
 from solrl_jax.rl.update import update
+from solrl_jax.runs import checkpoint
 from solrl_jax.runs.evaluate import evaluate
 from tests.small import small_config
+from tests.states import assert_same_bits, save
 from tests.toys import toy_experiment
 
 TRANSITIONS = [name for name, kind in OBJECTIVES.items() if kind == "transitions"]
@@ -102,6 +105,35 @@ def test_every_objective_trains_the_embedded_pipeline_and_recompiles_nothing(obj
     state, outcome = iterate(built, state, 2)
     assert outcome.metrics["seconds/compile"] == 0
     assert np.isfinite(outcome.metrics["loss"])
+
+
+RESUMED = {"flow_dppo": (), "grpo_guard": (), "flow_cps": (), "nft": ("reward.combine=advantages",)}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("objective", RESUMED)
+def test_an_objective_goes_on_from_a_checkpoint_to_the_bit(objective, tmp_path):
+    """Two iterations, and one of them after the state was read into another experiment."""
+    overrides = RESUMED[objective]
+    weights = ("reward.weights={toy: 1, mean: 1}",) if overrides else ()
+    ends = []
+    for resumed in (False, True):
+        toy = toy_experiment(*settings(objective, "sol_rl"), *weights, *overrides)
+        if overrides:
+            score = toy.reward.score
+
+            def both(params, images, wanted, score=score):
+                scores = score(params, images, wanted)
+                return {**scores, "toy": scores["reward"]}
+
+            toy = dataclasses.replace(toy, reward=dataclasses.replace(toy.reward, score=both))
+        if resumed:
+            state, _ = checkpoint.restore(tmp_path / "000001", state_shapes(toy))
+        else:
+            state, _ = iterate(toy, fresh_state(toy), 1)
+            save(tmp_path, 1, state, {})
+        ends.append(jax.device_get(iterate(toy, state, 2)[0]))
+    assert_same_bits(*ends)
 
 
 @pytest.fixture
@@ -252,6 +284,9 @@ def test_every_preset_takes_every_objective(preset, objective):
     assert config.num_train_sigmas == {
         "mix_grpo": 4,
         "flow_grpo": 9,
+        "flow_cps": 9,
+        "grpo_guard": 9,
+        "flow_dppo": 9,
         "dance_grpo": 5,
         "awm": 6,
     }.get(objective, 4 if preset.startswith("flux1") else 6)

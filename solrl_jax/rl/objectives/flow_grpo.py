@@ -13,9 +13,9 @@ from solrl_jax.rl.objective import (
     TrainingTarget,
     Velocities,
     clipped_policy,
-    distance_to_reference,
     log_ratio,
     mean_per_sample,
+    transition_kl,
 )
 
 
@@ -57,12 +57,7 @@ def flow_grpo(
     loss, metrics = clipped_policy(
         log_ratio(v, v_old, target), target, algorithm, algorithm.adv_clip_max
     )
-    kl = (
-        distance_to_reference(velocities)
-        * (step.b * target.sigma) ** 2
-        * step.length
-        / (2 * step.std**2)
-    )
+    kl = transition_kl(velocities, target) * step.length
     return loss + algorithm.kl_coef * kl, metrics | {
         "loss/kl": kl,
         "loss/drift": mean_per_sample(jnp.square(v - v_old)),

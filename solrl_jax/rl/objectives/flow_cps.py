@@ -1,0 +1,62 @@
+"""Flow-GRPO with coefficients-preserving sampling (Flow-CPS, arXiv 2509.05952).
+
+The steps are those of `rollout.solver=cps` (`diffusion.solver`), which keep the coefficients of
+image and noise at every sigma, so that samples have no visible noise. As in the released code
+(IamCreateAI/FlowCPS, yifan123/flow_grpo), all constants are left out of the log-probability of a
+step, also the division by its variance.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from solrl_jax.config.schema import Algorithm as AlgorithmConfig
+from solrl_jax.rl.objective import (
+    PerSample,
+    TrainingTarget,
+    Velocities,
+    clipped_policy,
+    log_ratio,
+    mean_per_sample,
+    transition_kl,
+)
+
+
+def flow_cps(
+    velocities: Velocities, target: TrainingTarget, algorithm: AlgorithmConfig
+) -> tuple[PerSample, dict[str, PerSample]]:
+    """Makes the steps to good samples more probable, and those to bad ones less probable.
+
+        log R = mean((after - m_old)^2) - mean((after - m)^2)
+        A     = adv_clip_max (2 q - 1)
+        loss  = max(-A R, -A clip(R, 1 - c, 1 + c)) + kl_coef mean((m - m_ref)^2) / (2 std^2)
+        m     = a x + b (x - sigma v)                the mean of the step
+
+    The distance to m_ref follows from `distance_to_reference`: with `kl_fraction` below 1, it is 0
+    or scaled up for a sample.
+
+    Args:
+        velocities: What the trained, the old and the reference policy predict. Only the first has a
+            gradient.
+        target: The recorded steps that are trained on, with the optimality q of their samples.
+        algorithm: `clip_range` (c), `adv_clip_max` and `kl_coef` are read.
+
+    Returns:
+        One loss per sample, and metrics with one value per sample: "loss/policy" (the first term),
+        "ratio" (R), "ratio/clipped" (1 if R differs from 1 by more than c, else 0), "loss/kl" (the
+        second term without `kl_coef`) and "loss/drift" (mean((v - v_old)^2), which is not trained
+        on).
+
+    Raises:
+        AssertionError: If the target has no recorded step.
+    """
+    v = velocities.trained
+    v_old = jax.lax.stop_gradient(velocities.old)
+    step = target.step
+    assert step is not None
+    log_r = log_ratio(v, v_old, target) * (2 * step.std**2)
+    loss, metrics = clipped_policy(log_r, target, algorithm, algorithm.adv_clip_max)
+    kl = transition_kl(velocities, target)
+    return loss + algorithm.kl_coef * kl, metrics | {
+        "loss/kl": kl,
+        "loss/drift": mean_per_sample(jnp.square(v - v_old)),
+    }

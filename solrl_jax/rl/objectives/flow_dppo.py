@@ -1,0 +1,74 @@
+"""Flow-DPPO (arXiv 2606.11025): Flow-GRPO with a trust region in place of the clip.
+
+One recorded step gives a noisy ratio, but the two Gaussians that it stands for are known, so their
+divergence is exact (eq. 14). A term is left out if that divergence has reached a threshold and the
+ratio has gone the way that the advantage pushes (eq. 18); otherwise its ratio is not limited. As in
+the released code (Tencent-Hunyuan/UniRL), the divergence is a mean over dimensions, not a sum.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from solrl_jax.config.schema import Algorithm as AlgorithmConfig
+from solrl_jax.rl.objective import (
+    PerSample,
+    TrainingTarget,
+    Velocities,
+    log_ratio,
+    mean_per_sample,
+    transition_kl,
+)
+
+
+def flow_dppo(
+    velocities: Velocities, target: TrainingTarget, algorithm: AlgorithmConfig
+) -> tuple[PerSample, dict[str, PerSample]]:
+    """Makes the steps to good samples more probable, and those to bad ones less probable.
+
+        R      = p(after | x) / p_old(after | x)     mean over dimensions of the log-densities
+        A      = adv_clip_max (2 q - 1)
+        D      = mean((m - m_old)^2) / (2 std^2)
+        masked = D >= kl_mask_threshold and (A > 0 and R > 1 or A < 0 and R < 1)
+        loss   = (0 if masked else -A R) + kl_coef mean((m - m_ref)^2) / (2 std^2)
+        m      = a x + b (x - sigma v)               the mean of the step
+
+    The KL term (eq. 17) is divided by the whole variance of the step, and not by that per unit of
+    sigma as in Flow-GRPO. The distance to m_ref follows from `distance_to_reference`: with
+    `kl_fraction` below 1, it is 0 or scaled up for a sample.
+
+    Args:
+        velocities: What the trained, the old and the reference policy predict. Only the first has a
+            gradient.
+        target: The recorded steps that are trained on, with the optimality q of their samples.
+        algorithm: `kl_mask_threshold`, `adv_clip_max` and `kl_coef` are read.
+
+    Returns:
+        One loss per sample, and metrics with one value per sample: "loss/policy" (the first term),
+        "ratio" (R), "ratio/masked" (1 if the term is left out, else 0), "divergence" (D), "loss/kl"
+        (the second term without `kl_coef`) and "loss/drift" (mean((v - v_old)^2), which is not
+        trained on).
+
+    Raises:
+        AssertionError: If the target has no recorded step.
+    """
+    v = velocities.trained
+    v_old = jax.lax.stop_gradient(velocities.old)
+    step = target.step
+    assert step is not None
+    drift = mean_per_sample(jnp.square(v - v_old))
+    divergence = jax.lax.stop_gradient(drift * (step.b * target.sigma) ** 2 / (2 * step.std**2))
+    advantage = algorithm.adv_clip_max * (2 * target.optimality - 1)
+    log_r = log_ratio(v, v_old, target)
+    outwards = ((advantage > 0) & (log_r > 0)) | ((advantage < 0) & (log_r < 0))
+    masked = (divergence >= algorithm.kl_mask_threshold) & outwards
+    # The ratio of a masked term may overflow. It must not reach the gradient, where 0 * inf is NaN.
+    policy = jnp.where(masked, 0.0, -advantage * jnp.exp(jnp.where(masked, 0.0, log_r)))
+    kl = transition_kl(velocities, target)
+    return policy + algorithm.kl_coef * kl, {
+        "loss/policy": policy,
+        "ratio": jax.lax.stop_gradient(jnp.exp(log_r)),
+        "ratio/masked": masked.astype(jnp.float32),
+        "divergence": divergence,
+        "loss/kl": kl,
+        "loss/drift": drift,
+    }

@@ -1,0 +1,71 @@
+"""GRPO-Guard (arXiv 2510.22319, eq. 8): Flow-GRPO with ratios that are alike at all steps.
+
+The log-ratio of a step is a mean over dimensions that is shifted below 0 by the distance of the
+policies, and that grows as the noise of the step shrinks, so that one clip does not fit all steps.
+The released code (in yifan123/flow_grpo) adds the shift back and multiplies by the standard
+deviation of the step (RatioNorm), and it divides the loss by the length of the step, so that each
+noise level has its share of the gradient.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from solrl_jax.config.schema import Algorithm as AlgorithmConfig
+from solrl_jax.rl.objective import (
+    PerSample,
+    TrainingTarget,
+    Velocities,
+    along,
+    clipped_policy,
+    mean_per_sample,
+    transition_kl,
+)
+
+
+def grpo_guard(
+    velocities: Velocities, target: TrainingTarget, algorithm: AlgorithmConfig
+) -> tuple[PerSample, dict[str, PerSample]]:
+    """Makes the steps to good samples more probable, and those to bad ones less probable.
+
+        log R = std (log p(after | x) - log p_old(after | x) + mean((m - m_old)^2) / (2 std^2))
+              = mean((after - m_old) (m - m_old)) / std
+        A     = adv_clip_max (2 q - 1)
+        loss  = max(-A R, -A clip(R, 1 - c, 1 + c)) / length
+                + kl_coef mean((m - m_ref)^2) length / (2 std^2)
+        m     = a x + b (x - sigma v)                the mean of the step
+
+    The second form of log R is computed: it is exactly 0 where the velocities are equal. The KL
+    term is that of Flow-GRPO.
+
+    Args:
+        velocities: What the trained, the old and the reference policy predict. Only the first has a
+            gradient.
+        target: The recorded steps that are trained on, with the optimality q of their samples.
+        algorithm: `clip_range` (c), `adv_clip_max` and `kl_coef` are read.
+
+    Returns:
+        One loss per sample, and metrics with one value per sample: "loss/policy" (the first term),
+        "ratio" (R), "ratio/clipped" (1 if R differs from 1 by more than c, else 0), "loss/kl" (the
+        second term without `kl_coef`) and "loss/drift" (mean((v - v_old)^2), which is not trained
+        on).
+
+    Raises:
+        AssertionError: If the target has no recorded step.
+    """
+    v = velocities.trained
+    v_old = jax.lax.stop_gradient(velocities.old)
+    step = target.step
+    assert step is not None
+    a = along(step.a, target.x)
+    b = along(step.b, target.x)
+    sigma = along(target.sigma, target.x)
+    noise = step.after - a * target.x - b * (target.x - sigma * v_old)  # times std
+    log_r = mean_per_sample(noise * (b * sigma * (v_old - v))) / step.std
+    loss, metrics = clipped_policy(log_r, target, algorithm, algorithm.adv_clip_max)
+    policy = loss / step.length
+    kl = transition_kl(velocities, target) * step.length
+    return policy + algorithm.kl_coef * kl, metrics | {
+        "loss/policy": policy,
+        "loss/kl": kl,
+        "loss/drift": mean_per_sample(jnp.square(v - v_old)),
+    }
