@@ -73,7 +73,8 @@ class Format:
         description: Half a sentence about the format for progress output and run records.
         bits_per_weight: The storage of one weight, including its share of the block scales but not
             the float32 scales per matrix or channel.
-        quantize: Converts weights [..., in, out] to a leaf. None for formats that quantize nothing.
+        quantize: Converts weights [..., in, out] of a floating-point dtype to a leaf of the
+            parameter tree. None for formats that quantize nothing.
         cuda_capability: The lowest CUDA compute capability with matmul units for the format. None
             if every device runs the format natively.
         tpu_kinds: The prefixes of the `device_kind` of TPUs that multiply in the format faster than
@@ -164,7 +165,8 @@ def resolve_format(name: str, device: DeviceInfo) -> Format:
             is returned even if `device` emulates it.
 
     Returns:
-        The format.
+        The entry of `FORMATS`, with its name and its function that quantizes (None for "fp32" and
+        "bf16").
 
     Raises:
         KeyError: If there is no format of this name.

@@ -37,8 +37,8 @@ class FP8Tensor(QuantizedWithInput):
     from arrays.
 
     Attributes:
-        output_axes: A class attribute, see `Leaf`: the outputs are the second to last axis of
-            `codes` and the last axis of `scales`.
+        output_axes: A class attribute: by field, the axis of the outputs, which may be sharded over
+            the mesh axis `tensor`: the second to last of `codes` and the last of `scales`.
         codes: The values [..., out, in], float8_e4m3fn.
         scales: One scale per output channel [..., out], float32.
     """

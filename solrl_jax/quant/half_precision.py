@@ -23,7 +23,8 @@ class HalfPrecisionWeight(Leaf):
     errors of all layers would add up.
 
     Attributes:
-        output_axes: A class attribute, see `Leaf`: the outputs are the last axis of `weight`.
+        output_axes: A class attribute: by field, the axis of the outputs, which may be sharded over
+            the mesh axis `tensor`: the last of `weight`.
         weight: The matrix [..., in, out] in FP16 or BF16. Programs that are only planned hold a
             `jax.ShapeDtypeStruct`.
     """

@@ -39,8 +39,8 @@ class INT8Tensor(QuantizedWithInput):
     multiply both layouts in the same time. `quantize` makes such leaves from arrays.
 
     Attributes:
-        output_axes: A class attribute, see `Leaf`: the outputs are the second to last axis of
-            `codes` and the last axis of `scales`.
+        output_axes: A class attribute: by field, the axis of the outputs, which may be sharded over
+            the mesh axis `tensor`: the second to last of `codes` and the last of `scales`.
         codes: The values [..., out, in], int8, from -127 to 127.
         scales: One scale per output channel [..., out], float32.
     """

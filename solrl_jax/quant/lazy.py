@@ -71,10 +71,11 @@ class ColumnView:
 
         Args:
             start: The first column of the new view, counted from the first column of this one.
-            stop: The column after the last one of the new view, counted likewise.
+            stop: The column after the last one of the new view, counted from the first column of
+                this one too.
 
         Returns:
-            A view of the same array. That it lies within this one is not checked.
+            A view of `array`. That it lies within this view is not checked.
         """
         return ColumnView(self.array, self.start + start, self.start + stop)
 
@@ -92,9 +93,9 @@ class LazyPart:
             n may also be 1 (broadcast), and each array may have a width n of its own.
         exact: Whether the part contains no quantized matmul. An exact part is computed in the
             dtypes of its arrays, as in the released networks. Other parts are computed in float32.
-        start: The first row of the first array that is read, if `stop` is not None. The other
-            arrays are read from their first row on.
-        stop: The row after the last one of the first array that is read. None reads all rows.
+        start: The first row of the first array that the part uses; the rows before it are skipped.
+            It has no effect if `stop` is None. The other arrays are used from their first row on.
+        stop: The row of the first array after the last one that the part uses. None uses all rows.
     """
 
     function: Callable[..., Array]
@@ -153,11 +154,12 @@ class LazyActivation:
             rows: The first row (along s) to read and the row after the last one. None reads all
                 rows.
             dtype: The dtype of the activation. None: the dtype of `x`.
-            exact: Whether `x` was computed without a quantized matmul, see `LazyPart`.
+            exact: Whether `x` was computed without a quantized matmul. Activations that are not
+                exact are computed further in float32.
 
         Returns:
-            The lazy activation with one part, exact if `exact` is set, that returns those rows of
-            `x` itself.
+            The lazy activation [b, rows, n] with one part, whose value is the chosen rows of `x`,
+            cast to `dtype`.
         """
         return cls((LazyPart(_identity, (x,), exact, *(rows or ())),), dtype or x.dtype)
 
@@ -165,15 +167,16 @@ class LazyActivation:
         """Applies a function of rows. Nothing is computed yet.
 
         Args:
-            f: Called as `f(activation, *more)`. Row i of its result may depend only on row i of its
-                arguments. A kernel calls it on float32 rows, see `LazyPart`.
+            f: Called as `f(activation, *more)` along the last axis, for any number of leading axes.
+                Row i of its result may depend only on row i of its arguments. A kernel on a GPU
+                calls it on single float32 rows, padded with zeros to a power of two.
             *more: Further arrays [b, s, n], any of whose axes may have size 1.
 
         Returns:
             The lazy result, with the dtype of this activation. It is exact if this activation is.
 
         Raises:
-            ValueError: If the activation has several parts, see `concat`.
+            ValueError: If the activation has several parts, as after `concat`.
         """
         (part,) = self.parts
         count = len(part.arrays)
@@ -190,16 +193,18 @@ class LazyActivation:
         """Applies a function of rows to two activations. Nothing is computed yet.
 
         Args:
-            f: Called as `f(this, other)`. Row i of its result may depend only on row i of its
-                arguments. A kernel calls it on float32 rows, see `LazyPart`.
-            other: An activation of the same shape. Neither activation may read a range of rows of a
-                larger array (`from_array(rows=...)`), which would be ignored without notice.
+            f: Called as `f(this, other)` along the last axis, for any number of leading axes. Row i
+                of its result may depend only on row i of its arguments. A kernel on a GPU calls it
+                on single float32 rows, padded with zeros to a power of two.
+            other: An activation [b, s, n] with the shape of this one. Neither activation may read a
+                range of rows of a larger array (`from_array(rows=...)`), which would be ignored
+                without notice.
 
         Returns:
             The lazy result, with the dtype of this activation. It is exact if both are.
 
         Raises:
-            ValueError: If either activation has several parts, see `concat`.
+            ValueError: If either activation has several parts, as after `concat`.
         """
         (part,) = self.parts
         (other_part,) = other.parts
@@ -216,7 +221,7 @@ class LazyActivation:
         """This activation, followed by another along the last axis. Nothing is computed yet.
 
         Args:
-            other: A lazy activation [b, s, m] with the same b and s.
+            other: A lazy activation [b, s, m], with the batch b and the rows s of this one.
 
         Returns:
             The lazy activation [b, s, n + m], with the parts of both and the dtype of this
@@ -237,7 +242,7 @@ class LazyActivation:
             One lazy activation [b, s, width] per width, in their order.
 
         Raises:
-            ValueError: If the activation has several parts, see `concat`.
+            ValueError: If the activation has several parts, as after `concat`.
         """
         (part,) = self.parts
 
@@ -303,8 +308,9 @@ class LazyActivation:
 
         Args:
             encode: The encoder, for example `solrl_jax.quant.nvfp4.encode`: a function from the
-                parts of rows, float32, to a tuple of lists of arrays. If it is the same object in
-                each call, its outputs are computed once.
+                parts of rows, float32 arrays side by side, to a tuple of outputs (such as codes and
+                scales), each a list of arrays side by side. Outputs are kept by this function
+                object: a new object encodes anew.
 
         Returns:
             The outputs of the encoder, each [b, s, m] with the parts joined along the last axis.
@@ -375,7 +381,7 @@ def cast_saturating(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
 
 
 def cast_rows(dtype: Any, parts: Sequence[Array]) -> tuple[list[Array]]:
-    """An encoder (see `LazyActivation.encode`) whose single output is the rows themselves.
+    """An encoder for `LazyActivation.encode` whose single output is the rows themselves.
 
     Args:
         dtype: The dtype of the output. Casts to FP8 saturate.
@@ -391,7 +397,7 @@ def row_amax(parts: Sequence[Float[Array, "..."]]) -> Float[Array, "..."]:
     """The largest magnitude of each row, over several arrays that lie side by side.
 
     Args:
-        parts: At least one array [..., n_i], with the same leading axes and n_i of at least 1.
+        parts: At least one array [..., n_i], n_i at least 1. The leading axes of all are equal.
 
     Returns:
         The maxima [..., 1], in the dtype of the arrays. A row with a NaN gives NaN.
@@ -404,8 +410,9 @@ def encode_in_one_pass(encode: Encode, pieces: Sequence[LazyActivation]) -> tupl
     """Encodes the rows of activations that follow each other along the sequence axis.
 
     Args:
-        encode: The encoder of a row, see `LazyActivation.encode`.
-        pieces: At least one activation [b, s_i, n], all of the same batch and width.
+        encode: The encoder: from float32 arrays [..., n] side by side along the last axis to a
+            tuple of outputs, each a list of arrays side by side.
+        pieces: At least one activation [b, s_i, n], all of one batch b and one width n.
 
     Returns:
         The outputs of the encoder, each [b, sum of s_i, m]. CUDA programs compute them with
@@ -434,8 +441,9 @@ def _encode_on_tpu(encode: Encode, x: LazyActivation) -> tuple[Array, ...]:
     """Encodes the rows of an activation with `tpu_kernel`, each device its own rows.
 
     Args:
-        encode: The encoder of a row, see `LazyActivation.encode`.
-        x: An activation that `tpu_kernel_takes`.
+        encode: The encoder: from float32 arrays [..., n] side by side along the last axis to a
+            tuple of outputs, each a list of arrays side by side.
+        x: An activation for which `tpu_kernel_takes` is True.
 
     Returns:
         The outputs of the encoder, each [b, s, m].
@@ -465,7 +473,7 @@ def _arrays(pieces: Sequence[Sequence[LazyPart]]) -> list[Array]:
 def _replace_arrays(
     pieces: Sequence[Sequence[LazyPart]], arrays: Iterator[Array]
 ) -> list[list[LazyPart]]:
-    """Returns the same parts reading other arrays.
+    """Returns copies of parts that read other arrays.
 
     Args:
         pieces: The parts of each activation.
@@ -473,7 +481,8 @@ def _replace_arrays(
             the parts read.
 
     Returns:
-        The parts of each activation. A `ColumnView` views the same columns of its new array.
+        The parts of each activation, with their functions and ranges of rows kept. A `ColumnView`
+        views its old columns of its new array.
     """
 
     def replace(old: Array | ColumnView) -> Array | ColumnView:
@@ -491,7 +500,8 @@ def reference(encode: Encode, pieces: Sequence[Sequence[LazyPart]]) -> tuple[Arr
     """Computes what `triton_kernel` computes, in plain JAX and in float32.
 
     Args:
-        encode: The encoder of a row, see `LazyActivation.encode`.
+        encode: The encoder: from float32 arrays [..., n] side by side along the last axis to a
+            tuple of outputs, each a list of arrays side by side.
         pieces: The parts of each activation, at least one. Activations follow each other along the
             sequence axis.
 
@@ -516,10 +526,11 @@ def triton_kernel(
     Pallas for Triton in this process.
 
     Args:
-        encode: The encoder of a row, see `LazyActivation.encode`. Parts are padded with zeros to a
+        encode: The encoder: from float32 arrays side by side along the last axis, the parts of a
+            row, to a tuple of outputs, each a list of arrays. Parts are padded with zeros to a
             power of two, which must not change what it makes of the values before the padding.
         pieces: The parts of each activation, at least one. Activations follow each other along the
-            sequence axis and have the same batch and width.
+            sequence axis, and all have one batch and one width.
         interpret: Whether to run the kernel in Pallas' interpreter, which needs no GPU.
 
     Returns:
@@ -603,7 +614,8 @@ def _encode_row(
     """Runs inside the kernel: computes one row of an activation, encodes it, and stores it.
 
     Args:
-        encode: The encoder of a row, see `LazyActivation.encode`.
+        encode: The encoder: from float32 rows [n] side by side, padded with zeros to powers of two,
+            to a tuple of outputs, each a list of arrays.
         parts: The parts of the activation.
         widths: The number of columns of each part.
         inputs: For each part, references [n] to one row of each of its arrays.
@@ -648,8 +660,8 @@ def tpu_kernel_takes(encode: Encode, x: LazyActivation) -> bool:
     """Whether `tpu_kernel` can encode an activation.
 
     Args:
-        encode: The encoder. Its outputs must be of dtypes that all TPUs compute with: INT8, BF16 or
-            float32. Those of NVFP4 and FP8 are not.
+        encode: The encoder, a function from parts of rows to outputs. Its outputs must be of dtypes
+            that all TPUs compute with: INT8, BF16 or float32. Those of NVFP4 and FP8 are not.
         x: The activation. Each of its parts must start at a multiple of `LANES` columns.
     """
     widths = [jax.eval_shape(part.compute).shape[-1] for part in x.parts]
@@ -667,8 +679,8 @@ def tpu_kernel(
     One step of the kernel handles up to `TPU_ROWS` rows of one sample, in float32.
 
     Args:
-        encode: The encoder of rows, see `LazyActivation.encode`. Its outputs are INT8, BF16 or
-            float32.
+        encode: The encoder: from float32 blocks [rows, n] side by side to a tuple of outputs, each
+            a list of arrays, in INT8, BF16 or float32.
         parts: The parts of the activation. The widths of all but the last are multiples of `LANES`.
         interpret: Whether to run the kernel in Pallas' interpreter, which needs no TPU.
 
@@ -752,12 +764,12 @@ def _in_whole_blocks(part: LazyPart) -> LazyPart:
     """Copies the arrays of a part whose rows or columns do not start at a block of `tpu_kernel`.
 
     Args:
-        part: The part.
+        part: A part of an activation that `tpu_kernel` is to read.
 
     Returns:
-        A part with the same value, in which column views that are no block (`_column_block`) are
-        arrays. A range of rows is kept if it starts at a multiple of `TPU_ROWS` (128) and has as
-        many rows or more; otherwise its rows are an array of their own.
+        A part that computes what `part` does. Column views that are no block (`_column_block`) are
+        copied to arrays. A range of rows is kept if it starts at a multiple of `TPU_ROWS` (128) and
+        has as many rows or more; otherwise its rows are copied to an array of their own.
     """
     first, *others = (
         x.value if isinstance(x, ColumnView) and _column_block(x) is None else x
@@ -774,7 +786,7 @@ def _column_block(view: ColumnView) -> int | None:
     """The index of a view among blocks of its own width, for `tpu_kernel`.
 
     Args:
-        view: The view.
+        view: The columns of an array that `tpu_kernel` is to read.
 
     Returns:
         Its first column divided by its width. None if that is not a whole number, or if the width

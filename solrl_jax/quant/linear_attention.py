@@ -53,7 +53,9 @@ class Blocks:
         eps: Added to the ReLU of queries and keys. The default adds nothing.
         least: Added to the denominator of the attention, so that it is not 0. The default, 1e-15,
             is also that of attention without blocks.
-        released: Whether to compute the variant of MHLA's released code, see `linear_attention`.
+        released: Whether to compute the variant of MHLA's released code, whose denominator mixes,
+            over the blocks, the products of the query at the same place in each block with that
+            block's z.
     """
 
     layout: tuple[int, int]
@@ -116,7 +118,8 @@ def linear_attention(
         heads: The number of heads, which divides d.
         blocks: The blocks of the image. Their number in each direction divides that of the tokens.
         mix: The matrix m [blocks, blocks]; row i belongs to the queries of block i. If `blocks` or
-            `mix` is None, the other one is ignored: there is one block, with the defaults above.
+            `mix` is None, the other one is ignored, and there is one block, with eps 0 and least
+            1e-15.
 
     Returns:
         The attended values [b, n, d]: without blocks in the dtype of `q`, with blocks in that of
@@ -249,16 +252,16 @@ def mixed_reference(
 def exact_in_float32(*factors: Float[Array, "..."]) -> tuple[Float[Array, "..."], ...]:
     """Prepares the factors of a matmul that accumulates in float32.
 
-    CPUs have no such matmul for BF16, so that the factors are cast to float32 there. Elsewhere they
-    are returned as they are, and no float32 copy is written: products of BF16 numbers are exact in
-    float32.
+    CPUs have no such matmul for BF16, so the factors are cast to float32 if the program is traced
+    for a CPU (`compile_target.platform`). For GPUs and TPUs no float32 copy is written: products of
+    BF16 numbers are exact in float32.
 
     Args:
         *factors: Arrays of any shape, in BF16 or float32.
 
     Returns:
-        One array per factor, in their order. "CPU" is what the program is traced for, see
-        `compile_target.platform`.
+        One array per factor, in their order: in float32 for a CPU, otherwise the factors
+        themselves.
     """
     if compile_target.platform() == "cpu":
         return tuple(x.astype(jnp.float32) for x in factors)
@@ -274,16 +277,16 @@ def with_gradient(
 
     Args:
         kernel: Called as `kernel(False, m, *arrays)` for the attended values, and as `kernel(True,
-            m, *arrays, g)`, with their gradient g, for the gradients of m, q, k and v. See
-            `run_kernel`. Each device runs it on its own images.
+            m, *arrays, g)`, with their gradient g, for the gradients of m, q, k and v: `run_kernel`
+            with its first four arguments given. Each device runs it on its own images.
         functions: The three functions that compute q, k and v [b, n, d], each from its own arrays
             [b or 1, n or 1, columns or 1].
-        counts: The number of arrays of each of these functions, in the same order.
+        counts: How many arrays each of these functions takes, in the order of `functions`.
 
     Returns:
-        A function `(m [1, m, m], *arrays) -> attended values`, where the arrays are those of all
-        three functions in order. The gradient of m is summed over images and heads; gradients of
-        arrays are those of q, k and v, pulled back through the functions.
+        A function `(m [1, m, m], *arrays) -> attended values [b, n, d]`, which takes the arrays of
+        q, then of k, then of v. It has gradients: that of m is summed over images and heads, and
+        those of the arrays are the gradients of q, k and v, pulled back through the functions.
     """
     forward = shard_map_kernel(functools.partial(kernel, False))
     backward = shard_map_kernel(functools.partial(kernel, True))
@@ -435,8 +438,9 @@ class _Head:
             refs: The references to the arrays of all three functions, in order.
 
         Returns:
-            Three functions from a group (see `_Head`) to [tokens, head] in BF16. Each loads its
-            arrays anew in every call. Tokens that do not exist are 0.
+            Three functions, for q, k and v, from a group (a pair of token indices and whether they
+            exist) to [tokens, head] in BF16. Each loads its arrays anew in every call. Tokens that
+            do not exist are 0.
         """
         remaining = iter(refs)
         inputs = [
@@ -458,7 +462,8 @@ class _Head:
 
         Args:
             x: Queries or keys of a group [tokens, head].
-            tokens: The group (see `_Head`). Tokens that do not exist have features 0.
+            tokens: The group: the indices of its tokens [tokens, 1], and whether each exists
+                [tokens, 1]. Tokens that do not exist have features 0.
 
         Returns:
             The features [tokens, head] in the dtype of `x`.
@@ -470,7 +475,8 @@ class _Head:
 
         Args:
             ref: A reference to an array [n or 1, columns or 1]; axes of size 1 are broadcast.
-            tokens: The group (see `_Head`).
+            tokens: The group: the indices of its tokens [tokens, 1], and whether each exists
+                [tokens, 1].
             first_column: The column of the array at which the first head begins.
 
         Returns:
@@ -490,7 +496,8 @@ class _Head:
 
         Args:
             ref: A reference to an array [n, width of all heads]. The values are cast to its dtype.
-            tokens: The group (see `_Head`).
+            tokens: The group: the indices of its tokens [tokens, 1], and whether each exists
+                [tokens, 1].
             value: The values [tokens, head].
         """
         mask = jnp.broadcast_to(tokens[1], value.shape)
@@ -501,11 +508,13 @@ class _Head:
 
         Args:
             block: The index of the block, in raster order of blocks; int32, may be traced.
-            step: Called as `step(group, carry)`; returns the next carry, of the same shapes.
-            start: The first carry.
+            step: Called as `step(group, carry)`, where a group is the indices of its tokens
+                [tokens, 1] and whether each exists [tokens, 1]. Returns the next carry, whose
+                shapes and dtypes are those of `carry`.
+            start: The carry of the first call: any tree of arrays, or None.
 
         Returns:
-            The last carry.
+            The carry that the last call returned.
         """
         rows, columns = self.blocks.size
         blocks_across = self.blocks.layout[1]
@@ -540,8 +549,9 @@ class _Head:
         """Computes the sums S = sum f(k) v^T and z = sum f(k) over the tokens of each block.
 
         Args:
-            k: Computes the keys [tokens, head] of a group, see `loaders`.
-            v: Computes the values [tokens, head] of a group.
+            k: Computes the keys [tokens, head] of a group before their ReLU, one of the functions
+                of `loaders`.
+            v: Computes the values [tokens, head] of a group, one of the functions of `loaders`.
 
         Returns:
             S [m, head, head] (keys first) and z [m, head] of all blocks, float32. Blocks that are
@@ -570,7 +580,7 @@ class _Head:
 
         Args:
             block: The index of the block, in raster order; may be traced.
-            x: Sums of all blocks [m, ...], of which only the number of axes is read.
+            x: Sums of all blocks [m, ...]. Only their number of axes matters.
 
         Returns:
             Booleans [m, 1, ...] with as many axes as `x`, True at `block` alone.
@@ -582,7 +592,7 @@ def _forward(head: _Head, *refs: Any) -> None:
     """The kernel of the attention, for one head of one image.
 
     Args:
-        head: The head.
+        head: The head of the image that this program of the kernel computes.
         *refs: References to m [m, m], to the arrays of q, k and v in order, and last to the
             attended values [n, width], whose columns of this head are written.
     """
@@ -609,7 +619,7 @@ def _backward(head: _Head, *refs: Any) -> None:
     The gradient of a query or key is 0 where its value is not above 0 (ReLU).
 
     Args:
-        head: The head.
+        head: The head of the image that this program of the kernel computes.
         *refs: References to m [m, m]; to the arrays of q, k and v in order; to the gradient of the
             attended values [n, width]; and to the outputs: the gradient of m for each head [heads,
             m, m], and the gradients of q, k and v [n, width]. This head's part of the outputs is
@@ -669,7 +679,7 @@ def _along_first_axis(values: Array, like: Array) -> Array:
 
     Args:
         values: One value per block [m].
-        like: Sums of all blocks [m, ...], of which only the number of axes is read.
+        like: Sums of all blocks [m, ...]. Only their number of axes matters.
 
     Returns:
         The values [m, 1, ..., 1] with as many axes as `like`.
@@ -695,7 +705,7 @@ def _sum_over_tokens(x: Float[Array, "n k"], y: Float[Array, "n v"]) -> Float[Ar
 
     Args:
         x: Features of n tokens [n, k], BF16.
-        y: Other features of the same tokens [n, v], BF16.
+        y: Further features of these n tokens [n, v], BF16.
 
     Returns:
         The sums [k, v], accumulated and returned in float32.

@@ -22,8 +22,8 @@ class LowRank(Leaf):
     `a` and `b` are the paper's A and B, transposed.
 
     Attributes:
-        output_axes: A class attribute, see `Leaf`: the outputs are the last axis of `base`. The
-            adapters are replicated.
+        output_axes: A class attribute: by field, the axis of the outputs, which may be sharded over
+            the mesh axis `tensor`: the last of `base`. The adapters are replicated.
         base: The frozen matrix [..., in, out], of any floating-point dtype.
         a: The trainable factor [..., in, rank], float32.
         b: The trainable factor [..., rank, out], float32.

@@ -42,14 +42,14 @@ class NVFP4Tensor(QuantizedWithInput):
     to a multiple of 128. `quantize` makes such leaves from arrays.
 
     Attributes:
-        output_axes: A class attribute, see `Leaf`: the outputs are the second to last axis of
-            `codes` and `scales`.
+        output_axes: A class attribute: by field, the axis of the outputs, which may be sharded over
+            the mesh axis `tensor`: the second to last of `codes` and of `scales`.
         codes: The values [..., padded out, padded in / 2], uint8. Each byte holds two E2M1 codes,
             the one of the even index in the low four bits.
         scales: The block scales [..., padded out, padded in / 16], float8_e4m3fn.
         tensor_scale: One scale per matrix [...], float32.
         n_in: The number of inputs without padding. Static: part of the tree's structure.
-        n_out: The number of outputs without padding. Static, too.
+        n_out: The number of outputs without padding. Static: part of the tree's structure.
     """
 
     output_axes: ClassVar[Mapping[str, int]] = {"codes": -2, "scales": -2}
@@ -61,7 +61,8 @@ class NVFP4Tensor(QuantizedWithInput):
     n_out: int = dataclasses.field(metadata={"static": True})
 
     def matmul(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
-        """`x @ w` with both operands in NVFP4, see `lazy_matmul`.
+        """`x @ w` with both operands in NVFP4, accumulated in float32. Each row of `x` is quantized
+        with a scale of its own.
 
         Args:
             x: Activations [rows, n_in] of a floating-point dtype.
@@ -84,8 +85,9 @@ class NVFP4Tensor(QuantizedWithInput):
         the result applies the float32 scales of the rows and of the matrix.
 
         Args:
-            x: The input [b, s, n_in]. The leaf must hold a single matrix. A narrower input that
-                pads to the same multiple of 64 is taken without notice.
+            x: The input [b, s, n_in]. The leaf must hold a single matrix. The width is not checked:
+                an input that is narrower, but has the same width when padded to a multiple of 64,
+                gives a result without an error.
 
         Returns:
             A lazy activation [b, s, n_out] in the dtype of `x`, complete on every device of the
@@ -316,7 +318,7 @@ def pack(codes: Shaped[Array, "... k"]) -> UInt8[Array, "... half"]:
 
 
 def unpack(packed: UInt8[Array, "... half"]) -> Shaped[Array, "... k"]:
-    """The inverse of `pack`.
+    """Unpacks bytes of two codes each; the inverse of `pack`.
 
     Args:
         packed: Bytes, uint8 [..., k / 2], with the code of the even index in the low four bits.

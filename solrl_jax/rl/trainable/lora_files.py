@@ -52,7 +52,7 @@ def check_target(path: Path, form: Literal["diffusers", "peft"]) -> None:
     Args:
         path: The file ("diffusers"), which may exist, or the directory ("peft"), which may exist
             with an earlier export: `adapter_model.safetensors` and `adapter_config.json`.
-        form: The format of the export.
+        form: The format of the export: "diffusers" (one file) or "peft" (a directory).
 
     Raises:
         InputError: If a file of diffusers does not end in .safetensors or is a directory; or if a
@@ -92,7 +92,7 @@ def export_diffusers(
         path: The file to write. It ends in .safetensors and is replaced if it exists. Missing
             parent directories are created.
         adapters: The trainable parameters by path, which must all be LoRA adapters.
-        settings: Rank and alpha.
+        settings: Rank and alpha of the adapters, which the header of the file records.
         table: The table of all parameters of the network (`Backbone.parameter_table`).
         dtype: The dtype of the tensors in the file, e.g. `jnp.float32` (the default) or
             `jnp.bfloat16`.
@@ -100,9 +100,10 @@ def export_diffusers(
             that ignore the header.
 
     Raises:
-        InputError: If the path is not suitable (see `check_target`), a parameter is trained in
-            full, the adapters do not fit the network, are not finite in `dtype`, or change nothing:
-            every product B A is zero, or there is no adapter.
+        InputError: If the path does not end in .safetensors or is a directory, a parameter is
+            trained in full, the path or shape of an adapter is not that of a linear layer of the
+            network, or the adapters are not finite in `dtype` or change nothing: every product B A
+            is zero, or there is no adapter.
         RunError: If the disk refuses, or the file does not read back as it was written.
     """
     check_target(path, "diffusers")
@@ -134,15 +135,16 @@ def export_peft(
     Args:
         folder: The directory to write. Missing parent directories are created.
         adapters: The trainable parameters by path, which must all be LoRA adapters.
-        settings: Rank and alpha.
+        settings: Rank and alpha of the adapters, which `adapter_config.json` records.
         table: The table of all parameters of the network (`Backbone.parameter_table`).
         dtype: The dtype of the tensors in the file, e.g. `jnp.float32` (the default) or
             `jnp.bfloat16`.
 
     Raises:
         InputError: If the path is a file or a directory with other files, a parameter is trained in
-            full, the adapters do not fit the network, are not finite in `dtype`, or change nothing:
-            every product B A is zero, or there is no adapter.
+            full, the path or shape of an adapter is not that of a linear layer of the network, or
+            the adapters are not finite in `dtype` or change nothing: every product B A is zero, or
+            there is no adapter.
         RunError: If the disk refuses, or the file does not read back as it was written.
     """
     folder = folder.absolute()
@@ -187,9 +189,10 @@ def import_lora(
 
     Raises:
         InputError: If the path or the file cannot be read; if keys belong to no linear layer of the
-            network, a factor is missing, shapes do not fit, or values are not finite; if rank or
-            alpha contradict the file's configuration; or if the file holds no adapter. Also for
-            DoRA, trained biases, and adapters of text encoders that are not skipped.
+            network, a factor is missing, shapes are not those of the network's layers, or values
+            are not finite; if rank or alpha contradict the file's configuration; or if the file
+            holds no adapter. Also for DoRA, trained biases, and adapters of text encoders that are
+            not skipped.
     """
     file = _find_file(path)
     slots = _slots(table)
@@ -269,13 +272,13 @@ def _refuse_other_keys(file: Path, parsed: ParsedKeys, skip_text_encoders: bool)
 
     Args:
         file: The file, for messages.
-        parsed: The keys of the file.
+        parsed: The keys of the file, sorted into groups by `parse_keys`.
         skip_text_encoders: Whether keys of text encoders are accepted.
 
     Raises:
         InputError: For the first that applies: keys of DoRA, of trained biases or whole weights,
-            keys that fit no linear layer, keys of text encoders that are not skipped, or no key of
-            a factor A or B at all.
+            keys of no linear layer of the network, keys of text encoders that are not skipped, or
+            no key of a factor A or B at all. The message names the first keys.
     """
     where = f"{file} (names of {parsed.layout}):"
     if parsed.dora:
@@ -307,7 +310,7 @@ def _listed(keys: Sequence[str]) -> str:
     """Joins keys by commas for a message.
 
     Args:
-        keys: The keys.
+        keys: Keys of tensors, or other names; possibly none.
 
     Returns:
         The first 5 keys, and "and N more" if there are more.
@@ -324,8 +327,8 @@ class _Slot:
         path: The path of our parameter, such as `blocks/attn/to_q/kernel`.
         layer: The index of the layer in a stack, as a tuple of one; () where nothing is stacked.
         layers: The number of layers in the stack, as a tuple of one; () where nothing is stacked.
-        n_in: The number of inputs.
-        n_out: The number of outputs.
+        n_in: The number of inputs of the layer.
+        n_out: The number of outputs of the layer.
         ones: The trailing axes that the factors have in the file: (1, 1) for a 1x1 convolution,
             else ().
     """
@@ -411,8 +414,8 @@ def _to_modules(
     Layers in which both factors are zero are left out.
 
     Args:
-        adapters: The adapters by path.
-        settings: The rank is read, which all adapters must have.
+        adapters: The adapters {"a": [..., in, rank], "b": [..., rank, out]} by path.
+        settings: Its rank is the one that all adapters must have. Alpha plays no part.
         table: The table of all parameters of the network.
 
     Returns:
@@ -463,7 +466,7 @@ def _save(
     The file is written even if the values are then refused, so `file` should be a temporary one.
 
     Args:
-        file: The file to write.
+        file: The path to write to, usually temporary.
         target: Where the file will appear in the end, for error messages.
         modules: The two matrices "lora_A.weight" and "lora_B.weight" of each module, by its name.
         prefix: What precedes the module name in a key.
@@ -539,7 +542,7 @@ def _opened(file: Path) -> Iterator[tuple[Shapes, Any]]:
     """Opens a safetensors file for the body of a `with` statement.
 
     Args:
-        file: The file.
+        file: The path of the safetensors file.
 
     Yields:
         The shapes of its tensors by key, and an open handle of `safetensors`, whose
@@ -582,11 +585,12 @@ def _check_shapes(
     Args:
         file: The file, for messages.
         shapes: The shapes of its tensors, by key.
-        layers: Its linear layers, by their name in the file without the prefix of a program.
+        layers: The linear layers of the file with the keys of their tensors, by their name in the
+            file without the prefix of a program.
         slots: The slot of every linear layer of the network, by its diffusers name.
 
     Returns:
-        The rank of each layer, by the same names.
+        The rank of each layer, by the names in `layers`.
 
     Raises:
         InputError: If a factor of a layer is missing, has another shape, has a rank below 1 or

@@ -159,11 +159,11 @@ class ParsedKeys:
             program (kohya's prefix stays).
         layout: The program whose prefix the keys have, a value of `PREFIXES`, or "no prefix"; for
             messages.
-        text_encoders: Keys of text encoders, sorted, as are the three lists below.
-        dora: Keys of the magnitudes of DoRA.
-        biases: Keys of trained biases and of whole weights.
-        unknown: Keys that fit no linear layer of the network, or stand for the same part of a layer
-            as an earlier key.
+        text_encoders: Keys of text encoders, sorted.
+        dora: Keys of the magnitudes of DoRA, sorted.
+        biases: Keys of trained biases and of whole weights, sorted.
+        unknown: Keys that belong to no linear layer of the network, or stand for a part of a layer
+            that an earlier key has already, sorted.
     """
 
     layers: dict[str, FileLayer]
@@ -183,7 +183,9 @@ def parse_keys(keys: Iterable[str], modules: Collection[str]) -> ParsedKeys:
         modules: The diffusers names of all linear layers of the network.
 
     Returns:
-        The keys in groups. Nothing is refused here: a layer may lack a part.
+        The keys in groups: those of linear layers by the name of the layer, and lists of those of
+        text encoders, of DoRA, of biases and of unknown ones. Nothing is refused here: a layer may
+        lack a part.
     """
     names = _file_names(modules)
     parsed = ParsedKeys({}, _layout(keys), [], [], [], [])
@@ -212,7 +214,7 @@ def parse_keys(keys: Iterable[str], modules: Collection[str]) -> ParsedKeys:
 
 
 def _file_names(modules: Collection[str]) -> dict[str, tuple[tuple[str, ...], bool]]:
-    """Returns what every accepted name of a linear layer in a file stands for.
+    """Returns the diffusers modules that each accepted name of a linear layer in a file stands for.
 
     Args:
         modules: The diffusers names of all linear layers of the network.
@@ -265,7 +267,8 @@ def _without_prefix(name: str) -> str:
 
     Returns:
         The name after "transformer.", "base_model.model." or "diffusion_model.", one of which is
-        removed once. Other names stay as they are, also kohya's, see `_file_names`.
+        removed once. Other names stay as they are; kohya's prefix "lora_unet_" is not removed,
+        because `_file_names` lists names with it.
     """
     for prefix in PREFIXES:
         if prefix != KOHYA and name.startswith(prefix):
@@ -277,7 +280,7 @@ def _layout(keys: Iterable[str]) -> str:
     """Returns the program that wrote the keys of a file.
 
     Args:
-        keys: The keys.
+        keys: The keys of the tensors in the file, such as "transformer.x_embedder.lora_A.weight".
 
     Returns:
         "diffusers", "PEFT", "ComfyUI" or "kohya": the value in `PREFIXES` of the prefix of the

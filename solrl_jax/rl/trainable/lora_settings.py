@@ -52,7 +52,8 @@ def peft_config(modules: Iterable[str], settings: LoraSettings, table: Table) ->
     Args:
         modules: The diffusers names of the modules that have an adapter.
         settings: Rank ("r") and alpha ("lora_alpha", an int if it is a whole number).
-        table: The table of all parameters of the network.
+        table: The table of all parameters of the network, with which ambiguous module names are
+            recognized.
 
     Returns:
         The fields by name, as values of JSON: "r", "lora_alpha", "target_modules", and constants
@@ -90,17 +91,18 @@ def read_config(
     otherwise from the header of the file, where diffusers writes it.
 
     Args:
-        file: The file of tensors.
-        keys: The keys of its tensors, which tell the format.
-        metadata: The metadata in its header.
+        file: The safetensors file, whose name and directory say where the configuration is.
+        keys: The keys of its tensors. Those that begin with "base_model.model." are PEFT's.
+        metadata: The text entries of its header, of which diffusers' is `lora_adapter_metadata`.
 
     Returns:
         The fields by name, without the prefix "transformer." of diffusers; None if the file has no
         such configuration.
 
     Raises:
-        InputError: If it is not a JSON object, is not of plain LoRA (see `_check_config`), or if
-            `adapter_config.json` is missing beside a file with PEFT's name.
+        InputError: If it is not a JSON object; if it is not of plain LoRA (another `peft_type`,
+            DoRA, an initialisation that changes the base) or has no valid `lora_alpha` or patterns;
+            or if `adapter_config.json` is missing beside a file with PEFT's name.
     """
     beside = file.with_name(PEFT_CONFIG)
     of_peft = any(key.startswith(PEFT) for key in keys)
@@ -143,7 +145,8 @@ def _check_config(file: Path, config: Mapping[str, Any]) -> None:
 
     Args:
         file: The file, for messages.
-        config: The fields of the configuration.
+        config: The fields of the `LoraConfig` by name, from `adapter_config.json` or the header of
+            the file.
 
     Raises:
         InputError: For a `peft_type` other than "LORA" (which a missing one counts as), for DoRA,

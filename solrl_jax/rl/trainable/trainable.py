@@ -48,12 +48,14 @@ def find_targets(transformer: Component, config: Config) -> Targets:
 
     Args:
         transformer: The transformer; its parameters need not be loaded.
-        config: `train.parameters` and `lora.target_modules` are read. `train.parameters` is
-            "adapters", "all", or a regular expression that must match whole paths of the parameters
-            to train in full. With "all", `lora.target_modules` is not read.
+        config: `train.parameters` says which parameters are trained in full: "adapters" (none),
+            "all", or a regular expression that must match their whole paths. `lora.target_modules`
+            are regular expressions of the paths of kernels that get an adapter; with "all" there
+            are no adapters, and they play no part.
 
     Returns:
-        The paths of both kinds.
+        The sorted paths of the parameters with adapters and of those trained in full, such as
+        `transformer_blocks/attn2/to_k/kernel`.
 
     Raises:
         ValueError: If `train.parameters` or a LoRA target is a pattern that matches no path, or if
@@ -83,7 +85,8 @@ def matching(params: Params, patterns: Sequence[str], field: str) -> list[str]:
     Args:
         params: The parameters, or their shapes.
         patterns: Regular expressions, each of which must match whole paths.
-        field: The field of the configuration that holds the patterns, for error messages.
+        field: The field of the configuration that holds the patterns, such as
+            "lora.target_modules", for error messages.
 
     Returns:
         The paths that match at least one pattern, sorted, each once. Empty without patterns.
@@ -162,7 +165,8 @@ def attach(
             that the base does not have are ignored. None: there are none.
 
     Returns:
-        A tree of the structure of `base`, whose other leaves are those of `base`.
+        A tree of the structure of `base`. Leaves that are neither trained nor quantized are the
+        objects of `base` itself.
 
     Raises:
         KeyError: If a path in `adapters` is not one of the base.
@@ -185,10 +189,11 @@ def within_bounds(trained: Trainable, table: Sequence[ParameterEntry]) -> Traina
     Args:
         trained: The trainable parameters by path. One that has bounds must be a whole array, not an
             adapter.
-        table: The table of all parameters of the network, which has their bounds.
+        table: The table of all parameters of the network (`Backbone.parameter_table`), which has
+            their bounds.
 
     Returns:
-        The parameters by the same paths. Values of parameters without bounds are the same objects.
+        The trainable parameters by their paths. Values of parameters without bounds are not copied.
     """
     bounds = {e.key: e.bounds for e in table if e.bounds is not None}
 
@@ -259,7 +264,7 @@ def replace(params: Params, leaves: Mapping[str, Any]) -> Params:
             not have are ignored.
 
     Returns:
-        New dicts of the same structure, which share all other leaves with the tree.
+        New nested dicts with the keys of the tree. Leaves that are not replaced are not copied.
     """
     flat = flatten_dict(params, keep_empty_nodes=True)
     return unflatten_dict(

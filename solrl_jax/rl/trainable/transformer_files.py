@@ -82,15 +82,16 @@ def export_transformer(
         backbone: The base, and the directory whose `transformer/config.json` is copied.
         trained: The trainable parameters by path: whole arrays take the place of the base's, and
             adapters are written to a LoRA file of their own.
-        settings: Rank and alpha of the adapters among them.
+        settings: Rank and alpha of the adapters among them. They have no effect without adapters.
         dtype: The dtype of all tensors, e.g. `jnp.float32` (the default) or `jnp.bfloat16`.
         most: The largest number of bytes of tensors in one file, by default 10 GB (10^10). A single
             larger tensor has a file of its own.
 
     Raises:
-        InputError: If the path is not suitable (see `check_directory`), a value is not finite in
-            `dtype`, or there are adapters that do not fit the network or that change nothing. An
-            earlier export is then left as it is.
+        InputError: If the name ends in .safetensors, the path is a file, or the directory holds
+            files other than an earlier export; if a value is not finite in `dtype`; or if there are
+            adapters that do not fit the network or that change nothing. An earlier export is then
+            left as it is.
         RunError: If the disk refuses.
     """
     folder = folder.absolute()
