@@ -251,8 +251,9 @@ def rank(
     entries count once.
 
     Args:
-        experiment: The experiment. Its configuration says how many candidates a prompt has and how
-            many are kept.
+        experiment: The experiment, whose test prompts, rewards and exploration are used.
+            `rollout.candidates` is the number of candidates of a prompt, and `rollout.kept` how
+            many of them count as kept.
         adapters: The trainable parameters of the policy by path, e.g. `state.ema` or those of
             `open_policy`.
         prompts: The number of test prompts, from the first one on.
@@ -310,10 +311,11 @@ def _comma_separated(entries: Sequence[Any]) -> str | None:
     """Joins the entries of a list with commas, for `rl.rank.sweep`.
 
     Args:
-        entries: The entries. A text is taken for a list that is joined already.
+        entries: The entries, e.g. ["nvfp4", "fp8"] or [4, 6]. A text is taken for a list that is
+            joined already.
 
     Returns:
-        The text; None for an empty list.
+        The text, e.g. "nvfp4,fp8"; None for an empty list, which stands for the default.
     """
     if isinstance(entries, str):
         return entries
@@ -675,8 +677,10 @@ def export_lora(
     export of PEFT, is replaced.
 
     Args:
-        experiment: The experiment that the adapters belong to.
-        adapters: LoRA adapters by path, e.g. `state.ema`.
+        experiment: The experiment that the adapters were trained in. Its model gives the names of
+            the layers, and its configuration rank and alpha.
+        adapters: LoRA adapters by the path of their layer, {"a": [..., in, rank], "b": [..., rank,
+            out]} each, e.g. `state.ema`.
         path: A file that ends in .safetensors for "diffusers", or a directory for "peft", which
             must hold nothing but an earlier export. Missing parent directories are created. `~` is
             not expanded.
@@ -704,7 +708,8 @@ def export_transformer(experiment: Experiment, trained: Trainable, folder: str |
     the base.
 
     Args:
-        experiment: The experiment that the parameters belong to.
+        experiment: The experiment that the parameters were trained in. Its base model gives all
+            other parameters.
         trained: The trainable parameters by path, e.g. `state.ema`. Adapters among them become a
             LoRA in the directory.
         folder: The directory to write, which `from_pretrained` of the transformer's class loads.

@@ -240,6 +240,10 @@ def _reward_names(config: Config) -> list[str]:
     Args:
         config: The configuration. Rewards that are trained on, that are watched and that only rank
             candidates count.
+
+    Returns:
+        The names, e.g. ["hpsv2", "pickscore"]. A name such as "judge/style", one of several scores
+        of a reward, counts as that of the reward.
     """
     explored = config.rollout.explore.reward or {}
     return reward_names((*config.reward.weights, *config.reward.eval_only, *explored))
@@ -416,7 +420,8 @@ def _reward_downloads(config: Config) -> list[str]:
 
 
 def _wrong(summary: dict[str, Any]) -> list[str]:
-    """The result of `machine`. Its entry "checks" has None or a problem by the name of each kernel.
+    """The result of `machine`. Its entry "checks" maps the name of each kernel to None or to what
+    is wrong.
 
     Args:
         summary: The result of `machine`. "checks" is read.
@@ -477,7 +482,8 @@ def _folder(path: Path) -> dict[str, Any]:
 
 
 def table(summary: dict[str, Any]) -> str:
-    """Formats the results of `machine` and `needs` as lines for a terminal.
+    """The result of `machine`. For a preset, also the entries of `needs` ("weights", "downloads",
+    "judges", "adapted" and "missing") and, as "proposal", the result of `proposal`.
 
     Args:
         summary: The result of `machine`, alone or joined with that of `needs` and that of

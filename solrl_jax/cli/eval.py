@@ -186,7 +186,7 @@ def _watched(config: Config, names: str | None) -> tuple[str, ...]:
             because they are scored anyway. None: the configuration's own watched rewards.
 
     Returns:
-        One override of `reward.eval_only`; an empty tuple if `names` is None.
+        One override, e.g. ('reward.eval_only=["shapes"]',); an empty tuple if `names` is None.
 
     Raises:
         InputError: If a name is empty.
@@ -203,12 +203,12 @@ def _watched(config: Config, names: str | None) -> tuple[str, ...]:
 
 
 def _evaluate(experiment: Experiment, adapters: Trainable) -> Evaluation:
-    """Evaluates a policy on the test prompts, see `runs.evaluate.evaluate`. Also shows a progress
-    bar.
+    """Evaluates a policy on the first test prompts with the evaluation's size, steps and seeds.
+    Also shows a progress bar.
 
     Args:
         experiment: The experiment with the prompts, the rewards and the section `eval`.
-        adapters: The trainable parameters of the policy by path.
+        adapters: The trainable parameters of the policy by path; an empty dict for the base model.
 
     Returns:
         The scores of all images, with their means and standard errors.
@@ -232,9 +232,9 @@ def _draw(
     Args:
         path: The file to write. It is replaced if it exists.
         differing: The images that are shown, with the differences of their rewards.
-        names: The names of both policies, as headings.
-        first: These images by the first policy.
-        second: These images by the second policy.
+        names: The names of both policies, which are the headings of the two sides.
+        first: The images in `differing` as the first policy draws them, on the left.
+        second: The images in `differing` as the second policy draws them, on the right.
 
     Raises:
         RunError: If the disk refuses.

@@ -94,8 +94,7 @@ def _write(out: Path, generation: Generation, prompts: Sequence[str]) -> None:
 
     Args:
         out: The directory to write to. It is created if necessary.
-        generation: The images, written as float32 [N, height, width, 3] to `images.npy`, and their
-            initial noise, written as float32 [N, C, h, w] to `latents.npy`.
+        generation: The images, and their initial noise as float32 [N, C, h, w].
         prompts: The prompt of each image, which the grid shows. A row of the grid has at most eight
             images.
 

@@ -167,7 +167,7 @@ def with_options(message: str, command: click.Command) -> str:
         command: The command, whose options are looked for.
 
     Returns:
-        The message with the options.
+        The message in which the command's arguments appear as options, e.g. "--num-steps=0: ...".
     """
     for parameter in command.params:
         if not isinstance(parameter, click.Option):

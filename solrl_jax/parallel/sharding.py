@@ -48,7 +48,8 @@ def jit(stage: Callable[..., Any], **options: Any) -> Any:
     shape, because results would otherwise depend on the mesh.
 
     Args:
-        stage: The function, which is compiled at the first call for each kind of arguments.
+        stage: The function. It is compiled at the first call for each set of shapes, dtypes,
+            shardings and static arguments.
         **options: Further arguments of `jax.jit`, such as `static_argnums` or `donate_argnums`, but
             not `compiler_options`, which would be a TypeError.
 
@@ -161,12 +162,16 @@ def parameter_sharding(mesh: Mesh, tree: Any) -> Any:
 def placement(mesh: Mesh) -> Callable[[tuple, tuple[int, ...]], NamedSharding]:
     """Returns a function from a parameter's path and shape to its sharding.
 
-    It chooses as `parameter_sharding` does for an array of that shape. The path is a tuple whose
-    last entry is the name of the parameter, e.g. "kernel"; the other entries are not read. The
-    function is a `models.loading.weights.Placement`.
+    The function takes a path, a tuple whose last entry is the name of the parameter, e.g.
+    ("blocks", "attn", "to_q", "kernel"), and a shape. The output axis of a "kernel" or "b" with 2
+    or 3 axes (the last one) is split over `tensor`, and then the largest axis that `fsdp` divides
+    over `fsdp`, as `parameter_sharding` does. Arrays of fewer than 4096 elements are replicated.
 
     Args:
         mesh: The mesh of the shardings, with the axes `data`, `fsdp` and `tensor`.
+
+    Returns:
+        The function, a `models.loading.weights.Placement`.
     """
 
     def place(path: tuple, shape: tuple[int, ...]) -> NamedSharding:

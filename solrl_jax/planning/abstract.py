@@ -232,7 +232,8 @@ def shaped(make: Callable[..., Any], *trees: Any) -> Any:
     Arguments reappear in the result as the shapes that were passed, with their shardings.
 
     Args:
-        make: A function that rearranges its arguments. It must not compute new arrays.
+        make: A function of the trees that puts their leaves into another structure, e.g. a class.
+            It must not compute new arrays.
         trees: Trees of placed shapes, one per argument of `make`.
 
     Returns:

@@ -265,7 +265,7 @@ def _fp8_twin(x: Float[Array, "rows n_in"], w: fp8.FP8Tensor) -> Float[Array, "r
     """Returns `x @ w` in float32, with the activations quantized to FP8 as the kernel does.
 
     Args:
-        x: The activations, BF16. Each row has a scale of its own.
+        x: The activations [rows, n_in], BF16. Each row is quantized with a scale of its own.
         w: The quantized weight [n_in, n_out].
     """
     codes, scales = fp8.encode([x.astype(jnp.float32)])
@@ -284,7 +284,7 @@ def _int8_twin(x: Float[Array, "rows n_in"], w: int8.INT8Tensor) -> Float[Array,
     """Returns `x @ w` in float32, with the activations quantized to INT8 as the kernel does.
 
     Args:
-        x: The activations, BF16. Each row has a scale of its own.
+        x: The activations [rows, n_in], BF16. Each row is quantized with a scale of its own.
         w: The quantized weight [n_in, n_out].
     """
     codes, scales = int8.encode([x.astype(jnp.float32)])

@@ -82,6 +82,10 @@ class Roofline:
 
         Collectives that overlap with kernels count only for the time that remains after all
         kernels.
+
+        Returns:
+            Seconds by "products", "attention", "memory" and "links", 0 where nothing counts. Their
+            sum is the bound for one call.
         """
         seconds = dict.fromkeys(KINDS, 0.0)
         for kernel in self.kernels:

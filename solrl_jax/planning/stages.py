@@ -203,6 +203,10 @@ class Stages:
 
         Args:
             count: The number of prompts, the leading axis of every array.
+
+        Returns:
+            The tree of embeddings that the text encoders give, with `count` as the leading axis of
+            each array.
         """
         with jax.set_mesh(self.rows_mesh):
             out = encode_chunk.eval_shape(*self._encode().arguments)
@@ -293,9 +297,11 @@ class Stages:
         """Returns the program that samples one batch.
 
         Args:
-            segments: The policies with their schedules.
+            segments: The parts of a sampling run in their order: each a policy, as placed shapes,
+                with the schedule of the steps that it takes.
             calls: The number of calls per iteration.
-            recorded: The number of stochastic steps whose states are recorded; 0 records none.
+            recorded: The number of stochastic steps whose states the program returns for training;
+                0 returns none.
         """
         noise = self._rows(self.mesh, self._sampler.shape, jnp.float32)
         rows = shaped(

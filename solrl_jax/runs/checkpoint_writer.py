@@ -65,7 +65,7 @@ class Saver:
 
         Args:
             iteration: The number of iterations behind the state, which names the directory.
-            state: A pytree of jax arrays.
+            state: A pytree of plain jax arrays, such as `TrainState`.
             meta: JSON values by name that are saved with the state. Those of the first process
                 count.
 
@@ -109,8 +109,8 @@ class Saver:
             *_: The exception of the body, if it raised one. Not read.
 
         Raises:
-            RunError: If the save in progress failed, see `wait`. It replaces an exception of the
-                body.
+            RunError: If the disk refused the save in progress, or another process failed or gives
+                no answer. It replaces an exception of the body.
         """
         try:
             self.wait()
@@ -129,9 +129,11 @@ def begin(
 ) -> Callable[[], Path]:
     """Does the first half of a save, and returns the second. Every process of a run calls both.
 
-    The first half also removes what killed saves left in `root`. A checkpoint of the same iteration
-    is replaced. A save that fails before the checkpoint has its name leaves the directory as it
-    was, apart from these leftovers.
+    The first half copies the arrays to the host and starts to write them to a hidden directory; it
+    also removes what killed saves left in `root`. The second half waits until they are written,
+    adds metadata and manifest, gives the directory its name and removes old checkpoints. A
+    checkpoint of the same iteration is replaced. A save that fails before the checkpoint has its
+    name leaves the directory as it was, apart from these leftovers.
 
     Args:
         root: The directory of checkpoints. It is created if necessary.

@@ -88,8 +88,8 @@ def _refuse_other_parameters(target: str, saved: Config, config: Config) -> None
 
     Args:
         target: The run directory, for the message.
-        saved: Its configuration.
-        config: The same configuration with the overrides.
+        saved: The configuration that the run was trained with.
+        config: The configuration `saved` with the overrides applied.
 
     Raises:
         InputError: If one of these settings differs. The message names the first one.
@@ -113,9 +113,9 @@ def _refuse_foreign_rewards(
 
     Args:
         target: The run directory, for the message.
-        saved: Its configuration.
-        config: The same configuration with the overrides.
-        overrides: The overrides, of the form `key=value`.
+        saved: The configuration that the run was trained with.
+        config: The configuration `saved` with the overrides applied.
+        overrides: The user's overrides, of the form `key=value`, which made `config` from `saved`.
 
     Raises:
         InputError: If the rewards of `config` name such functions or services that are not from the
@@ -145,7 +145,7 @@ def _refuse_foreign_objective(target: str, config: Config, overrides: tuple[str,
     Args:
         target: The run directory, for the message.
         config: Its configuration with the overrides, of which `algorithm.objective` is checked.
-        overrides: The overrides, of the form `key=value`.
+        overrides: The user's overrides, of the form `key=value`.
 
     Raises:
         InputError: If the objective is "module:function" and no override sets

@@ -371,7 +371,8 @@ def pool_images(
         experiment: The experiment. `eval.num_grid_images`, which must not be 0, is the largest
             number of candidates in all. There are four per prompt, or fewer if that number or
             `rollout.kept` is smaller; of these, half (rounded down) are the worst.
-        old: The trainable parameters that the iteration explored and regenerated with.
+        old: The trainable parameters by path that the iteration explored and regenerated with,
+            `TrainState.old` before its update.
         exploration: The precision and number of steps that it explored with.
         ledger: The columns of its candidates by name, prompt by prompt. "rank" (the place in the
             ranking of its prompt for selection, 0 is the best) and "kept" (bool) decide which
@@ -489,13 +490,15 @@ def _generate_grid(
     """Generates and scores a grid of evaluation images.
 
     Args:
-        experiment: The experiment. Its evaluation size, steps and rewards are used.
-        adapters: The trainable parameters of the policy.
+        experiment: The experiment. Its evaluation size, `eval.num_steps` and `evaluation_reward`
+            are used.
+        adapters: The trainable parameters of the policy by path.
         prompts: The p prompts, one per row.
         seeds: The seeds of the m images of each prompt, uint32 [p, m, 2].
 
     Returns:
-        The images with the verdicts of the reward.
+        The grid, with one row of m images per prompt, and whether each is right if a score
+        "NAME/strict" says so.
 
     Raises:
         InputError: If the prompts cannot be encoded.
@@ -521,7 +524,7 @@ def _generate(
     Args:
         experiment: The experiment. Its evaluation size, `eval.num_steps` and `evaluation_reward`
             are used.
-        adapters: The trainable parameters of the policy.
+        adapters: The trainable parameters of the policy by path.
         prompts: The p prompts, which are encoded and scored.
         seeds: The seeds of the m images of each prompt, uint32 [p, m, 2].
         progress: Called with the number of images of each batch when the batch has been queued on

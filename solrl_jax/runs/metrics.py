@@ -133,7 +133,8 @@ class Metrics:
     It is a context manager; files are read and written only within it.
 
     Attributes:
-        rows: The rows of the record, as `read` returns them. Empty until it is opened.
+        rows: The rows that were recorded up to now, in order: dicts of "iteration" and the values
+            by name, None where one was not finite. Empty until the record is opened.
         set_aside: Where a damaged record was moved to when it was opened, or None.
     """
 
@@ -230,7 +231,7 @@ def _record(path: Path, rows: Sequence[Mapping[str, Any]]) -> Iterator[Log]:
 
     Args:
         path: The file. It is replaced.
-        rows: The rows that it begins with.
+        rows: The rows that the new file begins with, dicts of "iteration" and values by name.
 
     Yields:
         A function (iteration, values by name) that appends a row and waits until it is on the disk.

@@ -151,8 +151,10 @@ def draw_pools(
         experiment: The experiment of the run. `eval.num_grid_images`, which must not be 0, is the
             largest number of candidates; there are at most four per prompt.
         folder: The run directory, in which the image is written to `pictures/`.
-        old_policy: The trainable parameters that the iteration explored with.
-        setting_index: The index in `experiment.explorer.settings` that the iteration explored with.
+        old_policy: The trainable parameters by path that the iteration explored with, from before
+            its update.
+        setting_index: The index in `experiment.explorer.settings` (0 is the configured one) of the
+            precision and number of steps that the iteration explored with.
         ledger: The columns of the iteration's candidates by name, prompt by prompt: "rank" and
             "kept" choose the candidates, and "proxy_reward" and "regenerated_reward" are the
             captions.

@@ -450,8 +450,10 @@ def _read_images(folder: Path, kind: str) -> list[dict[str, Any]]:
         kind: The prefix of the file names: "iteration" or "pool".
 
     Returns:
-        One dict per iteration, ascending: its number as "iteration", and the entries "size" and
-        "cells" of `_read_cells`. Grids without facts about their images are left out.
+        One dict per iteration, ascending: "iteration" (its number), "size" (height and width of an
+        image in pixels as text, e.g. "512 x 768") and "cells" (a dict for each image: the facts
+        about it, e.g. "prompt", and the shrunken image as a `data:` URL under "src"). Grids without
+        facts about their images are left out.
 
     Raises:
         InputError: If a file is damaged.
@@ -512,7 +514,8 @@ def _figures(runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Draws the curves of all runs. Figures for which no run has a value are left out.
 
     Args:
-        runs: The results of `_describe_run`.
+        runs: One dict per run, in order, from `_describe_run`: its "name", "trained", "watched" and
+            "metrics" (lists of values by name) are used.
 
     Yields:
         One dict per figure: "section", "metric", "title", "svg" (the `<svg>` element as text),
@@ -546,7 +549,9 @@ def _line(index: int, run: Mapping[str, Any], metric: str, *, named: bool) -> Li
 
     Args:
         index: The number of the run, from 0.
-        run: The result of `_describe_run`.
+        run: The dict of the run from `_describe_run`. Its "metrics" are lists of values by name,
+            "iteration" among them, with None for unknown values, and its "name" may become the
+            label.
         metric: The name of the metric. Its standard error "METRIC/standard_error", if recorded,
             becomes a band; where it is unknown it counts as 0.
         named: Whether the label is the name of the run. Otherwise it is the last value with three
@@ -580,7 +585,8 @@ def _titles(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]
     are listed also if no run has the metric.
 
     Args:
-        runs: The results of `_describe_run`.
+        runs: One dict per run from `_describe_run`: the names in "metrics", "trained" and "watched"
+            are used.
 
     Yields:
         (section, metric, title) of every figure, e.g. ("rewards", "eval/reward", "Held-out reward,

@@ -272,7 +272,8 @@ def _refuse_foreign_report(path: Path, force: bool) -> None:
     """Checks that a report replaces nothing but a report of solrl_jax.
 
     Args:
-        path: The file that the report would replace. It need not exist.
+        path: The file that the report would replace, `report.html` in the run directory. It need
+            not exist.
         force: Whether another file may be replaced. A directory never is.
 
     Raises:
@@ -487,12 +488,13 @@ def _prepare(this: _Run) -> None:
 def _remaining_prompts(experiment: Experiment, done: int) -> Sequence[Prompt]:
     """Returns the training prompts that the rest of the run may draw.
 
-    These are the drawn prompts, in order and with repetitions, if the rest of the run is short, and
-    otherwise all training prompts: a run that draws at least twice as many as there are draws
-    nearly all of them.
+    If these iterations draw fewer than twice as many prompts as there are, these are the drawn
+    prompts, in order and with repetitions. Otherwise they are all training prompts, because nearly
+    all are drawn then.
 
     Args:
-        experiment: The experiment of the run.
+        experiment: The experiment of the run, which has the training prompts, the seed and the
+            number of iterations.
         done: The number of iterations that are done. If none is left, the result is empty.
     """
     train = experiment.config.train

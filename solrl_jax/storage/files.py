@@ -158,7 +158,8 @@ def atomic(path: str | Path) -> Iterator[Path]:
 
 
 def atomic_write(path: str | Path, data: bytes | str) -> None:
-    """Writes a whole file at once and syncs it to the disk, see `atomic`.
+    """Writes a whole file at once and syncs it to the disk. If that fails, the file stays as it
+    was.
 
     Args:
         path: The file to write. It may exist. Missing parent directories are created.

@@ -82,7 +82,8 @@ def _setting(done: Sequence[Run], prices: Prices) -> dict[str, str]:
     """Describes how the finished runs were evaluated, priced and trained.
 
     Args:
-        done: The finished runs. Different descriptions are joined by semicolons.
+        done: The finished runs, whose `run.json` is read. Several different descriptions are joined
+            by semicolons.
         prices: The seconds of each kind of work.
 
     Returns:
@@ -126,8 +127,8 @@ def sweeps(plan: Plan, runs: Sequence[Run]) -> dict[str, list[tuple[Any, str]]]:
         runs: All runs, at least one of each arm.
 
     Returns:
-        For each setting in `plan.sweeps` by its dotted name, pairs of its value in an arm and the
-        name of the arm, in the order of the plan. The list is not sorted by value.
+        For each setting in `plan.sweeps` by its dotted name, pairs (value of the setting in an arm,
+        name of the arm), in the order of the plan. The list is not sorted by value.
     """
     configs = {run.arm: run.config for run in runs}
 
