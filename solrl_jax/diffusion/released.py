@@ -73,9 +73,9 @@ def read_scheduler(
         steps: Number of solver steps, at least 1.
         tokens: Number of image tokens of one latent. Read only with `use_dynamic_shifting`, whose
             shift depends on the resolution; the setting `shift` is then checked but not used.
-        pipeline_sigmas: Whether the pipeline passes its scheduler the sigmas `linspace(1, 1/n, n)`
-            to be shifted, as that of FLUX does, instead of only the number of steps. Only the Euler
-            scheduler reads it.
+        pipeline_sigmas: Whether the pipeline gives its scheduler the sigmas `linspace(1, 1/n, n)`
+            to be shifted, as FLUX does. False: it gives the number of steps alone, and the
+            scheduler makes the sigmas. Only for the Euler scheduler does it matter.
         mu: Computes the logarithm of a shift that depends on the resolution, from `steps` and
             `tokens`. It is called only with `use_dynamic_shifting`. None uses the formula of FLUX.1
             (`sigmas.flux_mu`); the Euler scheduler then refuses other constants of the formula than

@@ -24,7 +24,7 @@ def interpolate(
     """The forward process: `(1 - sigma) x0 + sigma noise`.
 
     Args:
-        x0: Clean latents.
+        x0: Clean latents, one row per sample.
         noise: Standard normal noise in the shape of `x0`.
         sigma: One noise level in [0, 1] per latent: 0 gives `x0`, 1 gives `noise`.
 

@@ -74,16 +74,17 @@ class Schedule:
                 `sde_window_size` the noise, and `guidance_scale` and `true_cfg_scale` the guidance.
             steps: Number of solver steps, at least 1.
             tokens: Number of image tokens of one latent, from which FLUX derives its shift.
-            embedded_guidance: Whether the network embeds its guidance scale.
+            embedded_guidance: Whether the network takes its guidance scale as an input.
                 `rollout.guidance_scale` is then that input, and classifier-free guidance is
                 `rollout.true_cfg_scale`. Otherwise `rollout.guidance_scale` is classifier-free
-                guidance, and `rollout.true_cfg_scale` is not read.
+                guidance, and `rollout.true_cfg_scale` has no effect.
             noise_start: The first step of the full schedule (counted from 0) that adds noise, if
                 `rollout.noise_level` is above 0. The `rollout.sde_window_size` steps from there add
                 noise, or all that follow if that is None or 0; the last step of a schedule never
                 does. None: no step does.
-            mu: Computes the logarithm of the shift of the "flux" schedule. None uses that of
-                FLUX.1.
+            mu: (number of steps, number of tokens) -> the logarithm of the shift of the "flux"
+                schedule. None uses the formula of FLUX.1 (`sigmas.flux_mu`). Other schedules do not
+                call it.
             shift_terminal: The lowest sigma before the final 0 of the "flux" schedule, to which the
                 sigmas above it are stretched linearly. None: they are not stretched.
 
@@ -167,8 +168,8 @@ class Schedule:
         has a noise draw of its own. This schedule is not changed.
 
         Args:
-            sigmas: The noise levels, decreasing, the last one 0. Their number may differ from that
-                of this schedule.
+            sigmas: The noise levels, decreasing, the last one 0. There may be more or fewer than in
+                this schedule.
             table: The solver coefficients on these sigmas, [number of sigmas - 1, 5].
         """
         starts = sigmas[:-1].astype(np.float32)

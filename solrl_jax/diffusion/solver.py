@@ -45,11 +45,13 @@ def solver_table(
         eta: The noise level of a stochastic solver ("ddim", "flow_sde", "dance_sde" or "cps"): one
             number for all steps, or one per step. A step with noise level 0 is an Euler step. For
             "ddim", 1 adds as much fresh noise as the forward process lost, and for "cps" it
-            replaces all of the predicted noise. The last step never adds noise,
-            so that a sample ends on the last prediction. Deterministic solvers accept only 0.
+            replaces all of the predicted noise. The last step never adds noise, so that a sample
+            ends on the last prediction. Deterministic solvers accept only 0.
 
     Returns:
-        The coefficients (a, b, c, d, e) of each step, float32.
+        The coefficients (a, b, c, d, e) of each step, float32, one row per step, in `x_next = a x +
+        b x0[i] + c x0[i - 1] + d x0[i - 2] + e noise`, where x0[i] is the prediction `x - sigma v`
+        at step i.
 
     Raises:
         ValueError: If there is no solver of that name, a deterministic solver is given noise, or
@@ -140,7 +142,7 @@ def _first_order(sigma: float, next_sigma: float) -> Coefficients:
 
     Args:
         sigma: The sigma s before the step, above 0.
-        next_sigma: The sigma s' after it.
+        next_sigma: The sigma s' after the step, at least 0.
     """
     ratio = next_sigma / sigma
     return ratio, 1 - ratio, 0.0, 0.0, 0.0
@@ -155,7 +157,7 @@ def _ddim(sigma: float, next_sigma: float, eta: float) -> Coefficients:
 
     Args:
         sigma: The sigma s before the step, above 0.
-        next_sigma: The sigma s' after it, below 1.
+        next_sigma: The sigma s' after the step, below 1.
         eta: The noise level; 0 is the deterministic step.
     """
     alpha = 1 - sigma
@@ -175,7 +177,7 @@ def _renoised(sigma: float, next_sigma: float, rest: float, e: float) -> Coeffic
 
     Args:
         sigma: The sigma s before the step, above 0.
-        next_sigma: The sigma s' after it.
+        next_sigma: The sigma s' after the step.
         rest: The coefficient of the predicted noise.
         e: The standard deviation of the fresh noise.
     """
@@ -188,7 +190,7 @@ def _sde(sigma: float, next_sigma: float, g2: float) -> Coefficients:
 
     Args:
         sigma: The sigma s before the step, above 0.
-        next_sigma: The sigma s' after it, at most s.
+        next_sigma: The sigma s' after the step, at most s.
         g2: `g^2`, the squared strength of the noise at s. 0 gives the deterministic Euler step.
     """
     h = next_sigma - sigma
@@ -207,7 +209,7 @@ def _second_order(previous_sigma: float, sigma: float, next_sigma: float) -> Coe
     Args:
         previous_sigma: The sigma of the prediction before the last one, at most 1.
         sigma: The sigma before the step, below 1.
-        next_sigma: The sigma after it, above 0.
+        next_sigma: The sigma after the step, above 0.
     """
 
     # At sigma = 1, lambda is minus infinity. The previous step then carries no slope, and h /

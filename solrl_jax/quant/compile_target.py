@@ -49,8 +49,8 @@ def cudnn_attends_in_fp8() -> bool:
 
 
 def local_device() -> jax.Device:
-    """The first device that JAX runs on in this process, which may not be the one that a program is
-    traced for.
+    """Returns the first device that JAX runs on, which may not be the one that a program is traced
+    for. With several hosts it may belong to another process.
     """
     return jax.devices()[0]
 

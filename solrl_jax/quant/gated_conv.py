@@ -36,7 +36,7 @@ def gated_conv(
         the second.
 
     Raises:
-        ValueError: On a TPU, if `x` has several parts.
+        ValueError: On a TPU, if `x` has several parts, as after `LazyActivation.concat`.
     """
     if compile_target.platform() == "tpu":
         x = _materialize_matmul(x, grid)
@@ -62,7 +62,7 @@ def _materialize_matmul(x: LazyActivation, grid: tuple[int, int]) -> LazyActivat
         become arrays.
 
     Raises:
-        ValueError: If `x` has several parts.
+        ValueError: If `x` has several parts, as after `LazyActivation.concat`.
     """
     (part,) = x.parts
     first, *others = (a.value if isinstance(a, ColumnView) else a for a in part.arrays)

@@ -108,7 +108,7 @@ class LazyPart:
         """Evaluates the part with plain JAX operations.
 
         Args:
-            dtype: The dtype that the arrays are cast to first. None keeps their own dtypes.
+            dtype: The dtype that the arrays are cast to first. None leaves them as they are.
 
         Returns:
             The columns [b, s, n], in the dtype that `function` gives.
@@ -460,7 +460,7 @@ def _arrays(pieces: Sequence[Sequence[LazyPart]]) -> list[Array]:
     """The arrays in memory that the parts of all pieces read, in order; whole ones for views.
 
     Args:
-        pieces: The parts of each activation.
+        pieces: For each of several activations, its parts.
 
     Returns:
         A flat list: piece by piece, part by part, array by array. A `ColumnView` gives the array
@@ -476,7 +476,7 @@ def _replace_arrays(
     """Returns copies of parts that read other arrays.
 
     Args:
-        pieces: The parts of each activation.
+        pieces: For each of several activations, its parts.
         arrays: The new arrays, in the order of `_arrays`. The iterator is advanced by as many as
             the parts read.
 
@@ -616,7 +616,7 @@ def _encode_row(
     Args:
         encode: The encoder: from float32 rows [n] side by side, padded with zeros to powers of two,
             to a tuple of outputs, each a list of arrays.
-        parts: The parts of the activation.
+        parts: The parts of the activation, side by side.
         widths: The number of columns of each part.
         inputs: For each part, references [n] to one row of each of its arrays.
         results: References [m] to one row of each output of the encoder, which are written.
@@ -662,7 +662,11 @@ def tpu_kernel_takes(encode: Encode, x: LazyActivation) -> bool:
     Args:
         encode: The encoder, a function from parts of rows to outputs. Its outputs must be of dtypes
             that all TPUs compute with: INT8, BF16 or float32. Those of NVFP4 and FP8 are not.
-        x: The activation. Each of its parts must start at a multiple of `LANES` columns.
+        x: The activation. All of its parts but the last must have a multiple of `LANES` (128)
+            columns.
+
+    Returns:
+        True if both hold. False otherwise; nothing is raised.
     """
     widths = [jax.eval_shape(part.compute).shape[-1] for part in x.parts]
     outputs = jax.eval_shape(lambda: reference(encode, [x.parts]))

@@ -51,8 +51,7 @@ class Blocks:
             number in `grid`; this is not checked.
         grid: The number of rows and of columns of tokens of the image.
         eps: Added to the ReLU of queries and keys. The default adds nothing.
-        least: Added to the denominator of the attention, so that it is not 0. The default, 1e-15,
-            is also that of attention without blocks.
+        least: Added to the denominator of the attention, so that it is not 0. The default is 1e-15.
         released: Whether to compute the variant of MHLA's released code, whose denominator mixes,
             over the blocks, the products of the query at the same place in each block with that
             block's z.
@@ -113,10 +112,11 @@ def linear_attention(
             order. Column j of q, k and v must depend only on column j of the arrays that they are
             computed from (or on arrays of width 1), as after a matmul and a bias: the kernel
             computes them head by head. This is not checked.
-        k: Keys [b, n, d].
-        v: Values [b, n, d].
+        k: Keys [b, n, d] before their feature, as `q`.
+        v: Values [b, n, d], heads side by side.
         heads: The number of heads, which divides d.
-        blocks: The blocks of the image. Their number in each direction divides that of the tokens.
+        blocks: The blocks of the image, with eps, least and the variant. Their number in each
+            direction divides the number of tokens there.
         mix: The matrix m [blocks, blocks]; row i belongs to the queries of block i. If `blocks` or
             `mix` is None, the other one is ignored, and there is one block, with eps 0 and least
             1e-15.
@@ -166,8 +166,8 @@ def reference(
 
     Args:
         q: Queries [b, n, d] before the ReLU, heads side by side.
-        k: Keys [b, n, d] before the ReLU.
-        v: Values [b, n, d].
+        k: Keys [b, n, d] before the ReLU, heads side by side.
+        v: Values [b, n, d], heads side by side.
         heads: The number of heads, which divides d.
 
     Returns:
@@ -198,9 +198,10 @@ def mixed_reference(
     """Computes `linear_attention` with blocks, also the released variant, in plain JAX.
 
     Args:
-        q: Queries [b, n, d], heads side by side. n is the product of `blocks.grid`.
-        k: Keys [b, n, d].
-        v: Values [b, n, d].
+        q: Queries [b, n, d] before their feature `relu(q) + eps`, heads side by side. n is the
+            product of `blocks.grid`.
+        k: Keys [b, n, d] before their feature, heads side by side.
+        v: Values [b, n, d], heads side by side.
         heads: The number of heads, which divides d.
         blocks: The blocks of the image, with eps, least and the variant.
         mix: The matrix m [blocks, blocks] of any floating-point dtype; cast to float32. Row i
@@ -331,7 +332,7 @@ def run_kernel(
         widths: The number of features of one head (one of `HEAD_DIMS`: 16, 32 or 64), and of all
             heads together.
         blocks: The blocks of the image. `released` is ignored.
-        backward: Whether to compute the gradient.
+        backward: Whether to compute the gradient instead of the attended values.
         *arrays: m [b or 1, m, m] in float32, padded with zeros to a power of two of blocks; the
             arrays [b or 1, n or 1, columns or 1] of all functions in order; and, if `backward`, the
             gradient [b, n, d] of the result. An axis of size 1 is broadcast. At least one has b
@@ -498,7 +499,7 @@ class _Head:
             ref: A reference to an array [n, width of all heads]. The values are cast to its dtype.
             tokens: The group: the indices of its tokens [tokens, 1], and whether each exists
                 [tokens, 1].
-            value: The values [tokens, head].
+            value: The values of this head [tokens, head].
         """
         mask = jnp.broadcast_to(tokens[1], value.shape)
         self.plgpu.store(ref.at[tokens[0], self.columns], value.astype(ref.dtype), mask=mask)

@@ -60,7 +60,7 @@ def partition_spec(shape: tuple[int, ...], axis: int | None, shards: int) -> Par
     """The sharding of a parameter over the mesh axis `tensor`. It does not read the current mesh.
 
     Args:
-        shape: The shape of the parameter.
+        shape: The shape of the parameter, with leading axes.
         axis: The axis to shard, possibly negative. None replicates the parameter.
         shards: The number of shards. If it is 1, or if the size of the axis is not a multiple of
             it, the parameter is replicated.

@@ -40,8 +40,9 @@ def advantages(
     Args:
         rewards: The rewards of the K kept samples of each prompt, one row per prompt, K at least 1.
         clip: The largest absolute advantage, in standard deviations. Above 0.
-        global_std: Whether the standard deviation (population) is that of all finite rewards about
-            the mean of all of them. Otherwise it is that of the rewards of the prompt.
+        global_std: True: the standard deviation is over the finite rewards of all prompts, about
+            their common mean. False: over the finite rewards of the prompt, about its mean. It is
+            the population's.
         mode: "all" returns A. "positive_only" returns 0 where A is negative, and "negative_only" 0
             where it is positive. "one_only" returns 1 where A is positive, else 0. "binary" returns
             the sign of A (-1, 0 or 1).

@@ -36,7 +36,7 @@ def ranking_values(
             of each.
         weights: The weight of each score by its name (`reward.weights` or
             `rollout.explore.reward`). "sum" does not use it, since "reward" is weighted already.
-        prompts: The number of prompts.
+        prompts: p, the number of prompts.
 
     Returns:
         One row per prompt and one column per candidate. Candidates that cannot be ordered have a
@@ -94,7 +94,7 @@ def _standardised(scores: Values, counted: Bool[np.ndarray, "p n"]) -> Values:
     """Centres a score on the mean of its prompt and divides it by its standard deviation there.
 
     Args:
-        scores: The score, one row per prompt.
+        scores: The values of one score, one row per prompt and one column per candidate.
         counted: Which candidates take part. The others may have any score, also NaN.
 
     Returns:

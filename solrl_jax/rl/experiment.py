@@ -138,7 +138,7 @@ class Experiment:
             The experiment of that size.
 
         Raises:
-            InputError: If the number is below 1 or does not fit an int32.
+            InputError: If the number is not from 1 to 2**31 - 1.
         """
         if not 1 <= iteration < 2**31:
             raise InputError(f"iteration={iteration}: must be from 1 to {2**31 - 1}")
@@ -162,7 +162,7 @@ class Experiment:
             the base's.
 
         Raises:
-            KeyError: If a path is not one of the base.
+            KeyError: If the base has no parameter of a path in `trained`.
         """
         return attach(self.backbone.transformer, trained, self.scale)
 
@@ -215,7 +215,7 @@ class Experiment:
 
         Raises:
             ValueError: If the model does not support the size of the images.
-            KeyError: If a path in `trained` is not one of the base.
+            KeyError: If the base has no parameter of a path in `trained`.
         """
         backbone = self.backbone
         rollout = self.config.rollout
@@ -326,7 +326,7 @@ class Experiment:
                 "calibration seeds". Each has random numbers of its own.
             prompts: The texts of the p prompts. Equal ones get equal seeds.
             candidates: n, the number of candidates of each prompt.
-            seed: The root seed, from 0 to 2**31 - 1. None: that of the run.
+            seed: The root seed, from 0 to 2**31 - 1. None: `seed` of the configuration.
             iteration: The number of the iteration; 0 outside the iterations.
 
         Returns:
@@ -380,9 +380,9 @@ def build(config: Config, *, force: bool = False) -> Experiment:
     one prompt of each set. Every process of a run must call it.
 
     Args:
-        config: The configuration, in which "auto" need not be resolved. If `train.num_prompts` or
-            `eval.num_prompts` is more than there are, that of the experiment is lower, and a
-            UserWarning says so.
+        config: The configuration, in which "auto" need not be resolved. Where `train.num_prompts`
+            or `eval.num_prompts` exceeds the distinct prompts of its set, the experiment has a
+            lower number, and a UserWarning says so.
         force: True skips the check that the largest arrays of the run (latents of all candidates
             and of an evaluation, images of its grid, adapters, a batch of images, parameters
             trained in full) fit into memory.
@@ -500,11 +500,11 @@ def _with_train_prompts(config: Config, most: int) -> Config:
     Args:
         config: The configuration. Its own `train.num_prompts` is not read, all other settings are
             kept.
-        most: The largest number, at least 1.
+        most: The largest number of prompts to try, at least 1.
 
     Raises:
-        ConfigError: If the checks fail with every number from 1 to `most`. The error is that of
-            `most`.
+        ConfigError: If the checks fail with every number from 1 to `most`. The error for `most`
+            itself is raised.
     """
     first_error: ConfigError | None = None
     for count in range(most, 0, -1):

@@ -43,7 +43,7 @@ def rank_correlations(proxy: Rewards, true: Rewards) -> RankCorrelations:
         The correlations of each prompt and their means. Without prompts, the means are NaN.
 
     Raises:
-        ValueError: If the two differ in their numbers of prompts or of candidates.
+        ValueError: If `proxy` and `true` differ in their numbers of prompts or of candidates.
     """
     from scipy import stats  # takes half a second, which most commands need not wait for
 
@@ -86,7 +86,7 @@ def overlap(
         share of these f; NaN if there is none.
 
     Raises:
-        ValueError: If the numbers of prompts differ.
+        ValueError: If `proxy` and `true` differ in their numbers of prompts.
     """
     return _mean(_extremes(proxy, within, best), _extremes(true, top, best))
 
@@ -111,7 +111,7 @@ def mean_true_rank(
         One mean rank per prompt, float64; NaN where no candidate is left.
 
     Raises:
-        ValueError: If the numbers of prompts differ.
+        ValueError: If `proxy` and `true` differ in their numbers of prompts.
     """
     return _mean(
         np.where(np.isfinite(true), rank(true) + 1, np.nan), _extremes(proxy, within, best)
@@ -139,7 +139,7 @@ def regret(proxy: Rewards, true: Rewards, top: int, within: int) -> Float[np.nda
         without a finite true reward.
 
     Raises:
-        ValueError: If the numbers of prompts differ.
+        ValueError: If `proxy` and `true` differ in their numbers of prompts.
     """
 
     def of_prompt(chosen: Bool[np.ndarray, " n"], rewards: Float[np.ndarray, " n"]) -> float:

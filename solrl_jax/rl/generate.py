@@ -105,7 +105,7 @@ class Samples:
     """Generated samples and their scores, on the host, in the order of their `SeedBatch`.
 
     Attributes:
-        latents: The clean latents, float32.
+        latents: The clean latents that the samples end at, float32.
         scores: The scores by name, one number per sample. The weighted sum that is trained on has
             the name "reward". Samples that could not be scored have NaN. Empty if nothing was
             scored.
@@ -361,14 +361,14 @@ def _sample_parts(
     devices that share samples. A shorter last part is padded with copies of its first sample.
 
     Args:
-        backbone: The networks and the mesh.
+        backbone: The networks, and the mesh that they sample on.
         sampler: Gives the shape of one latent, the number of samples per device and the number of
             steps to record. Its segments are not used.
         segments: The segments of `sampler`, with their schedules placed on the mesh.
         conditions: The embeddings of the prompts that `seed_batch.prompt` points to, and of the
             negative prompt.
         seed_batch: The samples to generate. Its noise is used where it is given.
-        start: The index of the first sample.
+        start: The index of the first sample in `seed_batch`.
         stop: The index after the last sample, at most one scored chunk later.
 
     Returns:
@@ -457,7 +457,7 @@ def draw_noise(seeds: UInt32[Array, "b 2"], shape: tuple[int, ...]) -> Float[Arr
 
     Args:
         seeds: The seeds: the two words of a key each.
-        shape: The shape of one latent; static.
+        shape: The shape of one latent, (height, width, channels); static.
 
     Returns:
         Standard normal numbers [b, *shape], float32. Those of a seed depend on the seed alone.
@@ -479,7 +479,7 @@ def sample_chunk(
     the negative prompt and for the prompt, and the pipeline combines both (`Pipeline.guide`).
 
     Args:
-        backbone: The networks; static.
+        backbone: The networks, which predict the velocities; static.
         segments: The policies, each with the solver steps that it is followed for, in order.
         conditions: The embeddings of the prompts that `seed_batch.prompt` points to, and of the
             negative prompt, which only guided schedules use.

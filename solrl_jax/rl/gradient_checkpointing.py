@@ -72,8 +72,9 @@ def saved_residual_bytes(config: Config, pipeline: Pipeline, mesh: Mesh) -> floa
     forward pass is traced, which takes seconds. Nothing is computed or allocated.
 
     Args:
-        config: The configuration of the run. The images are of its largest training size, and the
-            batch is as large as that of one device in the update.
+        config: The configuration of the run. Images have its largest training size. The batch is
+            `optimizer.per_device_batch_size`, or the terms that one device has per optimizer step,
+            if these are fewer.
         pipeline: The pipeline, with the gradient checkpointing to be estimated.
         mesh: The mesh of the run. The base is divided over its axes `fsdp` and `tensor`; residuals
             are not divided.

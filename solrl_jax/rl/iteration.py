@@ -131,7 +131,7 @@ def iterate(
     Raises:
         InputError: If the number of the iteration is not from 1 to 2**31 - 1, or if the prompts
             cannot be encoded.
-        IndexError: If there is no such setting.
+        IndexError: If the explorer has no setting of that index.
         RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop". It is a
             RunError.
         RunError: If the disk refuses the cache of prompts, or another process gives no answer.
@@ -311,8 +311,8 @@ def reward_metrics(
             that are not usable.
         values: What orders the kept samples, in the shape of `rewards`: the rewards themselves, or
             with `reward.combine=advantages` the weighted sums of the advantages of their scores.
-        kept: The samples that are trained on.
-        explored: All candidates.
+        kept: The kept samples, regenerated if the run regenerates, with their scores.
+        explored: All explored candidates with their scores, prompt by prompt.
 
     Returns:
         Floats by name:

@@ -35,7 +35,7 @@ class _Request:
     """The memory that a field of the configuration asks for at least: `value` times `unit` bytes.
 
     Attributes:
-        field: The dotted name of the field.
+        field: The dotted name of the field, e.g. "lora.rank".
         value: The value of the field, a count.
         unit: The bytes per unit of the value.
         size: Height and width of the images that are stored, in pixels, for the message. None: it

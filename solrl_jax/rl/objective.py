@@ -34,10 +34,11 @@ class Velocities(NamedTuple):
     """The velocities `noise - x0` that three policies predict at the same latents, float32.
 
     Attributes:
-        trained: Of the policy that is trained. The only one whose gradient is used.
-        old: Of the old policy, which generated the samples.
-        reference: Of the base model, without adapters or trained arrays. For terms at which it was
-            not evaluated (`algorithm.kl_fraction` below 1), that of the trained policy.
+        trained: The prediction of the policy that is trained. Only its gradient is used.
+        old: The prediction of the old policy, which generated the samples.
+        reference: The prediction of the base model, without adapters or trained arrays. At terms
+            where it was not evaluated (`algorithm.kl_fraction` below 1), the prediction of the
+            trained policy, without gradient.
         reference_weight: The weight of each term's distance to the reference: 0 where it was not
             evaluated, and the inverse of the evaluated fraction elsewhere, so that a mean over
             terms is unbiased. None means 1 for every term.
@@ -57,8 +58,8 @@ class Step(NamedTuple):
 
     Attributes:
         after: The latents that the step ended at.
-        a: The coefficient of `x`.
-        b: The coefficient of `x0_hat`.
+        a: The coefficient of `x` in the mean.
+        b: The coefficient of `x0_hat` in the mean.
         std: The standard deviation of the Gaussian, above 0.
         length: By how much sigma fell, above 0.
     """
@@ -128,8 +129,8 @@ def load_objective(name: str) -> Objective:
     effect, the working directory is appended to `sys.path`, unless it or "" is in it.
 
     Args:
-        name: The value of `algorithm.objective`: "nft", "awm", "dpo", "flow_grpo", "mix_grpo" or
-            "dance_grpo", a function in the file of that name in `rl/objectives/`; or
+        name: The value of `algorithm.objective`: a key of `config.schema.OBJECTIVES` such as "nft"
+            or "flow_grpo", which is a function in the file of that name in `rl/objectives/`; or
             `module:function`.
 
     Returns:
@@ -214,13 +215,14 @@ def transition_kl(velocities: Velocities, target: TrainingTarget) -> PerSample:
 
     Args:
         velocities: What the trained and the reference policy predict, and the reference's weights.
-        target: The samples, with recorded steps.
+            The prediction of the old policy plays no part.
+        target: The recorded steps (`step`, with b and `std`) and their sigmas.
 
     Returns:
         One value per sample, at least 0.
 
     Raises:
-        AssertionError: If `target.step` is None.
+        AssertionError: If `target.step` is None, that is, nothing was recorded.
     """
     step = target.step
     assert step is not None
@@ -248,8 +250,8 @@ def matching_gap(velocity: Latents, other: Latents, target: TrainingTarget) -> P
     equal, and does not lose digits where they are close.
 
     Args:
-        velocity: The first velocity at `target.x`.
-        other: The second velocity, whose loss is subtracted.
+        velocity: The predicted velocity at `target.x` whose loss counts positively.
+        other: The predicted velocity at `target.x` whose loss is subtracted.
         target: The samples, whose true velocity is `(x - x0) / sigma`.
 
     Returns:
@@ -281,13 +283,14 @@ def log_ratio(velocity: Latents, old: Latents, target: TrainingTarget) -> PerSam
     Args:
         velocity: The velocity that the policy predicts at `target.x`.
         old: The velocity that the old policy predicts there.
-        target: The samples, with recorded steps.
+        target: The recorded steps: the latents x and `after`, the coefficients a and b, `std` and
+            sigma.
 
     Returns:
         One log-ratio per sample, above 0 where the policy makes the step more probable.
 
     Raises:
-        AssertionError: If `target.step` is None.
+        AssertionError: If `target.step` is None, that is, nothing was recorded.
     """
     assert target.step is not None
     a = along(target.step.a, target.x)

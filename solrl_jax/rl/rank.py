@@ -312,7 +312,7 @@ def with_recipe(experiment: Experiment, recipe: str) -> Experiment:
     does, the layers to quantize are found anew.
 
     Args:
-        experiment: The run. It is not changed.
+        experiment: The run, whose configuration is the start. It is not changed.
         recipe: The name of a file in `configs/explore/`. "" returns `experiment` itself.
 
     Returns:
@@ -337,8 +337,8 @@ def summarise(pools: Pools, setting: ExplorationSetting, kept: int) -> dict[str,
     """Computes how well a setting ranks the candidates, as a dict for a JSON record.
 
     Args:
-        pools: The rewards of the candidates.
-        setting: One of the settings of `pools`.
+        pools: The rewards of the candidates, regenerated and explored.
+        setting: The exploration setting to judge, a key of `pools.proxies`.
         kept: How many candidates of each prompt a run keeps, one half from each end. The half is
             rounded down, but is at least 1.
 
@@ -416,7 +416,7 @@ def table(results: Sequence[dict[str, Any]], settings: Sequence[ExplorationSetti
         The lines, joined by line feeds.
 
     Raises:
-        ValueError: If the two differ in length.
+        ValueError: If `results` and `settings` differ in length.
     """
 
     def line(name: str, result: dict[str, Any]) -> str:

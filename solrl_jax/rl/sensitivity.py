@@ -72,7 +72,8 @@ def measure(
     `model.quantization` are ignored: every linear layer is in a group.
 
     Args:
-        experiment: The run. It is not changed.
+        experiment: The run, with the format, the number of steps and the options of
+            `rollout.explore`. It is not changed.
         adapters: The trainable parameters of the policy by path.
         prompts: The number of test prompts, counted from the first, at least 1. If there are fewer,
             all.

@@ -132,7 +132,7 @@ def init_state(
 
     Args:
         key: The key from which the factors A of the initial adapters are drawn, a typed key of JAX.
-        base: The parameters of the base.
+        base: The parameters of the base, a nested dictionary. Whole arrays start as copies of them.
         targets: The paths of the parameters that are trained, with adapters and in full.
         lora: The LoRA section of the configuration, of which `rank` is the rank of all adapters.
         optimizer: The optimizer section of the configuration, for which the state of the optimizer
@@ -199,7 +199,7 @@ def _fresh(
 
     Args:
         key: The key from which the factors A of the initial adapters are drawn.
-        base: The parameters of the base.
+        base: The parameters of the base, a nested dictionary. Whole arrays start as copies of them.
         targets: The paths of the parameters that are trained, with adapters and in full.
         lora: The LoRA section of the configuration, of which `rank` is the rank of all adapters.
         optimizer: The optimizer section of the configuration, for which the state of the optimizer

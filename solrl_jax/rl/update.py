@@ -208,7 +208,7 @@ def _optimizer_step(
 
     Args:
         problem: The inputs of the loss beside the trained parameters.
-        state: The state before the step.
+        state: The state before the optimizer step.
         terms: The numbers of the terms of the loss. Term t is sample t mod b of the b samples, at
             the step of the schedule that column t div b of `problem.chosen` has for it.
 

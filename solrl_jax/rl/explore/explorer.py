@@ -33,8 +33,7 @@ class Explorer:
         quantized: The paths of the kernels that a low-precision format quantizes, sorted, such as
             `transformer_blocks/attn2/to_k/kernel`.
         scale: The scale of the adapters, alpha / rank.
-        training_precision: The precision of regeneration, "bf16" or "fp32". It is that of the last
-            entry of `settings`.
+        training_precision: The precision of regeneration, "bf16" or "fp32".
         make_schedule: (number of steps, first step of the full schedule that adds noise) -> the
             configured schedule without options.
         calibration: The base policy and the prompts that options are measured on.
@@ -120,7 +119,7 @@ class Explorer:
             object per format. None for a format that quantizes nothing.
 
         Raises:
-            KeyError: If there is no such format.
+            KeyError: If `precision` is no key of `FORMATS`; "auto" is none.
             numpy.linalg.LinAlgError: If an option measures values that are not finite.
             InputError, RunError: If the prompts that are measured on cannot be encoded
                 (`Experiment.encode_prompts`).
@@ -140,7 +139,7 @@ class Explorer:
             quantizes nothing.
 
         Raises:
-            KeyError: If there is no such format.
+            KeyError: If `precision` is no key of `FORMATS`; "auto" is none.
             numpy.linalg.LinAlgError: If an option measures values that are not finite.
             InputError, RunError: If the prompts that are measured on cannot be encoded
                 (`Experiment.encode_prompts`).
@@ -189,7 +188,8 @@ class Explorer:
             in the dtype of the base, and one that is not trained is the base's array itself.
 
         Raises:
-            KeyError: If there is no such format, or a path in `adapters` is not one of the base.
+            KeyError: If `precision` is no key of `FORMATS`, or the base has no parameter of a path
+                in `adapters`.
             numpy.linalg.LinAlgError: If an option measures values that are not finite.
             InputError, RunError: If the prompts that are measured on cannot be encoded
                 (`Experiment.encode_prompts`).
@@ -220,8 +220,8 @@ class Explorer:
             "explore" and the segments of this policy. It records no steps.
 
         Raises:
-            KeyError: If there is no format of the setting's name, or a path in `adapters` is not
-                one of the base.
+            KeyError: If the format of the setting is no key of `FORMATS`, or the base has no
+                parameter of a path in `adapters`.
             numpy.linalg.LinAlgError: If an option measures values that are not finite.
             InputError, RunError: If the prompts that are measured on cannot be encoded
                 (`Experiment.encode_prompts`).
@@ -250,7 +250,7 @@ class Explorer:
             steps of `segment`. Without active options, `segment` alone.
 
         Raises:
-            KeyError: If there is no such format.
+            KeyError: If `precision` is no key of `FORMATS`.
         """
         segments: tuple[Segment, ...] = (segment,)
         if FORMATS[precision].quantize is not None:

@@ -31,10 +31,10 @@ class Calibration:
     it began with.
 
     Attributes:
-        backbone: The networks and the mesh.
+        backbone: The networks with the base parameters, and the mesh.
         sampler: The sampler of the base policy with the steps of the regeneration. Its decoder is
             not used for measurements.
-        prompts: The prompts that are measured on.
+        prompts: The prompts that are measured on, usually the first 16 for training.
         prompt_batch: Returns the prompts with their embeddings. It is called only when something is
             measured.
         seed_batch: The samples to measure on: one per prompt, in the order of the prompts.

@@ -199,7 +199,7 @@ def _quantized_bytes(quantizer: Quantizer, path: str, shape: jax.ShapeDtypeStruc
     """Computes the bytes of a quantized parameter from its shape alone.
 
     Args:
-        quantizer: How it is quantized.
+        quantizer: The function that quantizes a weight, and its extra arrays (or shapes) by path.
         path: The path of the parameter, by which its extra arrays are found.
         shape: The shape [in, out] or [layers, in, out] and the dtype of the parameter.
 
@@ -221,8 +221,8 @@ def with_errors(
     The error is that of the format alone, without exploration options.
 
     Args:
-        layers: The entries of `report`.
-        params: The parameters of the base.
+        layers: The entries of `report` for these parameters.
+        params: The parameters of the base, as arrays.
         adapters: The trainable parameters by path. An adapter is merged first, and an array that is
             trained in full takes the place of the base's.
         scale: The factor of the product of LoRA factors, alpha / rank.

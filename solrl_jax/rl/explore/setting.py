@@ -12,7 +12,7 @@ class ExplorationSetting:
     Attributes:
         precision: The name of a format, a key of `quant.formats.FORMATS`, such as "nvfp4". Never
             "auto".
-        steps: The number of solver steps.
+        steps: The number of solver steps, at least 1.
         recipe: The name of a file in `configs/explore/` with the exploration options. "" stands for
             the options of the run.
     """

@@ -35,10 +35,12 @@ def flow_cps(
     or scaled up for a sample.
 
     Args:
-        velocities: What the trained, the old and the reference policy predict. Only the first has a
-            gradient.
-        target: The recorded steps that are trained on, with the optimality q of their samples.
-        algorithm: `clip_range` (c), `adv_clip_max` and `kl_coef` are read.
+        velocities: What the trained (v), the old (v_old) and the reference policy (v_ref) predict;
+            m_old and m_ref are the means with v_old and v_ref in place of v. Only v has a gradient.
+        target: The recorded steps that are trained on: the latents x and `after`, the coefficients
+            a and b, the standard deviation `std`, the sigma, and the optimality q of their samples.
+        algorithm: `clip_range` is c, `adv_clip_max` the largest advantage, and `kl_coef` the weight
+            of the distance to the reference.
 
     Returns:
         One loss per sample, and metrics with one value per sample: "loss/policy" (the first term),

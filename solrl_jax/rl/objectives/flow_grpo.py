@@ -34,10 +34,11 @@ def flow_grpo(
     or scaled up for a sample.
 
     Args:
-        velocities: What the trained (v), the old (v_old) and the reference policy (v_ref) predict.
-            Only v has a gradient.
-        target: The recorded steps that are trained on, with their coefficients a and b, standard
-            deviation `std` and `length` (the fall of sigma), and the optimality q of their samples.
+        velocities: What the trained (v), the old (v_old) and the reference policy (v_ref) predict;
+            m_old and m_ref are the means with v_old and v_ref in place of v. Only v has a gradient.
+        target: The recorded steps that are trained on: the latents x and `after`, the coefficients
+            a and b, the standard deviation `std`, the sigma, `length` (by how much sigma falls),
+            and the optimality q of their samples.
         algorithm: `clip_range` is c, `adv_clip_max` the largest advantage, and `kl_coef` the weight
             of the distance to the reference.
 

@@ -34,14 +34,18 @@ def grpo_guard(
                 + kl_coef mean((m - m_ref)^2) length / (2 std^2)
         m     = a x + b (x - sigma v)                the mean of the step
 
-    The second form of log R is computed: it is exactly 0 where the velocities are equal. The KL
-    term is that of Flow-GRPO.
+    The second form of log R is computed: it is exactly 0 where the velocities are equal. The
+    distance to m_ref follows from `distance_to_reference`: with `kl_fraction` below 1, it is 0 or
+    scaled up for a sample.
 
     Args:
-        velocities: What the trained, the old and the reference policy predict. Only the first has a
-            gradient.
-        target: The recorded steps that are trained on, with the optimality q of their samples.
-        algorithm: `clip_range` (c), `adv_clip_max` and `kl_coef` are read.
+        velocities: What the trained (v), the old (v_old) and the reference policy (v_ref) predict;
+            m_old and m_ref are the means with v_old and v_ref in place of v. Only v has a gradient.
+        target: The recorded steps that are trained on: the latents x and `after`, the coefficients
+            a and b, the standard deviation `std`, the sigma, `length` (by how much sigma falls),
+            and the optimality q of their samples.
+        algorithm: `clip_range` is c, `adv_clip_max` the largest advantage, and `kl_coef` the weight
+            of the distance to the reference.
 
     Returns:
         One loss per sample, and metrics with one value per sample: "loss/policy" (the first term),

@@ -271,7 +271,7 @@ def _refuse_other_keys(file: Path, parsed: ParsedKeys, skip_text_encoders: bool)
     """Checks that a file holds nothing but LoRA factors of the network's linear layers.
 
     Args:
-        file: The file, for messages.
+        file: The path of the file, for messages.
         parsed: The keys of the file, sorted into groups by `parse_keys`.
         skip_text_encoders: Whether keys of text encoders are accepted.
 
@@ -344,7 +344,7 @@ class _Slot:
         """The shapes of our factors, with all layers of a stack.
 
         Args:
-            rank: The rank of the adapter.
+            rank: The rank of the adapter, at least 1.
 
         Returns:
             {"a": ([layers,] n_in, rank), "b": ([layers,] rank, n_out)}.
@@ -355,7 +355,7 @@ class _Slot:
         """The shapes of the factors A and B of one layer in a file.
 
         Args:
-            rank: The rank of the adapter.
+            rank: The rank of the adapter, at least 1.
 
         Returns:
             {"a": (rank, n_in), "b": (n_out, rank)}, both followed by the trailing axes `ones`.
@@ -388,7 +388,7 @@ def _lora_adapters(adapters: Trainable) -> dict[str, Adapter]:
     """Returns trainable parameters that are all LoRA adapters.
 
     Args:
-        adapters: The trainable parameters by path.
+        adapters: The trainable parameters by path: adapters, or whole arrays, which are refused.
 
     Returns:
         The same adapters, as a new dict.
@@ -583,7 +583,7 @@ def _check_shapes(
     """Checks the shapes of all factors.
 
     Args:
-        file: The file, for messages.
+        file: The path of the file, for messages.
         shapes: The shapes of its tensors, by key.
         layers: The linear layers of the file with the keys of their tensors, by their name in the
             file without the prefix of a program.

@@ -246,7 +246,7 @@ def _indices(pattern: str, modules: Collection[str]) -> list[str]:
 
     Args:
         pattern: A module name in which at most one `#` stands for a number.
-        modules: The names of all modules.
+        modules: The diffusers names of all linear layers of the network.
 
     Returns:
         The numbers as text, in the order of `modules`. [""] for a pattern without `#`, whether or

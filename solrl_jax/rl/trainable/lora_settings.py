@@ -196,7 +196,7 @@ def layer_alpha(
         file: The file of tensors, for error messages.
         name: The name of the layer in the file, without the prefix of a program. `rank_pattern` and
             `alpha_pattern` of the configuration are matched with it.
-        rank: The rank of its factors.
+        rank: The rank of its factors A and B, from their shapes.
         stated: The value of its key `alpha`. None: the file has none.
         config: The fields of the file's `LoraConfig`, from `read_config`. None: the file has none.
 
@@ -244,8 +244,8 @@ def _by_pattern(pattern: Mapping[str, Any], name: str, default: Any) -> Any:
 
     Args:
         pattern: The values by regular expression. `_check_config` has checked the expressions.
-        name: The name of the module.
-        default: The value if no key matches.
+        name: The name of the module, such as "transformer_blocks.0.attn.to_q".
+        default: The value if no key matches: `r` or `lora_alpha` of the configuration.
 
     Returns:
         The value of the first key that matches, or the default.

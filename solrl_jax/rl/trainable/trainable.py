@@ -83,7 +83,7 @@ def matching(params: Params, patterns: Sequence[str], field: str) -> list[str]:
     """Finds the kernels of linear layers that match patterns.
 
     Args:
-        params: The parameters, or their shapes.
+        params: The parameters, or their shapes, a nested dictionary.
         patterns: Regular expressions, each of which must match whole paths.
         field: The field of the configuration that holds the patterns, such as
             "lora.target_modules", for error messages.
@@ -122,7 +122,7 @@ def init_adapters(
     A is Gaussian with the standard deviation 1 / rank, as PEFT's "gaussian", and B is zero.
 
     Args:
-        key: The key of the random numbers.
+        key: The key from which the factors A are drawn, a typed key of JAX.
         base: The parameters of the base, or their shapes.
         targets: The paths of the adapted kernels. The position of a path in this order decides its
             random numbers.
@@ -133,7 +133,7 @@ def init_adapters(
         the kernel [..., in, out].
 
     Raises:
-        KeyError: If the base has no such path.
+        KeyError: If the base has no parameter of a path in `targets`.
     """
     flat = flatten(base)
 

@@ -140,7 +140,7 @@ def divide(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
     fit.
 
     Args:
-        sizes: The bytes of each tensor by name.
+        sizes: The bytes of each tensor by its name, in the order in which files are filled.
         most: The largest number of bytes of one file. A larger tensor has a file of its own.
 
     Returns:

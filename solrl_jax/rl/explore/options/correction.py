@@ -109,7 +109,7 @@ def correct(
 
     Args:
         quantize: Turns a float32 matrix [in, out] into a leaf of the low-precision format.
-        w: The weight, float32.
+        w: The weight [in, out], float32.
         basis: The directions U of the inputs, orthonormal columns in the training precision.
 
     Returns:
@@ -168,9 +168,9 @@ def _probe(
     `x^T x basis` in float32, whatever the gradient of the result is.
 
     Args:
-        x: Inputs.
-        w: A weight in the dtype of `x`.
-        basis: Directions of the inputs, float32.
+        x: Inputs [rows, in] of a floating-point dtype.
+        w: A weight [in, out] in the dtype of `x`.
+        basis: Directions of the inputs [in, r], float32. They do not affect the result.
     """
     return x @ w
 
@@ -300,7 +300,8 @@ def principal_inputs(
 
     Args:
         calibration: The base and the samples to measure on.
-        paths: The paths of the linear layers.
+        paths: The paths of the kernels of the linear layers, such as
+            `transformer_blocks/attn2/to_k/kernel`.
         rank: The number of directions, at least 1. A layer has at most as many as inputs.
         schedule: The base is sampled on it, and inputs at all of its sigmas are measured.
 
@@ -358,7 +359,7 @@ def _random_directions(base: Params, paths: tuple[str, ...], count: int) -> dict
         By path, orthonormal columns [..., in, count], float32, on the host.
 
     Raises:
-        KeyError: If the base has no such path.
+        KeyError: If the base has no parameter of a path.
     """
     flat = flatten(base)
     rng = np.random.default_rng(0)
@@ -403,7 +404,7 @@ def input_moments(
     compiled and needs the mesh of the backbone as the ambient one.
 
     Args:
-        backbone: The networks; static.
+        backbone: The networks, which predict the velocities that are differentiated; static.
         batch_size: How many samples are noised to one sigma at a time. It divides their number;
             static.
         base: The parameters of the transformer.
