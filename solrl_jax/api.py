@@ -106,8 +106,8 @@ def this_machine() -> recipes.Machine:
     backend. With several processes, all must call it.
 
     Returns:
-        The platform and kind of the first device, the number of devices that this process drives,
-        and the bytes of one that JAX may use.
+        The platform ("gpu", "tpu" or "cpu") and JAX's `device_kind` of the first device, the number
+        of devices that this process drives, and the bytes of one of them that JAX may use.
     """
     device = local_device()
     return recipes.Machine(device.platform, device.kind, jax.local_device_count(), device_memory())
@@ -432,7 +432,8 @@ def generate_with_latents(
         prompts: The prompts, at least one, or a single one as text.
         progress: Called with the number of images of each batch when the batch has been queued on
             the devices, so that one batch is still being computed.
-        **options: The other keyword arguments of `generate`, by their names.
+        **options: The other keyword arguments of `generate`, by their names, e.g. `num_steps`,
+            `guidance_scale`, `seed` and `size`.
 
     Returns:
         The images in `images`, the initial noise in `latents`, the number of steps in `num_steps`

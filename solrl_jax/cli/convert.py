@@ -100,7 +100,8 @@ def convert(
 
 
 def describe(summary: Mapping[str, Any]) -> str:
-    """Formats the result of `convert` as lines for a terminal.
+    """The result of `convert`: its entries "took", "left_out", "ignored", "kind", "tensors",
+    "bytes" and "out", and for SANA "config", "ffn" and "parameters", are shown.
 
     Args:
         summary: The result of `convert`.
@@ -408,13 +409,14 @@ def _write_sana(file: Path, out: Path, base: Path, tensors: Tensors) -> dict[str
 
 
 def _component_files(base: Path) -> dict[str, Path]:
-    """Lists the files of a pipeline that are needed, without those of its transformer.
+    """Lists the files that loading a pipeline needs (configurations, tokenizers and safetensors
+    weights of each component), without those of its transformer.
 
     Args:
         base: The directory of the pipeline.
 
     Returns:
-        The files by their path in that directory, with "/" between folders. `model_index.json` is
+        The files by their path in that directory, e.g. "vae/config.json". `model_index.json` is
         among them, and links are not resolved.
     """
     paths = {path.relative_to(base).as_posix(): path for path in base.rglob("*") if path.is_file()}
@@ -430,7 +432,8 @@ def _check_directory(out: Path, names: set[str]) -> None:
 
     Args:
         out: The directory to write. It need not exist.
-        names: The names of the entries that it will have.
+        names: The names of the files and folders that it will have at its top level, e.g.
+            "transformer".
 
     Raises:
         InputError: If `out` ends in .safetensors or is a file, or is a directory that holds other
@@ -448,12 +451,12 @@ def _check_directory(out: Path, names: set[str]) -> None:
 def _copy(source: Path, target: Path) -> None:
     """Copies a file, and creates the directories above its target.
 
-    A safetensors file becomes a hard link where possible, which takes no space. Other files are
-    copied and synced to the disk.
+    A file whose target ends in .safetensors becomes a hard link where possible, which takes no
+    space. All others are copied and synced to the disk.
 
     Args:
         source: The file. A link counts as its target.
-        target: The path of the copy, which must not exist.
+        target: The path of the copy. It should not exist: an existing file would be overwritten.
 
     Raises:
         OSError: If the disk refuses.
@@ -493,7 +496,8 @@ def _spec(t: Any) -> TensorSpec:
         t: A contiguous tensor of PyTorch on the CPU. It must stay alive while the result is used.
 
     Returns:
-        The dtype, the shape, the address of the first byte and the number of bytes.
+        The dtype, the shape, the address of the first byte and the number of bytes, from which
+        safetensors writes the tensor without a copy.
 
     Raises:
         SafetensorError: If safetensors lacks the dtype.

@@ -367,11 +367,13 @@ def _reward_sources(config: Config) -> dict[str, Hub | Converted]:
     """Returns the released files that the rewards of a configuration are read from.
 
     Args:
-        config: The configuration. The rewards that are trained on, that are watched
-            and that rank candidates count.
+        config: The configuration. Rewards that are trained on, that are watched and that only rank
+            candidates count.
 
     Returns:
-        The sources by their key in `SOURCES`, e.g. "pickscore" or "pickscore/tokenizer".
+        By the key in `SOURCES`, e.g. "pickscore" or "pickscore/tokenizer": a repository of the hub
+        with the names of the files (`Hub`), or a safetensors file that `solrl convert` makes from a
+        released pickle (`Converted`). Rewards without released files have none.
     """
     names = _reward_names(config)
     return {key: source for key, source in SOURCES.items() if key.split("/")[0] in names}

@@ -216,7 +216,9 @@ def command(
             seed.
         force: Whether existing files are replaced.
         as_json: Whether to print the result as one line of JSON in place of text.
-        **arguments: The other keyword arguments of `api.generate`, by their names.
+        **arguments: Keyword arguments of `api.generate` by their names: "num_steps",
+            "guidance_scale", "true_cfg_scale", "negative_prompt", "vae_tile_size", "batch_size",
+            "seed", "size", "precision", "lora", "max_sequence_length" and "checkpoint".
 
     Raises:
         ConfigError: If the configuration of the run is invalid.

@@ -154,7 +154,8 @@ def format_prompts(preset: str, prompts: Mapping[str, Any]) -> str:
 
     Args:
         preset: The name of the preset.
-        prompts: The result of `describe_prompts`.
+        prompts: The result of `describe_prompts`: "files", "train", "test" and "shared" make the
+            first line, and "first" the others.
 
     Returns:
         One line about the sets, then one line per prompt of the first iteration, with its metadata

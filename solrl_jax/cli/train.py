@@ -78,8 +78,9 @@ def command(
         force: Whether to continue with input files that changed, with sizes that seem too large for
             memory, and to replace a foreign `report.html`.
         as_json: Whether to print the result as one line of JSON in place of text.
-        **processes: "hosts", "host" and "coordinator", the arguments of
-            `parallel.hosts.initialise`; all None for a single process.
+        **processes: "hosts" (the number of processes as text, or "auto"), "host" (the number of
+            this process, from 0) and "coordinator" (HOST:PORT of the first process); all None for a
+            single process.
 
     Raises:
         ConfigError: If the preset or an override is invalid.
@@ -147,8 +148,10 @@ def gained(before: dict[str, Any], after: dict[str, Any]) -> str:
         after: Metrics of the last evaluation, by name.
 
     Returns:
-        For each score its change and both values, joined by ", ". A missing standard error counts
-        as 0. If a score is missing in one of the two, a phrase that says that the gain is unknown.
+        For each score its change and both values, joined by ", ", e.g. "held-out reward +0.120
+        (0.300 ± 0.010 -> 0.420 ± 0.012)"; those in "/strict" are called "strict success". A missing
+        standard error counts as 0. If a score is missing in one of the two, a phrase that says that
+        the gain is unknown.
     """
     names = ["eval/reward", *(name for name in after if name.endswith("/strict"))]
     if any(row.get(name) is None for name in names for row in (before, after)):

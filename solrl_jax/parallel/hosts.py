@@ -395,14 +395,14 @@ def rows_held(where: NamedSharding, count: int) -> list[int]:
 
 
 def held(x: jax.Array) -> np.ndarray:
-    """Returns the rows of an array that this process's devices hold, in the order of `rows_held`.
+    """Returns the rows of an array that this process's devices hold, by ascending index.
 
     Args:
         x: An array that is sharded along its leading axis at most. Rows that several devices hold
             are returned once.
 
     Returns:
-        A NumPy array of the dtype of `x`. With one process it is all of `x`.
+        A NumPy array [rows, ...] of the dtype of `x`. With one process it is all of `x`.
     """
     parts = {shard.index[0].indices(x.shape[0])[0]: shard for shard in x.addressable_shards}
     return np.concatenate([np.asarray(parts[start].data) for start in sorted(parts)])

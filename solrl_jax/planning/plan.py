@@ -197,12 +197,12 @@ class Planner:
     def parts(self) -> dict[str, Any]:
         """Returns the trees of arrays that stay in memory between programs, as placed shapes.
 
-        They are, by name: "base" (the transformer's frozen parameters), "quantised copy" (see
-        `codes`), "adapters" (the trainable parameters three times: as they are trained, of the old
-        policy that samples, and averaged; with full training these are whole arrays), "optimiser"
-        (its state), "text encoders", "vae", "reward networks" and "conditioning" (prompt
-        embeddings, and what the reward prepared from the prompts). Parts that a run lacks are empty
-        trees.
+        They are, by name: "base" (the transformer's frozen parameters), "quantised copy" (the
+        quantized layers that exploration samples with; empty if its format quantizes nothing),
+        "adapters" (the trainable parameters three times: as they are trained, of the old policy
+        that samples, and averaged; with full training these are whole arrays), "optimiser" (its
+        state), "text encoders", "vae", "reward networks" and "conditioning" (prompt embeddings, and
+        what the reward prepared from the prompts). Parts that a run lacks are empty trees.
         """
         experiment = self.stages.experiment
         state = self.stages.state

@@ -111,8 +111,8 @@ class Proposal(NamedTuple):
 
 @functools.cache
 def load_records() -> tuple[Record, ...]:
-    """Returns the records of the package (`RECORDS`), in the order of their file, which is read at
-    the first call alone.
+    """Returns the plans that the package contains (`assets/plan_records.json`), in the order of
+    their file, which is read at the first call alone.
     """
     return tuple(
         Record(**{**entry, "size": tuple(entry["size"])})

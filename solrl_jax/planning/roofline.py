@@ -152,9 +152,10 @@ class Roofline:
         """Returns the kernels that take longest, grouped by name, result and source.
 
         Returns:
-            At most `LARGEST` (8) groups, longest first: "name", "result", "source", "times" (the
-            number of runs), "seconds" of all runs, and "at_peak", the seconds of their operations
-            alone.
+            At most `LARGEST` (8) groups, longest first: "name" (of the kernel, e.g. "__cublas$gemm
+            bf16"), "result" (type and shape of its first result), "source" (the JAX operation that
+            it comes from), "times" (the number of runs), "seconds" of all runs, and "at_peak", the
+            seconds of their operations alone.
         """
         alike: defaultdict[tuple[str, str, str], list[Kernel]] = defaultdict(list)
         for kernel in self.kernels:

@@ -83,12 +83,12 @@ class Target:
     Attributes:
         name: Its name in commands, e.g. "h200".
         platform: "gpu" or "tpu".
-        kind: JAX's `device_kind`.
+        kind: JAX's `device_kind`, e.g. "NVIDIA H100" or "TPU v5 lite".
         capability: The CUDA compute capability; (0, 0) on TPUs.
         memory: The bytes of main memory of one device.
         peaks: The peak rates of one device.
         on_host: The largest number of devices of one host.
-        chip: The figures of a GPU; None on TPUs.
+        chip: The figures of a GPU that XLA's compiler asks for; None on TPUs.
         axes: The number of axes of a TPU's torus, 2 or 3; 0 for GPUs.
         cores: The number of JAX devices of one TPU chip; 1 for GPUs.
     """

@@ -318,7 +318,7 @@ class LargestDifferences:
 
         Args:
             experiment: The experiment of the evaluation.
-            adapters: The trainable parameters of the policy.
+            adapters: The trainable parameters of the policy by path, e.g. `state.ema`.
 
         Returns:
             The grid, with rows and columns in the order of `prompts` and `images`.

@@ -86,9 +86,11 @@ def refuse_changed_inputs(
     encoders may be gone once all prompts are in the cache.
 
     Args:
-        config: The configuration of the run, for the message.
-        saved: The metadata of the checkpoint: the hashes of `hash_inputs` by name, and "iteration".
-        current: The result of `hash_inputs` now.
+        config: The configuration of the run. The message quotes the setting that names the changed
+            input.
+        saved: The metadata of the checkpoint: hashes of inputs by name, e.g. "prompts" or
+            "weights/vae", and the number of its iteration as "iteration".
+        current: The hashes of the inputs now, by the same names, from `hash_inputs`.
 
     Raises:
         InputError: If a hash differs. The message names the first such input in the order of

@@ -53,9 +53,12 @@ def _other(name: str, repository: str, file: str) -> Licence:
     """Returns a licence that the hub has no identifier for.
 
     Args:
-        name: Its name on the card of the base.
+        name: The name of the licence, as the card of the base has it in `license_name`.
         repository: The base, OWNER/NAME.
         file: The file of that repository with its text.
+
+    Returns:
+        The licence with the identifier "other", this name, and the address of the file on the hub.
     """
     return Licence("other", name, f"https://huggingface.co/{repository}/blob/main/{file}")
 
@@ -391,8 +394,12 @@ def _with_error(row: Mapping[str, Any], key: str) -> str:
     """Returns a score with its standard error as text; "-" if there is none.
 
     Args:
-        row: A row of the record.
+        row: A row of the record, values by name. A value may be None.
         key: The name of the score in it, e.g. "eval/reward".
+
+    Returns:
+        "MEAN ± ERROR" with four decimal places, the mean alone if its standard error is unknown,
+        and "-" if the mean is unknown.
     """
     mean = row.get(key)
     error = row.get(f"{key}/standard_error")
@@ -504,7 +511,8 @@ def check_replaceable(folder: Path) -> None:
         folder: The folder, which need not exist.
 
     Raises:
-        InputError: If it is a file or a link, or holds other files.
+        InputError: If it is a file or a link, or holds anything but `README.md`, `images`,
+            `transformer` and `pytorch_lora_weights.safetensors`.
     """
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise InputError(f"out={folder}: is no directory; name one for the files to upload")

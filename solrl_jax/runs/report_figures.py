@@ -56,9 +56,9 @@ def curves(lines: Sequence[Line], name: str) -> tuple[str, list[float]]:
         name: A name that no other figure of the page has. Identifiers in the SVG begin with it.
 
     Returns:
-        The `<svg>` element as text, and the horizontal axis: its first and last iteration, and
-        their distances from the left edge in CSS pixels. A single iteration is drawn as an interval
-        of one.
+        The `<svg>` element as text, and four numbers that place the horizontal axis: its first and
+        its last iteration, and their distances from the left edge in CSS pixels. A single iteration
+        is drawn as an interval of one.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure

@@ -128,15 +128,12 @@ class _Run:
     def refresh_report(self, *, last: bool = False) -> None:
         """Rewrites the HTML report in the first process, if there is one and it is not too soon.
 
-        An InputError or RunError, e.g. of a full disk, is only printed.
+        An InputError, a RunError (such as a full disk) or a ConfigError (if `config.yaml` has
+        become invalid since the run started) is only printed.
 
         Args:
             last: Whether the run ends here. The page is then written in any case, and is no longer
                 marked as live.
-
-        Raises:
-            ConfigError: In the first process, if the run's `config.yaml` has become invalid since
-                the run started.
         """
         if self.html_report is None or not hosts.first():
             return

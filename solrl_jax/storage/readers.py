@@ -60,7 +60,7 @@ def read_bytes(path: str | Path, most: int = MOST_TEXT) -> bytes:
 
 
 def read_text(path: str | Path, most: int = MOST_TEXT) -> str:
-    """Reads a UTF-8 file as `read_bytes` does.
+    """Reads a whole regular file as UTF-8 text. Opening it never waits, even for a pipe.
 
     Args:
         path: The file. Links are followed.

@@ -147,11 +147,14 @@ def carried() -> dict[str, Prices]:
 
 
 def find_prices(name: str) -> Prices:
-    """Returns prices by name.
+    """Returns the prices that a user names.
 
     Args:
         name: A name of prices in the package, which comes first, or a file with the JSON of `solrl
             plan`.
+
+    Returns:
+        The seconds of each kind of work of one model on one device.
 
     Raises:
         InputError: If there are no such prices, if the file cannot be read or is no plan, or if its
