@@ -44,9 +44,10 @@ def trajectory(
     """Integrates the flow from noise at the first sigma to clean latents at sigma 0.
 
     At each step, the prediction `x0 = x - sigma v` is combined linearly with x and the two
-    predictions before it (zeros at the beginning); the coefficients are a row of the schedule's
-    table. The predictions of one segment are passed on to the next. The state is float32, whatever
-    precision a velocity is computed in. For use under jit.
+    predictions before it (zeros at the beginning), and noise is added if the step is stochastic;
+    the coefficients are a row of the schedule's table. The predictions of one segment are passed on
+    to the next. The state is float32, whatever precision a velocity is computed in. For use under
+    jit.
 
     Args:
         segments: Pairs (velocity field, schedule), followed one after another. A field maps the

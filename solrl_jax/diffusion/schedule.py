@@ -182,7 +182,8 @@ class Schedule:
         )
 
     def slice_steps(self, start: int, stop: int | None = None) -> "Schedule":
-        """Returns the schedule of some of its steps, with the same guidance and noise draws.
+        """Returns a new schedule of some of the steps, with their noise weights and the guidance of
+        this one.
 
         Args:
             start: The first step, counted from 0. As in a slice of a list, a negative number counts

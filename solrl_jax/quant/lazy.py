@@ -666,7 +666,7 @@ def tpu_kernel_takes(encode: Encode, x: LazyActivation) -> bool:
             columns.
 
     Returns:
-        True if both hold. False otherwise; nothing is raised.
+        True if the outputs have such dtypes and the parts such widths; otherwise False.
     """
     widths = [jax.eval_shape(part.compute).shape[-1] for part in x.parts]
     outputs = jax.eval_shape(lambda: reference(encode, [x.parts]))

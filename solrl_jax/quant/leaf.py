@@ -61,7 +61,7 @@ class Leaf(abc.ABC):
         gradient checkpointing.
 
         Args:
-            x: The input [b, s, n_in].
+            x: The input [b, s, n_in], which need not be in memory. It is computed and kept.
 
         Returns:
             The lazy result [b, s, n_out], in the dtype of `matmul`'s result, complete on every
@@ -121,10 +121,11 @@ class QuantizedWithInput(Quantized):
 
     @abc.abstractmethod
     def lazy_matmul(self, x: LazyActivation) -> LazyActivation:
-        """`x @ w` on the encoded rows of `x`, for a single matrix.
+        """`x @ w` for a single matrix, computed from the rows of `x` as `x.encode` quantizes them.
 
         Args:
-            x: The input [b, s, n_in].
+            x: The input [b, s, n_in], which need not be in memory. Only its codes and scales are
+                written there.
 
         Returns:
             The lazy result [b, s, n_out] in the dtype of `x`, complete on every device of the mesh

@@ -436,7 +436,7 @@ class _Head:
         """Returns functions that compute q, k and v of a group of tokens.
 
         Args:
-            refs: The references to the arrays of all three functions, in order.
+            refs: The references to the arrays in memory: those of q, then of k, then of v.
 
         Returns:
             Three functions, for q, k and v, from a group (a pair of token indices and whether they

@@ -78,7 +78,7 @@ def overlap(
         proxy: The proxy rewards, one row per prompt.
         true: The true rewards of the same candidates, in the shape of `proxy`.
         top: How many of the truly best (or worst) candidates are looked for.
-        within: Among how many of the best (or worst) candidates by proxy.
+        within: The number of candidates that the proxy chooses: its `within` best (or worst).
         best: Whether the best end is meant; otherwise the worst end.
 
     Returns:
@@ -132,7 +132,8 @@ def regret(proxy: Rewards, true: Rewards, top: int, within: int) -> Float[np.nda
             chosen; the truly worst candidate takes the place of each one that is missing.
         top: How many candidates are chosen, at least 1. With fewer finite true rewards, all of
             them.
-        within: Among how many of the best candidates by proxy.
+        within: The number of candidates that the proxy chooses from the best end, among which the
+            `top` best count.
 
     Returns:
         One number in [0, 1] per prompt: 0 if all its true rewards are equal, and NaN for a prompt
@@ -164,7 +165,7 @@ def _extremes(rewards: Rewards, count: int, best: bool) -> Bool[np.ndarray, "p n
         rewards: One row per prompt. Of equal rewards, the lower index is the better one.
         count: How many candidates of each prompt are marked. All finite ones are, if there are
             fewer.
-        best: Whether the best ones are; otherwise the worst.
+        best: True marks the best candidates, False the worst.
 
     Returns:
         True for each marked candidate, in the shape of `rewards`.

@@ -228,8 +228,9 @@ def generate(
             devices. The numbers add up to the number of samples. The default does nothing.
 
     Returns:
-        The samples, in the order of `seed_batch`: latents, scores (empty without a reward), images
-        if they are kept, and states if the sampler records steps.
+        The samples, in the order of `seed_batch`: latents, scores by name (empty without a reward),
+        images if they are kept, states if the sampler records steps, and the failures and costs of
+        rewards outside JAX.
 
     Raises:
         RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop". With "skip",

@@ -262,8 +262,9 @@ def policy_batch(
         advantage: The advantages of these samples, in the shape of `values`.
 
     Returns:
-        The batch of `update`, on every device. Without pairs it has the samples in their own order.
-        With pairs it has twice as many samples as pairs, prompt by prompt.
+        The batch for `update`, on every device. Without pairs it has the samples in the order of
+        `samples`. With pairs it has twice as many samples as pairs, the better one of each pair
+        first, prompt by prompt.
     """
     algorithm = experiment.config.algorithm
     flat_values = values.reshape(-1)

@@ -152,7 +152,8 @@ def proposed(exact: float, groups: Sequence[Sensitivity], floor: float) -> list[
         floor: The smallest acceptable correlation. Above `exact`, all groups are proposed.
 
     Returns:
-        The value of `model.quantization.modules_to_not_convert`, sorted.
+        The names of the proposed groups, such as "/attn/" or "proj_out/", sorted: a value for
+        `model.quantization.modules_to_not_convert`.
     """
     loss = {g.group: max(exact - g.spearman, 0.0) for g in groups}
     left = exact - floor
@@ -175,7 +176,8 @@ def table(exact: float, groups: Sequence[Sensitivity], skip: Sequence[str]) -> s
         skip: The groups that are proposed to stay in the training precision.
 
     Returns:
-        The lines, joined by line feeds.
+        The lines, joined by line feeds. The line of a group has its number of linear layers, its
+        share of the multiplications and its Spearman correlation.
     """
     lines = [f"{'nothing':<24}{'':>36}spearman {exact:.3f}"]
     for g in groups:

@@ -24,7 +24,7 @@ from solrl_jax.rl.trainable.trainable import Adapter, Targets, Trainable, flatte
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """The state of training: three sets of trainable parameters and that of the optimizer.
+    """The state of training: three sets of trainable parameters, and the state of the optimizer.
 
     Each set maps the path of a parameter to its LoRA adapter {"a": ..., "b": ...} or, if the
     parameter is trained in full, to a whole array. All three have the same paths. They are float32,

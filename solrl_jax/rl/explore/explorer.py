@@ -55,10 +55,10 @@ class Explorer:
 
     @cached_property
     def settings(self) -> tuple[ExplorationSetting, ...]:
-        """The settings that the monitor chooses from. Index 0 is the configured one. Then come the
-        same format with all steps of the regeneration, and finer formats (FP8, the training
-        precision) with all steps, so that the last one is the most faithful. Equal settings are
-        listed once.
+        """The settings that the monitor chooses from, in the order in which exploration gets more
+        faithful. Index 0 is the configured format and number of steps. Then come that format with
+        all steps of the regeneration, and with all steps FP8 and the training precision, each if it
+        has more bits per weight than the configured format. Equal settings are listed once.
         """
         return setting_ladder(
             self.format,

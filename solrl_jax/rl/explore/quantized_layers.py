@@ -284,7 +284,9 @@ def table(layers: Sequence[LinearLayer], form: Format) -> str:
         form: The exploration format that the report was made for, which is named in the lines.
 
     Returns:
-        The lines, joined by line feeds.
+        The lines, joined by line feeds. The line of a parameter has its path, layers and widths,
+        its bytes before and after, and the format or why it is kept; the last line has the number
+        of quantized layers and the bytes of all.
 
     Raises:
         ValueError: If there is no entry.

@@ -35,7 +35,8 @@ def flow_grpo(
 
     Args:
         velocities: What the trained (v), the old (v_old) and the reference policy (v_ref) predict;
-            m_old and m_ref are the means with v_old and v_ref in place of v. Only v has a gradient.
+            m_ref is the mean with v_ref in place of v, and p_old has that with v_old. Only v has a
+            gradient.
         target: The recorded steps that are trained on: the latents x and `after`, the coefficients
             a and b, the standard deviation `std`, the sigma, `length` (by how much sigma falls),
             and the optimality q of their samples.

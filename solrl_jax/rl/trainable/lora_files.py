@@ -324,7 +324,7 @@ class _Slot:
     """Where the adapter of one linear layer of a file lies in our parameters.
 
     Attributes:
-        path: The path of our parameter, such as `blocks/attn/to_q/kernel`.
+        path: The path of our parameter, such as `transformer_blocks/attn/to_q/kernel`.
         layer: The index of the layer in a stack, as a tuple of one; () where nothing is stacked.
         layers: The number of layers in the stack, as a tuple of one; () where nothing is stacked.
         n_in: The number of inputs of the layer.

@@ -50,7 +50,8 @@ def peft_config(modules: Iterable[str], settings: LoraSettings, table: Table) ->
     """The fields of PEFT's `LoraConfig` for an export.
 
     Args:
-        modules: The diffusers names of the modules that have an adapter.
+        modules: The diffusers names of the modules that have an adapter, such as
+            "transformer_blocks.0.attn.to_q".
         settings: Rank ("r") and alpha ("lora_alpha", an int if it is a whole number).
         table: The table of all parameters of the network, with which ambiguous module names are
             recognized.

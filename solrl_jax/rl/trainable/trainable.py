@@ -32,7 +32,7 @@ class Targets:
 
     Attributes:
         adapted: The paths of the parameters that have a LoRA adapter, sorted, such as
-            `blocks/attn/to_q/kernel`.
+            `transformer_blocks/attn2/to_k/kernel`. A stack of layers has one path.
         whole: The paths of the parameters that are trained in full, sorted. By default none.
     """
 

@@ -212,7 +212,8 @@ _probe.defvjp(_probe_forward, _probe_backward)
 
 
 class Correction(ExplorationOption):
-    """Wraps the quantizer of every linear layer in `correct`.
+    """Adds an unquantized low-rank branch along the principal inputs of a layer to every quantized
+    layer (`correct`).
 
     Formats that quantize nothing are not changed.
     """
