@@ -73,15 +73,15 @@ class Selection:
 
     Attributes:
         prompts: The P prompts, one for each row of the arrays.
-        seeds: The seed of each candidate, the two words of a key.
+        seeds: The seed of each candidate, the two words of a threefry key.
         proxy: The reward of each explored candidate; NaN where it has none.
         ranking: The values by which the candidates were selected: `proxy`, or with
             `reward.combine=advantages` the weighted sums of the advantages of their scores. Not
             finite where a candidate has none.
         chosen: The indices of the kept candidates of each prompt, ascending.
-        usable: Whether a prompt had at least K candidates with a finite reward, one bool per
-            prompt. Prompts without are not trained on, and their entries of `chosen` are 0 to K -
-            1.
+        usable: Whether a prompt had at least K candidates with a finite value in `ranking`, one
+            bool per prompt. Prompts without are not trained on, and their entries of `chosen` are 0
+            to K - 1.
     """
 
     prompts: Sequence[Prompt]
