@@ -100,11 +100,11 @@ def convert(
 
 
 def describe(summary: Mapping[str, Any]) -> str:
-    """The result of `convert`: its entries "took", "left_out", "ignored", "kind", "tensors",
-    "bytes" and "out", and for SANA "config", "ffn" and "parameters", are shown.
+    """Formats the result of `convert` as lines for a terminal.
 
     Args:
-        summary: The result of `convert`.
+        summary: The result of `convert`: its entries "took", "left_out", "ignored", "kind",
+            "tensors", "bytes" and "out", and for SANA "config", "ffn" and "parameters", are shown.
 
     Returns:
         Up to four lines: the key that was taken, the entries that were left out, the network of a

@@ -320,9 +320,9 @@ def sizes(config: Config) -> dict[str, int]:
         they are loaded in.
 
     Raises:
-        InputError: If the model has no configurations here, the mesh asks for another number of
-            devices than there are, a setting is not possible with the model, or training needs more
-            memory than a device of this machine has.
+        InputError: If the model has no configurations here, the mesh needs more devices than there
+            are or leaves some unused, a setting is not possible with the model, or training needs
+            more memory than a device of this machine has.
     """
     pipeline = open_configurations(config.model.path, mhla=mhla_override(config.model))
     dtype = DTYPES[config.rollout.precision]
@@ -422,11 +422,11 @@ def _reward_downloads(config: Config) -> list[str]:
 
 
 def _wrong(summary: dict[str, Any]) -> list[str]:
-    """The result of `machine`. Its entry "checks" maps the name of each kernel to None or to what
-    is wrong.
+    """Returns a message "KERNEL: PROBLEM" for each kernel that a check found to be wrong.
 
     Args:
-        summary: The result of `machine`. "checks" is read.
+        summary: The result of `machine`. Its entry "checks" maps the name of each kernel to None or
+            to what is wrong.
     """
     return [f"{name}: {problem}" for name, problem in summary["checks"].items() if problem]
 
@@ -484,12 +484,12 @@ def _folder(path: Path) -> dict[str, Any]:
 
 
 def table(summary: dict[str, Any]) -> str:
-    """The result of `machine`. For a preset, also the entries of `needs` ("weights", "downloads",
-    "judges", "adapted" and "missing") and, as "proposal", the result of `proposal`.
+    """Formats the results of `machine` and `needs` as lines for a terminal.
 
     Args:
-        summary: The result of `machine`, alone or joined with that of `needs` and that of
-            `proposal` as "proposal".
+        summary: The result of `machine`. For a preset, also the entries of `needs` ("weights",
+            "downloads", "judges", "adapted" and "missing") and, as "proposal", the result of
+            `proposal`.
 
     Returns:
         Lines with a name in ten columns and a text; the last ones list the missing requirements, or

@@ -111,11 +111,12 @@ def command(
 
 
 def closing(summary: dict[str, Any], html_report: bool) -> str:
-    """What `api.train` returned: "run" (the directory), "trained_in_full" (whether `export` writes
-    a directory), and "before" and "after" (evaluations, metrics by name) are shown.
+    """Returns the last lines of a run: what was gained, where the report is, and what to try next.
 
     Args:
-        summary: What `api.train` returned. "run", "trained_in_full", "before" and "after" are read.
+        summary: What `api.train` returned: "run" (the directory), "trained_in_full" (if it is not
+            0, `export` writes a directory), and "before" and "after" (evaluations, metrics by name)
+            are shown.
         html_report: Whether `report.html` was written. Otherwise the command that writes it is
             shown.
 

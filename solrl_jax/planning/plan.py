@@ -82,7 +82,7 @@ class Planner:
         pipeline: The model without weights, with the gradient checkpointing that training would
             choose.
         device: The kind of device, which decides what "auto" formats mean.
-        stages: The programs of each stage.
+        stages: The programs and arrays of each stage of an iteration, as shapes.
         codes: The quantized copy of the policy that exploration samples with, as placed shapes by
             parameter path, replicated until `place` was called. An empty dict where nothing is
             quantized.
@@ -98,8 +98,8 @@ class Planner:
             where: The kind and the number of the devices to compile for.
 
         Raises:
-            InputError: If there is no such topology, `mesh.data`, `mesh.fsdp` and `mesh.tensor` ask
-                for another number of devices, or the configuration cannot be run.
+            InputError: If there is no such topology, the mesh of the configuration needs more
+                devices than these or leaves some unused, or the configuration cannot be run.
         """
         self.config = config
         self.where = where
@@ -308,9 +308,9 @@ def plan(
         gradient recomputes) describe what was planned.
 
     Raises:
-        InputError: If there are no such devices, `mesh.data`, `mesh.fsdp` and `mesh.tensor` ask for
-            another number of devices, the configuration cannot be run, or `hlo` cannot be written
-            to.
+        InputError: If there are no such devices, the mesh of the configuration needs more devices
+            than these or leaves some unused, the configuration cannot be run, or `hlo` cannot be
+            written to.
         RunError: If the disk refuses a compiled text.
         ValueError: If a compiled text cannot be parsed.
     """
@@ -576,7 +576,7 @@ def rows(summary: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     dict of the program with "name", "calls", "memory" and "roofline".
 
     Args:
-        summary: The result of `plan`.
+        summary: The result of `plan`, whose "stages" and their "programs" are walked.
     """
     for stage in summary["stages"]:
         for row in stage["programs"]:

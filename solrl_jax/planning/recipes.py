@@ -24,19 +24,25 @@ class Record(NamedTuple):
     """The plan of a preset with its own batch sizes, for one kind of device.
 
     Attributes:
-        model: The name of the model, `model.name`.
+        model: The name of the model, `model.name`, e.g. "flux1".
         device: The kind of device, a key of `planning.targets.TARGETS`.
         platform: "gpu" or "tpu".
         devices: The number of devices of all hosts.
         hosts: The number of hosts, among which `devices` are divided equally.
-        fsdp: `mesh.fsdp`.
-        tensor: `mesh.tensor`.
+        fsdp: The size of the mesh axis `fsdp` (`mesh.fsdp`): the number of devices that share the
+            parameters.
+        tensor: The size of the mesh axis `tensor` (`mesh.tensor`): the number of devices that share
+            each linear layer; 1: no tensor parallelism.
         size: Height and width of the images in pixels.
-        gradient_checkpointing: `model.gradient_checkpointing`; None: what "auto" chose there.
-        update_batch: `optimizer.per_device_batch_size`.
-        rollout_batch: `rollout.per_device_batch_size`.
+        gradient_checkpointing: What the update recomputes, `model.gradient_checkpointing`: "none",
+            "matmuls" or "blocks". None: what "auto" chose there.
+        update_batch: The number of samples of a device in one micro-batch of the update,
+            `optimizer.per_device_batch_size`.
+        rollout_batch: The largest number of samples that a device generates at once,
+            `rollout.per_device_batch_size`.
         peak: The largest bytes of one device in any phase.
-        seconds: Roofline seconds of one iteration by phase, which may be empty.
+        seconds: Roofline seconds of one iteration by the name of the phase, e.g. "explore"; may be
+            empty.
         source: The file of the plan in the repository.
     """
 

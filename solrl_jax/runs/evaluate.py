@@ -62,8 +62,9 @@ def evaluate(
     """Generates images of the first test prompts with a policy, and scores them.
 
     The images have the evaluation's size and number of steps. They are generated in the training
-    precision, without noise in the solver, and are not kept. Also encodes the prompts, see
-    `Experiment.encode_prompts`. Every process of a run must call it.
+    precision, without noise in the solver, and are not kept. Also encodes the prompts, for which
+    the text encoders are loaded unless the prompt cache has all, and writes new encodings to that
+    cache. Every process of a run must call it.
 
     Args:
         experiment: The experiment. The first `eval.num_prompts` test prompts, of which there must

@@ -197,7 +197,7 @@ def generate_images(
     images; the model is released when the function returns.
 
     Args:
-        request: What to generate.
+        request: The checked arguments of `api.generate`.
         progress: Called with the number of images of each batch when the batch has been queued on
             the devices, so that one batch is still being computed.
 

@@ -32,8 +32,8 @@ def hash_inputs(
     """Hashes the inputs that the trained parameters depend on.
 
     Reads all source files and a sample of the weight files. To find the source file of
-    `package.module:function`, the package is imported. A reward that only ranks candidates
-    (`rollout.explore.reward`) is not hashed.
+    `package.module:function`, the package is imported. Rewards that are trained on and those that
+    only rank candidates count; rewards that are only watched do not.
 
     Args:
         config: The configuration, which names rewards and objectives outside of the package.
@@ -180,8 +180,9 @@ def _plugins(config: Config) -> list[str]:
     """Returns the functions outside of the package that training depends on: rewards and objective.
 
     Args:
-        config: The configuration. Names of rewards that installed packages provide (entry points)
-            are replaced by their functions.
+        config: The configuration. The rewards that are trained on or rank candidates
+            (`Config.training_scores`) and `algorithm.objective` count. Names of rewards that
+            installed packages provide (entry points) are replaced by their functions.
 
     Returns:
         The functions as "module:function", sorted, each once.

@@ -120,7 +120,7 @@ def read(root: Path, iteration: int) -> pa.Table:
 
     Raises:
         InputError: If the file does not exist, cannot be read or is no Parquet file, if its columns
-            have other names, types or order than in `SCHEMA`, or other ones may be null, or if it
+            differ from `SCHEMA` in names, order, types or in which of them may be null, or if it
             has more than `MAX_ROWS` (2**18) rows or `MOST_TEXT` (64 MiB) bytes in memory.
     """
     path = path_of(root, iteration)

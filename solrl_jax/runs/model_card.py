@@ -105,7 +105,8 @@ def model_card(
         name: The repository that the card is for, OWNER/NAME.
         export: The result of `api.export`: "iteration", "rank", "alpha", and "trained_in_full" (the
             number of arrays) if parameters are trained in full.
-        has_image: Whether the folder has the image `IMAGE`, which the card then shows.
+        has_image: Whether the folder has the image `images/before-after.png`, which the card then
+            shows.
 
     Returns:
         Markdown with metadata in YAML at the top: what the weights are, the licence of the base, an
@@ -169,7 +170,9 @@ def find_licence(base: str) -> Licence | None:
 def training_command(config: Config) -> str | None:
     """Returns the command that trains a configuration again, for a shell.
 
-    Settings about places are left out (`PLACES`), and absolute paths are cut to their last part.
+    The sections `run` and `mesh`, `model.prompt_cache_dir`, `reward.paths` and `reward.workers` are
+    left out, because they say where a run works and not what it computes (`PLACES`). Absolute paths
+    are cut to their last part.
 
     Args:
         config: The configuration with which the run was trained.
@@ -194,7 +197,8 @@ def training_command(config: Config) -> str | None:
 def _changes(
     start: Mapping[str, Any], end: Mapping[str, Any], prefix: str
 ) -> Iterator[tuple[str, Any]]:
-    """Yields the settings that differ between two configurations, apart from `PLACES`.
+    """Yields the settings that differ between two configurations, apart from those that say where a
+    run works (`PLACES`).
 
     Args:
         start: The fields of a section of the first configuration by name; fields of inner sections

@@ -156,8 +156,8 @@ def true_ranks(table: Any, candidates: int, kept: int) -> tuple[float, float]:
     nor candidates with a non-finite reward are counted.
 
     Args:
-        table: The ledger of an iteration, whose rows are grouped by prompt: "regenerated_reward" is
-            the true reward and "proxy_reward" the one that candidates were selected by.
+        table: The ledger of an iteration, whose rows are grouped by prompt. Its
+            "regenerated_reward" is the true reward, and "proxy_reward" that of the explored image.
         candidates: The number of candidates per prompt.
         kept: The number K of kept candidates per prompt. Of an odd number, the half is rounded
             down.
@@ -192,10 +192,14 @@ def compare(
 
     Returns:
         Two values. First, for each arm by name, in the order of `courses`, a dict with "seeds",
-        "iterations", "scores", "gain", "cost", "network_evaluations", "at_equal_cost" and
-        "fidelity" (told in `_arm_estimates`). Second, one dict per pair, in the order of
-        `compared`, with "arm", "against", "seeds", "final", "final_share", "cost_share",
-        "at_equal_cost" and "speed_up" (told in `_pair_estimates`).
+        "iterations" (the last one), "scores" (estimates at the end by name), "gain" (of the last
+        reward over the first), "cost" (counted seconds), "network_evaluations", "at_equal_cost"
+        (the reward at the smallest cost of all runs) and "fidelity" (in the first and last
+        quarter). Second, one dict per pair, in the order of `compared`, with "arm", "against",
+        "seeds" (common ones), "final" (the difference of the last rewards), "final_share" (divided
+        by the other's reward), "cost_share" (the ratio of the costs), "at_equal_cost" (the
+        difference there) and "speed_up" (by per cent of the other's gain). `_arm_estimates` and
+        `_pair_estimates` tell their forms.
     """
     finished = {arm: list(runs) for arm, runs in courses.items() if runs}
     costs = [course.cost[-1] for runs in finished.values() for course in runs]
