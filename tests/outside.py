@@ -2,6 +2,7 @@
 request.
 """
 
+import dataclasses
 import os
 import time
 from pathlib import Path
@@ -94,6 +95,12 @@ def in_jax(scale=1.0):
         return {"reward": params * images.mean((1, 2, 3))}
 
     return Reward(np.float32(scale), lambda prompts: np.zeros(len(prompts), np.float32), score)
+
+
+def with_group(alone=False):
+    """A reward with a groupwise one in it, as only weighted sums have. alone: and no score."""
+    group = dataclasses.replace(in_jax(), groupwise=True)
+    return dataclasses.replace(in_jax(), score=None if alone else in_jax().score, group=group)
 
 
 def checked(images, prompts, metadata, *, colour="red"):

@@ -363,8 +363,8 @@ def open_plugin(name: str, options: Options) -> Reward | HostReward:
 
     Raises:
         InputError: If the function cannot be imported, is no function, has no signature or does not
-            accept the options; or if the call raises, returns no `Reward`, or returns one with
-            rewards outside JAX (`host`).
+            accept the options; or if the call raises, returns no `Reward`, or returns one that has
+            further rewards (`host` or `group`), as only weighted sums do.
     """
     target = entry_points().get(name, name)
     function, signature = _import_function(name, target)
@@ -384,6 +384,11 @@ def open_plugin(name: str, options: Options) -> Reward | HostReward:
             raise ValueError(
                 f"host={brief_repr(reward.host)}: expected None; name a function outside JAX in "
                 "reward.weights"
+            )
+        if reward.group is not None:
+            raise ValueError(
+                f"group={brief_repr(reward.group)}: expected None; a reward that compares images "
+                "has groupwise=True, and reward.weights names each reward"
             )
     return reward
 

@@ -1,11 +1,14 @@
 """The reward `judge`: its formulas, what it sends, its cache, its limits and its messages."""
 
 import contextlib
+import gc
 import gzip
 import itertools
 import json
 import math
+import sqlite3
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -15,7 +18,9 @@ from solrl_jax.errors import InputError
 from solrl_jax.rewards import host, usage
 from solrl_jax.rewards.host import Failure, RewardError, scoring
 from solrl_jax.rewards.judge import scoring as formulas
+from solrl_jax.rewards.judge.cache import Cache
 from solrl_jax.rewards.judge.client import MOST, find_key
+from solrl_jax.rewards.judge.probe import Support, describe, probe
 from solrl_jax.rewards.judge.reward import _open_service, judge
 from solrl_jax.rewards.judge.settings import Judge, open_judge
 from solrl_jax.rewards.judge.templates import SCORES, read_template
@@ -192,6 +197,13 @@ def test_fields_of_your_own_reach_the_endpoint(server):
     assert server.bodies[0]["seed"] == 3
 
 
+def test_an_endpoint_that_knows_only_max_completion_tokens_gets_no_max_tokens(server):
+    ask(server, "yes", extra={"max_completion_tokens": 16, "stop_token_ids": [7]})
+    assert {body["max_completion_tokens"] for body in server.bodies} == {16}
+    assert server.bodies[0]["stop_token_ids"] == [7]
+    assert not any("max_tokens" in body for body in server.bodies)
+
+
 def test_no_more_requests_at_once_than_configured(server):
     server.answers["slow"] = slowly(yes)
     pictures = np.random.default_rng(0).random((9, 8, 8, 3), np.float32)
@@ -253,6 +265,18 @@ def test_no_cache_and_a_damaged_one(server, tmp_path):
         ask(server, "yes", cache=str(tmp_path / "bad"))
 
 
+@pytest.mark.parametrize("stored", ["1" + 400 * "0", '"high"', "[]"])
+def test_a_stored_score_that_is_no_number_of_a_float_is_a_failure(tmp_path, stored):
+    cache = Cache(tmp_path)
+    cache.write("key", {"reward": 0.5})
+    assert cache.read("key") == {"reward": 0.5}
+    with contextlib.closing(sqlite3.connect(tmp_path / "scores.sqlite")) as database:
+        database.execute("UPDATE scores SET scores = ?", [f'{{"reward": {stored}}}'])
+        database.commit()
+    with pytest.raises(Failure, match=r"scores.sqlite cannot be used \(.*\); remove it"):
+        cache.read("key")
+
+
 # Keys.
 
 
@@ -295,7 +319,14 @@ def test_the_key_is_sent_and_never_said(server, monkeypatch):
         ({"base_url": "http://a/v1?api_key=secret"}, "without user name"),
         ({"api_key": "secret"}, "keys come from the environment"),
         ({"extra": {"api_key": "secret"}}, "extra.api_key: may be a secret"),
+        ({"extra": {"x_token": "secret"}}, "extra.x_token: may be a secret"),
         ({"extra": {"seed": 1}}, "extra.seed: is set by the judge itself"),
+        ({"extra": {"top_logprobs": 5}}, "extra.top_logprobs: is set by the judge itself"),
+        ({"extra": {"response_format": {}}}, "extra.response_format: is set by the judge itself"),
+        (
+            {"max_tokens": 2, "extra": {"max_completion_tokens": 5}},
+            "max_tokens=2: must be null with extra.max_completion_tokens",
+        ),
         ({"api_key_env": "sk-secret"}, "not a key"),
         ({"modle": "m"}, "did you mean 'model'?"),
         ({"score": "stars"}, "score='stars': expected"),
@@ -391,6 +422,9 @@ HOSTILE = {  # what an endpoint answers, and a part of the message
     "busy for a day": (sends("", 429, Retry_After="86400"), "status 429"),
     "broken": (sends("<html>\nInternal\tError</html>", 500), "status 500 (<html> Internal Error</html>)"),
     "a control character": (sends(b"\x1b[2J\x00", 503), r"status 503 (\x1b[2J\x00)"),
+    "an error as text": (sends({"error": "model not found"}, 404), "status 404 (model not found)"),
+    "a list as an error": (sends(["x"], 404), 'status 404 (["x"])'),
+    "a detail that is a list": (sends({"detail": [1]}, 422), 'status 422 ({"detail": [1]})'),
     "elsewhere": (sends("", 307, Location="http://127.0.0.1:9/"), "not followed"),
     "elsewhere, a file": (sends("", 302, Location="file:///etc/passwd"), "not followed"),
     "no JSON": (sends("yes"), "expected a chat completion, got 'yes'"),
@@ -399,6 +433,7 @@ HOSTILE = {  # what an endpoint answers, and a part of the message
     "no choices": (sends({"choices": []}), "expected a chat completion"),
     "deep": (sends(b"[" * 10**5), "expected a chat completion"),
     "a giant integer": (sends(OK.replace("100", 5000 * "9")), "expected a chat completion"),
+    "beyond floats": (sends(OK.replace("0.0", "1" + 400 * "0")), "expected a chat completion"),
     "text for a number": (sends(OK.replace("0.0", '"0"')), "expected a chat completion"),
     "NaN": (sends(OK.replace("0.0", "NaN")), "expected a chat completion"),
     "no log-probabilities": (sends(completion("yes")), "returned no log-probabilities"),
@@ -446,6 +481,58 @@ def test_a_request_is_repeated_until_the_server_is_ready(server):
     assert ask(server, "starting", pictures=PICTURES[:1], retries=2)["reward"] == 0
     counts = usage.take()
     assert (counts["requests"], counts["retries"], counts["failures"]) == (3, 2, 0)
+
+
+@pytest.mark.parametrize("case", ["packed", "too long", "without end"])
+def test_an_answer_that_would_be_the_same_again_is_not_asked_for_again(server, case):
+    handler, message = HOSTILE[case]
+    server.answers["refused"] = handler
+    with pytest.raises(Failure, match=message):
+        ask(server, "refused", pictures=PICTURES[:1], retries=3)
+    assert len(server.bodies) == 1
+
+
+# `probe`, which `solrl doctor` calls.
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"logprobs": 1}, "images yes, log-probabilities 1, seed accepted"),
+        ({"logprobs": 0}, "images yes, log-probabilities no, seed accepted"),
+        ({"fingerprint": "fp_1\x1b[2J"}, r"fingerprint fp_1\x1b[2J"),
+        ({"fingerprint": None, "schema": False}, "schema no, seed accepted, fingerprint no"),
+    ],
+)
+def test_support_is_described_in_words_and_numbers(changes, words):
+    fields = {
+        "seconds": 0.5,
+        "images": True,
+        "logprobs": 3,
+        "schema": None,
+        "seed": True,
+        "fingerprint": None,
+        "answer": "Yes",
+        "problem": None,
+    }
+    assert words in describe(Support(**fields | changes))
+
+
+@pytest.mark.parametrize(("sent", "fingerprint"), [("fp_1", "fp_1"), ({"a": 1}, None), (3, None)])
+def test_a_probe_closes_its_connection_and_reads_a_fingerprint_that_is_text(
+    server, sent, fingerprint
+):
+    server.answers["marked"] = lambda handler, body: reply(
+        handler, {**yes(body), "system_fingerprint": sent}
+    )
+    options = {"base_url": server.url, "model": "marked"}
+    gc.collect()  # the services of other tests, which stay open
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ResourceWarning)
+        support = probe(open_judge("judge", options))
+        gc.collect()
+    assert support.fingerprint == fingerprint
+    assert not [str(w.message) for w in caught if issubclass(w.category, ResourceWarning)]
 
 
 # In worker processes.

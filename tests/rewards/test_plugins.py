@@ -156,6 +156,17 @@ def test_a_package_names_rewards_by_entry_points_and_a_folder_by_its_modules(tmp
             "missing a required argument: 'how'",
         ),
         (
+            dict(weights={"tests.outside:with_group": 1.0}),
+            "reward 'tests.outside:with_group': group=Reward(",
+        ),
+        (
+            dict(
+                weights={"tests.outside:with_group": 1.0},
+                options={"tests.outside:with_group": {"alone": True}},
+            ),
+            "expected None; a reward that compares images has groupwise=True",
+        ),
+        (
             dict(weights={"http://a": 1.0}, options={"http://a": {"batch": 0}}),
             "reward.options.http://a.batch=0: expected an integer",
         ),

@@ -78,8 +78,8 @@ class Cache:
             key: The key of the request, from `cache_key`.
 
         Raises:
-            Failure: If the file cannot be read, the entry is no JSON object of finite numbers, or
-                another process has the file locked for 30 seconds (`BUSY`).
+            Failure: If the file cannot be read, the entry is no JSON object of numbers that are
+                finite as floats, or another process has the file locked for 30 seconds (`BUSY`).
         """
         try:
             row = self._database.execute("SELECT scores FROM scores WHERE key = ?", [key])
@@ -87,7 +87,7 @@ class Cache:
             if found is None:
                 return None
             return {str(name): float(score) for name, score in parse_json(found[0]).items()}
-        except (sqlite3.Error, ValueError, AttributeError, TypeError) as error:
+        except (sqlite3.Error, ValueError, AttributeError, TypeError, OverflowError) as error:
             raise self._failure(error) from None
 
     def write(self, key: str, scores: Mapping[str, float]) -> None:

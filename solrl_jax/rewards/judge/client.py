@@ -61,8 +61,8 @@ class Answer:
         tokens: Pairs of a token that the first token of the answer could have been and the natural
             logarithm of its probability, in the order of the answer. Their number is whatever the
             endpoint sent. None if it returned no log-probabilities.
-        system_fingerprint: The endpoint's name for its software and weights, as it was sent (any
-            value of JSON), or None.
+        system_fingerprint: The endpoint's name for its software and weights; None if it sent none,
+            or another value than text.
     """
 
     def __init__(self, body: bytes) -> None:
@@ -75,9 +75,8 @@ class Answer:
             body: A chat completion as JSON.
 
         Raises:
-            Failure: If it is no chat completion. The message has the first 200 bytes, cut to 80
-                characters.
-            OverflowError: If a log-probability is an integer beyond the range of a float.
+            Failure: If it is no chat completion, or a log-probability is an integer beyond the
+                range of a float. The message has the first 200 bytes, cut to 80 characters.
         """
         try:
             content = parse_json(body, number=float)
@@ -86,12 +85,20 @@ class Answer:
             if not isinstance(self.text, str):
                 raise TypeError
             self.tokens = _first_tokens(choice.get("logprobs"))
-            self.system_fingerprint = content.get("system_fingerprint")
+            fingerprint = content.get("system_fingerprint")
+            self.system_fingerprint = fingerprint if isinstance(fingerprint, str) else None
             counts = content.get("usage") or {}
             for name in ("prompt_tokens", "completion_tokens"):
                 if type(counts.get(name)) is int and 0 <= counts[name] < 2**31:
                     usage.count(name, counts[name])
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        except (
+            ValueError,
+            TypeError,
+            LookupError,
+            AttributeError,
+            RecursionError,
+            OverflowError,
+        ):
             start = body[:MOST_MESSAGE].decode(errors="replace")
             raise Failure(f"expected a chat completion, got {brief_repr(start)}") from None
 
@@ -100,7 +107,7 @@ class Client:
     """The connection of a process to an endpoint. All its requests run in one event loop.
 
     Every request has the model and `extra` of the settings, the temperature 0 and, unless `ask`
-    leaves it out, the seed.
+    leaves it out, the seed. Idle connections stay open for further requests until `close`.
     """
 
     def __init__(self, settings: JudgeSettings, concurrency: int) -> None:
@@ -137,12 +144,13 @@ class Client:
     ) -> Answer:
         """Sends one request, and again (up to `retries` times) if it fails in a way that may pass.
 
-        These are no connection, no answer within `request_timeout`, the statuses 408, 409, 429 and
-        5xx (unless the header x-should-retry says otherwise), and an answer that is packed or too
-        large. The package openai waits up to 0.5, 1, 2, 4, 8, 8, ... seconds between the attempts,
-        or as long as the header Retry-After says; if it says more than 120 seconds, the attempt was
-        the last. Also counts (`rewards.usage`) "requests" (attempts), "request_seconds" (of all
-        attempts and pauses, failed ones too) and, if there is an answer, "retries" and its tokens.
+        These are no connection, no answer within `request_timeout`, and the statuses 408, 409, 429
+        and 5xx (unless the header x-should-retry says otherwise). An answer that is packed or too
+        large, whatever its status, is the last one. The package openai waits up to 0.5, 1, 2, 4, 8,
+        8, ... seconds between the attempts, or as long as the header Retry-After says; if it says
+        more than 120 seconds, the attempt was the last. Also counts (`rewards.usage`) "requests"
+        (attempts), "request_seconds" (of all attempts and pauses, failed ones too) and, if there is
+        an answer, "retries" and its tokens.
 
         Args:
             content: The parts of the user's message, as OpenAI defines them: dicts of the types
@@ -159,9 +167,6 @@ class Client:
             Failure: If there is no answer before the deadline, a redirect, an error status after
                 the last attempt, an answer of more than 2**20 bytes (`MOST`) or one that is packed,
                 or no chat completion. The message is one line, with "***" in place of the key.
-            AttributeError: If the JSON body of an error status is neither an object without "error"
-                nor one whose "error" is an object (`_describe_status`).
-            OverflowError: If a log-probability is an integer beyond the range of a float.
         """
         async with self._free:
             loop = asyncio.get_running_loop()
@@ -183,6 +188,13 @@ class Client:
             finally:
                 usage.count("request_seconds", loop.time() - began)
 
+    async def close(self) -> None:
+        """Closes the connections. Further requests fail.
+
+        It must run in the event loop of the requests.
+        """
+        await self._client.close()
+
     @contextlib.contextmanager
     def _in_one_line(self) -> Iterator[None]:
         """A context manager that turns errors of the package openai in the body into a Failure.
@@ -191,14 +203,14 @@ class Client:
             None.
 
         Raises:
-            Failure: In place of errors of the packages openai and httpx2, TimeoutError and
-                ValueError. The message is one line, with the key replaced by "***". Other errors
-                pass.
+            Failure: In place of errors of the packages openai and httpx2, TimeoutError, ValueError
+                and `_RefusedAnswer`. The message is one line, with the key replaced by "***". Other
+                errors pass.
         """
         try:
             yield
-        except Failure as failure:
-            raise Failure(self._without_key(str(failure))) from None
+        except (Failure, _RefusedAnswer) as refusal:
+            raise Failure(self._without_key(str(refusal))) from None
         except openai.APITimeoutError:
             seconds = self._settings.request_timeout
             raise Failure(f"no answer within request_timeout={seconds:g} seconds") from None
@@ -220,6 +232,14 @@ class Client:
         return message.replace(self._key, "***") if self._key != "none" else message
 
 
+class _RefusedAnswer(BaseException):
+    """An answer that is not read, because it is packed or too large.
+
+    It is no Exception, because the package openai sends a request again after any Exception, and a
+    server would most likely answer the same. `Client._in_one_line` turns it into a Failure.
+    """
+
+
 class _BoundedStream(httpx2.AsyncByteStream):
     """The body of an answer, read as it arrives. More than 2**20 bytes (`MOST`) raise Failure."""
 
@@ -232,12 +252,16 @@ class _BoundedStream(httpx2.AsyncByteStream):
         self._stream = stream
 
     async def __aiter__(self) -> Any:
-        """Yields the parts of the body. Raises Failure if there are more than `MOST` bytes."""
+        """Yields the parts of the body.
+
+        Raises:
+            _RefusedAnswer: If there are more than `MOST` bytes.
+        """
         size = 0
         async for part in self._stream:
             size += len(part)
             if size > MOST:
-                raise Failure(f"an answer of more than {MOST} bytes")
+                raise _RefusedAnswer(f"an answer of more than {MOST} bytes")
             yield part
 
     async def aclose(self) -> None:
@@ -261,12 +285,14 @@ async def _bound_response(response: httpx2.Response) -> None:
         response: The response. Its stream is replaced by a `_BoundedStream`.
 
     Raises:
-        Failure: If the body is packed (a content-encoding other than "identity"), which was not
-            asked for.
+        _RefusedAnswer: If the body is packed (a content-encoding other than "identity"), which was
+            not asked for.
     """
     encoding = response.headers.get("content-encoding", "identity").lower()
     if encoding != "identity":
-        raise Failure(f"an answer packed with {brief_repr(encoding)}, which was not asked for")
+        raise _RefusedAnswer(
+            f"an answer packed with {brief_repr(encoding)}, which was not asked for"
+        )
     response.stream = _BoundedStream(response.stream)
 
 
@@ -309,12 +335,9 @@ def _describe_status(error: openai.APIStatusError) -> str:
 
     Returns:
         The status, and in parentheses the address of a redirect, else the server's message of up to
-        200 characters ("no message" if it is empty): "message" or "detail" of a JSON object or of
-        the object "error" in it, or the body itself. It may hold the API key.
-
-    Raises:
-        AttributeError: If the body is JSON and the place where "message" is looked for is no
-            object, e.g. for {"error": "no such model"}.
+        200 characters ("no message" if it is empty): the text "message" or "detail" of a JSON
+        object or of the object "error" in it, the text "error" or the JSON text that is the body,
+        or otherwise the body as it is. It may hold the API key.
     """
     response = error.response
     location = response.headers.get("location")
@@ -324,11 +347,13 @@ def _describe_status(error: openai.APIStatusError) -> str:
             "followed)"
         )
     message = response.text
-    with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):
+    with contextlib.suppress(ValueError, RecursionError):
         content = json.loads(message)
-        content = content.get("error", content) if isinstance(content, dict) else content
-        found = content.get("message") or content.get("detail")
-        message = found if isinstance(found, str) else message
+        if isinstance(content, dict):
+            content = content.get("error") or content
+        if isinstance(content, dict):
+            content = content.get("message") or content.get("detail")
+        message = content if isinstance(content, str) else message
     shown = one_line(" ".join(message.split()))[:MOST_MESSAGE] or "no message"
     return f"status {error.status_code} ({shown})"
 
@@ -337,14 +362,12 @@ def _root_cause(error: BaseException) -> str:
     """Returns the message of the first cause of an error, in one line of up to 200 characters.
 
     Args:
-        error: The error. Its causes and contexts are followed to the first one, or to a `Failure`.
+        error: The error. Its causes and contexts are followed to the first one.
 
     Returns:
         The message, or the name of the type if it is empty. It may hold the API key.
     """
     while error.__cause__ is not None or error.__context__ is not None:
         error = error.__cause__ or error.__context__  # type: ignore[assignment]
-        if isinstance(error, Failure):
-            break
     message = one_line(" ".join(text(error).split()))[:MOST_MESSAGE]
     return message or type(error).__name__

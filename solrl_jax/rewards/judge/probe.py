@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from solrl_jax.errors import one_line
 from solrl_jax.rewards.host import Failure
 from solrl_jax.rewards.judge import scoring
 from solrl_jax.rewards.judge.client import Answer, Client
@@ -36,7 +37,7 @@ class Support:
         schema: Whether this request had a JSON schema; None if the judge sends none.
         seed: Whether this request had a seed.
         fingerprint: The field "system_fingerprint" of the answer: the endpoint's name for its
-            software and weights, which changes with them. None if it returns none.
+            software and weights, which changes with them. None if it returns no such text.
         answer: The first 40 characters of the answer.
         problem: Why the judge could not score an image, in one line: the refusal of the complete
             request or, if that was accepted, what is wrong with its answer. None if it can.
@@ -94,6 +95,12 @@ def probe(judge: Judge) -> Support:
     refusal: Failure | None = None
 
     async def ask() -> tuple[Answer, set[str], float]:
+        try:
+            return await first_answer()
+        finally:
+            await client.close()
+
+    async def first_answer() -> tuple[Answer, set[str], float]:
         nonlocal refusal
         loop = asyncio.get_running_loop()
         deadline = loop.time() + SECONDS
@@ -142,21 +149,23 @@ def describe(support: Support) -> str:
 
     Returns:
         E.g. "answers 'Yes' in 0.52 s; images yes, log-probabilities 20, schema yes, seed accepted,
-        fingerprint no". The number of log-probabilities is "no" for 0 and "yes" for 1. "schema" is
-        missing if the judge sends none.
-
-    Raises:
-        TypeError: If `fingerprint` is a list or a dict, which an endpoint should not send.
+        fingerprint no". The number of log-probabilities is "no" for 0. "schema" is missing if the
+        judge sends none. Of the fingerprint the first 40 characters are shown, in which escape
+        sequences stand for control characters.
     """
     facts: dict[str, Any] = {
         "images": support.images,
         "log-probabilities": support.logprobs or False,
         "schema": support.schema,
         "seed": "accepted" if support.seed else False,
-        "fingerprint": support.fingerprint or False,
+        "fingerprint": one_line((support.fingerprint or "")[:40]) or False,
     }
-    words = {True: "yes", False: "no"}
-    shown = [
-        f"{name} {words.get(value, value)}" for name, value in facts.items() if value is not None
-    ]
+
+    def word(value: Any) -> str:
+        # By identity, because the number 1 equals True.
+        if value is True:
+            return "yes"
+        return "no" if value is False else str(value)
+
+    shown = [f"{name} {word(value)}" for name, value in facts.items() if value is not None]
     return f"answers {support.answer!r} in {support.seconds:.2g} s; {', '.join(shown)}"

@@ -329,12 +329,14 @@ class Service:
         """Returns the fields of a request that depend on how its answer is scored.
 
         Returns:
-            A new dict with "max_tokens" and, unless the score is "json", "logprobs" (true) and
-            "top_logprobs" (20); for "json" with the option `structured`, "response_format", a
-            strict JSON schema of the criteria.
+            A new dict with "max_tokens", unless the option `extra` has "max_completion_tokens";
+            unless the score is "json", "logprobs" (true) and "top_logprobs" (20); and for "json"
+            with the option `structured`, "response_format", a strict JSON schema of the criteria.
         """
         settings = self._judge.settings
-        fields: dict[str, Any] = {"max_tokens": settings.max_tokens}
+        fields: dict[str, Any] = {}
+        if settings.max_tokens is not None:
+            fields["max_tokens"] = settings.max_tokens
         if settings.score != "json":
             return fields | {"logprobs": True, "top_logprobs": scoring.TOP}
         if settings.structured:

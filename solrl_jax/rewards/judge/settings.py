@@ -31,8 +31,33 @@ Scale = Annotated[tuple[Number, Number], Field(strict=False)]
 # Requests that need log-probabilities answer with one token.
 MAX_TOKENS = {"digits": 1, "yes": 1, "preference": 1, "json": 256}
 # Fields of a request that a judge sets itself, and words that a secret may hide under.
-RESERVED = ("model", "messages", "stream", "n", "seed", "temperature", "max_tokens", "logprobs")
+RESERVED = (
+    "model",
+    "messages",
+    "stream",
+    "n",
+    "seed",
+    "temperature",
+    "max_tokens",
+    "logprobs",
+    "top_logprobs",
+    "response_format",
+)
 SECRETS = ("key", "token", "secret", "pass", "auth", "header")
+# The field with the most tokens of an answer at endpoints that refuse max_tokens.
+MAX_COMPLETION_TOKENS = "max_completion_tokens"
+# Fields of OpenAI, vLLM and SGLang that are no secrets, although their names contain "token".
+TOKEN_FIELDS = (
+    MAX_COMPLETION_TOKENS,
+    "min_tokens",
+    "stop_token_ids",
+    "allowed_token_ids",
+    "skip_special_tokens",
+    "add_special_tokens",
+    "spaces_between_special_tokens",
+    "truncate_prompt_tokens",
+    "thinking_token_budget",
+)
 # Options that a score depends on, beside the question and the pixels of the images.
 IDENTITY = (
     "model",
@@ -88,14 +113,16 @@ def _check_extra(extra: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         ConfigError: If a name is one of `RESERVED` ("model", "messages", "stream", "n", "seed",
-            "temperature", "max_tokens" and "logprobs"), or contains "key", "token", "secret",
-            "pass", "auth" or "header" in any case. The message does not repeat the value.
+            "temperature", "max_tokens", "logprobs", "top_logprobs" and "response_format"), or
+            contains "key", "token", "secret", "pass", "auth" or "header" in any case and is not one
+            of `TOKEN_FIELDS`. The message does not repeat the value.
     """
     reserved = [name for name in extra if name in RESERVED]
     if reserved:
         raise ConfigError(f"extra.{reserved[0]}: is set by the judge itself")
     # A run records its configuration.
-    secret = [name for name in extra if any(word in name.lower() for word in SECRETS)]
+    others = [name for name in extra if name not in TOKEN_FIELDS]
+    secret = [name for name in others if any(word in name.lower() for word in SECRETS)]
     if secret:
         raise ConfigError(
             f"extra.{secret[0]}: may be a secret; keys come from the environment or ~/.netrc"
@@ -150,12 +177,12 @@ class JudgeSettings(Section):
         image_format: "png" without loss, or "jpeg" of quality 95, which is about a fifth of the
             size.
         max_tokens: Most tokens of an answer, at least 1. None: 1 where log-probabilities are read,
-            else 256.
+            else 256. Must be None if `extra` has max_completion_tokens; then no max_tokens is sent.
         seed: Seed of every request, from 0 to 2^31 - 1. The temperature is 0.
         extra: Further fields of the body of a request, values of JSON, e.g. chat_template_kwargs of
-            vLLM; they win over response_format and top_logprobs of the judge. The names in
-            `RESERVED`, and names that may be those of secrets (which contain "key", "token",
-            "secret", "pass", "auth" or "header"), are refused.
+            vLLM. The names in `RESERVED`, and names that may be those of secrets (which contain
+            "key", "token", "secret", "pass", "auth" or "header" and are not in `TOKEN_FIELDS`), are
+            refused.
         concurrency: Most requests at once, 1 to 4096, of all worker processes of a host together.
             Each process sends at least one.
         request_timeout: Seconds, above 0 and at most 1e6, until an unanswered request is sent
@@ -194,8 +221,8 @@ class Judge:
     """A judge with its question: options that were checked and completed by `open_judge`.
 
     Attributes:
-        settings: The options. `score` and `max_tokens` are never None; `scale` is (lowest, highest)
-            for "digits" and "json", else None.
+        settings: The options. `score` is never None; `max_tokens` is None only if `extra` has
+            max_completion_tokens; `scale` is (lowest, highest) for "digits" and "json", else None.
         question: The text of the question, in which {prompt} stands for the prompt of the image.
         criteria: For "json", (lowest, highest) of each criterion by its name, at least one;
             otherwise empty.
@@ -285,11 +312,18 @@ def open_judge(name: str, options: Mapping[str, Any]) -> Judge:
         )
     scale = _check_scale(field, score, settings.scale)
     _check_criteria(field, score, settings)
+    max_tokens = settings.max_tokens
+    if MAX_COMPLETION_TOKENS not in settings.extra:
+        max_tokens = max_tokens or MAX_TOKENS[score]
+    elif max_tokens is not None:
+        raise InputError(
+            f"{field}.max_tokens={max_tokens}: must be null with extra.{MAX_COMPLETION_TOKENS}"
+        )
     complete = dataclasses.replace(
         settings,
         score=score,  # type: ignore[arg-type]
         scale=scale,
-        max_tokens=settings.max_tokens or MAX_TOKENS[score],
+        max_tokens=max_tokens,
     )
     return Judge(complete, template.text, _criteria(score, complete, template))
 
