@@ -83,11 +83,7 @@ def resolve(preset: str, overrides: Sequence[str] = ()) -> Config:
         ConfigError: If an argument is no text or the preset is unknown (reported alone); else with
             all problems of the overrides and of the resulting configuration.
     """
-    for text in (preset, *overrides):
-        if not isinstance(text, str):
-            raise ConfigError(
-                f"{brief_repr(text)}: expected text, a preset's name and overrides 'key=value'"
-            )
+    _check_texts(preset, *overrides)
     if preset not in preset_names():
         raise ConfigError(f"unknown preset {brief_repr(preset)}: {suggest(preset, preset_names())}")
     parsed = parse_overrides(overrides)
@@ -128,10 +124,11 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
         The new configuration. `preset`, `family` and `run.dir` are not derived anew.
 
     Raises:
-        ConfigError: With all problems of the overrides and of the resulting configuration, or for a
-            condition in the recipe's file that a run does not decide.
-        AttributeError: If an override is no text.
+        ConfigError: If an override is no text (reported alone); with all problems of the overrides
+            and of the resulting configuration; or for a condition in the recipe's file that a run
+            does not decide.
     """
+    _check_texts(*overrides)
     parsed = parse_overrides(overrides)
     problems = list(parsed.problems)
     for part, name in parsed.choices.items():
@@ -145,6 +142,22 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
     for key, value in parsed.settings:
         assign(tree, key, value)
     return build_config(tree, problems)
+
+
+def _check_texts(*arguments: object) -> None:
+    """Checks that the name of a preset and overrides are text.
+
+    Args:
+        *arguments: The name, if there is one, and the overrides.
+
+    Raises:
+        ConfigError: If one is no text. The message has the first such argument.
+    """
+    for argument in arguments:
+        if not isinstance(argument, str):
+            raise ConfigError(
+                f"{brief_repr(argument)}: expected text, a preset's name and overrides 'key=value'"
+            )
 
 
 def preset_rows() -> list[dict[str, str]]:

@@ -4,6 +4,7 @@ The files of a split are found as the `datasets` library finds them: by the meta
 set's card, else by the names of the files. Only those files are downloaded, to the hub's cache.
 """
 
+import posixpath
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,6 +40,8 @@ SPLIT_WORDS = {
     "evaluation": "test",
 }
 SHARD = re.compile(r"(?:^|/)(?P<split>[\w.]+)-\d+-of-(?P<count>\d+)(?:-[0-9a-f]+)?\.\w+$")
+# "**" at the start of a part that has more, e.g. "**.csv", which older clients of the hub accepted.
+LEADING_STARS = re.compile(r"(^|/)\*\*(?=[^/])")
 
 
 class Reference(NamedTuple):
@@ -80,7 +83,8 @@ def parse_reference(path: str, where: str) -> Reference:
 def fetch_files(reference: Reference, where: str) -> list[Path]:
     """Returns the files of a split, downloading those that are not in the hub's cache.
 
-    If the hub cannot be reached, or HF_HUB_OFFLINE is set, the files in the cache are used.
+    If the hub cannot be reached, or HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set, the files in the
+    cache are used.
 
     Args:
         reference: The data set and its split.
@@ -92,7 +96,8 @@ def fetch_files(reference: Reference, where: str) -> list[Path]:
     Raises:
         InputError: If the data set is not available, has no such split or no files with an ending
             of `DATA_ENDINGS`, if the files of the split have more than 4 GiB together
-            (`MAX_BYTES`), or if the cache holds only some of them and the hub cannot be reached.
+            (`MAX_BYTES`), if fewer of them are there than the name of one counts, or if the cache
+            holds only some of them and the hub cannot be reached.
     """
     name = reference.repository
     sizes = _list_files(name, where)
@@ -120,12 +125,13 @@ def find_splits(files: Sequence[str], card: Mapping[str, Any]) -> dict[str, list
     (`DATA_ENDINGS`) and are not in `METADATA_FILES`, and whose paths do not begin with ".".
 
     The metadata of the card counts first: of the entries of `configs` that have data files, the
-    first with `default: true` or the name "default", else the first. Its splits without a matching
-    file are left out. Without such an entry the names of the files decide:
-    "NAME-00000-of-00002.parquet" belongs to the split NAME, other files to the split that the last
-    known word of their path stands for (`SPLIT_WORDS`), and if no file names a split, all belong to
-    "train". Of several formats only the one with most files counts, among equal ones the first of
-    `DATA_ENDINGS`.
+    first with `default: true` or the name "default", else the first. Its patterns match whole paths
+    (`_matches`). Its splits without a matching file are left out.
+
+    Without such an entry the names of the files decide: "NAME-00000-of-00002.parquet" belongs to
+    the split NAME, other files to the split that the last known word of their path stands for
+    (`SPLIT_WORDS`), and if no file names a split, all belong to "train". Of several formats only
+    the one with most files counts, among equal ones the first of `DATA_ENDINGS`.
 
     Args:
         files: The paths of all files of the repository, with "/" between the parts.
@@ -145,7 +151,7 @@ def find_splits(files: Sequence[str], card: Mapping[str, Any]) -> dict[str, list
     declared = _declared_splits(card)
     if declared:
         matches = {
-            split: sorted(f for f in data if any(fnmatchcase(f, pattern) for pattern in patterns))
+            split: sorted(f for f in data if any(_matches(f, pattern) for pattern in patterns))
             for split, patterns in declared.items()
         }
         return {split: found for split, found in matches.items() if found}
@@ -159,6 +165,26 @@ def find_splits(files: Sequence[str], card: Mapping[str, Any]) -> dict[str, list
             by_split.setdefault(_split_of(file), []).append(file)
     named = {split: found for split, found in by_split.items() if split is not None}
     return named or {"train": by_split[None]}
+
+
+def _matches(file: str, pattern: str) -> bool:
+    """Whether the path of a file matches a pattern, as the hub's client matches them.
+
+    Args:
+        file: The path in the repository, with "/" between the parts.
+        pattern: The pattern, from the top of the repository. "*", "?" and "[...]" match characters
+            of one part, but no "/". The part "**" matches any number of parts, also none, except
+            that at the end it matches at least one. "**.csv" is read as "**/*.csv".
+    """
+
+    def match(parts: Sequence[str], patterns: Sequence[str]) -> bool:
+        if not patterns or not parts:
+            return not patterns and not parts
+        if patterns[0] == "**":
+            return len(patterns) == 1 or match(parts, patterns[1:]) or match(parts[1:], patterns)
+        return fnmatchcase(parts[0], patterns[0]) and match(parts[1:], patterns[1:])
+
+    return match(file.split("/"), LEADING_STARS.sub(r"\1**/*", pattern).split("/"))
 
 
 def _split_of(file: str) -> str | None:
@@ -185,10 +211,10 @@ def _declared_splits(card: Mapping[str, Any]) -> dict[str, list[str]]:
         card: The metadata of the card.
 
     Returns:
-        Patterns of paths (for `fnmatch`, from the top of the repository, the `data_dir` of the
-        entry included) by split, of the default configuration (see `find_splits`). Data files
-        without splits belong to "train". An empty dict if it declares none, or in a form that is
-        unknown.
+        Patterns of paths (for `_matches`, from the top of the repository, the `data_dir` of the
+        entry included, without parts "." and "..") by split, of the default configuration (see
+        `find_splits`). Data files without splits belong to "train". An empty dict if it declares
+        none, or in a form that is unknown.
     """
     configs = card.get("configs")
     if not isinstance(configs, list):
@@ -214,7 +240,9 @@ def _declared_splits(card: Mapping[str, Any]) -> dict[str, list[str]]:
         listed = paths if isinstance(paths, list) else [paths]
         patterns = [path for path in listed if isinstance(path, str)]
         if isinstance(split, str) and patterns:
-            splits[split] = [f"{folder}/{path}".lstrip("/") for path in patterns]
+            splits[split] = [
+                posixpath.normpath(f"{folder}/{path}".lstrip("/")) for path in patterns
+            ]
     return splits
 
 
@@ -231,7 +259,7 @@ def _choose_split(splits: Mapping[str, list[str]], reference: Reference, where: 
 
     Raises:
         InputError: If there is no such split, if a split must be named, or if there are fewer files
-            than the name of the first one counts ("-of-00002").
+            that differ only in their number than their names count ("-of-00002").
     """
     if not splits:
         raise InputError(
@@ -246,12 +274,15 @@ def _choose_split(splits: Mapping[str, list[str]], reference: Reference, where: 
     if split not in splits:
         raise InputError(f"{where}: no split {split!r}; there are {known}")
     files = splits[split]
-    shard = SHARD.search(files[0])
-    if shard and len(files) < int(shard["count"]):
-        raise InputError(
-            f"{where}: only {len(files)} of the {int(shard['count'])} files of the split {split!r}"
-            " are there"
-        )
+    shards = [shard for shard in map(SHARD.search, files) if shard]
+    # By the path before the number, because a split may have several series of files.
+    series = Counter((shard.string[: shard.end("split")], shard["count"]) for shard in shards)
+    for (path, count), there in series.items():
+        if there < int(count):
+            raise InputError(
+                f"{where}: only {there} of the {int(count)} files {path}-*-of-{count} of the split "
+                f"{split!r} are there"
+            )
     return files
 
 

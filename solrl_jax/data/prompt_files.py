@@ -75,9 +75,9 @@ def read_rows(file: Path, column: str | None, where: str) -> list[Row]:
 
     Raises:
         InputError: If the file does not exist or cannot be read, has another content than its
-            ending says, has no column with prompts, has a row without a prompt, has more than 2**20
-            rows (`MAX_PROMPTS`), or is no Parquet file and larger than 64 MiB.
-        UnicodeDecodeError: If a text in a Parquet file is not UTF-8.
+            ending says, has a text that is not UTF-8, has no column with prompts, has a row without
+            a prompt, has more than 2**20 rows (`MAX_PROMPTS`), or is no Parquet file and larger
+            than 64 MiB.
     """
     ending = file.suffix.lower()
     if ending == ".parquet":
@@ -357,8 +357,8 @@ def _read_parquet(file: Path, column: str | None, where: str) -> list[Row]:
 
     Raises:
         InputError: If the file is missing or cannot be read, has no such column, has more than
-            2**20 rows (`MAX_PROMPTS`), or has a row without a text in the column.
-        UnicodeDecodeError: If a text is not UTF-8.
+            2**20 rows (`MAX_PROMPTS`), has a text that is not UTF-8 in a column that is not left
+            out, or has a row without a text in the column.
     """
     import pyarrow as pa  # not at the top, because worker processes import this file
     import pyarrow.parquet as pq
@@ -373,7 +373,8 @@ def _read_parquet(file: Path, column: str | None, where: str) -> list[Row]:
             if parquet.metadata.num_rows > MAX_PROMPTS:
                 raise InputError(f"{where}: more than {MAX_PROMPTS} prompts")
             names = [field.name for field in schema if _is_json_type(field.type)]
-            table = parquet.read(columns=names)
+            # Also decodes the texts, which the file does not guarantee to be UTF-8.
+            rows = parquet.read(columns=names).to_pylist()
     except InputError:
         raise
     except (OSError, ValueError, pa.ArrowException) as error:
@@ -381,7 +382,7 @@ def _read_parquet(file: Path, column: str | None, where: str) -> list[Row]:
         raise InputError(f"{where}: cannot be read as Parquet ({message})") from error
     return [
         _row_of_table(strict(values), column, f"row {number}", where)
-        for number, values in enumerate(table.to_pylist(), start=1)
+        for number, values in enumerate(rows, start=1)
     ]
 
 

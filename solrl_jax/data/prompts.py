@@ -70,7 +70,6 @@ def load_prompts(path: str, field: str, *, distinct: bool = True) -> list[Prompt
             if an entry has no prompt, or one with control characters or more than 20,000 characters
             (`check_text`); if a file that is no table repeats a prompt with other metadata; or if a
             data set of the hub is not available or has no such split.
-        UnicodeDecodeError: If a text in a Parquet file is not UTF-8.
     """
     where = f"{field}={path!r}"
     if path.startswith(HUB):
@@ -107,7 +106,6 @@ def _read_prompts(file: Path, column: str | None, where: str) -> list[Prompt]:
 
     Raises:
         InputError: If the file cannot be read, or a text cannot be used as a prompt.
-        UnicodeDecodeError: If a text in a Parquet file is not UTF-8.
     """
     return [
         check_text(Prompt(row.text, row.metadata), f"{where}: {row.position}")

@@ -116,6 +116,12 @@ def test_fields_of_a_run_are_changed_and_parts_but_explore_are_refused():
             override(config, [choice])
 
 
+@pytest.mark.parametrize("other", [3, None, {"seed": 1}])
+def test_an_override_of_a_run_is_text(other):
+    with pytest.raises(ConfigError, match="expected text, a preset's name and overrides"):
+        override(resolve("tiny"), ["seed=1", other])
+
+
 def test_a_recipe_brings_the_models_rules_unless_the_user_has_others():
     for preset in ("sana_sol_rl_hpsv2", "sd3_naive_quant_hpsv2", "flux1_sol_rl_hpsv2", "tiny"):
         for recipe in ("paper", "best", "fast"):

@@ -49,6 +49,8 @@ DATASET = {
     "extra/b.parquet": parquet(Beschreibung=["ein Baum"], image=[b"\xff\xd8"]),
 }
 
+SERIES = ["b/train-00000-of-00001.csv", *(f"c/train-0000{i}-of-00002.csv" for i in range(2))]
+
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
@@ -102,7 +104,19 @@ def test_what_is_not_there_is_one_line_that_says_what_is(cache):
 
 def test_a_set_without_its_other_files_is_refused(cache):
     cache({name: content for name, content in DATASET.items() if "00001" not in name})
-    assert "only 1 of the 2 files of the split 'train' are there" in refused("hub:owner/set")
+    message = refused("hub:owner/set")
+    assert "only 1 of the 2 files data/train-*-of-00002 of the split 'train' are there" in message
+
+
+def test_every_series_of_files_of_a_split_is_counted(cache):
+    files = {f"b/train-0000{i}-of-00003.csv": b"prompt\na cat\n" for i in (0, 2)}
+    cache({"a/train.csv": b"prompt\na dog\n"} | files)
+    message = refused("hub:owner/set")
+    assert "only 2 of the 3 files b/train-*-of-00003 of the split 'train' are there" in message
+    cache(
+        {"a/train.csv": b"prompt\na dog\n"} | dict.fromkeys(SERIES, b"prompt\na cat\n"), "owner/b"
+    )
+    assert read("hub:owner/b") == ["a dog", "a cat"]
 
 
 def test_a_set_without_any_prompt_file_is_refused(cache):
@@ -139,6 +153,33 @@ def test_without_a_card_the_names_of_the_files_say_the_split(files, splits):
 def test_a_card_may_name_the_files_of_one_split_in_several_ways(data_files):
     card = {"configs": [{"config_name": "plain", "data_files": data_files}]}
     assert find_splits(["a/x.csv", "a/y.csv", "b/z.csv"], card) == {"train": ["a/x.csv", "a/y.csv"]}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "files"),
+    [
+        ("*.csv", ["x.csv"]),
+        ("./x.csv", ["x.csv"]),
+        ("/x.csv", ["x.csv"]),
+        ("*/*.csv", ["old/x.csv"]),
+        ("old/*", ["old/x.csv"]),
+        ("old/**", ["old/new/x.csv", "old/x.csv"]),
+        ("old/**/x.csv", ["old/new/x.csv", "old/x.csv"]),
+        ("**/*.csv", ["old/new/x.csv", "old/x.csv", "x.csv"]),
+        ("**", ["old/new/x.csv", "old/x.csv", "x.csv"]),
+        ("**.csv", ["old/new/x.csv", "old/x.csv", "x.csv"]),
+        ("old/new/[w-y].csv", ["old/new/x.csv"]),
+        ("new/*.csv", []),
+    ],
+)
+def test_patterns_of_a_card_match_as_the_hubs(pattern, files):
+    card = {"configs": [{"data_files": pattern}]}
+    names = ["x.csv", "old/x.csv", "old/new/x.csv"]
+    found = find_splits(names, card)
+    assert found == ({"train": files} if files else {})
+    card["configs"][0]["data_dir"] = "./top/"
+    moved = find_splits([f"top/{name}" for name in names], card)
+    assert moved == {split: [f"top/{name}" for name in paths] for split, paths in found.items()}
 
 
 def test_a_column_may_hold_a_colon():

@@ -87,6 +87,15 @@ def test_a_parquet_file_without_the_columns_that_json_has_no_values_for(tmp_path
     ]
 
 
+def test_a_parquet_file_whose_texts_are_not_utf8_is_refused_in_one_line(tmp_path):
+    path = tmp_path / "latin.parquet"
+    latin = pa.array([b"caf\xe9"], pa.binary()).cast(pa.string(), safe=False)
+    pq.write_table(pa.table({"prompt": latin}), path)
+    with pytest.raises(InputError, match=r"cannot be read as Parquet \('utf-8' codec") as error:
+        load_prompts(str(path), "f")
+    assert "\n" not in str(error.value)
+
+
 def test_a_column_can_be_named(tmp_path):
     path = write_table(tmp_path / "other.csv", ",", ["Description", "prompt"])
     assert load_prompts(f"{path}:Description", "f") == PROMPTS
