@@ -152,7 +152,7 @@ def machine() -> dict[str, Any]:
         "cudnn": dnn,
         "checks": device_checks.run(device_checks.checks_for(device)),
         "warnings": [] if dnn is None else device_checks.cudnn_warnings(dnn, device),
-        "hub": {**_folder(_hub_cache()), "offline": hub.offline()},
+        "hub": {**_folder(_hub_cache()), "offline": hub.offline_variable() is not None},
         "prompt_cache": _folder(cache.folder),
         "missing": missing,
     }
@@ -220,9 +220,9 @@ def needs(config: Config) -> dict[str, Any]:
     with noted():
         if not _model_download(config):
             _check_weights(config.model.path)
-    if downloads and hub.offline():
+    if variable := hub.offline_variable():
         missing += [
-            f"{name}: is not in the hub's cache, and HF_HUB_OFFLINE is set" for name in downloads
+            f"{name}: is not in the hub's cache, and {variable} is set" for name in downloads
         ]
     return {
         "preset": config.preset,

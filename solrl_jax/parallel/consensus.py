@@ -35,8 +35,8 @@ def together(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> lis
             a time may use a label, but may use it any number of times.
         act: The function that this process calls. It returns a JSON value and may raise. With
             several processes the value makes a round trip through JSON, which turns tuples into
-            lists. A value that is no JSON is a TypeError in this process, and the others wait for
-            its answer in vain.
+            lists. A value that JSON cannot encode counts as an error of `act` then, a TypeError or
+            ValueError.
         *kinds: Further exception types that are raised in every process as they are. They are
             recognized by the name of the class and constructed from a message alone.
 
@@ -55,11 +55,11 @@ def together(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> lis
         return [act()]
     error_here: BaseException | None = None
     try:
-        answer: dict[str, Any] = {"value": act()}
+        encoded = json.dumps({"value": act()})
     except BaseException as error:  # whatever it is, the others must not wait for an answer
         error_here = error
-        answer = {"error": type(error).__name__, "message": first_line(error)}
-    answers = _exchange(label, answer)
+        encoded = json.dumps({"error": type(error).__name__, "message": first_line(error)})
+    answers = _exchange(label, encoded)
     for index, answer in enumerate(answers):
         if "error" in answer:
             if index == jax.process_index() and error_here is not None:
@@ -83,8 +83,8 @@ def first(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> Any:
             at a time may use a label.
         act: The function that the first process calls. It returns a JSON value and may raise. With
             several processes the value makes a round trip through JSON, which turns tuples into
-            lists; a value that is no JSON is a TypeError in the first process, and the others wait
-            in vain.
+            lists. A value that JSON cannot encode counts as an error of `act` then, a TypeError or
+            ValueError.
         *kinds: Further exception types that the other processes raise with the first line of the
             message, in place of a RunError. They are recognized by the name of the class and
             constructed from a message alone.
@@ -115,7 +115,7 @@ def client() -> Any:
     return distributed.global_state.client
 
 
-def _exchange(label: str, answer: dict[str, Any]) -> list[dict[str, Any]]:
+def _exchange(label: str, encoded: str) -> list[dict[str, Any]]:
     """Sends this process's answer and waits for those of all processes. Every process calls this.
 
     The service keeps the value of a key forever, so each use of a label has its own number, counted
@@ -126,8 +126,8 @@ def _exchange(label: str, answer: dict[str, Any]) -> list[dict[str, Any]]:
     Args:
         label: The name of the exchange, under which every process of the run has a key in the
             service.
-        answer: This process's answer, a dict that JSON can encode: {"value": result} or {"error":
-            name of the type, "message": its first line}.
+        encoded: This process's answer, a JSON text: {"value": result} or {"error": name of the
+            type, "message": its first line}.
 
     Returns:
         The answers of all processes, this one included, in the order of their numbers.
@@ -136,14 +136,13 @@ def _exchange(label: str, answer: dict[str, Any]) -> list[dict[str, Any]]:
         RunError: If a process gives no answer within `PATIENCE` (1800) seconds, which count for
             each process anew.
         RuntimeError: If `jax.distributed` was not initialised.
-        TypeError: If JSON cannot encode `answer`.
     """
     service = client()
     index_here = jax.process_index()
     count = _use_counts[label]
     _use_counts[label] += 1
     key = f"solrl_jax/{label}/{count}"
-    service.key_value_set(f"{key}/{index_here}", json.dumps(answer))
+    service.key_value_set(f"{key}/{index_here}", encoded)
     timeout_ms = int(PATIENCE * 1000)
     answers = []
     for index in range(jax.process_count()):

@@ -270,8 +270,7 @@ def write(act: Callable[[], Any]) -> None:
     """Calls `act` in the first process, while the others wait. Every process must call it.
 
     Args:
-        act: A function without arguments. Its result is dropped; it must be None or have a truth
-            value, of which a false one must be a JSON value.
+        act: A function without arguments. Its result is dropped.
 
     Raises:
         Exception: What `act` raised, in the first process.
@@ -280,7 +279,11 @@ def write(act: Callable[[], Any]) -> None:
             any other type but InputError there. In any process, if another one gives no answer
             within 1800 seconds.
     """
-    consensus.first("write", lambda: act() and None)
+
+    def run() -> None:
+        act()
+
+    consensus.first("write", run)
 
 
 def agreed(find: Callable[[], T]) -> T:

@@ -132,9 +132,9 @@ class Module:
 
         A loop, a conditional, a call and an asynchronous start of a computation are replaced by the
         instructions inside. Of a conditional, the branch that writes most bytes is taken. The
-        condition of a loop is left out. A loop whose number of iterations is unknown, or 0, counts
-        as one iteration. The computation inside a fusion is not entered: a fusion is one
-        instruction.
+        condition of a loop is left out, and so is a loop of 0 iterations. A loop whose number of
+        iterations is unknown counts as one iteration. The computation inside a fusion is not
+        entered: a fusion is one instruction.
 
         Args:
             computation: The name of the computation. None: the entry.
@@ -145,7 +145,9 @@ class Module:
         """
         for step in self.computations[computation or self.entry]:
             if step.opcode == "while":
-                yield from self.executed(step.value("body"), times * (self.turns(step) or 1))
+                turns = self.turns(step)
+                if turns is None or turns > 0:
+                    yield from self.executed(step.value("body"), times * (turns or 1))
             elif step.opcode == "conditional":
                 branches = [list(self.executed(name, times)) for name in _branches(step)]
                 yield from max(

@@ -305,8 +305,9 @@ def reward_metrics(
     """The metrics of an iteration that come from its rewards, and the size of its images.
 
     Args:
-        experiment: The experiment of the iteration. Its size of images is reported, and
-            `reward.combine` of its configuration decides what ranks the samples.
+        experiment: The experiment of the iteration. Its size of images is reported. Of its
+            configuration, `reward.combine` decides what ranks the samples, and `rollout.regenerate`
+            whether the kept samples are counted beside the candidates.
         selection: The candidates and which of them are kept.
         rewards: The rewards of the kept samples in the order of `selection.chosen`, NaN for prompts
             that are not usable.
@@ -323,7 +324,8 @@ def reward_metrics(
         * "kept/spread": The largest minus the smallest of `rewards` of a prompt, mean over prompts.
         * "size/height", "size/width": The size of the images in pixels.
         * "nonfinite_rewards": The number of non-finite rewards among the candidates plus that among
-          the kept samples (which counts them twice if nothing is regenerated).
+          the regenerated samples. If nothing is regenerated, the kept samples are candidates and
+          count once.
         * "reward_failures/NAME": For each reward outside JAX, the number of samples that it could
           not score in exploration and regeneration together.
         * "reward_cost/NAME/COUNTER": For each reward outside JAX that counts what it costs, such as
@@ -351,7 +353,9 @@ def reward_metrics(
     metrics["kept/spread"] = _finite_mean(highest - lowest)
     metrics["size/height"] = float(experiment.size[0])
     metrics["size/width"] = float(experiment.size[1])
-    nonfinite = (~np.isfinite(proxy)).sum() + (~np.isfinite(kept.reward)).sum()
+    nonfinite = (~np.isfinite(proxy)).sum()
+    if experiment.config.rollout.regenerate:
+        nonfinite += (~np.isfinite(kept.reward)).sum()
     metrics["nonfinite_rewards"] = float(nonfinite)
     for name in {**explored.failed, **kept.failed}:
         count = explored.failed.get(name, 0) + kept.failed.get(name, 0)

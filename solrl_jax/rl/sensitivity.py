@@ -155,7 +155,10 @@ def proposed(exact: float, groups: Sequence[Sensitivity], floor: float) -> list[
         The names of the proposed groups, such as "/attn/" or "proj_out/", sorted: a value for
         `model.quantization.modules_to_not_convert`.
     """
-    loss = {g.group: max(exact - g.spearman, 0.0) for g in groups}
+    # An infinite loss sorts last and never fits, whereas a NaN has no place in an order.
+    loss = {
+        g.group: np.inf if np.isnan(g.spearman) else max(exact - g.spearman, 0.0) for g in groups
+    }
     left = exact - floor
     skip = []
     for g in sorted(groups, key=lambda g: loss[g.group] / g.share):

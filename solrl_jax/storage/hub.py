@@ -45,7 +45,8 @@ def snapshot(
     """Downloads files of a repository to the hub's cache, unless they are there already.
 
     The hub is asked for the newest revision on each call. If it cannot be reached, or if
-    HF_HUB_OFFLINE was set when its client was imported, the newest revision in the cache is used.
+    HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE was set when its client was imported, the newest revision
+    in the cache is used.
 
     Args:
         name: The repository, OWNER/NAME.
@@ -81,7 +82,8 @@ def unavailable(what: str, error: Exception, remedy: str = "") -> InputError:
     Returns:
         The error with a message of one line, to be raised.
     """
-    state = " (HF_HUB_OFFLINE is set)" if offline() else ""
+    variable = offline_variable()
+    state = f" ({variable} is set)" if variable else ""
     reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return InputError(f"{what} cannot be had from the hub{state}: {reason}{remedy}")
 
@@ -115,13 +117,14 @@ def check_login(name: str) -> None:
         name: The repository that is to be written, OWNER/NAME, for the message.
 
     Raises:
-        InputError: If HF_HUB_OFFLINE is set, or the hub cannot be reached or knows no such user.
+        InputError: If HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set, or the hub cannot be reached
+            or knows no such user.
     """
     from huggingface_hub import HfApi
 
     remedy = "; log in with `hf auth login`, or write the folder alone with dry_run=True"
-    if offline():
-        raise InputError(f"hub={name!r}: HF_HUB_OFFLINE is set, so nothing can be uploaded{remedy}")
+    if variable := offline_variable():
+        raise InputError(f"hub={name!r}: {variable} is set, so nothing can be uploaded{remedy}")
     try:
         HfApi().whoami()
     except Exception as error:  # the client raises a dozen unrelated types
@@ -180,13 +183,17 @@ def cached(name: str, file: str = "model_index.json") -> Path | None:
     return Path(path).parent if isinstance(path, str) else None
 
 
-def offline() -> bool:
-    """Whether the environment variable HF_HUB_OFFLINE forbids to ask the hub.
+def offline_variable() -> str | None:
+    """Returns the environment variable that forbids to ask the hub; None if it may be asked.
 
-    It does if it is "1", "on", "yes" or "true" in any case, as for the hub's client. The client
-    reads it once, when it is imported; this function reads it on each call.
+    It is HF_HUB_OFFLINE, or if that is empty or not set, TRANSFORMERS_OFFLINE. It forbids it if it
+    is "1", "on", "yes" or "true" in any case, as for the hub's client. The client reads it once,
+    when it is imported; this function reads it on each call.
     """
-    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        if value := os.environ.get(variable):
+            return variable if value.upper() in ("1", "ON", "YES", "TRUE") else None
+    return None
 
 
 def is_carried(path: Path) -> bool:

@@ -94,22 +94,35 @@ def test_all_that_a_released_preset_lacks_is_told_at_once(diagnosed):
     assert said["weights"]["vae"] == 4 * 49_545_475  # of its decoder, which decodes in float32
 
 
-def test_offline_a_download_is_missing(diagnosed, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
+def test_offline_a_download_is_missing(diagnosed, monkeypatch, variable):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv(variable, "1")
     code, said = diagnosed("flux1_sol_rl_clipscore", *PROMPTS, "train.num_prompts=4")
     assert code == 1
     names = ("black-forest-labs/FLUX.1-dev", "openai/clip-vit-large-patch14")
     assert said["missing"] == [
-        f"{name}: is not in the hub's cache, and HF_HUB_OFFLINE is set" for name in names
+        f"{name}: is not in the hub's cache, and {variable} is set" for name in names
     ]
 
 
 @pytest.mark.parametrize(
-    ("said", "offline"), [("1", True), ("yes", True), ("0", False), ("", False)]
+    ("hub_offline", "transformers_offline", "variable"),
+    [
+        ("1", "", "HF_HUB_OFFLINE"),
+        ("yes", "0", "HF_HUB_OFFLINE"),
+        ("0", "1", None),
+        ("", "1", "TRANSFORMERS_OFFLINE"),
+        ("", "no", None),
+        ("", "", None),
+    ],
 )
-def test_offline_is_what_the_hubs_client_takes_for_it(monkeypatch, said, offline):
-    monkeypatch.setenv("HF_HUB_OFFLINE", said)
-    assert hub.offline() == offline
+def test_offline_is_what_the_hubs_client_takes_for_it(
+    monkeypatch, hub_offline, transformers_offline, variable
+):
+    monkeypatch.setenv("HF_HUB_OFFLINE", hub_offline)
+    monkeypatch.setenv("TRANSFORMERS_OFFLINE", transformers_offline)
+    assert hub.offline_variable() == variable
 
 
 def test_weights_that_are_not_whole_are_missing(diagnosed, tmp_path):

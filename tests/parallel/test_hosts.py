@@ -189,6 +189,18 @@ def test_processes_wait_for_each_other_and_name_those_that_are_not_there(monkeyp
     assert "two processes are host=1" in call_roll([0, 1, 1], 4)
 
 
+@pytest.mark.parametrize("result", [np.zeros(2), set(), None])
+def test_what_an_action_returns_is_dropped(result):
+    done = []
+
+    def act():
+        done.append(True)
+        return result
+
+    assert hosts.write(act) is None
+    assert done == [True]
+
+
 def test_a_stranger_at_the_port_holds_nobody_up(monkeypatch):
     monkeypatch.setattr(hosts, "ANSWER", 0.2)
     port = free_port()

@@ -87,6 +87,14 @@ def test_a_loop_of_unknown_length_counts_once_and_is_reported():
     assert {step.name: times for step, times in hlo.parse(noted).executed()}["y"] == 9
 
 
+def test_a_loop_of_no_iterations_does_not_run():
+    module = hlo.parse(MODULE.replace("constant(7)", "constant(0)"))
+    ran = {step.name: times for step, times in module.executed()}
+    assert "y" not in ran
+    assert ran["kernel"] == 1
+    assert module.unknown_loops() == 0
+
+
 def test_types_say_their_bytes():
     sizes = {
         "pred": 1,

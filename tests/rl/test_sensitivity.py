@@ -82,3 +82,12 @@ def test_a_group_whose_rewards_tie_is_not_quantised():
     groups = [Sensitivity("/ff/", 8, 0.6, 0.98), Sensitivity("/attn/", 8, 0.4, float("nan"))]
     assert proposed(0.99, groups, 0.5) == ["/attn/"]
     assert proposed(0.99, groups[::-1], 0.5) == ["/attn/"]
+
+
+def test_a_group_whose_rewards_tie_does_not_change_the_order_of_the_others():
+    groups = [
+        Sensitivity("/dear/", 1, 0.1, 0.96),
+        Sensitivity("/tie/", 1, 0.2, float("nan")),
+        Sensitivity("/cheap/", 8, 0.7, 0.98),
+    ]
+    assert proposed(0.99, groups, 0.96) == ["/dear/", "/tie/"]

@@ -306,14 +306,16 @@ def test_a_prompt_with_too_few_rewards_is_left_out_and_the_others_are_trained_on
     assert outcome.metrics["skipped_micro_batches"] == 0
 
 
-def test_if_every_reward_fails_the_policy_stays():
+@pytest.mark.parametrize(("regenerate", "count"), [("true", 16 + 8), ("false", 16)])
+def test_if_every_reward_fails_the_policy_stays(regenerate, count):
     toy = dataclasses.replace(
-        toy_experiment("optimizer.weight_decay=0"), reward=poisoned(lambda m: m > -1)
+        toy_experiment("optimizer.weight_decay=0", f"rollout.regenerate={regenerate}"),
+        reward=poisoned(lambda m: m > -1),
     )
     start = fresh_state(toy)
     before = leaves(start.adapters)
     state, outcome = iterate(toy, start, 1)
-    assert outcome.metrics["nonfinite_rewards"] == 16 + 8
+    assert outcome.metrics["nonfinite_rewards"] == count
     assert not outcome.ledger["kept"].any()
     same_bits(state.adapters, before)
 

@@ -210,6 +210,7 @@ WORKER = textwrap.dedent(
             raise KeyError("gone")
         return me
     said["other"] = line(lambda: consensus.together("wrong", wrong))
+    said["no JSON"] = line(lambda: consensus.together("no JSON", lambda: {me} if me == 1 else me))
     for count in range(5):
         consensus.together("counted", lambda: count)
     said["all"] = consensus.together("right", lambda: me)
@@ -284,6 +285,8 @@ def test_no_process_decides_alone(two):
         "RunError: process 1: KeyError: 'gone'",
         "KeyError: 'gone'",
     )
+    problem = "TypeError: Object of type set is not JSON serializable"
+    assert (one["no JSON"], other["no JSON"]) == (f"RunError: process 1: {problem}", problem)
     assert one["all"] == other["all"] == [0, 1]
     # of five answers the service holds the last
     assert one["counted"] == other["counted"] == ["solrl_jax/counted/4/0", "solrl_jax/counted/4/1"]
