@@ -111,8 +111,9 @@ def iterate(
     arguments alone, up to rounding, not on the devices or the chunk size. Every process of a run
     must call it with the same arguments.
 
-    Also encodes the prompts (see `Experiment.encode_prompts`), and measures on the base what the
-    exploration options need, if that has not been done for this image size.
+    Also encodes the prompts, which may load text encoders and write to the cache of prompts, and
+    measures on the base what the exploration options need, if that has not been done for this image
+    size.
 
     Args:
         experiment: The parts of the run that do not change.

@@ -172,7 +172,8 @@ class Explorer:
     def policy(self, adapters: Trainable, precision: str) -> Params:
         """Returns the parameters of the policy that explores ("sync" in the paper).
 
-        The first call with a format may measure on the base, see `quantizer`.
+        The first call with a format lets the active options measure on the base what its quantizer
+        needs, for which the base is sampled from. The results are kept.
 
         Args:
             adapters: The trainable parameters by path of the policy that explores, usually the old
