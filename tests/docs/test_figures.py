@@ -419,6 +419,32 @@ def test_a_larger_pool():
             check(signed(cell), estimate, first)
 
 
+def test_a_proxy_reward():
+    found = record("study-proxy")
+    page = DOCS / "judges.md"
+    names = ("trained_reward", "proxy_reward", "unexplored")
+    table = rows(page, "candidates ranked by | images")
+    for name, (first, _, *cells) in zip(names, table, strict=True):
+        scores = found["arms"][name]["scores"]
+        for cell, score in zip(cells, ("reward", "shapes/strict"), strict=True):
+            check(numbers(cell), scores[score], first)
+    differences = [pair["final"] for pair in found["compared"]]
+    text = page.read_text()
+    for mean, error in differences:
+        assert f"{mean:+.3f} ± {error:.3f}" in text
+    settings = found["ranks"]["settings"]
+    *ranked, perfect = rows(page, "candidates ranked by | explored in")
+    for setting, (first, form, *cells) in zip(settings, ranked, strict=True):
+        assert first.startswith(f"`{setting['ranked_by']}`")
+        assert form == f"{setting['precision'].upper()}, {setting['steps']} steps"
+        keys = ("spearman", "true_rank_best", "true_rank_worst")
+        check(cells, [setting[key] for key in keys], first)
+    assert perfect[3:] == [str(settings[0][f"perfect_rank_{end}"]) for end in ("best", "worst")]
+    for name in names[:2]:
+        for mean, _ in found["arms"][name]["fidelity"]["spearman"].values():
+            assert f"{mean:.3f}" in text
+
+
 def test_more_devices():
     def place(row):
         return (row["device"], row["devices"], *sorted(row["mesh"].items()))
