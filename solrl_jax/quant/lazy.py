@@ -33,6 +33,7 @@ from solrl_jax.quant.sharded_kernel import (
 # output is again a list of arrays that lie side by side.
 Encode = Callable[[Sequence[Float[Array, "..."]]], tuple[list[Array], ...]]
 
+FLOAT32_MAGNITUDE = 0x7FFFFFFF  # the bits of a float32 number without its sign
 MIN_ROW_WIDTH = 64  # the kernel pads a row to at least this many values
 VALUES_PER_WARP = 1024  # values of a row that the registers of one warp hold
 MIN_WARPS = 4
@@ -376,7 +377,8 @@ def cast_saturating(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
     """
     if jnp.dtype(dtype).itemsize == 1:
         largest = float(jnp.finfo(dtype).max)
-        x = jnp.clip(x, -largest, largest)
+        # Triton's clip turns NaN into a bound
+        x = jnp.where(jnp.isnan(x), x, jnp.clip(x, -largest, largest))
     return x.astype(dtype)
 
 
@@ -397,13 +399,17 @@ def row_amax(parts: Sequence[Float[Array, "..."]]) -> Float[Array, "..."]:
     """The largest magnitude of each row, over several arrays that lie side by side.
 
     Args:
-        parts: At least one array [..., n_i], n_i at least 1. The leading axes of all are equal.
+        parts: At least one float32 array [..., n_i], n_i at least 1. The leading axes of all are
+            equal.
 
     Returns:
-        The maxima [..., 1], in the dtype of the arrays. A row with a NaN gives NaN.
+        The maxima [..., 1], float32. A row with a NaN gives NaN.
     """
-    maxima = [jnp.max(jnp.abs(x), axis=-1, keepdims=True) for x in parts]
-    return functools.reduce(jnp.maximum, maxima)
+    # Triton's maximum of floats ignores NaN. As integers, magnitudes have the same order, with NaN
+    # above infinity.
+    magnitudes = [jax.lax.bitcast_convert_type(x, jnp.int32) & FLOAT32_MAGNITUDE for x in parts]
+    maxima = [jnp.max(x, axis=-1, keepdims=True) for x in magnitudes]
+    return jax.lax.bitcast_convert_type(functools.reduce(jnp.maximum, maxima), jnp.float32)
 
 
 def encode_in_one_pass(encode: Encode, pieces: Sequence[LazyActivation]) -> tuple[Array, ...]:

@@ -20,6 +20,7 @@ from solrl_jax.quant.lazy import (
     ColumnView,
     LazyActivation,
     LazyPart,
+    cast_saturating,
     materialize_heads,
     reference,
     tpu_kernel,
@@ -338,6 +339,55 @@ def test_a_gpu_that_cannot_convert_to_fp8_takes_the_twin(monkeypatch, name, capa
         patch.setattr(compile_target, "local_device", lambda: device)
         assert compile_target.triton_converts_fp8() == (capability == "9.0")
         assert lower().count("__gpu$xla.gpu.triton") == kernels
+
+
+def with_maxima_of_triton(f, *arguments):
+    """Evaluates `f` with floating-point maxima and minima that ignore NaN, as Triton computes them,
+    which Pallas' interpreter does not show.
+    """
+    rules = {
+        "max": lambda params, x, y: jnp.fmax(x, y),
+        "min": lambda params, x, y: jnp.fmin(x, y),
+        "clamp": lambda params, low, x, high: jnp.fmin(jnp.fmax(low, x), high),
+        "reduce_max": lambda params, x: jnp.nanmax(x, axis=params["axes"]),
+    }
+
+    def evaluate(closed, *values):
+        known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        known |= zip(closed.jaxpr.invars, values, strict=True)
+
+        def read(variable):
+            return variable.val if hasattr(variable, "val") else known[variable]
+
+        for equation in closed.jaxpr.eqns:
+            inputs = [jnp.asarray(read(variable)) for variable in equation.invars]
+            rule = rules.get(equation.primitive.name)
+            if "jaxpr" in equation.params:
+                outputs = evaluate(equation.params["jaxpr"], *inputs)
+            elif rule and jnp.issubdtype(inputs[0].dtype, jnp.floating):
+                outputs = [rule(equation.params, *inputs)]
+            else:
+                outputs = equation.primitive.bind(*inputs, **equation.params)
+                outputs = outputs if equation.primitive.multiple_results else [outputs]
+            known |= zip(equation.outvars, outputs, strict=True)
+        return [read(variable) for variable in closed.jaxpr.outvars]
+
+    return evaluate(jax.make_jaxpr(f)(*arguments), *arguments)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp8", "int8"])
+def test_a_nan_reaches_the_scale_of_its_row_alone_also_in_triton(name):
+    x = normal(4, 128)
+    x[1, 5] = np.nan
+    x[2] = np.nan
+    *_, scales = with_maxima_of_triton(lambda x: ENCODERS[name]([x]), x)
+    assert np.isnan(np.asarray(scales)).ravel().tolist() == [False, True, True, False]
+
+
+def test_a_nan_stays_one_in_fp8_also_in_triton():
+    x = np.array([np.nan, 1e4, -1e4, 1, np.inf], np.float32)
+    (y,) = with_maxima_of_triton(lambda x: cast_saturating(x, jnp.float8_e4m3fn), x)
+    np.testing.assert_array_equal(np.asarray(y, np.float32), [np.nan, 448, -448, 1, 448])
 
 
 def test_nibbles_are_the_codes_of_four_bits():
