@@ -28,14 +28,16 @@ class Backbone:
     Compared by identity, because it is a static argument of jit.
 
     Attributes:
-        pipeline: the model's functions.
-        mesh: mesh of the transformer. Text encoders and decoder are on the same devices, arranged
-            by `sharding.rows_only`.
+        pipeline: the model's functions and network structures, which hold no parameters.
+        mesh: mesh of the transformer, with the axes `data`, `fsdp` and `tensor`. Text encoders and
+            decoder are on the same devices in a mesh whose axis `tensor` is folded into `fsdp`, so
+            that rows are split over all devices (`sharding.rows_only`).
         dtype: dtype in which the transformer computes: bfloat16 or float32 (`DTYPES`).
         transformer: the frozen base parameters in this dtype, a nested dictionary by path, sharded
             over the axes `fsdp` and `tensor`. Training never changes them.
-        text_encoders: the text encoders, loaded on demand.
-        decoder: the decoder of the autoencoder.
+        text_encoders: the text encoders, which load their parameters when a prompt is not in the
+            cache.
+        decoder: the decoder of the autoencoder with its parameters, which maps latents to images.
         instruction: text before every prompt except negative ones, for models that accept one;
             None: no instruction.
     """
@@ -68,7 +70,8 @@ class Backbone:
                 (`LowRank`), or by a `Quantized` leaf.
             latent: noisy latents, float32, [b, height, width, channels]. They are cast to
                 `self.dtype`.
-            conditioning: encoded prompts by name, one row per latent, as returned by `encode`.
+            conditioning: encoded prompts by name, one row per latent, as returned by `encode`: for
+                example "text" [b, tokens, features] and "mask" [b, tokens].
             time: `1000 sigma`, in [0, 1000]: one for all latents, or one per latent.
             guidance: guidance scale, a scalar, for networks that take it as an input
                 (FLUX.1-dev). Other networks ignore it.
@@ -115,14 +118,16 @@ class Backbone:
 
         Returns:
             The encodings by name, each with one row per prompt in the order of `prompts`,
-            replicated over `self.mesh`: what `Pipeline.encode_text` of the model returns, such as
-            "text" [prompts, tokens, features].
+            replicated over `self.mesh`. The names depend on the model: "text" [prompts, tokens,
+            features], and "mask" or "pooled" where the transformer takes them.
 
         Raises:
             InputError: the tokenizer fails; `max_tokens` is not possible for the model; a file of a
-                text encoder is missing or does not fit; or the folder of the cache cannot be
-                created or written, which is checked before the text encoders load.
-            RunError: an encoding cannot be written to the cache.
+                text encoder is missing, or its tensors are not those of the network by name, shape
+                or dtype; or the folder of the cache cannot be created or written, which is checked
+                before the text encoders load.
+            RunError: an encoding cannot be written to the cache, or another process of the run
+                gives no answer for 30 minutes.
             PermissionError: a folder of the cache may not be searched.
         """
         instruction = None if negative else self.instruction
@@ -152,16 +157,18 @@ def load_backbone(
     """Loads a pipeline onto a mesh. Text encoders are only checked; they load when a prompt is not
     in the cache.
 
-    The transformer is placed on `mesh`, and the decoder on the same devices arranged by
-    `sharding.rows_only`. The files of all networks are checked before any is loaded.
+    The transformer is placed on `mesh`, and the decoder on the same devices in a mesh whose axis
+    `tensor` is folded into `fsdp`. The files of all networks are checked before any is loaded.
 
     Args:
-        model: an open pipeline, or a path for `open_model`, which may download it. A path is opened
-            with rematerialization "none" and the model's own attention.
+        model: an open pipeline; or the directory of a diffusers pipeline, `embedded:NAME` for one
+            that this package carries, or OWNER/NAME of a hub repository, which is downloaded unless
+            it is in the cache. A path is opened with rematerialization "none" and the model's own
+            attention.
         precision: dtype in which the transformer and the text encoders compute, "bf16" or "fp32".
         mesh: devices that hold the parameters.
-        cache: `model.prompt_cache_dir`, the folder of encoded prompts; "" for the folder in the
-            user's cache directory, None for no cache. See `open_cache`.
+        cache: `model.prompt_cache_dir`, the folder of encoded prompts, in which "~" is expanded; ""
+            for the folder `solrl_jax/prompts` in the user's cache directory; None for no cache.
         instruction: text before every prompt but negative ones, for models that accept one; None:
             no instruction.
         tile: `model.vae_tile_size`, side in pixels of the square tiles in which images are decoded,
@@ -176,9 +183,9 @@ def load_backbone(
 
     Raises:
         InputError: the model is missing, incomplete, not supported or not to be had from the hub; a
-            file cannot be read; `tile` is no such multiple; an instruction is given to a model that
-            accepts none; or `cache` is a file, or needs a home directory that the user does not
-            have.
+            file cannot be read, or its tensors are not those of the network; `tile` is no multiple
+            of `Pipeline.compression`; an instruction is given to a model that accepts none; or
+            `cache` is a file, or needs a home directory that the user does not have.
         PermissionError: a parent of the folder `cache` may not be searched.
         KeyError: `precision` is neither "bf16" nor "fp32".
     """
@@ -205,18 +212,20 @@ def open_text_encoders(
     """Checks the files of the text encoders, without loading them.
 
     Args:
-        pipeline: the model.
+        pipeline: the model, whose text encoders and tokenizers are used.
         precision: dtype in which the text encoders compute, "bf16" or "fp32".
-        mesh: devices that encode, with rows split over all of them (`sharding.rows_only`).
-        cache: `model.prompt_cache_dir`, the folder of encoded prompts; "" for the folder in the
-            user's cache directory, None for no cache. See `open_cache`.
+        mesh: devices that encode. Its axis `tensor` has the size 1, so that rows are split over all
+            devices (`sharding.rows_only`).
+        cache: `model.prompt_cache_dir`, the folder of encoded prompts, in which "~" is expanded; ""
+            for the folder `solrl_jax/prompts` in the user's cache directory; None for no cache.
 
     Returns:
         The text encoders, which load their parameters when a prompt is not in the cache.
 
     Raises:
-        InputError: a file or a tensor is missing or does not fit; or `cache` is a file, or needs a
-            home directory that the user does not have.
+        InputError: a file is missing or cannot be read; tensors in it are missing, unexpected, or
+            of another shape or dtype than the network's; or `cache` is a file, or needs a home
+            directory that the user does not have.
         PermissionError: a parent of the folder `cache` may not be searched.
         KeyError: `precision` is neither "bf16" nor "fp32".
     """

@@ -29,11 +29,13 @@ def check_sizes(config: Config, pipeline: Pipeline) -> None:
     """Checks all image sizes of a configuration: `model.height` and `model.width`, `rollout.size`
     and `eval.size`.
 
-    `rollout.size` and `eval.size` default to the size of `model`.
+    `rollout.size` is a list of sizes, each of which is checked. `rollout.size` and `eval.size`
+    default to the size of `model`.
 
     Args:
-        config: the configuration.
-        pipeline: the model, whose supported sizes count (`Pipeline.latent_shape`).
+        config: the configuration, whose heights and widths are in pixels.
+        pipeline: the model. Heights and widths must be multiples of the pixels in its
+            `size_multiples`, and at most its `largest_side`.
 
     Raises:
         InputError: the model does not support one of the sizes: a side is not a multiple of the
@@ -54,8 +56,8 @@ def check_attention(config: Config, pipeline: Pipeline) -> None:
     Only the value "fp8" is checked; the only other value, "default", passes.
 
     Args:
-        config: the configuration.
-        pipeline: the model, whose `attends_in_fp8` counts.
+        config: the configuration. Only `rollout.explore.attention` counts.
+        pipeline: the model. Its `attends_in_fp8` says whether its softmax attention can run in FP8.
 
     Raises:
         InputError: FP8 attention is configured, but the model has none.

@@ -35,11 +35,12 @@ class Decoder:
     Attributes:
         params: parameters of the autoencoder, a nested dictionary by path, which may be sharded.
             Every call gathers them.
-        pipeline: the model that the autoencoder belongs to.
+        pipeline: the model that the autoencoder belongs to. Its `decode` maps latents to images,
+            and its `compression` is the side of a latent pixel in image pixels.
         dtype: dtype in which the autoencoder computes. Latents are cast to it.
         tile: side in pixels of the square tiles that are decoded one after another, which saves
-            memory, a multiple of `pipeline.compression`; None: whole images. Images that fit into
-            one tile are decoded whole.
+            memory, a multiple of `pipeline.compression`; None: whole images. Images that are no
+            higher and no wider than a tile are decoded whole.
     """
 
     params: Params

@@ -25,12 +25,15 @@ def open_model(path: str, remat: str = "none", mhla: MhlaOverride | None = None)
     included.
 
     Args:
-        path: a directory, `embedded:NAME`, or OWNER/NAME of a hub repository; see `find_model`.
+        path: the directory of a diffusers pipeline, `embedded:NAME` for one that this package
+            carries, or OWNER/NAME of a hub repository. An existing directory goes before a
+            repository of the same name.
         remat: what the gradient of the transformer recomputes: "none" (nothing), "matmuls" (all but
             matmuls and attention kernels) or "blocks" (all but the input of each block). It is not
             checked here: another value raises KeyError when the transformer is first traced.
         mhla: replaces the linear attention of SANA by MHLA, token-level multi-head linear attention
-            (arXiv 2601.07832), see `mhla_override`; None keeps the model's own attention.
+            (arXiv 2601.07832). It holds the variant of MHLA and the image height and width, in
+            pixels, that its blocks are arranged for. None keeps the model's own attention.
 
     Returns:
         The pipeline, an instance of the class that its `model_index.json` names.
@@ -50,8 +53,10 @@ def mhla_override(model: Model) -> MhlaOverride | None:
     `open_model`.
 
     Args:
-        model: the configuration section `model`. Its `attention` ("default" or "mhla"),
-            `mhla_blocks`, `mhla_released`, `mhla_norm`, `height` and `width` are read.
+        model: the configuration section `model`. Its `attention` is "default" or "mhla";
+            `mhla_blocks` is the number of blocks, `mhla_released` says whether the released code is
+            followed instead of the paper, and `mhla_norm` whether norms of queries and keys are
+            added. `height` and `width` give the image size in pixels.
 
     Returns:
         For `model.attention` "mhla", the variant of MHLA (token-level multi-head linear attention,
@@ -113,9 +118,9 @@ def pipeline_files(files: Sequence[str]) -> list[str]:
     layout of another program. Those are at the top level, in a folder without a config, or have a
     variant in their name. Of each top-level folder with a file whose name ends in "config.json",
     these are selected: JSON files other than indices of shards, safetensors files and their indices
-    (without variants such as `model.fp16.safetensors` unless there is nothing else, see
-    `without_variants`), and all files if the name of the folder begins with "tokenizer". Deeper
-    folders and files at the top level are left out.
+    (without variants such as `model.fp16.safetensors` unless all of them are variants), and all
+    files if the name of the folder begins with "tokenizer". Deeper folders and files at the top
+    level are left out.
 
     Args:
         files: paths of all files of the repository, relative to it, with "/" between the parts.
@@ -142,8 +147,8 @@ def pipeline_files(files: Sequence[str]) -> list[str]:
 
 
 def _repository_files(name: str) -> list[str]:
-    """Returns the files of a hub repository that a pipeline needs, as `pipeline_files` selects
-    them.
+    """Returns the files of a hub repository that a pipeline needs: configurations, tokenizers and
+    weights (`pipeline_files`).
 
     Asks the hub for the list of files. If that fails for any reason, no error is raised, and a
     download of the result finds what the cache has.
@@ -152,7 +157,8 @@ def _repository_files(name: str) -> list[str]:
         name: the repository, OWNER/NAME.
 
     Returns:
-        The selected paths, sorted; `model_index.json` alone if the hub does not answer.
+        The selected paths, sorted, relative to the repository with "/" between the parts, such as
+        "vae/config.json"; `model_index.json` alone if the hub does not answer.
     """
     from huggingface_hub import HfApi
 

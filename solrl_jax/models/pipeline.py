@@ -61,8 +61,9 @@ class Pipeline(abc.ABC):
             evaluation with a negative prompt.
         largest_side: largest height or width of an image in pixels; None: unlimited.
         vae_dtype: the only dtype that the autoencoder works in; None: any.
-        shift_terminal: the lowest sigma before the final 0 of the released schedule, to which the
-            others are stretched after the shift that depends on the resolution; None: they are not
+        shift_terminal: the lowest sigma before the final 0 of the released schedule. After the
+            shift that depends on the resolution, the distances of all sigmas from 1 are multiplied
+            by one factor, so that the last one before 0 has this value. None: they are not
             stretched.
     """
 
@@ -102,8 +103,8 @@ class Pipeline(abc.ABC):
 
         Raises:
             FileNotFoundError: a file is missing.
-            ValueError: a configuration is unsupported, a tokenizer cannot be loaded, or the
-                components do not fit together.
+            ValueError: a configuration is unsupported, a tokenizer cannot be loaded, or a width or
+                number of channels of one component is not what another one takes or returns.
         """
         self.folder = folder
         self.remat = remat
@@ -122,10 +123,12 @@ class Pipeline(abc.ABC):
         """Predicts the velocity `v = noise - x0`, in the dtype of `latent`. For use under jit.
 
         Args:
-            params: parameters of the transformer, gathered (`Component.gather`). Leaves may be
-                quantized or adapted.
+            params: parameters of the transformer, a nested dictionary by path, on every device
+                whole except for stacks of blocks (`Component.gather`). Leaves may be quantized or
+                adapted.
             latent: noisy latents, in the dtype to compute in.
-            conditioning: encoded prompts by name, one row per latent, as returned by `encode_text`.
+            conditioning: encoded prompts by name, one row per latent, as returned by `encode_text`:
+                for example "text" [b, tokens, features].
             timestep: `1000 sigma` of each latent, in [0, 1000].
             guidance: guidance scale, a scalar. Networks that do not take it as an input ignore it.
             fp8_attention: whether softmax attention runs in FP8, only where `attends_in_fp8`:
@@ -150,15 +153,16 @@ class Pipeline(abc.ABC):
 
         Args:
             prompts: one or more texts; a negative prompt may be empty.
-            max_tokens: number of tokens to which each prompt is padded or cut: at least the special
-                tokens that the tokenizer adds to every text, and at most 4096, with those of the
-                instruction. Some models accept fewer.
+            max_tokens: number of tokens to which each prompt is padded or cut: at least the number
+                of special tokens that the tokenizer adds to every text, and at most 4096 together
+                with the tokens of an instruction. Some models accept fewer.
             instruction: text for the language model before each prompt, only where
                 `accepts_instruction`; other models ignore it. None: no instruction.
 
         Returns:
             Arrays in host memory by name, with one row per prompt in the order of `prompts`. The
-            names depend on the model.
+            names depend on the model, for example "ids", int32, and "mask", bool, true on tokens:
+            both [prompts, tokens].
 
         Raises:
             InputError: `max_tokens` is not possible for the model or its tokenizer; the tokenizer
@@ -171,11 +175,13 @@ class Pipeline(abc.ABC):
         """Encodes tokenized prompts for the transformer. For use under jit.
 
         Args:
-            params: parameters of each text encoder, by the name of its folder, gathered.
-            tokens: result of `tokenize`.
+            params: parameters of each text encoder by the name of its folder, such as
+                "text_encoder", on every device whole except for stacks of blocks.
+            tokens: result of `tokenize`: arrays by name, one row per prompt.
 
         Returns:
-            Arrays by name, with one row per prompt: the argument `conditioning` of `velocity`.
+            Arrays by name, with one row per prompt: the argument `conditioning` of `velocity`. The
+            names depend on the model, for example "text" [prompts, tokens, features] and "mask".
             Floating-point arrays have the dtype of the text encoders' parameters.
         """
 
@@ -197,7 +203,7 @@ class Pipeline(abc.ABC):
         stays NaN.
 
         Args:
-            params: parameters of the autoencoder.
+            params: parameters of the autoencoder, a nested dictionary by path, gathered.
             latent: the transformer's latents, before `unscale`, which is applied here.
 
         Returns:
@@ -285,7 +291,7 @@ class Pipeline(abc.ABC):
             width: image width in pixels.
 
         Returns:
-            The number of image tokens, without those of the text and without padding.
+            The number of image tokens. Text tokens and padding are not counted.
         """
         return height * width // (self.compression * self.patch) ** 2
 
@@ -294,13 +300,14 @@ def check_equal(folder: Path, name: str, value: int, expected: int) -> None:
     """Checks one size of a component against the size that the other components need.
 
     Args:
-        folder: the model directory, for the message.
-        name: component and field of the checked size, for the message.
+        folder: the model directory. It only begins the error message.
+        name: component and field of the checked size, such as "transformer in_channels", for the
+            message alone.
         value: the size in the component's configuration.
         expected: the size that the other components need.
 
     Raises:
-        ValueError: the two differ.
+        ValueError: `value` is not `expected`.
     """
     if value != expected:
         raise ValueError(

@@ -36,8 +36,9 @@ def open_pipeline(folder: Path, remat: str = "none", mhla: MhlaOverride | None =
         remat: what the gradient of the transformer recomputes: "none" (nothing), "matmuls" (all but
             matmuls and attention kernels) or "blocks" (all but the input of each block). It is not
             checked here: another value raises KeyError when the transformer is first traced.
-        mhla: replaces the linear attention of SANA by MHLA (`models/layers/mhla.py`); None keeps
-            the model's own attention.
+        mhla: replaces the linear attention of SANA by MHLA, token-level multi-head linear attention
+            (`models/layers/mhla.py`). It holds the variant of MHLA and the image height and width,
+            in pixels, that its blocks are arranged for. None keeps the model's own attention.
 
     Returns:
         The pipeline, an instance of the selected class.
@@ -45,9 +46,10 @@ def open_pipeline(folder: Path, remat: str = "none", mhla: MhlaOverride | None =
     Raises:
         FileNotFoundError: the directory or one of its files is missing.
         ValueError: a file is not a JSON object or holds a value that is not supported, the pipeline
-            is none of `PIPELINES`, its components do not fit together, a tokenizer cannot be
-            loaded, or `mhla` is given for another model than SANA or does not divide the tokens of
-            its image size into equal blocks.
+            is none of `PIPELINES`, a width or number of channels of one component is not what
+            another one takes or returns, a tokenizer cannot be loaded or has tokens that its text
+            encoder lacks, or `mhla` is given for another model than SANA or does not divide the
+            tokens of its image size into equal blocks.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such model directory")

@@ -22,8 +22,8 @@ def as_lazy(x: Activation, dtype: DTypeLike | None = None) -> LazyActivation:
 
     Args:
         x: An array [b, s, d] or a lazy activation.
-        dtype: The dtype that an array is read in. None: its own. A lazy activation keeps its dtype,
-            whatever this is.
+        dtype: The dtype that the values of an array are cast to when they are read. None: the dtype
+            of the array. A lazy activation keeps its dtype, whatever this is.
 
     Returns:
         `x` itself if it is a lazy activation, otherwise one whose value is `x` in `dtype`.
@@ -39,9 +39,10 @@ def concat_features(first: Activation, *others: Activation, dtype: DTypeLike) ->
     Args:
         first: An activation [b, s, d].
         *others: Activations [b, s, d_i] that follow it.
-        dtype: The dtype of the result if `first` is an array, and the dtype that arrays are read
-            in: FP8 attention, for example, returns E4M3 values, which count as values of this
-            dtype. If `first` is lazy, the result has its dtype.
+        dtype: The dtype that arrays among the activations are cast to as they are read. FP8
+            attention, for example, returns E4M3 arrays, which are read as BF16 where this is BF16.
+            It is also the dtype of the result if `first` is an array. If `first` is lazy, the
+            result has the dtype of `first`.
 
     Returns:
         The lazy activation [b, s, d + sum of d_i].

@@ -66,7 +66,7 @@ class AdaLayerNorm(nnx.Module):
         """`norm(x) (1 + scale) + shift`, computed by the layer that reads it.
 
         Args:
-            x: The tokens.
+            x: The tokens before the norm, of any floating-point dtype.
             shift: The shift of each sample and feature, one of `vectors`.
             scale: The scale of each sample and feature, one of `vectors`.
 

@@ -158,7 +158,7 @@ def _mask_matrix(
 
     Args:
         mask: None, the number of valid keys (from the first) of each sample [b], or a matrix.
-        k: the keys, whose number is read.
+        k: the keys. Their number s is the width of the matrix; nothing else of them counts.
 
     Returns:
         None and matrices are returned as they are, the same object. Numbers of keys become a matrix
@@ -208,8 +208,8 @@ def cudnn_fits(
     whether a gradient will be taken, so its conditions are always required.
 
     Args:
-        q: Queries [b, t, n, h].
-        k: Keys [b, s, kv, h].
+        q: Queries [b, t, n, h], or their shape and dtype.
+        k: Keys [b, s, kv, h], or their shape and dtype. Only the length s counts.
         biased: Whether there is a bias or a mask matrix, which cuDNN reads as a bias.
 
     Returns:

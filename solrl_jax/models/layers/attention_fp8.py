@@ -80,18 +80,19 @@ def _cudnn_attention(q: Array, k: Array, v: Array) -> Array:
 
 
 def reference(q: Array, k: Array, v: Array) -> Array:
-    """Computes what cuDNN computes from operands in E4M3 [b, t, n, h], in plain JAX.
+    """Computes `softmax(h ** -0.5 q k^T) v` for each head with the rounding of cuDNN's FP8
+    attention, in plain JAX.
 
     The logits and sums are in float32. The exponentials are rounded to E4M3 before they multiply
     the values, but not in the sum that normalises them. All scores are in memory.
 
     Args:
-        q: queries.
-        k: keys.
-        v: values.
+        q: queries [b, t, n, h] in E4M3: batch, positions, heads, features of a head.
+        k: keys [b, s, n, h] in E4M3.
+        v: values [b, s, n, h] in E4M3.
 
     Returns:
-        The attended values in E4M3, saturated at 448.
+        The attended values [b, t, n, h] in E4M3, saturated at 448.
     """
     q32, k32, v32 = (x.astype(jnp.float32) for x in (q, k, v))
     logits = q.shape[-1] ** -0.5 * jnp.einsum("btnh,bsnh->bnts", q32, k32)

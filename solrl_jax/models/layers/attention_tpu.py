@@ -33,11 +33,11 @@ def fits(
     128; a mask that is the same for all queries and heads; and no bias.
 
     Args:
-        q: queries.
-        k: keys.
-        mask: Boolean mask over queries and keys, True where a query may attend to a key; None: no
-            mask.
-        bias: addition to the logits; None: no bias.
+        q: queries [b, t, n, h]. Their lengths may be any: the kernel's caller pads them.
+        k: keys [b, s, kv, h].
+        mask: Boolean matrix over batch, heads, queries and keys, True where a query may attend to a
+            key. It is accepted if its axes for heads and queries have the size 1. None: no mask.
+        bias: addition to the logits, with which the answer is False; None: no bias.
 
     Returns:
         True if `flash_attention` may be called with these operands.
@@ -60,8 +60,9 @@ def flash_attention(
     """Computes `softmax(scale * q k^T) v` over the keys of the mask. The softmax is in float32.
 
     Lengths are padded to multiples of `TILE` (128) and the result is cut to its true length. It has
-    a gradient in q, k and v. The operands are those that `fits` accepts. A mesh, if one is set, has
-    an axis `tensor`, over which heads are divided.
+    a gradient in q, k and v. The caller has checked by `fits` that the program is traced for TPUs,
+    that there are as many key heads as query heads, and that their features are up to 128 or a
+    multiple of 128. A mesh, if one is set, has an axis `tensor`, over which heads are divided.
 
     Args:
         q: Queries.
@@ -95,7 +96,9 @@ def _attend(scale: float, *arrays: Array) -> Float[Array, "b n t h"]:
 
     Args:
         scale: The factor of the logits.
-        *arrays: The operands q, k, v and masked of `_kernel`. The last one has no gradient.
+        *arrays: Four arrays: queries [b, n, t, h], keys and values [b, n, s, h], with t and s
+            multiples of 128, and int32 [b, s], 0 for keys that queries attend to and 1 for all
+            others. The last one has no gradient.
 
     Returns:
         The attended values [b, n, t, h], in the dtype of q.

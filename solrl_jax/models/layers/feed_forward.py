@@ -20,7 +20,7 @@ def silu_gate(gate: Float[Array, "..."], value: Float[Array, "..."]) -> Float[Ar
         value: The second factor, of the same shape.
 
     Returns:
-        The product, of this shape.
+        The product, of the shape of both factors and, if they have one dtype, in that dtype.
     """
     return jax.nn.silu(gate) * value
 

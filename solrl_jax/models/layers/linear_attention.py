@@ -18,8 +18,8 @@ class CrossProjection(nnx.Module):
     bias. Subclasses compute the attention.
 
     Args:
-        widths: The number of features of the query sequence, of the key sequence, and of all heads
-            together.
+        widths: Three numbers of features: of a token of the query sequence, of a token of the key
+            sequence, and of all heads together.
         heads: The number of heads, a divisor of the third width.
         normed: Whether queries and keys are normalized (RMSNorm with epsilon 1e-5), all heads
             together.
@@ -74,7 +74,8 @@ class LinearAttention(CrossProjection):
     the query, so the work is linear in the number of tokens. They are computed in float32.
 
     Args:
-        widths: The number of features of the tokens (twice), and of all heads together.
+        widths: `(d, d, inner)`: the number of features of a token, twice, and of all heads
+            together.
         heads: The number of heads, a divisor of the third width.
         normed: Whether queries and keys are normalized (RMSNorm with epsilon 1e-5), all heads
             together.
@@ -103,7 +104,7 @@ class CrossAttention(CrossProjection):
     """Softmax attention from image tokens to text tokens.
 
     Args:
-        widths: The number of features of the image tokens, of the text tokens, and of all heads
+        widths: Three numbers of features: of an image token, of a text token, and of all heads
             together.
         heads: The number of heads, a divisor of the third width.
         normed: Whether queries and keys are normalized (RMSNorm with epsilon 1e-5), all heads
@@ -121,9 +122,9 @@ class CrossAttention(CrossProjection):
         No gradient can be taken if the projections are quantized.
 
         Args:
-            x: The image tokens.
-            text: The text tokens.
-            mask: True for tokens, False for padding.
+            x: The image tokens, which attend. They may be of another width than the text.
+            text: The text tokens, which are attended to, of any number per sample.
+            mask: True for text tokens, False for padding, to which nothing attends.
 
         Returns:
             The output for each image token, to which the input is not added, in the dtype of `x`.

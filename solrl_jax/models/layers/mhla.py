@@ -31,7 +31,8 @@ class Mhla:
 
     Attributes:
         blocks: The number M of equal blocks that the tokens of an image are divided into, 1 or
-            more. It must divide the tokens of every image size, see `tiling`.
+            more. It must be a product of a divisor of the number of rows of tokens and a divisor of
+            the number of columns, for example 16 = 4 x 4 for 32 x 32 tokens.
         released: Whether to follow the released code instead of the paper: m is normalized by
             columns and is not bounded, `lepe` starts as the identity and has a bias, and each query
             position has its own denominator.
@@ -49,17 +50,20 @@ class BlockMixing(CrossProjection):
     values.
 
     The depthwise convolution `lepe` of the values is added to the attention. When a checkpoint
-    without MHLA is loaded, `mix` starts as `initial_mix`, and `lepe` as zero, so that the network
-    starts near the one that it was; in the released variant `lepe` starts as the identity, with a
-    bias of zero. These values are in the metadata of the parameters (`start`). The constructor
-    itself leaves `mix` at zero and draws `lepe`.
+    without MHLA is loaded, the mixing matrix `mix` starts with weights that fall linearly with the
+    distance between blocks (`initial_mix`), and `lepe` as zero, so that the network starts near the
+    one that it was; in the released variant `lepe` starts as the identity, with a bias of zero.
+    These values are in the metadata of the parameters (`start`). The constructor itself leaves
+    `mix` at zero and draws `lepe`.
 
     Args:
-        mhla: The variant of MHLA.
+        mhla: The number of blocks, whether to follow the paper or the released code, and whether to
+            add norms where the checkpoint has none.
         layout: The number of blocks from top to bottom and from left to right, whose product is
             `mhla.blocks`. It is the same for images of every size, because m is about places in the
             image.
-        widths: The number of features of the tokens (twice), and of all heads together.
+        widths: `(d, d, inner)`: the number of features of a token, twice, and of all heads
+            together.
         heads: The number of heads, a divisor of the third width.
         normed: Whether the checkpoint has norms of queries and keys. Otherwise the layer has them
             if `mhla.normed` is set, with weights that start as 1.
@@ -120,10 +124,11 @@ class BlockMixing(CrossProjection):
 def tiling(blocks: int, grid: tuple[int, int]) -> tuple[int, int]:
     """Divides a grid of tokens into equal blocks that are as square as possible.
 
-    If two divisions are equally square, the one with fewer blocks from top to bottom is chosen.
+    The ratio of a block's sides, in tokens, is as close to 1 as possible. If two divisions are
+    equally square, the one with fewer blocks from top to bottom is chosen.
 
     Args:
-        blocks: The number of blocks.
+        blocks: The number of blocks, 1 or more.
         grid: The number of rows and of columns of tokens.
 
     Returns:

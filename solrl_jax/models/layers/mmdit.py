@@ -67,14 +67,16 @@ class JointBlock(nnx.Module):
         modulated norms, and their gated results are added to the streams.
 
         Args:
-            text: The text tokens.
-            image: The image tokens.
-            condition: The vector that modulates the block, after its SiLU.
+            text: The text tokens, the input of the layer.
+            image: The image tokens, the input of the layer.
+            condition: The vector that modulates the block: the embedded timestep and pooled text,
+                summed, after a SiLU.
             rotation: The rotary angles of the l + n positions, text first. None: no rotary
                 positions.
             fp8_attention: Whether the attention runs in FP8, that of the image to itself included,
-                for programs that take no gradient; see `attention_fp8` for where it falls back to
-                BF16.
+                for programs that take no gradient: queries, keys, values and result are rounded to
+                E4M3. On TPUs, on GPUs older than Hopper, and on other GPUs for head sizes that are
+                no multiple of 16 or above 128, the matmuls run in BF16 all the same.
 
         Returns:
             The text tokens (unchanged in the `last` layer) and the image tokens after the layer,

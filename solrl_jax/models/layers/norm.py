@@ -103,8 +103,8 @@ class LayerNorm(nnx.Module):
         If the norm has learned weights, the normalization itself is computed at once.
 
         Args:
-            x: activations.
-            factor: one factor per feature of each sample.
+            x: activations before the norm, of any floating-point dtype.
+            factor: one factor per feature of each sample, the same for all tokens.
 
         Returns:
             The lazy activation [b, s, d], in the dtype of `x`.
@@ -146,10 +146,11 @@ def rms_norm(
         width: The number of columns that are not padding, by which the sum of squares is divided.
             Kernels pad rows with zeros. None: all columns.
         save_squares: Whether to write the sums of squares to memory, under the checkpoint name of
-            matmuls, so that the gradient does not recompute them. The result is the same.
+            the outputs of matmuls (`quant.leaf.MATMUL`). With the rematerialization "matmuls", the
+            gradient then does not recompute them. The result is the same.
 
     Returns:
-        `scale * x / rms(x)` in float32.
+        `scale * x / sqrt(mean of x**2 + eps)` in float32, of the shape of `x`.
     """
     x32 = x.astype(jnp.float32)
     n = x.shape[-1] if width is None else width
@@ -199,8 +200,8 @@ class RMSNorm(nnx.Module):
         would be ignored.
 
         Args:
-            x: The input.
-            factor: A factor for each sample and feature. None: 1.
+            x: Activations before the norm, of any floating-point dtype.
+            factor: One factor per feature of each sample, the same for all tokens. None: 1.
 
         Returns:
             The lazy activation [b, s, d], in the dtype of `x`.
@@ -223,7 +224,7 @@ class RMSNorm(nnx.Module):
                 the weight.
 
         Returns:
-            The normalized lazy activation, of the same shape.
+            The normalized lazy activation [b, s, n * features], in the dtype of `x`.
         """
         # on a GPU, the saved sums spare the gradient one pass over `x` (docs/kernels.md)
         save_squares = x.exact and compile_target.platform() == "gpu"

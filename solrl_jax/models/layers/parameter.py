@@ -20,7 +20,7 @@ def param(
     in a stack of layers.
 
     Args:
-        value: The initial value.
+        value: The initial value, with the shape and the order of axes that the parameter has here.
         torch_name: The last part of the parameter's name in PyTorch, for example "weight".
         layout: The order of the axes in PyTorch: "same" as ours; "linear", [out, in] there and [in,
             out] here; "pointwise", [out, in, 1, 1] there and [in, out] here; "conv", [out, in, kh,
@@ -33,7 +33,7 @@ def param(
             unbounded.
 
     Returns:
-        The parameter.
+        A parameter that holds `value`, with these metadata.
     """
     return nnx.Param(
         value,

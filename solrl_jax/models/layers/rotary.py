@@ -49,8 +49,8 @@ def rotate_pairs(
 
     Args:
         x: Queries or keys [..., d]. The last axis holds heads of `2 * half` features side by side.
-        cos: The cosines of the angles of each position [..., half], whose leading axes broadcast
-            against those of `x`.
+        cos: The cosines of the angles of each position [..., half]: one angle per pair of features
+            of a head, the same for all heads. The leading axes broadcast against those of `x`.
         sin: The sines of the angles of each position, of the shape of `cos`.
 
     Returns:
@@ -69,9 +69,10 @@ def rotate(x: LazyActivation, rotation: Rotation | None, start: int = 0) -> Lazy
 
     Args:
         x: Queries or keys [b, s, d], heads side by side.
-        rotation: The cosines and sines of the angles of all positions of the sequence, from 0 on
-            (`Rotation`). None leaves `x` as it is.
-        start: The position of the first row of `x` in the sequence.
+        rotation: The cosines and sines of the angles of all positions of the sequence, from 0 on:
+            two float32 arrays [b or 1, positions, head_dim / 2]. None leaves `x` as it is.
+        start: The position in the sequence of the first token of `x`, whose angles are the ones at
+            this index of `rotation`.
 
     Returns:
         The rotated activation [b, s, d], which stays lazy.

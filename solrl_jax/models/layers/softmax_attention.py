@@ -32,16 +32,16 @@ def project_qkv(
 
     Args:
         x: The input of the attention [b, s, d].
-        to_q: The projection to queries.
-        to_k: The projection to keys.
-        to_v: The projection to values.
+        to_q: The linear layer that computes the queries of all heads from `x`.
+        to_k: The linear layer that computes the keys of all heads from `x`.
+        to_v: The linear layer that computes the values of all heads from `x`.
         norm_q: The norm of each head of the queries, of the size of one head. None: no norm.
         norm_k: The norm of each head of the keys, of the size of one head. None: no norm.
         rotation: The cosines and sines of the rotary angles of all positions. None: no rotation.
         start: The position of the first token of `x` in `rotation`.
 
     Returns:
-        Queries, keys and values as lazy activations, which the attention materializes.
+        A list of three lazy activations, which the attention materializes: queries, keys, values.
     """
     q = to_q.lazy(x)
     if norm_q is not None:
@@ -60,13 +60,13 @@ def attend(
 ) -> Float[Array, "b s d"]:
     """Softmax attention over streams of tokens that form one sequence.
 
-    No gradient may be taken in FP8, or if a projection is quantized: the first stream's queries
-    decide which kernel runs.
+    No gradient may be taken in FP8, or if a projection is quantized. If the first stream's queries
+    come from a quantized layer, a kernel without a gradient runs for all streams.
 
     Args:
         head_dim: The number of features of one head.
-        *streams: Queries, keys and values [b, s_i, d] of each stream, in the order of the sequence.
-            There is at least one stream.
+        *streams: One list [queries, keys, values] per stream, each [b, s_i, d] with heads side by
+            side, in the order of the streams in the sequence. There is at least one stream.
         key_lengths: How many keys, from the first, each sample attends to, at least 1. None: all.
             Ignored with FP8.
         fp8_attention: Whether queries, keys, values and result are rounded to E4M3. The matmuls run
@@ -183,13 +183,14 @@ class SelfAttention(QKVProjection):
             rotation: Cosines and sines of the rotary angles of the s positions. None: no rotation.
             key_lengths: How many tokens, from the first, each sample attends to, at least 1. None:
                 all. Ignored with FP8.
-            fp8_attention: Whether the attention runs in FP8, without a gradient (see `attend` for
-                where it falls back to BF16). Without an output projection, the result is then in
-                E4M3.
+            fp8_attention: Whether the attention runs in FP8, without a gradient: queries, keys,
+                values and result are rounded to E4M3. On TPUs, on GPUs older than Hopper, and on
+                other GPUs for head sizes that are no multiple of 16 or above 128, the matmuls run
+                in BF16 all the same.
 
         Returns:
-            The output [b, s, d], to which the input is not added, in the dtype of `x` but for that
-            case.
+            The output [b, s, d], to which the input is not added, in the dtype of `x`. With
+            `fp8_attention` and without an output projection, it is in E4M3.
         """
         x = as_lazy(x)
         out = attend(
@@ -255,8 +256,10 @@ class JointAttention(QKVProjection):
             image: The image tokens [b, n, d], an array or a lazy activation.
             rotation: Cosines and sines of the rotary angles of the l + n positions, text first.
                 None: no rotation.
-            fp8_attention: Whether the attention runs in FP8, without a gradient (see `attend` for
-                where it falls back to BF16).
+            fp8_attention: Whether the attention runs in FP8, without a gradient: queries, keys,
+                values and result are rounded to E4M3. On TPUs, on GPUs older than Hopper, and on
+                other GPUs for head sizes that are no multiple of 16 or above 128, the matmuls run
+                in BF16 all the same.
 
         Returns:
             The outputs for the text (None if this is the `last` layer) and for the image, to which
@@ -315,8 +318,10 @@ class ParallelAttention(nnx.Module):
         Args:
             x: The input [b, s, d], an array or a lazy activation.
             rotation: Cosines and sines of the rotary angles of the s positions.
-            fp8_attention: Whether the attention runs in FP8, without a gradient (see `attend` for
-                where it falls back to BF16). The MLP is not affected.
+            fp8_attention: Whether the attention runs in FP8, without a gradient: queries, keys,
+                values and result are rounded to E4M3. On TPUs, on GPUs older than Hopper, and on
+                other GPUs for head sizes that are no multiple of 16 or above 128, the matmuls run
+                in BF16 all the same. The MLP is not affected.
 
         Returns:
             The output [b, s, d], to which the input is not added, in the dtype of `x`.

@@ -24,8 +24,8 @@ def _saves_kernel_outputs(primitive: Any, *_: Any, **__: Any) -> bool:
     names of their primitives.
 
     Args:
-        primitive: The JAX primitive, whose name is read. Its operands' shapes and its parameters,
-            which `jax.checkpoint` passes too, are ignored.
+        primitive: The JAX primitive, of which only the name counts. The shapes of its operands and
+            its parameters, which `jax.checkpoint` passes too, are ignored.
 
     Returns:
         True if the name begins with "dot_product_attention_fwd" or "pallas_call".
@@ -60,8 +60,9 @@ def stack(n: int, make: Callable[[nnx.Rngs], M], rngs: nnx.Rngs, *, first: int |
             name of the list holds all stacks, under any keys. None: the list holds only this stack.
 
     Returns:
-        The module, whose parameters have a leading axis of size `n`. Their metadata say so to
-        `models.loading.weights` (`below_stack`, `first_layer`).
+        The module, whose parameters have a leading axis of size `n`. Two metadata of each parameter
+        tell `models.loading.weights` so: `below_stack`, the number of parts of its path within a
+        block (3 for attn/to_q/kernel), and `first_layer`, which is `first`.
     """
     build = nnx.split_rngs(splits=n)(nnx.vmap(make, in_axes=(0,), out_axes=0))
     blocks = build(rngs)
@@ -77,9 +78,9 @@ def scan_blocks(blocks: Any, apply: Callable[..., X], x: X, *each: Array, remat:
     The weights are gathered one block at a time (`gather`).
 
     Args:
-        blocks: A module built by `stack`.
-        apply: Called as `apply(block, x, *rows)`, returns the next `x`, of the same shape and
-            dtype.
+        blocks: A module built by `stack`, whose parameters have a leading axis of blocks.
+        apply: Called as `apply(block, x, *rows)`, returns the next `x`, of the shape and dtype of
+            its argument `x`. `block` is the module of one block.
         x: The input of the first block: an array, or a tree of arrays for several streams.
         *each: Arrays with one row per block. `apply` receives the block's rows after `x`.
         remat: What the gradient recomputes, a key of `REMAT`: "none", "matmuls" (all but matmuls
@@ -114,10 +115,12 @@ def gather(params: P) -> P:
     the name "kernel") stay sharded over it by their outputs (`quant.tensor_parallel`).
 
     Args:
-        params: A tree of weights: arrays or leaves. Weights of one layer, not stacked ones.
+        params: A tree of the weights of one layer, not of a stack: arrays, or quantized or adapted
+            weights (`quant.leaf.Leaf`).
 
     Returns:
-        The tree with sharding constraints. Without a mesh, `params` itself.
+        The same weights with sharding constraints, in a tree of the same structure. Without a mesh,
+        `params` itself.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return params

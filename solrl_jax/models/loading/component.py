@@ -37,11 +37,12 @@ class Component:
     callable network.
 
     Attributes:
-        graphdef: static structure of the network.
+        graphdef: static structure of the network: its modules and attributes, without arrays.
         state: abstract state with the path, shape and PyTorch layout of each parameter.
         source: a directory with safetensors files, or one safetensors file. It need not exist until
             the files are checked or loaded.
-        locate: finds the network's tensors in `source`, given it and `state` (`TensorLocator`).
+        locate: a function (`source`, `state`) -> (table of the parameters, position of each of
+            their tensors in the files by the tensor's name). It reads headers of files only.
     """
 
     graphdef: nnx.GraphDef
@@ -64,12 +65,16 @@ class Component:
         Args:
             source: a directory with safetensors files, or one safetensors file. It need not exist
                 yet.
-            build: constructs the network, given random number generators as `rngs`.
-            locate: finds the network's tensors in `source`, and raises for those that do not fit
-                (`TensorLocator`). The default is `models.loading.weights.locate_tensors`.
+            build: constructs the network. It is called with the keyword argument `rngs`, random
+                number generators, alone.
+            locate: a function (`source`, abstract state of the network) -> (table of the
+                parameters, position of each of their tensors by name). It raises ValueError for
+                tensors that are missing, unexpected or of another shape. The default expects the
+                names of PyTorch (`models.loading.weights.locate_tensors`).
 
         Returns:
-            The component.
+            A component with the structure and the abstract state of the network, `source` and
+            `locate`.
         """
         graphdef, state = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))
         return cls(graphdef, state, source, locate)
@@ -82,8 +87,8 @@ class Component:
                 quantized or adapted.
 
         Returns:
-            An `nnx.Module` of the class that the component was built from, whose parameters are
-            those arrays or leaves.
+            An `nnx.Module` of the class that the component was built from, whose parameters are the
+            values in `params`.
         """
         return nnx.merge(self.graphdef, params)
 
@@ -94,8 +99,9 @@ class Component:
 
         Raises:
             FileNotFoundError: a file is missing.
-            ValueError: a file or an index cannot be read, or tensors do not fit; the message lists
-                all tensors that do not.
+            ValueError: a file or an index cannot be read; or tensors are missing, unexpected,
+                stored twice, or of another shape or dtype than the network takes. The message lists
+                all such tensors.
         """
         self.locate(self.source, self.state)
 
@@ -106,18 +112,21 @@ class Component:
 
         Args:
             dtype: dtype that the parameters are cast to. Values beyond its range become infinite.
-            place: gives the sharding of a parameter from its path and shape; None: JAX's default
-                device.
+            place: a function (path, shape) -> `NamedSharding` of a parameter, where the path is a
+                tuple such as ("layers", "mlp", "up_proj", "kernel") and the shape has the axis of
+                layers; None: all are on JAX's default device.
 
         Returns:
-            The parameters as a nested dictionary by path, on the devices.
+            The parameters as a nested dictionary by path, on the devices. A stack of layers is one
+            parameter with a leading axis of layers.
 
         Raises:
             FileNotFoundError: a file is missing.
             OSError: a file cannot be opened or read.
-            ValueError: a file or an index cannot be read, or tensors do not fit; the message lists
-                all tensors that do not. Nothing has been placed on a device then, except where a
-                file ends within a tensor's data.
+            ValueError: a file or an index cannot be read; or tensors are missing, unexpected,
+                stored twice, or of another shape or dtype than the network takes. The message lists
+                all such tensors. Nothing has been placed on a device then, except where a file ends
+                within a tensor's data.
         """
         table, stored = self.locate(self.source, self.state)
         return load_tensors(table, stored, dtype, place)
@@ -127,7 +136,8 @@ class Component:
 
         Args:
             dtype: dtype of the parameters.
-            place: gives the sharding of a parameter from its path and shape; None: no sharding.
+            place: a function (path, shape) -> `NamedSharding` of a parameter; None: the results
+                have no sharding.
 
         Returns:
             A nested dictionary by path. A stack of layers is one parameter with a leading axis of
@@ -167,10 +177,12 @@ class Component:
         Args:
             params: the network's parameters, or the subtree at `path`. Leaves may be quantized or
                 adapted.
-            path: position of `params` in the network's parameter tree; () for the whole tree.
+            path: position of `params` in the network's parameter tree, a tuple of strings; () for
+                the whole tree.
 
         Returns:
-            A new tree of the same structure.
+            A new tree of the structure of `params`, with a sharding constraint on each parameter
+            outside of stacks.
         """
         gathered = {}
         for name, value in params.items():

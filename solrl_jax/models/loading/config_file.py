@@ -50,8 +50,9 @@ def with_rope_theta(network: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         A new dictionary. `rope_theta` may be missing in it if it is nowhere in `fields`.
 
     Raises:
-        ValueError: that field is not a mapping, or the rotary embedding is not of the kind
-            "default" (`rope_type`, or `type` if there is no `rope_type`).
+        ValueError: `rope_parameters`, or `rope_scaling` where that is read, is not a mapping; or
+            the kind of rotary embedding in it (`rope_type`, or `type` if there is no `rope_type`)
+            is not "default".
     """
     name = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
     rope = fields.get(name) or {}
@@ -180,8 +181,8 @@ class ReleasedConfig:
 
         Args:
             condition: whether the value of the field is supported.
-            field: name of the field.
-            accepted: description of the supported values, for the message.
+            field: name of the field, whose value is shown in the message.
+            accepted: description of the supported values, which ends the message.
 
         Raises:
             ValueError: the condition is false; the message names the field and its value.
@@ -238,8 +239,10 @@ def _as_tuple(value: Any) -> Any:
     """Converts a list to a tuple, and lists in it likewise, at all levels.
 
     Args:
-        value: a value of a JSON object. If it is not a list, it is returned unchanged, even if it
-            is an object that contains lists.
+        value: a value of a JSON object.
+
+    Returns:
+        The tuple. Any other value is returned unchanged, even an object that contains lists.
     """
     return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
@@ -276,7 +279,10 @@ def _describe(annotation: Any) -> str:
     by " or " for a union. A class that is none of the basic types is described as "None".
 
     Args:
-        annotation: a type that `_matches` accepts.
+        annotation: int, float, str, bool, None, tuple[TYPE, ...], a union of these, or a class.
+
+    Returns:
+        The description, which ends the message "NETWORK: FIELD=VALUE; accepted: ".
     """
     if isinstance(annotation, UnionType):
         return " or ".join(map(_describe, get_args(annotation)))

@@ -149,10 +149,10 @@ def weight_files(folder: Path) -> list[Path]:
     """Returns the safetensors files of a component: one file, or those that an index of shards
     names.
 
-    The first of `STANDARD_NAMES` that the folder has is used, the names that diffusers and
-    transformers give. Without any of them, there must be exactly one index, or no index and exactly
-    one safetensors file. Variants, such as `model.fp16.safetensors`, are used only if there is
-    nothing else.
+    The first of these that the folder has is used (`STANDARD_NAMES`): diffusers' index of shards,
+    diffusers' single file, `model.safetensors` of transformers, transformers' index. Without any of
+    them, there must be exactly one index, or no index and exactly one safetensors file. Variants,
+    such as `model.fp16.safetensors`, are used only if there is nothing else.
 
     Args:
         folder: directory of the component.

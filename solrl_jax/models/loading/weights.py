@@ -80,9 +80,12 @@ class ParameterEntry:
     """One parameter and the PyTorch tensors that hold it.
 
     Attributes:
-        path: path of the parameter in our tree.
-        names: PyTorch names of its tensors: one, or one per layer if the parameter is stacked.
-        layout: "same" or a key of `OUR_AXES`.
+        path: path of the parameter in our tree: names, and indices of lists, for example ("blocks",
+            "attn", "to_out", 0, "kernel"). A stack of layers has no index in it.
+        names: PyTorch names of its tensors, such as "blocks.3.attn.to_out.0.weight": one, or one
+            per layer if the parameter is stacked.
+        layout: the order of axes in PyTorch: "same" as ours, "linear", "pointwise", "conv" or
+            "conv3d" (`OUR_AXES`).
         shape: shape of one tensor, in our order of axes.
         stacked: whether the parameter has a leading axis of layers.
         start: `(function, *arguments)`, whose call returns the initial value of a parameter that
@@ -126,7 +129,7 @@ def parameter_table(state: nnx.State) -> list[ParameterEntry]:
 
     Returns:
         One entry per parameter, a stack of layers counted once, in the order of
-        `nnx.to_flat_state`.
+        `nnx.to_flat_state`: path, PyTorch names, order of axes, shape of one layer.
     """
     table = []
     for path, variable in nnx.to_flat_state(state):
@@ -168,24 +171,26 @@ def locate_tensors(
     """Finds the tensors of a network in released files, from the headers of the files alone.
 
     A parameter with an initial value may be missing, but only with all of its layers. The names in
-    the files may lack a prefix of `OPTIONAL_PREFIXES` or be one of `ALIASES`. Tensors of
-    `REDUNDANT` are accepted where the network has the parameter that makes them redundant.
+    the files may lack the prefix "text_model." or "model." if the network has it in all names, and
+    T5's token table may have either of its names. Stored positions 0, 1, 2, ... of CLIP and T5's
+    second token table are accepted, too, although they add nothing (`REDUNDANT`).
 
     Args:
         source: the directory of a component, or one safetensors file.
         state: abstract state of the network.
-        unused: prefixes of tensors that the files may hold and the network does not use.
+        unused: prefixes of the names of tensors that the files may hold and the network does not
+            use, such as "encoder.".
 
     Returns:
-        The table of the network, with the names that the files use, and the position of each tensor
-        in the files by name, those that the network does not use included: the arguments of
-        `load_tensors`.
+        The two arguments of `load_tensors`: the table of the network's parameters, with the names
+        that the files use; and the position of every tensor in the files by name, unused ones
+        included.
 
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: a file or an index cannot be read; or tensors are missing, unexpected, of
-            another shape, stored twice or of a dtype outside of `STORED_DTYPES`. The message lists
-            all such tensors.
+            another shape, stored twice or of a dtype other than BF16, F16, F32 and F64. The message
+            lists all such tensors.
     """
     files = [source] if source.is_file() else weight_files(source)
     stored_names = {tensor.name for file in files for tensor in read_header(file)}
@@ -210,18 +215,19 @@ locate_decoder_tensors = functools.partial(locate_tensors, unused=ENCODER_PREFIX
 def _without_optional_prefix(
     table: list[ParameterEntry], stored_names: set[str]
 ) -> list[ParameterEntry]:
-    """Returns the table with the spelling of the files: without a prefix of `OPTIONAL_PREFIXES`
-    that they leave out.
+    """Returns the table with the PyTorch names that the files use: without the prefix "text_model."
+    or "model." that they leave out (`OPTIONAL_PREFIXES`).
 
     A prefix is removed if all names of the table have it and no name in the files does. Only the
-    first such prefix is removed. If there is none, the result is `table` itself.
+    first such prefix is removed.
 
     Args:
-        table: the table of a network.
+        table: the parameters of a network, which are not changed.
         stored_names: the names of all tensors in the files.
 
     Returns:
-        The table with other `names`, in the same order.
+        A new table in the order of `table`, whose entries have `names` without the prefix. `table`
+        itself if no prefix is removed.
     """
     for prefix in OPTIONAL_PREFIXES:
         in_table = all(name.startswith(prefix) for entry in table for name in entry.names)
@@ -237,17 +243,18 @@ def _without_optional_prefix(
 
 
 def _with_aliases(table: list[ParameterEntry], stored_names: set[str]) -> list[ParameterEntry]:
-    """Returns the table with the spelling of the files: where a tensor has only another name of
-    `ALIASES` there, with that name.
+    """Returns the table with the PyTorch names that the files use: T5's token table is called
+    "encoder.embed_tokens.weight" where they hold only this name of it (`ALIASES`).
 
-    A tensor that the files hold under our name keeps it, even if they hold the other name too.
+    A tensor that the files hold under our name, "shared.weight", keeps it, even if they hold the
+    other name too.
 
     Args:
-        table: the table of a network, which is not changed.
+        table: the parameters of a network, which are not changed.
         stored_names: the names of all tensors in the files.
 
     Returns:
-        A new table, in the same order.
+        A new table in the order of `table`, in which such a tensor has its other name.
     """
     renamed = {
         ours: other
@@ -271,16 +278,17 @@ def match_tensors(
     Args:
         files: safetensors files.
         expected: shape of each tensor that the network needs, in PyTorch's order of axes, by name.
-        source: what error messages call the files.
-        ignored: whether the files may hold a tensor of this name although it is not expected.
+        source: the directory or file, as text, that begins the error message.
+        ignored: given the name of a tensor that is not expected, whether the files may hold it all
+            the same.
 
     Returns:
         The position of every tensor in the files, by name, ignored ones included.
 
     Raises:
         ValueError: a file is missing or cannot be read; or tensors are missing, unexpected, of
-            another shape, stored twice (even ignored ones), or expected but of a dtype
-            outside of `STORED_DTYPES`. The message lists all such tensors.
+            another shape, stored twice (even ignored ones), or expected but of a dtype other than
+            BF16, F16, F32 and F64. The message lists all such tensors.
     """
     stored: dict[str, StoredTensor] = {}
     problems = []
@@ -326,11 +334,12 @@ def load_tensors(
     stack.
 
     Args:
-        table: parameters to read.
-        stored: position of each tensor by name. A parameter with an initial value may be missing.
-        dtype: dtype that the parameters are cast to.
-        place: gives the sharding of a parameter from its path and shape; None: JAX's default
-            device.
+        table: parameters to read, with the names that the files use.
+        stored: position of each tensor in the files, by its PyTorch name. A parameter with an
+            initial value may be missing.
+        dtype: dtype that the parameters are cast to. Values beyond its range become infinite.
+        place: a function (path, shape) -> `NamedSharding` of a parameter; the shape has the axis of
+            layers. None: all are on JAX's default device.
 
     Returns:
         The parameters as a nested dictionary by path, on the devices. A stack of layers is one
@@ -356,15 +365,15 @@ def load_parameter(
     """Reads one parameter, or initialises it if the files lack it.
 
     A parameter with an initial value is initialised if `stored` lacks its first name; the initial
-    value is broadcast to its shape. With `place`, a large parameter goes to the devices in chunks,
-    see `CHUNK_BYTES`.
+    value is broadcast to its shape. With `place`, a parameter that is stacked or has our order of
+    axes in the files goes to the devices in chunks of about 256 MiB (`CHUNK_BYTES`).
 
     Args:
         entry: the parameter.
-        stored: position of each tensor by name.
+        stored: position of each tensor in the files, by its PyTorch name.
         dtype: dtype that the values are cast to.
-        place: gives the sharding of a parameter from its path and shape; None: JAX's default
-            device.
+        place: a function (path, shape) -> `NamedSharding`, called with `entry.path` and
+            `entry.full_shape`; None: the parameter is on JAX's default device.
 
     Returns:
         The parameter, of shape `entry.full_shape`, on the devices.
@@ -418,15 +427,15 @@ def _load_rows(
 
     Args:
         entry: the parameter.
-        stored: position of each tensor by name.
+        stored: position of each tensor in the files, by its PyTorch name.
         dtype: dtype that the values are cast to.
         sharding: sharding of the whole parameter.
-        rows: rows of the leading axis of a shard, the same for every shard. `slice(None)`: all. It
-            is ignored for a parameter without axes.
+        rows: which rows of the leading axis to read, counted within a shard and the same for every
+            shard. `slice(None)`: all. It is ignored for a parameter without axes.
 
     Returns:
-        An array with the same sharding that holds these rows alone. Its leading axis is shorter
-        than the parameter's: the number of rows times the number of shards along it.
+        An array with `sharding` that holds these rows of every shard, one shard after another. Its
+        leading axis has the number of rows times the number of shards along it.
 
     Raises:
         KeyError: a tensor of these rows is not in `stored`.
@@ -457,13 +466,13 @@ def _write_rows(
 
     Args:
         array: the parameter. Its buffer is donated, so it cannot be used afterwards.
-        chunk: the same number of rows of each device's shard, as `_load_rows` returns them, with
-            the sharding of the parameter.
-        start: row of each device's shard at which the chunk begins.
+        chunk: some consecutive rows of each device's shard, as many for each, one shard after
+            another, with `sharding`.
+        start: row of each device's shard at which the rows of the chunk are written.
         sharding: sharding of both arrays. Static under jit.
 
     Returns:
-        The parameter with the rows of the chunk, with the same sharding.
+        The parameter with the rows of the chunk in place of its own, with `sharding`.
     """
     spec = sharding.spec
     write = jax.shard_map(
@@ -510,10 +519,10 @@ def read_regions(
 
     Args:
         entry: the parameter.
-        stored: position of each tensor by name.
+        stored: position of each tensor in the files, by its PyTorch name.
         dtype: dtype that the values are cast to.
-        regions: parts of the parameter, in our order of axes. The first axis of a stacked parameter
-            is that of the layers.
+        regions: rectangular parts of the parameter: one range of indices per axis, with step 1, in
+            our order of axes. The first axis of a stacked parameter is that of the layers.
 
     Returns:
         One array per region, in the order of `regions` and in our order of axes.
@@ -547,9 +556,11 @@ def _read_tensor(
 
     Args:
         tensor: position of the tensor.
-        layout: layout of the parameter, "same" or a key of `OUR_AXES`.
-        targets: one or more regions in our order of axes, each with the array to fill in place. All
-            arrays have the same dtype, to which the values are cast.
+        layout: order of axes in the file: "same" as ours, "linear", "pointwise", "conv" or
+            "conv3d" (`OUR_AXES`).
+        targets: one or more pairs of a region of one layer (one range of indices per axis, in our
+            order of axes) and the array of its shape to fill in place. All arrays have one dtype,
+            to which the values are cast.
 
     Raises:
         OSError: the file cannot be opened or read.
@@ -619,5 +630,5 @@ def region_in_torch(region: Region, layout: str) -> Region:
 
 
 def _join(*parts: Any) -> str:
-    """Joins the parts of a PyTorch name by dots. Parts may be strings or integers."""
+    """Joins the parts of a PyTorch name, strings or integers, by dots: "blocks.3.attn.weight"."""
     return ".".join(map(str, parts))
