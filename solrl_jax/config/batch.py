@@ -7,15 +7,18 @@ def effective_batch(config: Config, devices: int) -> dict[str, int]:
     """Sizes of one iteration's update. A term of the loss is one sample at one sigma.
 
     Args:
-        config: The configuration, of which `train`, `rollout`, `algorithm` and `optimizer` are
-            read.
-        devices: The number of devices among which the terms are divided, at least 1.
+        config: The configuration of the run. The terms are `train.num_prompts` prompts *
+            `rollout.kept` samples each * the trained sigmas; `optimizer.steps_per_iteration`
+            divides them among steps, and `optimizer.per_device_batch_size` is the most terms that
+            one device differentiates at once.
+        devices: The number of devices among which the terms of a step are divided, at least 1.
 
     Returns:
         A dict with five counts. "terms": terms of the iteration. "optimizer_steps": optimizer steps
         of the iteration. "terms_per_step": terms of each step, on all devices together.
-        "terms_per_step_per_device": the largest number of them on one device. "accumulation":
-        batches over which each step accumulates its gradient, rounded up.
+        "terms_per_step_per_device": the largest number of them on one device (rounded up).
+        "accumulation": batches over which each device accumulates the gradient of a step, rounded
+        up.
     """
     steps = config.optimizer.steps_per_iteration
     batch_size = config.optimizer.per_device_batch_size
@@ -33,11 +36,12 @@ def describe_batch(config: Config, devices: int) -> str:
 
     Args:
         config: The configuration of the run.
-        devices: The number of devices of the mesh among which terms are divided.
+        devices: The number of devices among which the terms are divided, at least 1.
 
     Returns:
-        One line that begins with "batch: " and holds the counts of `effective_batch`, without a
-        line break.
+        One line without a line break, e.g. "batch: 48 prompts x 24 kept x 6 sigmas = 6912 terms per
+        iteration, in 1 optimizer step(s) of 6912; 864 per step on each of 8 device(s), accumulated
+        over 54 batch(es) of 16".
     """
     batch = effective_batch(config, devices)
     prompts = config.train.num_prompts

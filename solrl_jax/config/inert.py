@@ -19,15 +19,18 @@ def inert_fields(config: Config) -> set[str]:
     precision "auto" counts as a format that quantizes, whatever it resolves to.
 
     Args:
-        config: The configuration.
+        config: The configuration of a run. Only its values count, not which of them were set by the
+            user.
 
     Returns:
-        A new set, possibly empty, of: the `model.mhla_*` fields without `model.attention=mhla`;
-        `model.quantization` and `rollout.explore.correction_rank` for formats that quantize
-        nothing; `rollout.sde_window_size` without noise, and `rollout.sde_window_every` without
-        noise or without a window; `rollout.shift` with the schedule "flux"; `algorithm.beta`,
-        `algorithm.clip_range` and `algorithm.kl_mask_threshold` with a built-in objective that does
-        not read them; and "lora" (for all of its fields) with `train.parameters=all`.
+        A new set, possibly empty, of: "model.mhla_blocks", "model.mhla_released" and
+        "model.mhla_norm" unless `model.attention` is "mhla"; "model.quantization" and
+        "rollout.explore.correction_rank" if `rollout.explore.precision` is "bf16" or "fp32";
+        "rollout.sde_window_size" with `rollout.noise_level=0`, and "rollout.sde_window_every" then
+        or if `rollout.sde_window_size` is None; "rollout.shift" with the schedule "flux";
+        "algorithm.beta", "algorithm.clip_range" and "algorithm.kl_mask_threshold" if the objective
+        is one of the package that does not read them; and "lora" (for all of its fields) with
+        `train.parameters=all`.
     """
     inert: set[str] = set()
     rollout = config.rollout

@@ -84,8 +84,9 @@ def current_value(key: str, value: Any) -> Any:
             too.
 
     Returns:
-        A new dict for a mapping, in the same order; the present name for text that is a renamed
-        value of this field; anything else as it is.
+        A new dict for a mapping, in its order; for text the present name if it is a renamed value
+        of this field ("matmuls" for the key "model.remat" and the value "products"), else the text
+        as it is; any other value as it is.
     """
     if isinstance(value, Mapping):
         prefix = f"{key}." if key else ""
@@ -109,7 +110,8 @@ def migrate_override(key: str, value: Any) -> tuple[str, Any]:
 
     Args:
         key: The dotted name of the field or section, present or of version 2.
-        value: Its parsed value. A mapping is translated too.
+        value: Its value, as YAML gives it. The names and values within a mapping are translated
+            too.
 
     Returns:
         The present name and value; unknown names and values are returned as they are.

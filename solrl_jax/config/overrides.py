@@ -78,13 +78,20 @@ def parse_overrides(overrides: Sequence[str]) -> Overrides:
     used.
 
     Args:
-        overrides: Texts `key=value`, see the module. Spaces around key and value do not count, an
-            empty value is "", and text that begins with no quote is taken as it is. Later ones win.
+        overrides: Texts `key=value`; later ones win. The key is the dotted name of a field or
+            section, and its value is YAML ("rollout.kept=12", "reward.weights={pickscore: 1}"); or
+            it is "model", "family", "explore", "objective" or "reward", and its value the name of a
+            file in the folder of this name in `solrl_jax/configs/` ("model=flux1"). "objective"
+            also takes `module:function`, and "reward" such a function, an entry point or the URL of
+            a service. Spaces around key and value do not count, an empty value is "", and text that
+            begins with no quote is taken as it is written, so that " #" begins no comment.
 
     Returns:
-        The settings, choices and problems. A reward or objective that is no file becomes a setting,
-        `reward.weights={NAME: 1.0}` or `algorithm.objective=NAME`, before all other settings, so
-        that explicit fields win over it.
+        The settings, the chosen files and the problems: one message for each override that is no
+        `key=value`, whose value is not YAML, whose key or choice is unknown, or whose key is
+        "preset". A reward or objective that is no file becomes a setting, `reward.weights={NAME:
+        1.0}` or `algorithm.objective=NAME`, before all other settings, so that explicit fields win
+        over it.
     """
     parsed = Overrides()
     plugins: dict[str, str] = {}  # the last choice for "reward" and "objective", if that is no file
@@ -132,8 +139,9 @@ def _choose(parsed: Overrides, plugins: dict[str, str], part: str, name: str) ->
             nothing that can be chosen.
         plugins: Gets the choice, by the part, if it names a function, service or entry point. A
             file removes the entry.
-        part: A name of `PARTS`.
-        name: The choice, as it was written.
+        part: "model", "family", "explore", "objective" or "reward" (`PARTS`).
+        name: The choice, as it was written: the name of a file in the folder of the part, or a
+            function, service or entry point.
     """
     if name in part_files(part):
         parsed.choices[part] = name
@@ -184,8 +192,9 @@ def assign(tree: dict[str, Any], key: str, value: Any) -> None:
     value, nothing is written, and validation reports that value.
 
     Args:
-        tree: The configuration as nested dicts.
-        key: The dotted name of the field or section.
+        tree: The configuration as nested dicts of sections and fields, changed in place.
+        key: The dotted name of a field or section, e.g. "rollout.kept", or of an entry of
+            `reward.weights`, `reward.paths` or `reward.options`, e.g. "reward.weights.shapes".
         value: Its new value, which is copied. A mapping for a section is merged into it.
     """
     *parents, last = _split_key(key, value)
@@ -211,7 +220,8 @@ def _free_field(key: str) -> str | None:
 def _split_key(key: str, value: Any) -> list[str]:
     """Splits a dotted key into the names of sections, field and keys within the field.
 
-    The part after a field with free keys (`_free_field`) is one name, which may contain dots.
+    The part after `reward.weights`, `reward.paths` or `reward.options` is the name of an entry,
+    which may contain dots itself.
 
     Args:
         key: The dotted key. `reward.options.NAME.OPTION` names one option of a reward, unless
@@ -219,8 +229,9 @@ def _split_key(key: str, value: Any) -> list[str]:
         value: The value that is assigned to the key. Only whether it is a dict matters.
 
     Returns:
-        The names from the top: at least one. An option is the part after the last dot, as a name of
-        its own behind that of the reward.
+        The names from the top, at least one: ["rollout", "kept"] for "rollout.kept"; ["reward",
+        "weights", "a.b:f"] for "reward.weights.a.b:f"; and ["reward", "options", "judge", "model"]
+        for "reward.options.judge.model", whose option is the part after the last dot.
     """
     field = _free_field(key)
     if field is None:

@@ -72,8 +72,10 @@ def resolve(preset: str, overrides: Sequence[str] = ()) -> Config:
 
     Args:
         preset: A name of `preset_names()`.
-        overrides: `key=value` for fields and parts, see `config.overrides`. Later ones win, but a
-            chosen part never wins over a field, in whatever order they come.
+        overrides: Texts `key=value`: fields by their dotted names with values in YAML
+            ("rollout.kept=12"), or a choice of one of the files that make up the preset ("model=",
+            "family=", "explore=", "objective=" or "reward=NAME"). Later ones win, but a chosen file
+            never wins over a field, in whatever order they come.
 
     Returns:
         The checked configuration. `preset` and `family` record the choices. If `run.dir` would be
@@ -114,19 +116,20 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
 
     Args:
         config: The configuration, which stays as it is.
-        overrides: `key=value` for fields, see `config.overrides`. Later ones win. Of the files of
-            parts only `explore=` can be chosen (rewards and objectives that are no file are
-            fields). Explicit fields win over it. It also changes `model.quantization` if the
-            model's file has other rules for this recipe, unless the rules of `config` are those of
-            no recipe of the model.
+        overrides: Texts `key=value`: fields by their dotted names with values in YAML; later ones
+            win. Of the files that make up a preset only `explore=NAME` can be chosen; explicit
+            fields win over its settings. (A reward or an objective that is no file counts as a
+            field.) `explore=NAME` also replaces `model.quantization` by the rules of the model's
+            file for this recipe, if `config` has those of this file for some recipe; other rules
+            are the user's and stay.
 
     Returns:
         The new configuration. `preset`, `family` and `run.dir` are not derived anew.
 
     Raises:
         ConfigError: If an override is no text (reported alone); with all problems of the overrides
-            and of the resulting configuration; or for a condition in the recipe's file that a run
-            does not decide.
+            and of the resulting configuration; or if the file of the recipe has settings under
+            `when` for a choice that a configuration does not record (`objective=` or `reward=`).
     """
     _check_texts(*overrides)
     parsed = parse_overrides(overrides)
@@ -164,8 +167,9 @@ def preset_rows() -> list[dict[str, str]]:
     """One row per preset, for a table, in the order of `preset_names`.
 
     Returns:
-        Text by column. The columns are "preset", "model", "family", "reward", "candidates" (e.g.
-        "24-in-96": how many are kept), "explore" (how it explores) and "train on".
+        Text by column: "preset", "model", "family"; "reward", with several names joined by "+";
+        "candidates", e.g. "24-in-96" for 24 kept of 96; "explore", e.g. "nvfp4, 6 steps"; "train
+        on", e.g. "bf16, 10 steps", or "the explored samples" if they are not regenerated.
     """
     return [_preset_row(resolve(name)) for name in preset_names()]
 
@@ -198,19 +202,19 @@ def _preset_row(config: Config) -> dict[str, str]:
 def _apply_files(
     tree: dict[str, Any], files: Mapping[str, Mapping[str, Any]], parts: Mapping[str, str]
 ) -> None:
-    """Merges the settings of files into a tree, then their conditional settings.
+    """Merges the settings of files into a tree, then those that they have under `when`.
 
     Args:
         tree: The configuration as nested dicts, changed in place.
-        files: The content of each file by its name in `configs/` without ending, in the order in
-            which they are merged; later ones win. Conditional settings follow in the same order,
-            and win over the plain settings of all files.
-        parts: The choice for each part, which decides about the conditions under `when`, e.g.
-            `family=sol_rl`.
+        files: The content of each file by its name in `configs/` without ending, e.g. "model/sana",
+            in the order in which they are merged; later ones win. The settings under `when` of all
+            files follow in this order, and win over all others.
+        parts: The chosen file of each part, e.g. {"model": "sana", "family": "sol_rl", "explore":
+            "paper"}. The settings under `when: family=sol_rl` count if "family" is "sol_rl" here.
 
     Raises:
-        ConfigError: For a condition on something that is no part or no choice of it, or on a part
-            that `parts` does not have. The tree is then partly changed.
+        ConfigError: If what stands under `when` is no "PART=FILE" of an existing file, or its part
+            is not in `parts`. The tree is then partly changed.
     """
     for content in files.values():
         merge(tree, {key: value for key, value in content.items() if key != "when"})
@@ -231,10 +235,11 @@ def _apply_files(
 def _apply_quantization_rules(tree: dict[str, Any], model: str, recipe: str) -> None:
     """Writes the quantization rules of a model for an exploration recipe into a tree, in place.
 
-    Rules in the tree that the model's file has for no recipe are a user's own and stay.
+    The section `model.quantization` is replaced only if it equals what the model's file has for
+    some recipe. Otherwise it is the user's own and stays.
 
     Args:
-        tree: The configuration as nested dicts.
+        tree: The whole configuration as nested dicts, changed in place.
         model: The name of a file in `configs/model/`. Other names change nothing.
         recipe: The name of a file in `configs/explore/`.
     """

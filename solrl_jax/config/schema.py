@@ -102,18 +102,20 @@ def _check_objective(name: str) -> str:
 class Quantization(Section):
     """Which linear layers a quantizing format converts (`rl/explore/quantized_layers.py`).
 
-    A linear layer is quantized unless one of the first two rules keeps it in the training
-    precision. The defaults are the authors' rules for SANA, in the parameter names of diffusers.
+    A linear layer is quantized unless `modules_to_not_convert` or `min_width_ratio` keeps it in the
+    training precision. The defaults are the authors' rules for SANA, in the parameter names of
+    diffusers.
 
     Attributes:
         modules_to_not_convert: Parts of parameter paths, not empty (plain text, no expressions). A
             linear layer whose path contains one of them stays in the training precision.
-        min_width_ratio: Smallest width, as a multiple of the width of the network's blocks; at
-            least 0. A linear layer whose larger side is at most this wide stays in the training
-            precision. 0 converts layers of any width.
-        fused: Regular expressions of parameter paths. Linear layers of one module that match the
-            same expression are measured by `min_width_ratio` as one layer with joined outputs,
-            because the authors' code fuses them.
+        min_width_ratio: At least 0. The width of a linear layer is the larger of its numbers of
+            inputs and outputs, and the width of the network that of its narrowest layer in the
+            blocks. A layer whose width is at most `min_width_ratio` times that of the network stays
+            in the training precision. 0 converts layers of any width.
+        fused: Regular expressions of parameter paths, for layers that the authors' code fuses, such
+            as keys and values. Linear layers of one module that match the same expression have one
+            width for `min_width_ratio`: that of a layer with the outputs of all of them.
     """
 
     modules_to_not_convert: tuple[Text, ...] = (
@@ -154,17 +156,18 @@ class Model(Section):
             saves memory. Neighbouring tiles overlap by a quarter. None: whole images. Ours.
         attention: Attention among the image tokens. "default": the released network's. "mhla":
             token-level multi-head linear attention (arXiv 2601.07832) in place of SANA's linear
-            attention, with the three settings below, which nothing else reads.
+            attention. The three `mhla_*` settings have an effect only with "mhla".
         mhla_blocks: Number of equal blocks that the tokens of an image are divided into (M of the
             paper), 1 to 4096.
         mhla_released: True: the variant of the authors' released code. False: the paper's.
-        mhla_norm: Whether queries and keys are normalised where the released network does not do
-            it.
+        mhla_norm: Whether multi-head linear attention normalises queries and keys where the
+            released network does not do it.
         gradient_checkpointing: What the backward pass recomputes. "none": nothing, every
             intermediate is kept. "matmuls": the outputs of linear layers and of attention are kept,
             the rest is recomputed. "blocks": only the input of each block is kept. "auto":
-            "matmuls" if that fits, with the base, into 75 % of a device's memory, else "blocks".
-        quantization: Which linear layers are quantized for exploration.
+            "matmuls" if the base model and what is then kept take at most 75 % of a device's
+            memory, by an estimate from the shapes, else "blocks".
+        quantization: Which linear layers are quantized for exploration, in formats that quantize.
     """
 
     name: Text = "sana"
@@ -193,9 +196,10 @@ class Explore(Section):
             device runs natively.
         num_steps: Solver steps, 1 to 1000. At most `rollout.num_steps`, and equal to it with
             `rollout.regenerate=false`.
-        sigmas: Noise levels of the steps. "default": a schedule of its own with `num_steps` steps.
-            "first": the first half of the steps follows the full schedule, the others divide what
-            is left of it and have coefficients fitted to the network.
+        sigmas: Noise levels of the steps. "default": the schedule of `rollout.schedule` with
+            `num_steps` steps. "first": the first `num_steps` / 2 steps (rounded down) are the first
+            ones of the schedule with `rollout.num_steps` steps; the others divide what is left of
+            it, with solver coefficients that are fitted to the base model.
         exact_steps: Number of steps at the beginning that run in `rollout.precision`. At least 0
             and less than `num_steps`.
         correction_rank: Rank of the unquantized low-rank branch beside each quantized matmul (as in
@@ -235,8 +239,8 @@ class Rollout(Section):
         kept: K, the candidates per prompt that are trained on. At least 2 and at most `candidates`;
             even with "best_worst".
         selection: Which candidates are kept, by their explored reward. "best_worst": the K/2 best
-            and the K/2 worst. "best_random": the K/2 best and a random choice of the others.
-            "random": a random choice. "best": the K best.
+            and the K/2 worst. "best_random": the K/2 best (rounded down) and a random choice of the
+            others. "random": a random choice. "best": the K best.
         explore: How the candidates are generated.
         size: Size of the images that are trained on: (height, width) in pixels, or several sizes
             (YAML takes one size without the outer list). An iteration uses one of them, and as many
@@ -252,10 +256,11 @@ class Rollout(Section):
         noise_level: Strength in [0, 1] of the noise that a stochastic solver adds (eta of DDIM,
             DanceGRPO and Flow-CPS). Must be 0 with other solvers, and with
             `explore.sigmas="first"`.
-        sde_window_size: Number of consecutive steps that add noise; the others are deterministic
-            (MixGRPO). At least 1 and less than `num_steps`. None: all but the last.
+        sde_window_size: Number of consecutive steps that add noise; the steps before and after them
+            are deterministic (MixGRPO). At least 1 and less than `num_steps`. None: all steps but
+            the last add noise.
         sde_window_every: Iterations after which that window moves on by one step; at least 1. After
-            its last place it starts again at the first step.
+            its last place it starts again at the first step. No effect without `sde_window_size`.
         schedule: Sigmas of the model family. "linear": equally spaced, then shifted. "sd3": as in
             the released SD3 scheduler. "flux": equally spaced, with a shift that follows from the
             image size.
@@ -268,14 +273,14 @@ class Rollout(Section):
             0. At most 1 disables it; other models accept only 1.
         per_device_batch_size: Largest number of samples that one device generates at once; at least
             1. Fewer take less memory.
-        precision: Precision of regeneration, update and evaluation.
+        precision: "bf16" or "fp32", of regeneration, update and evaluation.
         scoring_precision: Precision of decoding and of reward networks. "half": BF16 for decoding
             and FP16 for rewards (BF16 on TPUs). "fp32": float32 for both. "auto": "half" where the
             device computes in BF16 and `precision` is "bf16". Ours.
 
     Raises:
-        ConfigError: If `kept`, the numbers of steps, `noise_level` or `sde_window_size` break a
-            rule above. The first broken rule is reported.
+        ConfigError: If `kept`, `explore`, `noise_level` or `sde_window_size` breaks a rule above.
+            The first broken rule is reported.
     """
 
     candidates: PositiveInt = 96
@@ -301,8 +306,9 @@ class Rollout(Section):
         """Checks the fields against each other and against those of `explore`.
 
         Raises:
-            ConfigError: For the first broken rule of `_check_selection`, `_check_steps` and
-                `_check_noise`, in this order.
+            ConfigError: For the first broken rule, in this order: `kept`,
+                `explore.min_rank_correlation` and `explore.reward`; the numbers of steps;
+                `noise_level` and `sde_window_size`.
             ValueError: If a name in `explore.reward` contains "://" but is no valid URL.
         """
         self._check_selection()
@@ -315,7 +321,9 @@ class Rollout(Section):
         Raises:
             ConfigError: If `kept` is above `candidates`, or is odd with `selection="best_worst"`;
                 if `explore.min_rank_correlation` is set without `regenerate`; or if
-                `explore.reward` is set and does not fit (`_check_proxy_reward`).
+                `explore.reward` is set without `regenerate`, together with
+                `explore.min_rank_correlation`, or with a URL that has credentials.
+            ValueError: If a name in `explore.reward` contains "://" but is no valid URL.
         """
         if self.kept > self.candidates:
             accepted = f"must be at most rollout.candidates={self.candidates}"
@@ -447,11 +455,11 @@ class Reward(Section):
     Attributes:
         weights: Weight of each score by its name: finite numbers, also negative ones; at least one
             entry.
-        paths: Directories or hub names of released reward models, by the names of
-            `rewards/sources.py`. Without an entry the released repository of the hub is used, or a
-            converted file in `weights/`.
+        paths: Directories or hub names of released reward models, by the keys of
+            `rewards.sources.SOURCES`, e.g. "pickscore" or "pickscore/tokenizer". Without an entry
+            the released repository of the hub is used, or a converted file in `weights/`.
         options: Keyword arguments (values of JSON) of functions and of rewards outside JAX, by the
-            name of the reward.
+            name of the reward, e.g. {"ocr": {"threads": 2}}.
         eval_only: Names of scores that evaluations record but that are never trained on, to notice
             reward hacking.
         workers: Number of processes on each host that score images, 1 to 256. This and the next two
@@ -491,11 +499,12 @@ class Reward(Section):
     combine: Literal["sum", "advantages"] = "sum"
 
     def __post_init__(self) -> None:
-        """Checks names that are URLs, and that no score is both trained on and only recorded.
+        """Checks the names of scores, and that `combine` has as many scores as it needs.
 
         Raises:
             ConfigError: If a name in `weights`, `eval_only` or `options` is a URL with credentials,
-                or if `eval_only` names a score of `weights`.
+                if `eval_only` names a score of `weights`, or if `combine` is "advantages" and
+                `weights` has one score.
             ValueError: If a name contains "://" but is no valid URL.
         """
         for name in (*self.weights, *self.eval_only, *self.options):
@@ -517,8 +526,9 @@ class Algorithm(Section):
     """The objective, the advantages it is given, and the two slowly moving copies of the policy.
 
     Attributes:
-        objective: A name of `OBJECTIVES`, or `module:function` for an objective of yours
-            (`rl/objective.py`). The files of `configs/objective/` set the other fields as the
+        objective: "nft", "awm", "dpo", "flow_grpo", "mix_grpo", "dance_grpo", "flow_cps",
+            "grpo_guard" or "flow_dppo" (`OBJECTIVES`), or `module:function` for an objective of
+            yours (`rl/objective.py`). The files of `configs/objective/` set the other fields as the
             objective's paper does.
         beta: Above 0. nft: how far the implicit positive policy leans from the old policy to the
             trained one. dpo: strength of the preference, which stands for the KL penalty. Other
@@ -584,10 +594,13 @@ class Algorithm(Section):
 
     @property
     def trains_on(self) -> str:
-        """What the objective trains on: "samples", "pairs" or "transitions" (see `OBJECTIVES`).
+        """What the objective trains on: "samples", "pairs" or "transitions".
 
-        For an objective `module:function` the module is imported, and the attribute `trains_on` of
-        the function says it; without this attribute it is "samples".
+        "samples" are the kept samples, noised to a sigma of the schedule; "pairs" the best sample
+        of a prompt with its worst, the second best with the second worst, and so on; "transitions"
+        recorded steps of a stochastic solver. For an objective `module:function` the module is
+        imported, and the attribute `trains_on` of the function says it; without this attribute it
+        is "samples".
 
         Raises:
             ConfigError: If that attribute is none of the three.
@@ -730,7 +743,7 @@ class Eval(Section):
 class Mesh(Section):
     """The device mesh: the number of devices along each of its three axes.
 
-    Whether their product fits the devices is not checked here.
+    Whether their product equals the number of devices is not checked here.
 
     Attributes:
         data: Axis that divides the samples and replicates the parameters. At least 1, or -1: all
@@ -802,18 +815,19 @@ class Config(Section):
         rollout: How samples are generated.
         reward: The scores and their weights.
         algorithm: The objective and the advantages.
-        lora: The adapters. Nothing reads them with `train.parameters="all"`.
+        lora: The adapters. No effect with `train.parameters="all"`.
         optimizer: AdamW and its batches.
         prompts: The prompt sets.
         train: The length of the run and what it trains.
         eval: The evaluations.
         mesh: The device mesh.
-        run: The run directory.
+        run: The run directory, and its checkpoints and records.
 
     Raises:
         ConfigError: For the first rule between sections that is broken: no sigma is trained; terms
             do not divide among the optimizer steps; the old policy would be rounded away in BF16;
-            or the settings do not fit a built-in objective (`check_objective`).
+            or, with an objective of the package, pairs are split by an odd number of samples or
+            terms, or transitions lack noise (`check_objective`).
     """
 
     version: Literal[3] = VERSION
@@ -836,8 +850,10 @@ class Config(Section):
         """Checks the rules between sections, without importing an objective `module:function`.
 
         Raises:
-            ConfigError: For the first broken rule of `_check_terms`, `_check_old_policy` and, with
-                an objective of the package, `check_objective`, in this order.
+            ConfigError: For the first broken rule, in this order: a sigma is trained, and terms
+                divide among the optimizer steps; BF16 does not round the old policy's moves away;
+                and, with an objective of the package, its pairs are whole or its transitions have
+                noise.
         """
         self._check_terms()
         self._check_old_policy()
@@ -982,7 +998,11 @@ class Config(Section):
     def num_recorded_steps(self) -> int:
         """Number of stochastic steps whose states are recorded for each sample.
 
-        `rollout.num_sde_steps` if the objective trains on transitions, else 0. Raises what
-        `Algorithm.trains_on` raises: for an objective `module:function` this imports the module.
+        `rollout.num_sde_steps` if the objective trains on transitions, else 0. For an objective
+        `module:function` this imports the module.
+
+        Raises:
+            ConfigError: If the objective's attribute `trains_on` has an unknown value.
+            ImportError, AttributeError: If its module or function does not exist.
         """
         return self.rollout.num_sde_steps if self.algorithm.trains_on == "transitions" else 0

@@ -117,7 +117,7 @@ def _drop_defaults(
 
 
 def parse(text: str, name: str) -> Any:
-    """The value of YAML text, read with the limits of `storage.readers.parse_yaml`.
+    """The value of YAML text, read with limits on its length and depth.
 
     Args:
         text: The YAML, up to 65,536 characters.

@@ -12,7 +12,7 @@ def model_size(config: Config) -> Size:
     Training and evaluation use it unless they have sizes of their own.
 
     Args:
-        config: The configuration, of which `model` is read.
+        config: The configuration, whose `model.height` and `model.width` are returned.
     """
     return config.model.height, config.model.width
 

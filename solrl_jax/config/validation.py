@@ -40,7 +40,8 @@ def build_config(tree: Any, problems: Sequence[str] = ()) -> Config:
     Args:
         tree: Nested mappings of the sections and their fields, as YAML gives them. Fields that are
             missing get their defaults. Anything else than a mapping is a problem.
-        problems: Messages of problems that were found before, which the error repeats.
+        problems: Messages of problems that the caller found before, e.g. in overrides. Any makes
+            this raise.
 
     Returns:
         The configuration, if there is no problem at all.

@@ -87,17 +87,19 @@ def fetch_files(reference: Reference, where: str) -> list[Path]:
     cache are used.
 
     Args:
-        reference: The data set and its split.
+        reference: The data set (OWNER/DATASET) and the name of its split; a split of None is
+            "train" if there is one, else the only split. The column is not read.
         where: The setting and its value, for messages.
 
     Returns:
         The local files in the order of their names, at least one.
 
     Raises:
-        InputError: If the data set is not available, has no such split or no files with an ending
-            of `DATA_ENDINGS`, if the files of the split have more than 4 GiB together
-            (`MAX_BYTES`), if fewer of them are there than the name of one counts, or if the cache
-            holds only some of them and the hub cannot be reached.
+        InputError: If the data set is not available, has no such split or no files of prompts
+            (.parquet, .json, .jsonl, .ndjson, .jsonlines, .csv, .tsv or .txt), or has several
+            splits without a "train" and none is named; if the files of the split have more than 4
+            GiB together (`MAX_BYTES`); if files of a series such as "NAME-00000-of-00002.parquet"
+            are missing; or if the cache holds only some of them and the hub cannot be reached.
     """
     name = reference.repository
     sizes = _list_files(name, where)
@@ -121,25 +123,30 @@ def fetch_files(reference: Reference, where: str) -> list[Path]:
 def find_splits(files: Sequence[str], card: Mapping[str, Any]) -> dict[str, list[str]]:
     """Finds which files of a data set hold which split.
 
-    Files count whose names end in .parquet, .json, .jsonl, .ndjson, .jsonlines, .csv, .tsv or .txt
-    (`DATA_ENDINGS`) and are not in `METADATA_FILES`, and whose paths do not begin with ".".
+    Only files whose names end in .parquet, .json, .jsonl, .ndjson, .jsonlines, .csv, .tsv or .txt
+    (`DATA_ENDINGS`) count, without those that describe the data set (`METADATA_FILES`, such as
+    dataset_infos.json) and those whose paths begin with ".".
 
-    The metadata of the card counts first: of the entries of `configs` that have data files, the
-    first with `default: true` or the name "default", else the first. Its patterns match whole paths
-    (`_matches`). Its splits without a matching file are left out.
+    1. If the card has entries with `data_files` under `configs`, one of them decides: the first
+    with `default: true` or the name "default", else the first. It gives patterns of whole paths
+    ("*" stands for characters but "/", "**" also for folders) by split. Splits without a matching
+    file are left out.
 
-    Without such an entry the names of the files decide: "NAME-00000-of-00002.parquet" belongs to
-    the split NAME, other files to the split that the last known word of their path stands for
-    (`SPLIT_WORDS`), and if no file names a split, all belong to "train". Of several formats only
-    the one with most files counts, among equal ones the first of `DATA_ENDINGS`.
+    2. If there is no such entry, or it has no pattern, the names of the files decide. First the
+    format with most files is chosen (among equal ones the first of `DATA_ENDINGS`), and files of
+    other formats are left out. Then a file "NAME-00000-of-00002.parquet" belongs to the split NAME,
+    and another file to the split that the last known word of its path stands for, such as "val" for
+    "validation" (`SPLIT_WORDS`). Files that name no split are left out if others name one; if no
+    file does, all belong to "train".
 
     Args:
         files: The paths of all files of the repository, with "/" between the parts.
-        card: The metadata of the card by name, which may be empty.
+        card: The metadata of the data set's card (the YAML at the top of README.md) by name. It may
+            be empty; only "configs" is read.
 
     Returns:
-        The sorted paths of the files by split, at least one each; an empty dict if there are none.
-        If some files name a split, those that name none are left out.
+        The sorted paths of the files by the name of their split, e.g. {"test": ["data/test.csv"]};
+        at least one path each. An empty dict if there are none.
     """
     data = [
         file
@@ -208,13 +215,15 @@ def _declared_splits(card: Mapping[str, Any]) -> dict[str, list[str]]:
     """Returns the splits that the card of a data set declares in `configs`.
 
     Args:
-        card: The metadata of the card.
+        card: The metadata of the card by name. Only "configs" is read: a list of mappings, of which
+            those with the key "data_files" count.
 
     Returns:
-        Patterns of paths (for `_matches`, from the top of the repository, the `data_dir` of the
-        entry included, without parts "." and "..") by split, of the default configuration (see
-        `find_splits`). Data files without splits belong to "train". An empty dict if it declares
-        none, or in a form that is unknown.
+        By the name of each split, patterns of whole paths such as "data/train-*", from the top of
+        the repository (the entry's `data_dir` comes first) and without parts "." and "..". They are
+        those of one entry: the first with `default: true` or the name "default", else the first.
+        Data files without splits belong to "train". An empty dict if there is no such entry, or no
+        split of it has text for a path.
     """
     configs = card.get("configs")
     if not isinstance(configs, list):
@@ -250,16 +259,18 @@ def _choose_split(splits: Mapping[str, list[str]], reference: Reference, where: 
     """Returns the files of the split that a reference names.
 
     Args:
-        splits: The files of each split, see `find_splits`.
-        reference: The data set and the split. Without a split: "train", or the only one.
+        splits: The sorted paths of the files of each split, by its name.
+        reference: The name of the split is its field `split`. None: "train" if there is one, or the
+            only split.
         where: The setting and its value, for messages.
 
     Returns:
         The sorted paths of the files in the repository, at least one.
 
     Raises:
-        InputError: If there is no such split, if a split must be named, or if there are fewer files
-            that differ only in their number than their names count ("-of-00002").
+        InputError: If `splits` is empty or has no such split, if there are several without "train"
+            and none is named, or if a series has fewer files than its names say
+            ("NAME-00000-of-00002.parquet" alone).
     """
     if not splits:
         raise InputError(
@@ -287,11 +298,11 @@ def _choose_split(splits: Mapping[str, list[str]], reference: Reference, where: 
 
 
 def _list_files(name: str, where: str) -> dict[str, int]:
-    """Lists the files of a data set: those on the hub, else those in the cache.
+    """Lists the files of a data set: those on the hub, or else those in the local cache.
 
     Args:
         name: The data set, OWNER/DATASET.
-        where: The setting and its value, for messages.
+        where: The setting and its value with which messages begin, e.g. "prompts.train='hub:a/b'".
 
     Returns:
         The size in bytes of each file by its path in the repository. Sizes that the hub does not

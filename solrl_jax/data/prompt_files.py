@@ -64,10 +64,10 @@ def read_rows(file: Path, column: str | None, where: str) -> list[Row]:
     Args:
         file: A .json, .jsonl, .ndjson, .jsonlines, .csv, .tsv or .parquet file. Any other file is
             read as text with one prompt per line.
-        column: The column or key of the prompt. None: the first of "prompt", "Prompt", "Prompts",
-            "caption" and "text" (`PROMPT_COLUMNS`) that the header or the first object has. It is
-            not read for text files.
-        where: The setting and its value, for messages.
+        column: The name of the column, or the key of JSON objects, that holds the prompts. None:
+            the first of "prompt", "Prompt", "Prompts", "caption" and "text" (`PROMPT_COLUMNS`) that
+            the header or the first object has. No effect for text files.
+        where: The setting and its value with which messages begin, e.g. "prompts.train='a.csv'".
 
     Returns:
         The rows in the order of the file. Blank lines are left out. A blank file has no rows,
@@ -194,7 +194,9 @@ def _read_json(text: str, column: str | None, where: str) -> list[Row]:
         "line N", from 1.
 
     Raises:
-        InputError: If the text is neither, or if an entry has no prompt.
+        InputError: If the text is neither JSON nor JSON lines, is JSON but no list or object, or
+            has an item that is neither a text that is not blank nor an object with one under
+            `column`.
     """
     try:
         value = parse_json(text)
@@ -238,8 +240,8 @@ def _rows_of_objects(items: list[tuple[str, Any]], column: str | None, where: st
     """Returns the rows of values of JSON.
 
     Args:
-        items: The position and the value of each row: an object with the prompt and metadata, or a
-            text without metadata. Objects are not changed.
+        items: The position for messages, e.g. "line 3", and the value of each row: an object with
+            the prompt and metadata, or a text without metadata. Objects are not changed.
         column: The key of the prompt in all objects. None: the first of `PROMPT_COLUMNS` that the
             first object has, or "prompt" if it has none.
         where: The setting and its value, for messages.
@@ -271,9 +273,10 @@ def _rows_of_objects(items: list[tuple[str, Any]], column: str | None, where: st
 def _read_table(text: str, ending: str, column: str | None, where: str) -> list[Row]:
     """Reads a CSV or TSV file with a header.
 
-    Quotation marks are read as in CSV. If a TSV file has others, all its quotation marks are
-    ordinary characters. A row may have fewer values than the header; the missing ones are "". If
-    two columns have the same name, the later one is read.
+    Values may be in quotation marks, with a doubled mark for one inside (CSV's rules). If a TSV
+    file breaks these rules, all its quotation marks are ordinary characters. A row may have fewer
+    values than the header; the missing ones are "". If two columns have the same name, the later
+    one is read.
 
     Args:
         text: The content of the file.
@@ -283,13 +286,13 @@ def _read_table(text: str, ending: str, column: str | None, where: str) -> list[
 
     Returns:
         One row per row of the table after the header, without blank ones. The metadata are the
-        texts of the other columns, by their names without white space around them. A blank file has
-        no rows.
+        texts of the other columns, by the names in the header without white space around them. A
+        blank file has no rows.
 
     Raises:
-        InputError: If quotation marks are not as in CSV, a value is too long, there is no column of
-            the prompt, a row has more values than the header, or a row has no text in the column of
-            the prompt.
+        InputError: If a CSV file breaks the rules of quotation marks, a value is longer than
+            131,072 characters, there is no column of the prompt, a row has more values than the
+            header, or a row has no text in the column of the prompt.
     """
     delimiter = DELIMITERS[ending]
     try:
@@ -324,7 +327,7 @@ def _split_table(text: str, delimiter: str, quoting: Any) -> list[tuple[int, lis
 
     Args:
         text: The content of the file.
-        delimiter: The character between values.
+        delimiter: The character between values: "," or a tab.
         quoting: `csv.QUOTE_MINIMAL`, or `csv.QUOTE_NONE` if quotation marks are plain characters.
 
     Returns:
@@ -344,11 +347,11 @@ def _split_table(text: str, delimiter: str, quoting: Any) -> list[tuple[int, lis
 def _read_parquet(file: Path, column: str | None, where: str) -> list[Row]:
     """Reads a Parquet file.
 
-    Columns of other types than those of JSON (`_is_json_type`), such as images, are left out.
-    Numbers that are not finite become None.
+    Columns whose types JSON does not have, such as images and dates, are left out. Numbers that are
+    not finite become None.
 
     Args:
-        file: The file.
+        file: The path of the file.
         column: The column of the prompt. None: the first of `PROMPT_COLUMNS` that is there.
         where: The setting and its value, for messages.
 

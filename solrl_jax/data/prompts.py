@@ -57,10 +57,11 @@ def load_prompts(path: str, field: str, *, distinct: bool = True) -> list[Prompt
         path: A file, "FILE:COLUMN" with the column or key of the prompts, "embedded:NAME" for a set
             that is shipped with the package, or "hub:OWNER/DATASET[:SPLIT][:COLUMN]" for a data set
             of the hub, which is downloaded unless it is in the hub's cache.
-        field: The setting that names the file, for messages.
-        distinct: Whether a prompt that is repeated is returned only once, at its first place. In a
-            table (.csv, .tsv, .parquet) and in a data set of the hub the metadata of its first row
-            counts; elsewhere it must be the same each time, even if all are returned.
+        field: The setting that names the file, e.g. "prompts.train", for messages.
+        distinct: Whether a prompt that is repeated is returned only once, at its first place, with
+            the metadata of its first row. If a file that is no table (.csv, .tsv, .parquet) and no
+            data set of the hub repeats a prompt, the metadata must be the same each time, also with
+            `distinct=False`, which returns all.
 
     Returns:
         At least one prompt, with its metadata.
@@ -165,8 +166,8 @@ def load_instruction(path: str, field: str) -> str:
     """Reads the instruction that precedes every prompt.
 
     Args:
-        path: A text file.
-        field: The setting that names the file, for messages.
+        path: The path of a UTF-8 text file.
+        field: The setting that names the file, e.g. "model.instruction", for messages.
 
     Returns:
         The text of the file without the line feed at its end. Other white space stays.

@@ -99,7 +99,9 @@ class Scene:
         """Checks the fields together.
 
         Raises:
-            ValueError: If the grammar does not allow the scene, see `_is_valid`.
+            ValueError: If there is no group or more than two, one group with a relation, or two
+                without a known one; or if two groups have the same colour and shape, more than 4
+                objects together, or three shapes that are called large.
         """
         if not self._is_valid():
             raise ValueError(f"{self}: not a scene of the embedded world; expected {GRAMMAR}")

@@ -96,17 +96,19 @@ class Verdict(NamedTuple):
 class Detections(NamedTuple):
     """The objects in n images as the strict verdict sees them.
 
-    The k entries of an image are its 8 largest components, the largest first. An entry is an object
-    if its area is at least 8 pixels of an image 32 wide; otherwise colour, shape and size are -1,
-    and centre and diameter have no meaning.
+    The k entries of an image are its 8 largest components (connected sets of pixels of one colour),
+    the largest first. An entry is an object if its area is at least 8 pixels of an image 32 wide;
+    otherwise colour, shape and size are -1, and centre and diameter have no meaning.
 
     Attributes:
-        colour: Index into `scenes.COLOURS`; -1 where no colour is clear or there is no object.
-        shape: Index into `scenes.SHAPES`; -1 likewise.
+        colour: Index into `scenes.COLOURS`; -1 where the object is too pale or far from every
+            colour, or where there is no object.
+        shape: Index into `scenes.SHAPES`; -1 where the object is like no shape, or where there is
+            no object.
         size: Index into `scenes.SIZES`; -1 where there is no object.
         centre: (x, y) of the centre of the bounding box, in pixels of an image 32 wide, with y
             growing downwards.
-        diameter: Width and height of the bounding box, in the same unit.
+        diameter: Side of the square bounding box, in pixels of an image 32 wide.
     """
 
     colour: Int[Array, "*n k"]
@@ -132,7 +134,7 @@ class _Components(NamedTuple):
         peak: Cover of the most covered pixel, in [0, 1].
         iou: Intersection over union with an ideal circle, square and triangle (`scenes.SHAPES`).
         shape: How far the component has each shape, in [0, 1].
-        diameter: Width of the bounding box.
+        diameter: Side of the bounding box, which is a square.
         centre: (x, y) of the centre of the bounding box.
         specks: Area of all components that have fewer than 8 pixels (too small for an object) or
             are not among the k largest.
@@ -209,8 +211,9 @@ def detect(images: Float[Array, "n h w 3"]) -> Detections:
             an image had the area 32 x 32.
 
     Returns:
-        The 8 largest components of each image, the largest first. Those that are no objects have
-        the colour, shape and size -1.
+        The 8 largest components of each image (connected sets of pixels of one colour), the largest
+        first, in arrays [n, 8]. Those smaller than 8 pixels of an image 32 wide are no objects and
+        have the colour, shape and size -1.
     """
 
     def detect_one(image: Float[Array, "h w 3"]) -> Detections:
@@ -395,17 +398,18 @@ def _score(components: _Components, target: Targets) -> Float[Array, ""]:
          mean over the groups. Numbers are sums of soft memberships.
       2. "colours": the same for the objects of the group's colour, whatever their shape.
       3. "shapes": the same for the objects of the group's shape, whatever their colour.
-      4. "relation": how far the middles of the groups lie as asked, times how complete the groups
-         are.
+      4. "relation": how far the middles of the groups lie as asked, in (0, 1), times the
+         completeness of either group: its number of objects over the asked one, at most 1.
       5. "alone": `exp(-n)` times the mean completeness of the groups, where n is the number of
          further objects plus the area of specks over 20.
 
     Args:
         components: Measurements of the components of the image.
-        target: The objects that the caption asks for, without a batch axis.
+        target: The objects that the caption asks for: arrays [2], one entry per group, and a scalar
+            relation.
 
     Returns:
-        A scalar in float32.
+        The score, a float32 scalar.
     """
     asked = target.count > 0
     wanted = target.count.astype(jnp.float32)
@@ -452,16 +456,18 @@ def _strict_verdict(components: _Components, target: Targets) -> Bool[Array, ""]
     """Whether one image shows exactly the objects that its caption asks for.
 
     Every group must have its number of objects of the right colour, shape and, if it is given,
-    size. There must be no further object, and less than 8 pixels of specks (in an image 32 wide).
-    With a relation, every object of the first group must lie before every one of the second along
-    its axis, and their middles must be farther apart along this axis than across.
+    size. There must be no further object, and less than 8 pixels of specks (components that are too
+    small for an object or not among the 8 largest; in an image 32 wide). With the relation "above",
+    for instance, the centre of every object of the first group must be above those of all of the
+    second, and the mean centres of both groups must be farther apart vertically than horizontally.
 
     Args:
         components: Measurements of the components of the image.
-        target: The objects that the caption asks for, without a batch axis.
+        target: The objects that the caption asks for: arrays [2], one entry per group, and a scalar
+            relation.
 
     Returns:
-        A Boolean scalar.
+        The verdict, a Boolean scalar.
     """
     is_object = components.area >= _MIN_AREA
     colour, shape, size = _classify_components(components)
@@ -492,10 +498,11 @@ def _classify_components(
         components: Measurements of the k components of one image.
 
     Returns:
-        The nearest colour, or -1 if it is 0.3 or more away in RGB or no pixel is covered by more
-        than 0.6; the shape of the largest intersection over union, or -1 if it is at most 0.6; and
-        the size: 0 (small), or 1 (large) for a diameter above 8.5 pixels in an image 32 wide. The
-        size is never -1. Components of any area are classified.
+        The colour, an index into `scenes.COLOURS`: the nearest one, or -1 if it is 0.3 or more away
+        in RGB or no pixel is covered by more than 0.6. The shape, an index into `scenes.SHAPES`:
+        the one of the largest intersection over union, or -1 if this is at most 0.6. The size: 0
+        (small), or 1 (large) for a diameter above 8.5 pixels in an image 32 wide; it is never -1.
+        Components of any area are classified.
     """
     near = components.colour_distance.min(-1) < _COLOUR_STRICT
     coloured = near & (components.peak > _PEAK_STRICT)
