@@ -66,15 +66,20 @@ class AutoencoderDCConfig(ReleasedConfig):
         in_channels: channels of an image.
         latent_channels: channels of a latent.
         attention_head_dim: features of one attention head.
-        encoder_block_types: "ResBlock" or "EfficientViTBlock".
-        decoder_block_types: "ResBlock" or "EfficientViTBlock".
-        encoder_block_out_channels: width of each stage.
-        decoder_block_out_channels: width of each stage.
-        encoder_layers_per_block: number of blocks in each stage.
-        decoder_layers_per_block: number of blocks in each stage.
-        encoder_qkv_multiscales: sides in pixels, odd, of the neighbourhoods that the attention of a
-            stage compares beside single pixels (`MultiscaleAttention`); empty: none.
-        decoder_qkv_multiscales: the same for the decoder.
+        encoder_block_types: kind of the blocks of each stage of the encoder: "ResBlock" (residual
+            convolutions) or "EfficientViTBlock" (attention and a gated convolution).
+        decoder_block_types: kind of the blocks of each stage of the decoder: "ResBlock" or
+            "EfficientViTBlock".
+        encoder_block_out_channels: channels of each stage of the encoder.
+        decoder_block_out_channels: channels of each stage of the decoder. In both lists, each entry
+            but the first is a multiple of 4 that divides 4 times the one before, and the last is a
+            multiple of `latent_channels`.
+        encoder_layers_per_block: number of blocks in each stage of the encoder, 1 or more.
+        decoder_layers_per_block: number of blocks in each stage of the decoder, 1 or more.
+        encoder_qkv_multiscales: for each stage of the encoder, the sides in pixels, odd, of the
+            neighbourhoods that its attention compares beside single pixels; empty: none.
+        decoder_qkv_multiscales: for each stage of the decoder, the sides in pixels, odd, of such
+            neighbourhoods; empty: none.
         upsample_block_type: "pixel_shuffle", or "interpolate" for nearest-neighbour upsampling.
         downsample_block_type: "pixel_unshuffle" or "Conv", of the encoder.
         decoder_norm_types: "rms_norm", the only supported value.
@@ -115,9 +120,10 @@ class AutoencoderDCConfig(ReleasedConfig):
         by a tuple that repeats it for every stage.
 
         Raises:
-            ValueError: a value is not supported, a list has another length than the number of
-                stages, a stage has no layers, a kernel size is even, or the widths do not fit the
-                shortcuts between the stages. The message names the field.
+            ValueError: a value is not supported; a list has another length than the number of
+                stages; a stage has no layers; a kernel size is even; a width after the finest is no
+                multiple of 4 that divides 4 times the width before; or the last width is no
+                multiple of `latent_channels`. The message names the field.
         """
         num_stages = len(self.encoder_block_out_channels)
         self.require(num_stages > 0, "encoder_block_out_channels", "a list with one or more stages")
@@ -145,7 +151,7 @@ class AutoencoderDCConfig(ReleasedConfig):
                 self._check_widths(name)
 
     def _check_widths(self, name: str) -> None:
-        """Checks that the widths of the stages fit the shortcuts between them.
+        """Checks that shortcuts can repeat or average whole channels between the stages.
 
         Each width but the finest must be a multiple of 4 that divides 4 times the next finer width,
         and the coarsest must be a multiple of `latent_channels`.
@@ -154,7 +160,7 @@ class AutoencoderDCConfig(ReleasedConfig):
             name: field of the widths: "encoder_block_out_channels" or "decoder_block_out_channels".
 
         Raises:
-            ValueError: the widths do not fit. The message names the field.
+            ValueError: a width breaks one of these rules. The message names the field.
         """
         widths = getattr(self, name)
         # Shortcuts average or repeat whole channels, and a pixel shuffle makes a 2 x 2 square from
@@ -169,7 +175,9 @@ class AutoencoderDCConfig(ReleasedConfig):
 
     @property
     def spatial_compression(self) -> int:
-        """Side of the square of image pixels that one latent pixel stands for."""
+        """Side of the square of image pixels that one latent pixel stands for: 2 to the power of
+        the number of stages less 1.
+        """
         return 2 ** (len(self.encoder_block_out_channels) - 1)
 
 
@@ -256,7 +264,8 @@ class MultiscaleProjection(nnx.Module):
         """Maps queries, keys and values of pixels to those of the neighbourhoods around them.
 
         Args:
-            qkv: queries, keys and values of all heads: c is `channels`.
+            qkv: queries, keys and values of single pixels: c is `channels`, in groups of `size`
+                consecutive channels, each of which is the query, key or value of one head.
 
         Returns:
             An array of the shape, order of channels and dtype of `qkv`. Pixels beyond the border
@@ -276,11 +285,11 @@ def relu_attention(q: Heads, k: Heads, v: Heads) -> Heads:
 
     Args:
         q: queries, [batch, pixels, groups, features]. A group is an attention head.
-        k: keys, of the same shape.
-        v: values, of the same shape.
+        k: keys, of the shape of `q`: every pixel attends to all pixels of its image.
+        v: values, of the shape of `q`.
 
     Returns:
-        The attended values, of the same shape and dtype.
+        The attended values, of the shape and dtype of `q`.
     """
     q = jax.nn.relu(q)
     k = jax.nn.relu(k)
@@ -416,9 +425,10 @@ def make_stages(
 
     Args:
         config: configuration of the autoencoder.
-        side: "encoder" or "decoder": the prefix of the configuration fields that are read.
-        activations: activation of the residual blocks of each stage, finest first, keys of
-            `ACTIVATIONS`: "silu" or "relu". Stages of another kind do not read it.
+        side: "encoder" or "decoder": whose stages to make. It is the prefix of the configuration
+            fields with the kind, number and width of the blocks.
+        activations: activation of the residual blocks of each stage, finest first: "silu" or
+            "relu". A stage of `EfficientViTBlock`s ignores its entry.
         rngs: random number generators of the initial parameters.
 
     Returns:
@@ -499,8 +509,8 @@ class AutoencoderDC(nnx.Module):
         """Decodes latents to images in [-1, 1] but for overshoots, which are not clipped.
 
         Args:
-            latent: latents on the scale of the autoencoder: the caller has divided those of the
-                diffusion model by `config.scaling_factor`.
+            latent: latents on the scale of the autoencoder, with `config.latent_channels` channels:
+                the caller has divided the diffusion model's latents by `config.scaling_factor`.
 
         Returns:
             The images, in the dtype of `latent`: H is `h * config.spatial_compression`, and W is `w

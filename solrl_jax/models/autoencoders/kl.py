@@ -34,11 +34,11 @@ class KLConfig(ReleasedConfig):
         out_channels: channels of a decoded image.
         down_block_types: "DownEncoderBlock2D" for every stage.
         up_block_types: "UpDecoderBlock2D" for every stage.
-        block_out_channels: width of each stage, a multiple of `norm_num_groups`.
+        block_out_channels: channels of each stage, multiples of `norm_num_groups`.
         layers_per_block: residual blocks per stage of the encoder. The decoder has one more.
         act_fn: "silu", the only supported value.
         latent_channels: channels of a latent.
-        norm_num_groups: groups of every group normalisation.
+        norm_num_groups: number of groups of channels in every group normalisation.
         sample_size: size of the training images in pixels; other sizes work too.
         force_upcast: whether the network needs float32. The caller chooses the precision by the
             dtype of the input.
@@ -104,7 +104,9 @@ class KLConfig(ReleasedConfig):
 
     @property
     def spatial_compression(self) -> int:
-        """Side of the square of image pixels that one latent pixel stands for."""
+        """Side of the square of image pixels that one latent pixel stands for: 2 to the power of
+        the number of stages less 1.
+        """
         return 2 ** (len(self.block_out_channels) - 1)
 
 
@@ -238,7 +240,8 @@ class Stage(nnx.Module):
     Args:
         n_in: input channels.
         n_out: output channels.
-        config: configuration of the decoder.
+        config: configuration of the decoder: the number of blocks, and of the groups of channels in
+            their norms.
         upsample: whether the stage ends with twice the height and width.
         rngs: random number generators for the initial weights.
     """
@@ -258,8 +261,8 @@ class Stage(nnx.Module):
             x: images with the stage's input channels.
 
         Returns:
-            Images with the stage's output channels, in the dtype of `x`. Height and width are those
-            of `x`, or twice as large with upsampling.
+            Images with the stage's output channels, in the dtype of `x`: with upsampling twice as
+            high and wide as `x`, otherwise as high and wide.
         """
         for layer in (*self.resnets, *self.upsamplers):
             x = layer(x)
@@ -333,7 +336,7 @@ class ResnetBlock2D(nnx.Module):
             x: images with the block's input channels.
 
         Returns:
-            Images of the same size with the output channels, in the dtype of `x`.
+            Images as high and wide as `x` with `n_out` channels, in the dtype of `x`.
         """
         y = self.conv1(norm_silu(self.norm1, x))
         y = self.conv2(norm_silu(self.norm2, y))
@@ -345,7 +348,7 @@ class Attention(nnx.Module):
     input.
 
     Args:
-        channels: input and output channels, also those of the head.
+        channels: number of input channels, of output channels, and of features of the head.
         groups: number of groups of the normalisation.
         rngs: random number generators for the initial weights.
     """

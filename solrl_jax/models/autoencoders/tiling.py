@@ -20,14 +20,14 @@ def decode_tiled(
 
     Convolutions give the same result as in `decode(latent)`, except near the borders of tiles.
     Normalisation and attention over all pixels see one tile only, so the result differs everywhere.
-    A latent that fits into one tile is decoded as by `decode`.
+    A latent no larger than one tile is decoded whole, by one call of `decode`.
 
     Args:
         decode: maps the latents of a tile, for the whole batch, to images of `compression` times
             its size, with k colours.
         latent: the whole latents.
-        tile: side of a tile in latent pixels, at least 1. A direction in which the latent fits into
-            one tile is not divided.
+        tile: side of a tile in latent pixels, at least 1. The latent is not divided along an axis
+            along which it has at most so many pixels.
         overlap: number of latent pixels that neighbouring tiles share at least, from 0 to `tile -
             1`, which is not checked. Tiles are spaced evenly, as few as cover the latent. In the
             shared region, one tile fades linearly into the next.
@@ -97,8 +97,8 @@ def _blend(canvas: Array, piece: Array, start: Array, ramp: Array, axis: int) ->
     """Blends a piece into a canvas. Equal values blend to exactly the same value.
 
     Args:
-        canvas: the image so far.
-        piece: the new part, as large as the canvas along all other axes.
+        canvas: the images so far, [batch, height, width, colours].
+        piece: the new part of them, as large as the canvas along all axes but `axis`.
         start: first index of the piece in the canvas along `axis`.
         ramp: weight of the piece against the canvas, broadcast to the shape of the piece.
         axis: axis along which the piece is placed.

@@ -51,8 +51,10 @@ class FluxPipeline(Pipeline):
 
         Raises:
             FileNotFoundError: a configuration or a tokenizer is missing.
-            ValueError: a configuration is unsupported, a tokenizer cannot be loaded or does not fit
-                its text encoder, or the widths of the components do not fit together.
+            ValueError: a configuration is unsupported; a tokenizer cannot be loaded, has tokens
+                that its text encoder lacks, or pads CLIP's texts to more tokens than CLIP has
+                positions; or a width or number of channels of one component is not what another one
+                takes or returns.
         """
         super().__init__(folder, remat)
         config = FluxConfig.read(folder / "transformer")
@@ -93,16 +95,17 @@ class FluxPipeline(Pipeline):
         self.clip_tokens = clip_length(folder / "tokenizer", clip_config.max_position_embeddings)
 
     def _check_sizes(self, clip_config: CLIPTextConfig, t5_config: T5Config) -> None:
-        """Checks that the widths of text encoders, transformer and autoencoder fit together.
+        """Checks that the transformer takes what text encoders and autoencoder return.
 
         Args:
-            clip_config: configuration of CLIP, which makes the pooled embedding.
-            t5_config: configuration of T5, which makes the token embeddings.
+            clip_config: configuration of CLIP, whose `hidden_size` is the width of the pooled text.
+            t5_config: configuration of T5, whose `d_model` is the width of the text tokens.
 
         Raises:
-            ValueError: the transformer's input channels are not four times those of the latent, its
-                output channels are not its input channels, or its text widths are not those of T5
-                and CLIP.
+            ValueError: the transformer's `in_channels` is not four times the autoencoder's
+                `latent_channels`, its output channels are not `in_channels`, its
+                `joint_attention_dim` is not T5's width, or its `pooled_projection_dim` is not
+                CLIP's width.
         """
         config = self.config
         latent = self.vae_config.latent_channels * PATCH**2
@@ -141,8 +144,10 @@ class FluxPipeline(Pipeline):
             timestep: `1000 sigma` of each latent.
             guidance: guidance scale, a scalar, for example 3.5. FLUX.1-schnell, whose transformer
                 does not embed it, ignores it.
-            fp8_attention: whether the attention runs in FP8, for programs that take no gradient;
-                see `FluxTransformer2DModel.__call__` for where it falls back to BF16.
+            fp8_attention: whether the attention runs in FP8, for programs that take no gradient:
+                queries, keys, values and result are rounded to E4M3. On TPUs, on GPUs older than
+                Hopper, and on other GPUs for head sizes that are no multiple of 16 or above 128,
+                its matmuls run in BF16 all the same.
 
         Returns:
             The velocity, of the shape of `latent`.

@@ -152,7 +152,7 @@ class FluxTransformer2DModel(nnx.Module):
 
         Raises:
             ValueError: height or width is odd, or `guidance` is missing or unexpected.
-            KeyError: `remat` is not a key of `REMAT`.
+            KeyError: `remat` is not "none", "matmuls" or "blocks".
         """
         _, height, width, _ = latent.shape
         dtype = latent.dtype
@@ -228,8 +228,10 @@ class FluxSingleBlock(nnx.Module):
             condition: the sum of the embedded timestep, guidance scale and pooled text, after its
                 SiLU. From it the block computes the shift, scale and gate of its norm.
             rotation: cosines and sines of the rotary angles of the s positions (`rotary_table`).
-            fp8_attention: whether the attention runs in FP8, for programs that take no gradient;
-                see `FluxTransformer2DModel.__call__` for where it falls back to BF16.
+            fp8_attention: whether the attention runs in FP8, for programs that take no gradient:
+                queries, keys, values and result are rounded to E4M3. On TPUs, on GPUs older than
+                Hopper, and on other GPUs for head sizes that are no multiple of 16 or above 128,
+                its matmuls run in BF16 all the same.
 
         Returns:
             The tokens after the block, the sum with the input included, of the shape and dtype of

@@ -27,14 +27,15 @@ class AutoencoderKLFlux2Config(KLConfig):
         out_channels: channels of a decoded image.
         down_block_types: "DownEncoderBlock2D" for every stage.
         up_block_types: "UpDecoderBlock2D" for every stage.
-        block_out_channels: width of each stage, a multiple of `norm_num_groups`.
-        decoder_block_out_channels: `block_out_channels` of the decoder, equally many; None: the
-            same as the encoder's.
+        block_out_channels: channels of each stage of the encoder, multiples of `norm_num_groups`.
+        decoder_block_out_channels: channels of each stage of the decoder, multiples of
+            `norm_num_groups`, as many entries as `block_out_channels` has; None: the decoder has
+            the channels of the encoder.
         layers_per_block: residual blocks per stage of the encoder. The decoder has one more.
         act_fn: "silu", the only supported value.
-        latent_channels: channels of a latent of the network, a quarter of those of the diffusion
-            model.
-        norm_num_groups: groups of every group normalisation.
+        latent_channels: channels of a latent of the network. The diffusion model's latents have
+            four times as many.
+        norm_num_groups: number of groups of channels in every group normalisation.
         sample_size: size of the training images in pixels; other sizes work too.
         force_upcast: whether the network needs float32. Released files have it, but diffusers no
             longer reads it.
@@ -94,7 +95,7 @@ class AutoencoderKLFlux2Config(KLConfig):
 
     @property
     def channels(self) -> int:
-        """Channels of the diffusion model's latent, four times `latent_channels`."""
+        """Number of channels of the diffusion model's latent, four times `latent_channels`."""
         return self.latent_channels * PATCH**2
 
     @property

@@ -79,8 +79,9 @@ class Flux2KleinPipeline(Pipeline):
         Raises:
             FileNotFoundError: a configuration or the tokenizer is missing.
             ValueError: a configuration is unsupported; the tokenizer cannot be loaded, has no chat
-                template (InputError) or does not fit the text encoder; the components do not fit
-                together; or `is_distilled` is neither true nor false.
+                template (InputError) or has tokens that the text encoder lacks; a width or number
+                of channels of one component is not what another one takes or returns; or
+                `is_distilled` is neither true nor false.
         """
         super().__init__(folder, remat)
         config = Flux2Config.read(folder / "transformer")
@@ -145,8 +146,10 @@ class Flux2KleinPipeline(Pipeline):
             conditioning: "text" [b, l, 3 d], as returned by `encode_text`.
             timestep: `1000 sigma` of each latent.
             guidance: ignored.
-            fp8_attention: whether the attention runs in FP8, for programs that take no gradient;
-                see `Flux2Transformer2DModel.__call__` for where it falls back to BF16.
+            fp8_attention: whether the attention runs in FP8, for programs that take no gradient:
+                queries, keys, values and result are rounded to E4M3. On TPUs, on GPUs older than
+                Hopper, and on other GPUs for head sizes that are no multiple of 16 or above 128,
+                its matmuls run in BF16 all the same.
 
         Returns:
             The velocity, of the shape of `latent`.
@@ -164,10 +167,10 @@ class Flux2KleinPipeline(Pipeline):
 
         Args:
             prompts: one or more texts.
-            max_tokens: number of tokens of each prompt, those of the chat template included: up to
-                4096, and at least the number of special tokens that the tokenizer adds. Longer
-                chats are cut, and shorter ones padded, on the sides that the tokenizer's settings
-                say: on the right in the released models.
+            max_tokens: number of tokens of each prompt, the tokens of the chat template included:
+                up to 4096, and at least the number of special tokens that the tokenizer adds.
+                Longer chats are cut, and shorter ones padded, on the sides that the tokenizer's
+                settings say: on the right in the released models.
             instruction: not supported, and ignored.
 
         Returns:

@@ -168,7 +168,7 @@ class Flux2Transformer2DModel(nnx.Module):
             The velocity, in the dtype of `latent`: out is `config.features_out`.
 
         Raises:
-            KeyError: `remat` is not a key of `REMAT`.
+            KeyError: `remat` is not "none", "matmuls" or "blocks".
         """
         batch, height, width, channels = latent.shape
         dtype = latent.dtype
@@ -254,10 +254,13 @@ class Flux2Block(nnx.Module):
             image: the image tokens.
             text_vectors: six vectors that modulate the text: shift, scale and gate of the
                 attention, then of the MLP.
-            image_vectors: six vectors that modulate the image, in the same order.
+            image_vectors: six vectors that modulate the image: shift, scale and gate of the
+                attention, then of the MLP.
             rotation: cosines and sines of the rotary angles of the l + n positions, text first.
-            fp8_attention: whether the attention runs in FP8, for programs that take no gradient;
-                see `Flux2Transformer2DModel.__call__` for where it falls back to BF16.
+            fp8_attention: whether the attention runs in FP8, for programs that take no gradient:
+                queries, keys, values and result are rounded to E4M3. On TPUs, on GPUs older than
+                Hopper, and on other GPUs for head sizes that are no multiple of 16 or above 128,
+                its matmuls run in BF16 all the same.
 
         Returns:
             The text tokens and the image tokens after the layer, the sums with the inputs included,
@@ -310,8 +313,10 @@ class Flux2SingleBlock(nnx.Module):
             x: the text tokens, then the image tokens.
             vectors: three vectors that modulate the block: shift, scale and gate.
             rotation: cosines and sines of the rotary angles of the s positions.
-            fp8_attention: whether the attention runs in FP8, for programs that take no gradient;
-                see `Flux2Transformer2DModel.__call__` for where it falls back to BF16.
+            fp8_attention: whether the attention runs in FP8, for programs that take no gradient:
+                queries, keys, values and result are rounded to E4M3. On TPUs, on GPUs older than
+                Hopper, and on other GPUs for head sizes that are no multiple of 16 or above 128,
+                its matmuls run in BF16 all the same.
 
         Returns:
             The tokens after the block, the sum with the input included, of the shape and dtype of
@@ -332,7 +337,8 @@ def rotary_table(length: int, rows: int, columns: int, config: Flux2Config) -> R
         length: number of text tokens.
         rows: number of rows of image tokens.
         columns: number of columns of image tokens.
-        config: configuration of the network, of which `axes_dims_rope` and `rope_theta` are read.
+        config: configuration of the network: `axes_dims_rope` says how many features of a head each
+            coordinate rotates, and `rope_theta` is the base of the frequencies.
 
     Returns:
         Cosines and sines, two float32 arrays [1, length + rows * columns, head_dim / 2].

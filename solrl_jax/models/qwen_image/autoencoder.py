@@ -99,7 +99,9 @@ class AutoencoderKLQwenImageConfig(ReleasedConfig):
 
     @property
     def spatial_compression(self) -> int:
-        """Side of the square of image pixels that one latent pixel stands for."""
+        """Side of the square of image pixels that one latent pixel stands for: 2 to the power of
+        the number of resolutions less 1.
+        """
         return 2 ** (len(self.dim_mult) - 1)
 
     def unscale(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
@@ -289,7 +291,7 @@ class ResidualBlock(nnx.Module):
             x: images with the block's input channels.
 
         Returns:
-            Images of the same size with the output channels, in the dtype of `x`.
+            Images as high and wide as `x` with `n_out` channels, in the dtype of `x`.
         """
         y = self.conv1(self.norm1.silu(x))
         y = self.conv2(self.norm2.silu(y))
@@ -300,7 +302,7 @@ class Attention(nnx.Module):
     """Softmax attention over all pixels with a single head, after a norm, added to the input.
 
     Args:
-        channels: input and output channels, also those of the head.
+        channels: number of input channels, of output channels, and of features of the head.
         rngs: random number generators for the initial weights.
     """
 
@@ -401,7 +403,7 @@ class PixelNorm(nnx.Module):
 
     Args:
         channels: number of channels.
-        axes: number of axes of the weight in PyTorch, all but the first of size 1.
+        axes: number of axes of the weight, as in PyTorch. All but the first have the size 1.
     """
 
     def __init__(self, channels: int, *, axes: int):

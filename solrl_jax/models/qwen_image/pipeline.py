@@ -73,8 +73,9 @@ class QwenImagePipeline(Pipeline):
 
         Raises:
             FileNotFoundError: a configuration or the tokenizer is missing.
-            ValueError: a configuration is unsupported, the tokenizer cannot be loaded or does not
-                fit the text encoder, or the components do not fit together.
+            ValueError: a configuration is unsupported, the tokenizer cannot be loaded or has tokens
+                that the text encoder lacks, or a width or number of channels of one component is
+                not what another one takes or returns.
         """
         super().__init__(folder, remat)
         config = QwenImageConfig.read(folder / "transformer")
@@ -113,8 +114,9 @@ class QwenImagePipeline(Pipeline):
         """Sets `shift_terminal` and the settings that `mu` reads, from the scheduler's
         configuration.
 
-        Settings of `SHIFT_SETTINGS` that the file lacks have the values there, those of diffusers'
-        pipeline. A missing `shift_terminal` is None.
+        The settings are `base_shift`, `max_shift`, `base_image_seq_len` and `max_image_seq_len`.
+        One that the file lacks is 0.5, 1.15, 256 or 4096, as in diffusers' pipeline. A missing
+        `shift_terminal` is None.
 
         Raises:
             ValueError: a setting is no finite number of at least 0, `max_image_seq_len` is not
@@ -142,8 +144,9 @@ class QwenImagePipeline(Pipeline):
         """The formula of the schedule shift: a function (number of steps, number of image tokens)
         that returns the natural logarithm of the shift.
 
-        It is a line through the two pairs of image tokens and logarithm in the scheduler's
-        configuration, continued beyond both. The number of steps does not matter.
+        It is the line through the logarithms `base_shift` at `base_image_seq_len` tokens and
+        `max_shift` at `max_image_seq_len` tokens of the scheduler's configuration, continued beyond
+        both. The number of steps does not matter.
         """
 
         def line(steps: int, tokens: int) -> float:
@@ -222,9 +225,10 @@ class QwenImagePipeline(Pipeline):
 
         Args:
             prompts: one or more texts.
-            max_tokens: number of tokens of each prompt that the transformer sees, those of the
-                template after the prompt included: up to 1024 (`MAX_TOKENS`), and with the 34
-                before the prompt at least the number of special tokens that the tokenizer adds.
+            max_tokens: number of tokens of each prompt that the transformer sees, the template's
+                tokens after the prompt included: up to 1024 (`MAX_TOKENS`). It plus 34, the tokens
+                before the prompt, must be at least the number of special tokens that the tokenizer
+                adds.
                 Longer texts are cut on the side that the tokenizer's settings say: on the right in
                 the released models, where the template's end is lost.
             instruction: not supported, and ignored.

@@ -145,7 +145,7 @@ class QwenImageTransformer2DModel(nnx.Module):
         Raises:
             ValueError: height or width is odd, or the text has, padding included, more tokens than
                 4096 (`POSITIONS`) less a quarter of the larger side of the latents, rounded down.
-            KeyError: `remat` is not a key of `REMAT`.
+            KeyError: `remat` is not "none", "matmuls" or "blocks".
         """
         batch, height, width, _ = latent.shape
         dtype = latent.dtype
@@ -215,7 +215,8 @@ class QwenImageBlock(nnx.Module):
         Args:
             image: the image tokens.
             text: the text tokens, padding last.
-            condition: the vector that modulates the block, after its SiLU.
+            condition: the embedded timestep after its SiLU, from which the block computes shift,
+                scale and gate of attention and MLP for each stream.
             rotation: cosines and sines of the rotary angles of the n + l positions, image first.
             key_lengths: how many tokens, from the first image token on, each sample attends to: all
                 image tokens and the text tokens that are not padding.
@@ -249,9 +250,8 @@ class QwenImageBlock(nnx.Module):
 class MaskedJointAttention(JointAttention):
     """Softmax attention over image and text as one sequence, of which padded text is masked.
 
-    `image_first` is its call; the inherited one has no mask. The parameters are those of
-    `JointAttention`. The image comes first here, so that a number of keys, counted from the first,
-    is the mask.
+    `image_first` is its call; the inherited one has no mask. The image comes first here, so that a
+    number of keys, counted from the first, is the mask.
 
     Args:
         d: number of features of the tokens, and of all heads together, a multiple of `head_dim`.
@@ -276,7 +276,8 @@ class MaskedJointAttention(JointAttention):
             image: the image tokens [b, n, d], an array or a lazy activation.
             text: the text tokens [b, l, d], padding last, an array or a lazy activation.
             rotation: cosines and sines of the rotary angles of the n + l positions, image first.
-            key_lengths: how many tokens, from the first image token on, each sample attends to.
+            key_lengths: how many tokens, from the first image token on, each sample attends to: all
+                n image tokens and the text tokens that are not padding.
 
         Returns:
             The outputs for the image and for the text, to which the inputs are not added, each in

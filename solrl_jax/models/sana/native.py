@@ -25,14 +25,16 @@ Table = dict[str, list[str]]
 
 
 def _weights_and_biases(layers: Mapping[str, str]) -> Table:
-    """Returns the table of the weights and biases of layers.
+    """Returns which diffusers tensors the weight and the bias of each native layer consist of.
 
     Args:
         layers: for each native layer, the names of the diffusers layers that its rows consist of,
-            separated by spaces.
+            in order, separated by spaces: "attn2.to_k attn2.to_v" for "cross_attn.kv_linear".
 
     Returns:
-        For each layer, its entries with ".weight" and with ".bias" at the end of all names.
+        From the name of each native tensor, such as "cross_attn.kv_linear.bias", to the list of the
+        diffusers tensors that its rows consist of: ["attn2.to_k.bias", "attn2.to_v.bias"]. Each
+        layer has two entries, its ".weight" and its ".bias".
     """
     table = {}
     for native, names in layers.items():
@@ -108,8 +110,9 @@ class ConversionPlan:
         config: configuration of the converted transformer.
         parts: all tensors of the converted transformer, each as rows of a native tensor.
         ffn: kind of the native MLP: "conv" (1x1 convolutions) or "linear" (linear layers).
-        ignored: names of the native tensors that are not needed: those of `IGNORED` that the
-            checkpoint has.
+        ignored: names of the native tensors that the checkpoint has but that are not needed:
+            "pos_embed" (positions), "y_embedder.y_embedding" (embedding of the empty prompt), both
+            or neither.
     """
 
     config: SanaConfig
@@ -143,19 +146,20 @@ def plan_conversion(shapes: Mapping[str, Shape], base: SanaConfig) -> Conversion
 
     Args:
         shapes: shapes of all native tensors, by name.
-        base: configuration of a released transformer of the same width, for everything else, such
-            as the number of heads and the channels. The shapes cannot tell the number of heads, so
-            it is not checked.
+        base: configuration of a released transformer whose width is the checkpoint's. Everything
+            but these four properties is taken from it, such as the number of heads and the
+            channels. The shapes cannot tell the number of heads, so it is not checked.
 
     Returns:
-        The plan: the configuration of the converted transformer; for every tensor of it, the native
-        tensor, the range of rows in that and the shape to give them; the kind of the native MLP;
-        and which native tensors are not needed. See `ConversionPlan`.
+        The plan: `config`, the configuration of the converted transformer; `parts`, for every
+        tensor of that the native tensor, the range of rows in it and the shape to give them; `ffn`,
+        the kind of the native MLP, "conv" or "linear"; and `ignored`, the names of the native
+        tensors that are not needed.
 
     Raises:
-        ValueError: the checkpoint has another width; or tensors are missing, of another shape, or
-            unexpected. The two tensors of `IGNORED` (positions, and the embedding of the empty
-            prompt) may be there or not. The message lists all tensors that do not fit.
+        ValueError: the width of the checkpoint is not that of `base`; or tensors are missing, of
+            another shape, or unexpected. "pos_embed" and "y_embedder.y_embedding" may be there or
+            not. The message lists all tensors at fault.
     """
     modulation = shapes.get("t_block.1.bias", (6 * base.width,))
     if modulation[0] // 6 != base.width:
@@ -225,8 +229,9 @@ def _full_table(depth: int, ffn: str, qk_norm: bool) -> Table:
         qk_norm: whether queries and keys are normalised.
 
     Returns:
-        The table: `OUTER` with full names, then the entries of each block. Most native tensors have
-        one diffusers tensor; the fused projections have two or three.
+        The table: first the tensors outside of the blocks, then those of each block, such as
+        "blocks.0.attn.qkv.weight" with the list of "transformer_blocks.0.attn1.to_q.weight",
+        "...to_k.weight" and "...to_v.weight". Most native tensors have one diffusers tensor.
     """
     block = BLOCK | (QK_NORM if qk_norm else {})
     table = dict(OUTER)
@@ -240,7 +245,7 @@ def _full_table(depth: int, ffn: str, qk_norm: bool) -> Table:
 def _check(expected: Mapping[str, Shape], shapes: Mapping[str, Shape]) -> None:
     """Checks that native tensors have the expected names and shapes.
 
-    Tensors of `IGNORED` may be there without being expected.
+    "pos_embed" and "y_embedder.y_embedding" (`IGNORED`) may be there without being expected.
 
     Args:
         expected: shape of each expected tensor by native name.

@@ -34,9 +34,10 @@ class MhlaOverride:
     (`models/layers/mhla.py`).
 
     Attributes:
-        mhla: number of blocks and variant (`models.layers.mhla.Mhla`).
-        size: image height and width in pixels, from which the arrangement of the blocks follows.
-            Images of other sizes have the same arrangement.
+        mhla: number of blocks, whether the released code is followed instead of the paper, and
+            whether norms are added (`models.layers.mhla.Mhla`).
+        size: image height and width in pixels, whose tokens are divided into blocks as square as
+            possible. Images of other sizes have as many blocks down and across.
     """
 
     mhla: Mhla
@@ -66,13 +67,15 @@ class SanaPipeline(Pipeline):
             remat: what the gradient of the transformer recomputes: "none" (nothing), "matmuls" (all
                 but matmuls and attention kernels) or "blocks" (all but the input of each block). It
                 is not checked here.
-            mhla: replaces the linear attention among image tokens; None keeps it.
+            mhla: replaces the linear attention among image tokens by MHLA, in this variant and with
+                blocks arranged for this image size; None keeps the linear attention.
 
         Raises:
             FileNotFoundError: a configuration or the tokenizer is missing.
-            ValueError: a configuration is unsupported, the tokenizer cannot be loaded or does not
-                fit the text encoder, the components do not fit together, or the image tokens of
-                `mhla.size` do not divide into `mhla.mhla.blocks` equal blocks.
+            ValueError: a configuration is unsupported, the tokenizer cannot be loaded or has tokens
+                that the text encoder lacks, a width or number of channels of one component is not
+                what another one takes or returns, or the image tokens of `mhla.size` do not divide
+                into `mhla.mhla.blocks` equal blocks.
         """
         super().__init__(folder, remat)
         config = SanaConfig.read(folder / "transformer")

@@ -41,10 +41,11 @@ class SanaConfig(TransformerConfig):
         in_channels: channels of the latents.
         out_channels: channels of the output; None: as many as `in_channels`.
         num_attention_heads: number of heads of the attention among image tokens.
-        attention_head_dim: features of one such head.
+        attention_head_dim: features of one head of the attention among image tokens. Heads times
+            features is the width of the tokens.
         num_layers: number of blocks.
         num_cross_attention_heads: number of heads of the attention to the text.
-        cross_attention_head_dim: features of one such head.
+        cross_attention_head_dim: features of one head of the attention to the text.
         cross_attention_dim: features of the projected text.
         caption_channels: features of a text embedding.
         mlp_ratio: hidden features of the MLP after its gate, divided by the width of the tokens
@@ -109,8 +110,10 @@ class SanaTransformer2DModel(nnx.Module):
         config: configuration of the network.
         remat: what gradients recompute: "none" (nothing), "matmuls" (all but matmuls and attention
             kernels) or "blocks" (all but the input of each block).
-        attention: builds the attention among image tokens, with the arguments and the call of
-            `LinearAttention`; None: `LinearAttention`.
+        attention: builds the attention among image tokens of one block. It is called as
+            `attention((d, d, d), heads, normed=..., bias=..., rngs=...)`, and the module that it
+            returns as `module(tokens, (rows, columns))`, which returns tokens [b, n, d]. None:
+            `LinearAttention`.
         rngs: random number generators for the initial weights.
     """
 
@@ -158,7 +161,7 @@ class SanaTransformer2DModel(nnx.Module):
             The velocity, in the dtype of `latent`, with `config.features_out` channels.
 
         Raises:
-            KeyError: `remat` is not a key of `REMAT`.
+            KeyError: `remat` is not "none", "matmuls" or "blocks".
         """
         batch, height, width, _ = latent.shape
         patch = self.config.patch_size
@@ -185,8 +188,9 @@ class SanaBlock(nnx.Module):
 
     Args:
         config: configuration of the network.
-        attention: builds the attention among image tokens, with the arguments and the call of
-            `LinearAttention`.
+        attention: builds the attention among image tokens. It is called as `attention((d, d, d),
+            heads, normed=..., bias=..., rngs=...)`, and the module that it returns as
+            `module(tokens, (rows, columns))`, which returns tokens [b, n, d].
         rngs: random number generators for the initial weights.
     """
 
@@ -224,8 +228,8 @@ class SanaBlock(nnx.Module):
             x: the image tokens, row by row.
             text: the projected and normalised text tokens.
             text_mask: true on tokens, false on padding.
-            modulation: shift, scale and gate of the attention among image tokens, then of the MLP,
-                without the block's own table, which is added here.
+            modulation: six vectors per sample: shift, scale and gate of the attention among image
+                tokens, then of the MLP. The block's learned table [6, d] is added to them here.
             grid: number of rows and of columns of the image tokens.
 
         Returns:

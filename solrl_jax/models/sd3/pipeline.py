@@ -51,8 +51,9 @@ class StableDiffusion3Pipeline(Pipeline):
 
         Raises:
             FileNotFoundError: a configuration or a tokenizer is missing.
-            ValueError: a configuration is unsupported, a tokenizer cannot be loaded or does not fit
-                its text encoder, or the components do not fit together.
+            ValueError: a configuration is unsupported, a tokenizer cannot be loaded or has tokens
+                that its text encoder lacks, or a width or number of channels of one component is
+                not what another one takes or returns.
         """
         super().__init__(folder, remat)
         config = SD3Config.read(folder / "transformer")
@@ -93,9 +94,11 @@ class StableDiffusion3Pipeline(Pipeline):
 
         Raises:
             FileNotFoundError: a configuration or a tokenizer is missing.
-            ValueError: a configuration is unsupported, a tokenizer cannot be loaded or does not fit
-                its text encoder, the widths of both CLIPs together exceed that of the transformer's
-                text, or the transformer's pooled width or T5's width does not fit.
+            ValueError: a configuration is unsupported; a tokenizer cannot be loaded, has tokens
+                that its text encoder lacks, or pads CLIP's texts to more tokens than a CLIP has
+                positions; the widths of both CLIPs together exceed `joint_attention_dim` of the
+                transformer; T5's width is not `joint_attention_dim`; or the projected widths of
+                both CLIPs do not sum to `pooled_projection_dim`.
         """
         folder = self.folder
         text_width = self.config.joint_attention_dim
@@ -147,8 +150,10 @@ class StableDiffusion3Pipeline(Pipeline):
             conditioning: "text" [b, l, d] and "pooled" [b, e], as returned by `encode_text`.
             timestep: `1000 sigma` of each latent.
             guidance: ignored.
-            fp8_attention: whether the attention runs in FP8, for programs that take no gradient;
-                see `SD3Transformer2DModel.__call__` for where it falls back to BF16.
+            fp8_attention: whether the attention runs in FP8, for programs that take no gradient:
+                queries, keys, values and result are rounded to E4M3. On TPUs, on GPUs older than
+                Hopper, and on other GPUs for head sizes that are no multiple of 16 or above 128,
+                its matmuls run in BF16 all the same.
 
         Returns:
             The velocity, of the shape of `latent`.

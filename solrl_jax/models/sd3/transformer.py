@@ -87,9 +87,9 @@ class SD3Config(TransformerConfig):
 class SD3Transformer2DModel(nnx.Module):
     """The network that predicts the velocity `noise - x0` of noisy latents.
 
-    The blocks are of up to three kinds (see `models.layers.mmdit.JointBlock`), and each run of
-    equal blocks is a stack. `transformer_blocks` holds the stacks by their first and last layer:
-    "0-12", "13-22", "23-23".
+    The blocks are of up to three kinds: those of `dual_attention_layers`, the last one, whose text
+    stream ends, and all others. Each run of equal blocks is a stack. `transformer_blocks` holds the
+    stacks by their first and last layer: "0-12", "13-22", "23-23".
 
     Args:
         config: configuration of the network.
@@ -139,7 +139,7 @@ class SD3Transformer2DModel(nnx.Module):
         Raises:
             ValueError: height or width is not a whole number of patches, or larger than the stored
                 positions.
-            KeyError: `remat` is not a key of `REMAT`.
+            KeyError: `remat` is not "none", "matmuls" or "blocks".
         """
         _, height, width, _ = latent.shape
         dtype = latent.dtype

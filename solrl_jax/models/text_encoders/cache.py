@@ -50,8 +50,9 @@ class Cache:
             key: the key of a prompt, 64 hexadecimal digits (`key_of`).
 
         Returns:
-            The prompt's arrays by name, as `write` took them; None if the entry is missing, cannot
-            be read, or its checksum does not fit its arrays and its key.
+            The prompt's arrays by name, without an axis of prompts, such as "text" [tokens,
+            features]. None if the entry is missing, cannot be read, or its stored checksum is not
+            that of its arrays and key.
 
         Raises:
             PermissionError: a folder of the cache may not be searched.
@@ -68,13 +69,13 @@ class Cache:
         return encoding if metadata == {"sha256": _checksum(encoding, key)} else None
 
     def has(self, key: str) -> bool:
-        """Whether there is a file for the entry of a key, which may be damaged.
+        """Whether there is a file for the entry of a key.
 
         Args:
-            key: the key of a prompt (`key_of`).
+            key: the key of a prompt, 64 hexadecimal digits (`key_of`).
 
         Returns:
-            True if the file exists. `read` may return None all the same.
+            True if the file exists, even if it is damaged, so that `read` would return None.
 
         Raises:
             PermissionError: a folder of the cache may not be searched.
@@ -88,7 +89,7 @@ class Cache:
         machine it may be damaged, which `read` notices. Missing folders are created.
 
         Args:
-            key: the key of a prompt (`key_of`).
+            key: the key of a prompt, 64 hexadecimal digits (`key_of`).
             encoding: the prompt's arrays by name, without the axis of prompts, for example "text"
                 [tokens, features].
 
@@ -184,7 +185,8 @@ def key_of(identity: str, tokens: Mapping[str, np.ndarray]) -> str:
     """Returns the key of one prompt's encoding: a SHA-256, 64 hexadecimal digits.
 
     Args:
-        identity: stands for the text encoders (`TextEncoders.identity`).
+        identity: a hash of the text encoders' weights, configurations and dtype, as text
+            (`TextEncoders.identity`).
         tokens: the tokens of the prompt, by name, without the axis of prompts. Names, dtypes,
             shapes and values count; the order of the names does not.
     """

@@ -42,8 +42,8 @@ def causal_mask(attention_mask: Bool[Array, "b l"]) -> Bool[Array, "b 1 l l"]:
         attention_mask: true on tokens, false on padding, to which nothing attends.
 
     Returns:
-        True where a query (third axis) attends to a key (last axis), the same for all heads.
-        Padding attends to the tokens before it, and to nothing if there are none.
+        A mask [b, 1, query, key], true where the query attends to the key; the second axis stands
+        for all heads. Padding attends to the tokens before it, and to nothing if there are none.
     """
     position = jnp.arange(attention_mask.shape[1])
     return (position[:, None] >= position) & attention_mask[:, None, None, :]
@@ -53,7 +53,8 @@ class PreNormLayer(nnx.Module):
     """Attention, then a gated MLP. Each is normalised before, and added to its input.
 
     Args:
-        attention: the attention, already built, with the same features as the layer.
+        attention: the attention module of the layer, which maps tokens of `features` features to
+            such tokens.
         features: features of a token.
         hidden: hidden features of the MLP, whose gate is SiLU.
         eps: epsilon of both norms, added to the mean of the squares.
@@ -82,8 +83,7 @@ class PreNormLayer(nnx.Module):
 
         Args:
             x: hidden states of the tokens.
-            mask: true where a query (third axis) attends to a key (last axis), the same for all
-                heads.
+            mask: true where a query (third axis) attends to a key (last axis), for every head.
 
         Returns:
             An array of the shape and dtype of `x`.
@@ -142,12 +142,15 @@ class GroupedQueryAttention(nnx.Module):
     def __call__(
         self, x: Float[Array, "b l d"], mask: Bool[Array, "b 1 l l"]
     ) -> Float[Array, "b l d"]:
-        """Applies the attention; the input is not added. The result has the shape and dtype of `x`.
+        """Applies the attention and the output projection; the input is not added.
 
         Args:
             x: normalised hidden states of the tokens at the positions 0 to l - 1.
-            mask: true where a query (third axis) attends to a key (last axis), the same for all
-                heads. A query without keys attends to all of them with equal weights.
+            mask: true where a query (third axis) attends to a key (last axis), for every head. A
+                query without keys attends to all of them with equal weights.
+
+        Returns:
+            The attended and projected tokens, of the shape and dtype of `x`.
         """
 
         def heads(y: Float[Array, "b l nh"]) -> Float[Array, "b l n h"]:

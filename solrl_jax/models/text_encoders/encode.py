@@ -39,10 +39,11 @@ class TextEncoders:
     where the same computation may round differently.
 
     Args:
-        pipeline: the model.
-        mesh: devices that encode, with rows split over all of them (`sharding.rows_only`).
+        pipeline: the model, whose tokenizers and text encoders are used.
+        mesh: devices that encode, in a mesh whose axis `tensor` has the size 1, so that prompts are
+            split over all devices.
         dtype: dtype in which the text encoders compute.
-        cache: encodings on disk; None: no cache.
+        cache: folder of encodings on disk; None: every prompt is computed in every call.
     """
 
     def __init__(self, pipeline: Pipeline, mesh: Mesh, dtype: jnp.dtype, cache: Cache | None):
@@ -65,17 +66,18 @@ class TextEncoders:
         return PROMPTS_PER_DEVICE * self.mesh.size
 
     def params(self) -> dict[str, Params]:
-        """Returns the parameters of each text encoder, by the name of its folder.
+        """Returns the parameters of each text encoder.
 
         They are loaded if they are not in memory, and stay there until `release`. With a cache, its
         folder is created before, and checked to be writable.
 
         Returns:
-            Nested dictionaries of arrays in `self.dtype`, sharded over the mesh.
+            A dictionary from the name of a text encoder's folder, such as "text_encoder_2", to its
+            parameters: a nested dictionary of arrays in `self.dtype`, sharded over the mesh.
 
         Raises:
-            InputError: the cache cannot be written, a file is missing or cannot be read, or tensors
-                do not fit.
+            InputError: the cache cannot be written; a file is missing or cannot be read; or tensors
+                in it are missing, unexpected, or of another shape or dtype than the network's.
         """
         if self._params is None:
             if self.cache is not None:
@@ -121,21 +123,23 @@ class TextEncoders:
 
         Args:
             prompts: one or more prompts.
-            max_tokens: number of tokens to which each prompt is padded or cut, see
-                `Pipeline.tokenize` of the model for its limits.
+            max_tokens: number of tokens to which each prompt is padded or cut, up to 4096 or, for
+                some models, fewer.
             instruction: text before each prompt, for models that accept one; other models ignore
                 it. None: no instruction.
 
         Returns:
-            The encodings by name in host memory, one row per prompt in the order of `prompts` (the
-            arrays that `Pipeline.encode_text` of the model returns); and the number of prompts that
-            were computed, in this process or because another one lacked them.
+            The encodings by name in host memory, one row per prompt in the order of `prompts`: for
+            example "text" [prompts, tokens, features]. Then the number of prompts that were
+            computed because this process or another one lacked them.
 
         Raises:
             InputError: the tokenizer fails; `max_tokens` is not possible for the model; a file of a
-                text encoder is missing or does not fit; or the folder of the cache cannot be
-                created or written, which is checked before the text encoders load.
-            RunError: an encoding cannot be written to the cache.
+                text encoder is missing, or its tensors are not those of the network by name, shape
+                or dtype; or the folder of the cache cannot be created or written, which is checked
+                before the text encoders load.
+            RunError: an encoding cannot be written to the cache, or another process of the run
+                gives no answer for 30 minutes.
             PermissionError: a folder of the cache may not be searched.
         """
         tokens = self.pipeline.tokenize(prompts, max_tokens, instruction)
@@ -170,8 +174,8 @@ class TextEncoders:
 
         Args:
             prompts: all prompts that will be needed, one or more.
-            max_tokens: number of tokens to which each prompt is padded or cut, see
-                `Pipeline.tokenize` of the model for its limits.
+            max_tokens: number of tokens to which each prompt is padded or cut, up to 4096 or, for
+                some models, fewer.
             instruction: text before each prompt, for models that accept one; other models ignore
                 it. None: no instruction.
             progress: called before each chunk of `chunk` prompts with the total number of missing
@@ -184,9 +188,11 @@ class TextEncoders:
 
         Raises:
             InputError: the tokenizer fails; `max_tokens` is not possible for the model; a file of a
-                text encoder is missing or does not fit; or the folder of the cache cannot be
-                created or written, which is checked before the text encoders load.
-            RunError: an encoding cannot be written to the cache.
+                text encoder is missing, or its tensors are not those of the network by name, shape
+                or dtype; or the folder of the cache cannot be created or written, which is checked
+                before the text encoders load.
+            RunError: an encoding cannot be written to the cache, or another process of the run
+                gives no answer for 30 minutes.
             PermissionError: a folder of the cache may not be searched.
         """
         if self.cache is None:
@@ -203,7 +209,8 @@ class TextEncoders:
     def _keys(self, tokens: Tokens) -> list[str]:
         """Returns the cache key of each prompt, in the order of the prompts. Needs a cache.
 
-        Reads weight files whose hashes the cache does not have (see `identity`).
+        Reads every weight file of the text encoders whose hash is not in the cache, and stores the
+        hash there.
 
         Args:
             tokens: the tokens of one or more prompts, arrays by name with one row per prompt.
@@ -254,8 +261,9 @@ class TextEncoders:
             The encoding of each prompt: arrays by name in host memory, without the axis of prompts.
 
         Raises:
-            InputError: a file of a text encoder is missing or does not fit, or the folder of the
-                cache cannot be created or written.
+            InputError: a file of a text encoder is missing, or its tensors are not those of the
+                network by name, shape or dtype; or the folder of the cache cannot be created or
+                written.
         """
         count = len(next(iter(tokens.values())))
         for start in range(0, count, self.chunk):
@@ -276,7 +284,8 @@ def encode_chunk(
     """Encodes one chunk of prompts, split over the mesh that is set. Compiled by jit.
 
     Args:
-        encoders: the text encoders, a static argument.
+        encoders: the text encoders, a static argument. Their pipeline encodes; the parameters that
+            they hold are not used.
         params: the parameters of each text encoder, by the name of its folder. They are gathered
             here.
         tokens: tokens of `encoders.chunk` prompts by name, one row per prompt.

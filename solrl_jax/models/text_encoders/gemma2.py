@@ -44,10 +44,10 @@ class Gemma2Config(ReleasedConfig):
         rope_theta: base of the rotary frequencies.
         attention_bias: whether all four projections of the attention have biases.
         query_pre_attn_scalar: attention logits are divided by the square root of it.
-        sliding_window: number of tokens that a query of a sliding layer attends to: itself and
-            those before it.
-        layer_types: the attention of each layer, `SLIDING` or `FULL`; empty, as in files of
-            transformers 4: they alternate, beginning with `SLIDING`.
+        sliding_window: number of tokens that a query of a sliding layer attends to: itself and the
+            tokens just before it.
+        layer_types: the attention of each layer, "sliding_attention" or "full_attention"; empty, as
+            in files of transformers 4: they alternate, beginning with "sliding_attention".
         attn_logit_softcapping: the cap c of the attention logits, `c tanh(logits / c)`; None: no
             cap.
     """
@@ -125,8 +125,8 @@ class Gemma2Config(ReleasedConfig):
 
     @property
     def attention_types(self) -> tuple[str, ...]:
-        """The attention of each layer, `SLIDING` or `FULL`: `layer_types`, or if that is empty,
-        both in turn, beginning with `SLIDING`.
+        """The attention of each layer, "sliding_attention" or "full_attention": `layer_types`, or
+        if that is empty, both in turn, beginning with "sliding_attention".
         """
         if self.layer_types:
             return self.layer_types
@@ -248,8 +248,7 @@ class DecoderLayer(nnx.Module):
 
         Args:
             x: hidden states of the tokens.
-            mask: true where a query (third axis) attends to a key (last axis), the same for all
-                heads.
+            mask: true where a query (third axis) attends to a key (last axis), for every head.
 
         Returns:
             An array of the shape and dtype of `x`.

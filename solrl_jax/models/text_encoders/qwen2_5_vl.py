@@ -119,7 +119,7 @@ class Qwen2_5_VLTextConfig(ReleasedConfig):
 
     @property
     def head_dim(self) -> int:
-        """Number of features of one attention head."""
+        """Number of features of one attention head, `hidden_size / num_attention_heads`."""
         return self.hidden_size // self.num_attention_heads
 
 
@@ -151,8 +151,10 @@ def locate_language_tensors(
         state: abstract state of the network.
 
     Returns:
-        The table of the network with the names that the files use, and the position of each tensor
-        in the files by name, unused ones included: the arguments of `weights.load_tensors`.
+        The two arguments of `weights.load_tensors`: the table of the network's parameters, whose
+        names have the prefix "model.language_model." (transformers 5) or "model." (transformers 4)
+        as in the files; and the position of every tensor in the files by name, unused ones
+        included.
 
     Raises:
         FileNotFoundError: a file is missing.

@@ -165,8 +165,8 @@ class Qwen3Model(nnx.Module):
         Args:
             input_ids: tokens, below `vocab_size`. Their positions count from 0.
             attention_mask: true on tokens, false on the padding after them, to which no token
-                attends. Padding attends to the tokens, so its states equal those of transformers
-                too.
+                attends. Padding attends to the tokens before it, as in transformers, so that its
+                states are the same there.
 
         Returns:
             The states [b, l, k d], where d is `hidden_size`, in the dtype of the token embedding.

@@ -76,8 +76,8 @@ class T5Config(ReleasedConfig):
         Raises:
             ValueError: a field has a type or value that is not supported, such as another
                 `model_type`, a `quantization_config`, another or no `feed_forward_proj`, a true
-                `is_decoder`, or a `dense_act_fn` or `is_gated_act` that does not fit
-                `feed_forward_proj`. The message names the field.
+                `is_decoder`, a `dense_act_fn` other than "gelu_new", or a false `is_gated_act`. The
+                message names the field.
         """
         config = super().from_dict(fields)
         # Transformers would use the last two fields, although they repeat `feed_forward_proj`.
@@ -237,11 +237,14 @@ class T5Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "b l d"], bias: Float[Array, "1 n l l"]
     ) -> Float[Array, "b l d"]:
-        """Applies the attention; the input is not added. The result has the shape and dtype of `x`.
+        """Applies the attention and the output projection; the input is not added.
 
         Args:
             x: normalised hidden states of the tokens.
             bias: added to the logits of each of the n heads, [1, heads, queries, keys].
+
+        Returns:
+            The attended and projected tokens, of the shape and dtype of `x`.
         """
 
         def heads(y):
@@ -256,7 +259,8 @@ class T5FeedForward(nnx.Module):
     wi_1(x))`, without biases.
 
     Args:
-        config: configuration of the network; `d_model` and `d_ff` are read.
+        config: configuration of the network: `d_model` is the number of input and output features,
+            `d_ff` that of the hidden ones.
         rngs: random number generators for the initial weights.
     """
 

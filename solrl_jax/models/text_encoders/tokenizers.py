@@ -143,7 +143,8 @@ def tokenize(
         texts: one or more texts.
         length: number of tokens per text, special tokens included: up to 4096 (`MAX_LENGTH`), and
             at least as many as the tokenizer adds to every text.
-        options: further keyword arguments of the transformers tokenizer, such as `padding_side`.
+        options: further keyword arguments of the transformers tokenizer, such as
+            `padding_side="right"`. The arguments on padding, truncation and lengths are set here.
 
     Returns:
         "ids" [texts, length], int32, and "mask" [texts, length], bool, true on tokens and false on
@@ -226,7 +227,8 @@ def chat(folder: Path, prompts: Sequence[str], **variables: Any) -> list[str]:
     Args:
         folder: folder of a tokenizer with a chat template.
         prompts: one or more prompts.
-        variables: further variables of the template, such as `enable_thinking`.
+        variables: further variables of the template, such as `enable_thinking` (whether Qwen3 may
+            reason before its answer).
 
     Returns:
         The rendered texts, in the order of `prompts`.

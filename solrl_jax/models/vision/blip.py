@@ -41,14 +41,14 @@ class ImageRewardConfig:
         vision_width: Features of an image token, a multiple of `vision_heads`. The MLP has four
             times as many.
         vision_layers: Number of layers of the vision transformer.
-        vision_heads: Number of its attention heads.
-        vision_eps: Added to the variance in its norms.
+        vision_heads: Number of attention heads of the vision transformer.
+        vision_eps: Added to the variance in the norms of the vision transformer.
         text_width: Features of a text token, a multiple of `text_heads`.
         text_layers: Number of layers of the text encoder.
         text_heads: Number of attention heads of its self-attention and cross-attention.
-        text_mlp: Hidden features of its MLP.
-        text_eps: Added to the variance in its norms.
-        vocabulary: Number of tokens of the text encoder.
+        text_mlp: Hidden features of the MLPs of the text encoder.
+        text_eps: Added to the variance in the norms of the text encoder.
+        vocabulary: Number of tokens that the text encoder knows.
         positions: Number of text positions, at least `tokens`.
         tokens: Number of tokens to which a prompt is padded or cut.
     """
@@ -116,7 +116,8 @@ class VisualEncoder(nnx.Module):
     Learned position embeddings are added to the tokens. The last layer is followed by a norm.
 
     Args:
-        config: The sizes of the network. The vision fields, `image_size` and `patch_size` are read.
+        config: The sizes of the network, of which those of images, patches and the vision
+            transformer count.
         rngs: Random number generators for the initial parameters.
     """
 
@@ -156,7 +157,8 @@ class VisionBlock(nnx.Module):
     """Attention, then an MLP. Each is normalised before, and added to its input.
 
     Args:
-        config: The sizes of the network. `vision_width`, `vision_heads` and `vision_eps` are read.
+        config: The sizes of the network: `vision_width` features per token, `vision_heads` heads,
+            an MLP of four times the width, and `vision_eps` in both norms.
         rngs: Random number generators for the initial weights.
     """
 
@@ -174,7 +176,7 @@ class VisionBlock(nnx.Module):
             x: The image tokens: batch, tokens, features.
 
         Returns:
-            The tokens, of the same shape and dtype.
+            The image tokens after the layer, of the shape and dtype of `x`.
         """
         x = x + self.attn(self.norm1(x))
         return x + self.mlp(self.norm2(x))
@@ -201,7 +203,7 @@ class VisionAttention(nnx.Module):
             x: The tokens: batch, tokens, features.
 
         Returns:
-            The attended tokens, of the same shape. `x` is not added.
+            The attended and projected tokens, of the shape and dtype of `x`, which is not added.
         """
         qkv = self.qkv(x).reshape(*x.shape[:2], 3, self.heads, -1)
         q, k, v = jnp.moveaxis(qkv, 2, 0)
@@ -215,8 +217,8 @@ class TextEncoder(nnx.Module):
     not causal.
 
     Args:
-        config: The sizes of the network. The text fields, `vocabulary`, `positions` and
-            `vision_width` are read.
+        config: The sizes of the network: those of the text encoder, and `vision_width`, the
+            features of the image tokens that it attends to.
         rngs: Random number generators for the initial parameters.
     """
 
@@ -258,7 +260,8 @@ class TextLayer(nnx.Module):
     Each is added to its input and normalised after.
 
     Args:
-        config: The sizes of the network. The text fields and `vision_width` are read.
+        config: The sizes of the network: those of the text encoder, and `vision_width`, the
+            features of the image tokens that the layer attends to.
         rngs: Random number generators for the initial weights.
     """
 
@@ -293,7 +296,8 @@ class TextAttention(nnx.Module):
     """Attention of text tokens to text or image tokens, added to the text tokens and normalised.
 
     Args:
-        config: The sizes of the network. `text_width`, `text_heads` and `text_eps` are read.
+        config: The sizes of the network: `text_width` features per text token, `text_heads` heads,
+            and `text_eps` in the norm.
         source_width: Features of the tokens that are attended to.
         rngs: Random number generators for the initial weights.
     """
@@ -324,7 +328,7 @@ class TextAttention(nnx.Module):
             mask: True on the tokens of `source` that may be attended to. None: all of them.
 
         Returns:
-            The text tokens, of the shape of `x`.
+            The normalised sum, of the shape and dtype of `x`.
         """
         projections = getattr(self, "self")  # noqa: B009
 
@@ -358,7 +362,7 @@ class NormedProjection(nnx.Module):
 
         Args:
             x: The input of the linear layer: batch, tokens, features.
-            stream: The residual stream, with the same tokens.
+            stream: The residual stream: the features of each token of `x` before this layer.
 
         Returns:
             The new stream, of the shape of `stream`.

@@ -107,8 +107,9 @@ class CLIPTextConfig(TowerConfig):
         max_position_embeddings: The most tokens of a text.
         eos_token_id: The end-of-text token. 2 means the token with the highest id of a text, as in
             files older than transformers 4.31.
-        projection_dim: Features of the space that texts and images share. It is read only if the
-            tower stands alone; a `CLIPConfig` has its own.
+        projection_dim: Features of the space that texts and images share, to which a
+            `CLIPTextModelWithProjection` projects. In a whole CLIP, the field of this name of
+            `CLIPConfig` counts instead.
     """
 
     network = "CLIPTextModel"
@@ -172,8 +173,9 @@ class CLIPConfig(ReleasedConfig):
     """A released `config.json` of a whole CLIP, of transformers 4 or 5.
 
     Attributes:
-        text_config: The fields of the text tower.
-        vision_config: The fields of the vision tower.
+        text_config: The sizes of the text tower (layers, widths, vocabulary), parsed and checked.
+        vision_config: The sizes of the vision tower (layers, widths, image and patch), parsed and
+            checked.
         projection_dim: Features of the space that texts and images share.
     """
 
@@ -306,7 +308,7 @@ class CLIPTextModel(nnx.Module):
     No gradient may be taken of it, because it uses `attention_forward`.
 
     Args:
-        config: The sizes of the tower. `projection_dim` is not read.
+        config: The sizes of the tower. `projection_dim` has no effect.
         rngs: Random number generators for the initial parameters.
     """
 
@@ -322,10 +324,10 @@ class CLIPTextModel(nnx.Module):
                 end-of-text token, and any padding follows it.
 
         Returns:
-            `penultimate`, the states before the last layer (not normalised), and `last`, those
-            after it (normalised), both [b, l, `hidden_size`]; and `pooled`, the states `last` at
-            each text's first end-of-text token (of its first token if there is none), [b,
-            `hidden_size`].
+            `penultimate`, the states before the last layer, not normalised; and `last`, the states
+            after the last layer, normalised, both [b, l, `hidden_size`]. `pooled` [b,
+            `hidden_size`] is, for each text, the row of `last` at the first end-of-text token, or
+            at the first token if there is none.
 
         Raises:
             ValueError: If there are more tokens.
@@ -348,7 +350,7 @@ class CLIPTextModelWithProjection(CLIPTextModel):
     """The text tower, with a projection of the pooled state to the space of texts and images.
 
     Args:
-        config: The sizes of the tower. `projection_dim` is read.
+        config: The sizes of the tower, and `projection_dim`, the features of the projected state.
         rngs: Random number generators for the initial parameters.
     """
 
@@ -366,8 +368,10 @@ class CLIPTextModelWithProjection(CLIPTextModel):
                 end-of-text token, and any padding follows it.
 
         Returns:
-            The states of `CLIPTextModel`, but with `pooled` projected to [b, `projection_dim`]. The
-            projection is not normalised.
+            `penultimate`, the states before the last layer, not normalised; and `last`, the states
+            after the last layer, normalised, both [b, l, `hidden_size`]. `pooled` [b,
+            `projection_dim`] is the projection of the row of `last` at each text's first
+            end-of-text token, not normalised.
 
         Raises:
             ValueError: If there are more tokens.
@@ -422,8 +426,8 @@ class TextModel(nnx.Module):
         state of all is returned for a text without an end-of-text token.
 
         Args:
-            x: States of all tokens.
-            input_ids: The tokens.
+            x: States of all tokens, one row per token.
+            input_ids: The tokens of each text, among which the end-of-text token is looked for.
 
         Returns:
             One state per text, in the dtype of `x`.
@@ -473,8 +477,8 @@ class TextEmbeddings(nnx.Module):
     """Token embeddings plus learned position embeddings.
 
     Args:
-        config: The sizes of the tower. `vocab_size`, `hidden_size` and `max_position_embeddings`
-            are read.
+        config: The sizes of the tower: `vocab_size` tokens, `max_position_embeddings` positions,
+            and `hidden_size` features of each.
         rngs: Random number generators for the initial tables.
     """
 
@@ -507,8 +511,8 @@ class VisionEmbeddings(nnx.Module):
     """One class token and one token per patch, row by row, plus learned position embeddings.
 
     Args:
-        config: The sizes of the tower. `image_size`, `patch_size`, `num_channels` and `hidden_size`
-            are read.
+        config: The sizes of the tower: the sides of images and patches in pixels, the channels of
+            an image, and `hidden_size`, the features of a token.
         rngs: Random number generators for the initial parameters.
     """
 
@@ -595,11 +599,11 @@ class EncoderLayer(nnx.Module):
 
         Args:
             x: The tokens: batch, tokens, features.
-            mask: True where a query (third axis) attends to a key (last axis), the same for all
-                heads. None: everywhere.
+            mask: True where a query (third axis) attends to a key (last axis), for every head.
+                None: everywhere.
 
         Returns:
-            The tokens, of the same shape and dtype.
+            The tokens after the layer, of the shape and dtype of `x`.
         """
         x = x + self.self_attn(self.layer_norm1(x), mask)
         return x + self.mlp(self.layer_norm2(x))
@@ -609,7 +613,8 @@ class Attention(nnx.Module):
     """Softmax self-attention with separate linear layers for queries, keys, values and the output.
 
     Args:
-        config: The sizes of the tower. `hidden_size` and `num_attention_heads` are read.
+        config: The sizes of the tower: `hidden_size` features per token, divided into
+            `num_attention_heads` heads.
         rngs: Random number generators for the initial weights.
     """
 
@@ -628,11 +633,11 @@ class Attention(nnx.Module):
 
         Args:
             x: The tokens: batch, tokens, features.
-            mask: True where a query (third axis) attends to a key (last axis), the same for all
-                heads. None: everywhere.
+            mask: True where a query (third axis) attends to a key (last axis), for every head.
+                None: everywhere.
 
         Returns:
-            The attended tokens, of the same shape. `x` is not added.
+            The attended and projected tokens, of the shape and dtype of `x`, which is not added.
         """
 
         def heads(y):
@@ -666,6 +671,6 @@ class MLP(nnx.Module):
             x: The tokens: batch, tokens, features.
 
         Returns:
-            The tokens, of the same shape. `x` is not added.
+            The mapped tokens, of the shape and dtype of `x`, which is not added.
         """
         return self.fc2(self.activation(self.fc1(x)))

@@ -45,8 +45,8 @@ class Preprocessing:
         fit: "crop": the shorter edge becomes `size` and the centre is kept. "pad": the longer edge
             becomes `size`, with black around the image, which is in the centre.
         odd: How half a pixel at the left or top edge of a crop is rounded: "down" as in
-            transformers, "even" (to the even number of pixels) as in torchvision. It is not read
-            with "pad".
+            transformers, "even" (to the even number of pixels) as in torchvision. With "pad" it has
+            no effect: half a pixel before the image is rounded down.
     """
 
     size: int
@@ -83,7 +83,8 @@ class Preprocessing:
     def resized(self, height: int, width: int) -> tuple[int, int]:
         """Returns height and width in pixels after resizing, before cropping or padding.
 
-        The longer edge is rounded down with "crop". With "pad" both are rounded to the nearest
+        With `fit` "crop", the shorter edge becomes `size`, and the longer edge is rounded down.
+        With "pad", the longer edge becomes `size`, and the shorter edge is rounded to the nearest
         integer.
 
         Args:

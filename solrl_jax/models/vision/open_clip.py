@@ -55,9 +55,9 @@ TRANSPOSED = ("text_projection.weight", "visual_projection.weight")
 def locate_open_clip_tensors(
     file: Path, state: nnx.State
 ) -> tuple[list[ParameterEntry], dict[str, StoredTensor]]:
-    """Finds the tensors of a `CLIPModel` in a file of OpenCLIP. A `TensorLocator`.
+    """Finds the tensors of a `CLIPModel` in a file of OpenCLIP, from the header of the file alone.
 
-    Only the header of the file is read.
+    It serves as the argument `locate` of a `Component`.
 
     Args:
         file: A safetensors file, not a directory.
@@ -109,8 +109,8 @@ def open_clip_name(name: str) -> tuple[str, int | None]:
         tensor it is: 0 (query), 1 (key) or 2 (value); None: all of it.
 
     Raises:
-        ValueError: If the name is neither in `NAMES` nor that of a weight or bias in a layer of one
-            of the towers.
+        ValueError: If the name is neither one of CLIP's tensors outside of the layers (`NAMES`) nor
+            that of a weight or bias in a layer of one of the towers.
         KeyError: If it is in such a layer, but the layers of CLIP have no such module.
     """
     if name in NAMES:
@@ -135,7 +135,8 @@ def _third(tensor: StoredTensor, index: int) -> StoredTensor:
         index: 0 for the query, 1 for the key, 2 for the value.
 
     Returns:
-        A position with the same file and name, a third of the shape, and the start of its bytes.
+        A position with the file, name and dtype of `tensor`. Its shape has a third of the rows, and
+        `start` is the position of the third's first byte in the file.
     """
     shape = (tensor.shape[0] // len(THIRDS), *tensor.shape[1:])
     size = math.prod(shape) * np.dtype(STORED_DTYPES[tensor.dtype]).itemsize

@@ -51,9 +51,9 @@ class ZImagePipeline(Pipeline):
 
         Raises:
             FileNotFoundError: a configuration or the tokenizer is missing.
-            ValueError: a configuration is unsupported, the tokenizer cannot be loaded, has no chat
-                template (InputError) or does not fit the text encoder, or the components do not fit
-                together.
+            ValueError: a configuration is unsupported; the tokenizer cannot be loaded, has no chat
+                template (InputError) or has tokens that the text encoder lacks; or a width or
+                number of channels of one component is not what another one takes or returns.
         """
         super().__init__(folder, remat)
         config = ZImageConfig.read(folder / "transformer")
@@ -136,8 +136,8 @@ class ZImagePipeline(Pipeline):
 
         Args:
             prompts: one or more texts.
-            max_tokens: number of tokens of each prompt, those of the chat template included: up to
-                `config.max_text_tokens`, and at least the number of special tokens that the
+            max_tokens: number of tokens of each prompt, the tokens of the chat template included:
+                up to `config.max_text_tokens`, and at least the number of special tokens that the
                 tokenizer adds. Longer chats are cut on the side that the tokenizer's settings say,
                 the right in the released models.
             instruction: not supported, and ignored.

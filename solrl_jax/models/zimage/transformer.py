@@ -43,7 +43,7 @@ class ZImageConfig(ReleasedConfig):
         in_channels: channels of the latents.
         dim: features of a token, a multiple of `n_heads`.
         n_layers: number of blocks over image and text.
-        n_refiner_layers: number of blocks that refine the image alone, and of those that refine the
+        n_refiner_layers: number of blocks that refine the image alone. As many others refine the
             text alone.
         n_heads: number of attention heads.
         n_kv_heads: number of key and value heads, equal to `n_heads`.
@@ -198,7 +198,7 @@ class ZImageTransformer2DModel(nnx.Module):
         Raises:
             ValueError: height or width is odd, or image or text has more tokens than there are
                 stored positions along an axis.
-            KeyError: `remat` is not a key of `REMAT`.
+            KeyError: `remat` is not "none", "matmuls" or "blocks".
         """
         batch, height, width, _ = latent.shape
         dtype = latent.dtype
@@ -398,7 +398,8 @@ def rotary_tables(
     0, 0) for the padding of the image. Both sequences are padded to multiples of 32.
 
     Args:
-        config: configuration of the network, of which `axes_dims` and `rope_theta` are read.
+        config: configuration of the network: `axes_dims` says how many features of a head each
+            coordinate rotates, and `rope_theta` is the base of the frequencies.
         rows: number of rows of image tokens.
         columns: number of columns of image tokens.
         length: number of text tokens, including masked ones, before it is rounded up.
@@ -406,8 +407,8 @@ def rotary_tables(
             rounded up.
 
     Returns:
-        For the image and for the text, cosines and sines: two float32 arrays [b, positions,
-        head_dim / 2] each.
+        Two pairs of cosines and sines, first for the image, then for the text: float32 arrays [b,
+        positions, head_dim / 2], whose positions include the padding to a multiple of 32.
     """
 
     def waves(axis: int, coordinates: np.ndarray) -> np.ndarray:
