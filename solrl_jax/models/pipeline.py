@@ -123,9 +123,9 @@ class Pipeline(abc.ABC):
         """Predicts the velocity `v = noise - x0`, in the dtype of `latent`. For use under jit.
 
         Args:
-            params: parameters of the transformer, a nested dictionary by path, on every device
-                whole except for stacks of blocks (`Component.gather`). Leaves may be quantized or
-                adapted.
+            params: parameters of the transformer, a nested dictionary by path. Stacks of blocks
+                and, over the axis `tensor`, linear layers may be sharded; all else is whole
+                (`Component.gather`). Leaves may be quantized or adapted.
             latent: noisy latents, in the dtype to compute in.
             conditioning: encoded prompts by name, one row per latent, as returned by `encode_text`:
                 for example "text" [b, tokens, features].
@@ -176,7 +176,7 @@ class Pipeline(abc.ABC):
 
         Args:
             params: parameters of each text encoder by the name of its folder, such as
-                "text_encoder", on every device whole except for stacks of blocks.
+                "text_encoder". Only stacks of blocks may be sharded.
             tokens: result of `tokenize`: arrays by name, one row per prompt.
 
         Returns:
@@ -190,7 +190,7 @@ class Pipeline(abc.ABC):
         """Converts the transformer's latents to the scale that the autoencoder decodes.
 
         Args:
-            latent: the transformer's latents.
+            latent: the transformer's latents [b, h, w, c], of any floating-point dtype.
 
         Returns:
             An array of the shape and dtype of `latent`.

@@ -424,7 +424,8 @@ def make_stages(
     """Makes the blocks of each stage, finest first, without the changes of resolution in between.
 
     Args:
-        config: configuration of the autoencoder.
+        config: configuration of the autoencoder: the kind, number and width of the blocks of each
+            stage, and the features of an attention head.
         side: "encoder" or "decoder": whose stages to make. It is the prefix of the configuration
             fields with the kind, number and width of the blocks.
         activations: activation of the residual blocks of each stage, finest first: "silu" or
@@ -456,7 +457,8 @@ class Decoder(nnx.Module):
     Each stage but the coarsest begins with upsampling by 2.
 
     Args:
-        config: configuration of the autoencoder.
+        config: configuration of the autoencoder. The fields that begin with `encoder_` have no
+            effect on the network.
         rngs: random number generators for the initial weights.
     """
 
@@ -497,7 +499,8 @@ class AutoencoderDC(nnx.Module):
     """Decodes latents to images in [-1, 1]. The configured scale is not applied.
 
     Args:
-        config: configuration of the autoencoder.
+        config: configuration of the autoencoder. The fields that begin with `encoder_` have no
+            effect on the network.
         rngs: random number generators for the initial weights.
     """
 

@@ -163,7 +163,8 @@ class AutoencoderKL(nnx.Module):
     """Decodes latents to images in [-1, 1]. The configured scale and shift are not applied.
 
     Args:
-        config: configuration of the autoencoder.
+        config: configuration of the autoencoder, of which only the decoder and the convolution
+            before it are built.
         rngs: random number generators for the initial weights.
     """
 
@@ -275,7 +276,8 @@ class UNetMidBlock2D(nnx.Module):
 
     Args:
         channels: input and output channels.
-        config: configuration of the decoder.
+        config: configuration of the decoder: the number of groups of channels in every norm, and
+            whether there is attention.
         rngs: random number generators for the initial weights.
     """
 

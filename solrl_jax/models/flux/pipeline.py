@@ -138,9 +138,12 @@ class FluxPipeline(Pipeline):
         """Predicts the velocity `noise - x0`, in the dtype of `latent`. For use under jit.
 
         Args:
-            params: parameters of the transformer, gathered.
+            params: parameters of the transformer, a nested dictionary by path. Stacks of blocks
+                and, over the axis `tensor`, linear layers may be sharded; all else is whole. Leaves
+                may be quantized or adapted.
             latent: noisy latents [b, h, w, c], not packed, of even height and width.
-            conditioning: "text" [b, l, d] and "pooled" [b, e], as returned by `encode_text`.
+            conditioning: "text" [b, l, d], hidden states of T5, and "pooled" [b, e], CLIP's
+                embedding of the whole prompt, as returned by `encode_text`.
             timestep: `1000 sigma` of each latent.
             guidance: guidance scale, a scalar, for example 3.5. FLUX.1-schnell, whose transformer
                 does not embed it, ignores it.
@@ -202,8 +205,10 @@ class FluxPipeline(Pipeline):
         Padding is not masked, because FLUX was trained with attention to it.
 
         Args:
-            params: parameters of "text_encoder" (CLIP) and "text_encoder_2" (T5).
-            tokens: result of `tokenize`.
+            params: a dictionary with the parameters of CLIP under "text_encoder" and of T5 under
+                "text_encoder_2". Only stacks of blocks may be sharded.
+            tokens: the token numbers "clip" and "t5", one row per prompt, as `tokenize` returns
+                them.
 
         Returns:
             "text" [b, l, d], the last hidden states of T5 for all l tokens, and "pooled" [b, e],
@@ -219,7 +224,7 @@ class FluxPipeline(Pipeline):
         shift_factor`.
 
         Args:
-            latent: the transformer's latents.
+            latent: the transformer's latents [b, h, w, c].
 
         Returns:
             An array of the shape and dtype of `latent`.

@@ -93,7 +93,7 @@ class FluxTransformer2DModel(nnx.Module):
     Blocks with two streams (text and image apart) come first, then blocks with one stream.
 
     Args:
-        config: configuration of the network.
+        config: configuration of the network: its widths, heads and blocks of both kinds.
         remat: what gradients recompute: "none" (nothing), "matmuls" (all but matmuls and attention
             kernels) or "blocks" (all but the input of each block).
         rngs: random number generators for the initial weights.

@@ -110,7 +110,7 @@ class AutoencoderKLFlux2(AutoencoderKL):
     """Decodes the diffusion model's latents, normalised and 2 x 2 in one, to images in [-1, 1].
 
     Args:
-        config: configuration of the autoencoder.
+        config: configuration of the autoencoder, of which only the decoder is built.
         rngs: random number generators for the initial weights.
     """
 

@@ -141,9 +141,12 @@ class Flux2KleinPipeline(Pipeline):
         """Predicts the velocity `noise - x0`, in the dtype of `latent`. For use under jit.
 
         Args:
-            params: parameters of the transformer, gathered.
+            params: parameters of the transformer, a nested dictionary by path. Stacks of blocks
+                and, over the axis `tensor`, linear layers may be sharded; all else is whole. Leaves
+                may be quantized or adapted.
             latent: noisy latents [b, h, w, c] of any height and width.
-            conditioning: "text" [b, l, 3 d], as returned by `encode_text`.
+            conditioning: "text" [b, l, 3 d], three hidden states of Qwen3 side by side, as returned
+                by `encode_text`.
             timestep: `1000 sigma` of each latent.
             guidance: ignored.
             fp8_attention: whether the attention runs in FP8, for programs that take no gradient:
@@ -191,8 +194,9 @@ class Flux2KleinPipeline(Pipeline):
         No mask is returned, because FLUX.2 was trained with attention to padding.
 
         Args:
-            params: parameters of "text_encoder".
-            tokens: result of `tokenize`.
+            params: a dictionary with the parameters of Qwen3 under "text_encoder". Only stacks of
+                blocks may be sharded.
+            tokens: "ids" and "mask", one row per prompt, as `tokenize` returns them.
 
         Returns:
             "text" [b, l, 3 d]: the hidden states after layers 9, 18 and 27 (`HIDDEN_STATES`),
@@ -206,6 +210,9 @@ class Flux2KleinPipeline(Pipeline):
         """Returns the latent unchanged, because the autoencoder itself undoes the normalisation.
 
         Args:
-            latent: the transformer's latents.
+            latent: the transformer's latents [b, h, w, c].
+
+        Returns:
+            `latent` itself.
         """
         return latent  # the autoencoder itself undoes the normalisation

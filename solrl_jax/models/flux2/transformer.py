@@ -114,7 +114,7 @@ class Flux2Transformer2DModel(nnx.Module):
     share one.
 
     Args:
-        config: configuration of the network.
+        config: configuration of the network: its widths, heads and blocks of both kinds.
         remat: what gradients recompute: "none" (nothing), "matmuls" (all but matmuls and attention
             kernels) or "blocks" (all but the input of each block).
         rngs: random number generators for the initial weights.
@@ -224,7 +224,8 @@ class Flux2Block(nnx.Module):
     The modulation is passed to the call, because all layers share it.
 
     Args:
-        config: configuration of the network.
+        config: configuration of the network: the width of a token, the features of a head, and
+            those of the MLP (`hidden`), count.
         rngs: random number generators for the initial weights.
     """
 
@@ -289,7 +290,8 @@ class Flux2SingleBlock(nnx.Module):
     The modulation is passed to the call, because all layers share it.
 
     Args:
-        config: configuration of the network.
+        config: configuration of the network: the width of a token, the features of a head, and
+            those of the MLP (`hidden`), count.
         rngs: random number generators for the initial weights.
     """
 

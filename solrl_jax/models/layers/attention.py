@@ -74,8 +74,8 @@ def attention_forward(
     v: Float[Array, "b s kv h"],
     mask: Mask | None = None,
 ) -> Float[Array, "b t n h"]:
-    """Computes `softmax(h ** -0.5 q k^T) v` for each head, as `attention` does, for programs that
-    take no gradient of it.
+    """Computes `softmax(h ** -0.5 q k^T) v` for each head, for programs that take no gradient of
+    it. The softmax is in float32.
 
     Without a gradient, cuDNN needs neither padding for odd lengths nor a copy of the mask for each
     head. A gradient of it is not refused, but cuDNN then fails for odd lengths and for masks.

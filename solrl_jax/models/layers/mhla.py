@@ -37,7 +37,7 @@ class Mhla:
             columns and is not bounded, `lepe` starts as the identity and has a bias, and each query
             position has its own denominator.
         normed: Whether queries and keys get norms (RMSNorm with epsilon 1e-5, all heads together)
-            if the checkpoint has none. Those of a checkpoint are kept whatever this is.
+            if the checkpoint has none. Norms that a checkpoint has are kept whatever this is.
     """
 
     blocks: int

@@ -69,8 +69,8 @@ class JointBlock(nnx.Module):
         Args:
             text: The text tokens, the input of the layer.
             image: The image tokens, the input of the layer.
-            condition: The vector that modulates the block: the embedded timestep and pooled text,
-                summed, after a SiLU.
+            condition: The vector that modulates the block: the SiLU of the sum of the embedded
+                timestep, pooled text and, in FLUX.1-dev, guidance scale.
             rotation: The rotary angles of the l + n positions, text first. None: no rotary
                 positions.
             fp8_attention: Whether the attention runs in FP8, that of the image to itself included,

@@ -145,7 +145,7 @@ class AutoencoderKLQwenImage(nnx.Module):
     applied.
 
     Args:
-        config: configuration of the autoencoder.
+        config: configuration of the autoencoder, of which only the decoder is built.
         rngs: random number generators for the initial weights.
     """
 
@@ -172,7 +172,7 @@ class Decoder(nnx.Module):
     upsampling.
 
     Args:
-        config: configuration of the autoencoder.
+        config: configuration of the autoencoder, of which only the decoder is built.
         rngs: random number generators for the initial weights.
     """
 

@@ -170,9 +170,12 @@ class QwenImagePipeline(Pipeline):
         """Predicts the velocity `noise - x0`, in the dtype of `latent`. For use under jit.
 
         Args:
-            params: parameters of the transformer, gathered.
+            params: parameters of the transformer, a nested dictionary by path. Stacks of blocks
+                and, over the axis `tensor`, linear layers may be sharded; all else is whole. Leaves
+                may be quantized or adapted.
             latent: noisy latents [b, h, w, c], of even height and width.
-            conditioning: "text" [b, l, d] and "mask" [b, l], as returned by `encode_text`.
+            conditioning: "text" [b, l, d], hidden states of Qwen2.5-VL, and "mask" [b, l], true on
+                tokens and false on padding, as returned by `encode_text`.
             timestep: `1000 sigma` of each latent.
             guidance: ignored.
             fp8_attention: must be False, because the attention is masked.
@@ -253,12 +256,14 @@ class QwenImagePipeline(Pipeline):
         """Encodes tokenized prompts by the language part of Qwen2.5-VL. For use under jit.
 
         Args:
-            params: parameters of "text_encoder".
-            tokens: result of `tokenize`.
+            params: a dictionary with the parameters of Qwen2.5-VL under "text_encoder". Only stacks
+                of blocks may be sharded.
+            tokens: "ids" and "mask", one row per prompt, as `tokenize` returns them.
 
         Returns:
-            "text" [b, l, d], the normalised hidden states after the last layer, and "mask" [b, l],
-            bool, both without the 34 tokens of the template before the prompt.
+            "text" [b, l, d], the normalised hidden states after the last layer, in the dtype of the
+            text encoder, and "mask" [b, l], bool, true on tokens and false on padding. Both are
+            without the 34 tokens of the template before the prompt, so that l is `max_tokens`.
         """
         encoder = self.text_encoders["text_encoder"](params["text_encoder"])
         text = encoder(tokens["ids"], tokens["mask"])
@@ -269,7 +274,7 @@ class QwenImagePipeline(Pipeline):
         latents_mean`, per channel.
 
         Args:
-            latent: the transformer's latents.
+            latent: the transformer's latents [b, h, w, c].
 
         Returns:
             An array of the shape and dtype of `latent`.

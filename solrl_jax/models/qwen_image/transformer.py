@@ -50,9 +50,10 @@ class QwenImageConfig(TransformerConfig):
         axes_dims_rope: features of a head that each of the three coordinates of a position rotates,
             positive even numbers whose sum is `attention_head_dim`.
         zero_cond_t: whether condition images have the timestep 0 (Qwen-Image-Edit-2511); only False
-            is supported, as for the two fields below.
-        use_additional_t_cond: whether a second condition is added to the timestep (layered images).
-        use_layer3d_rope: whether positions have a layer (layered images).
+            is supported.
+        use_additional_t_cond: whether a second condition is added to the timestep (layered images);
+            only False is supported.
+        use_layer3d_rope: whether positions have a layer (layered images); only False is supported.
     """
 
     network = "QwenImageTransformer2DModel"
@@ -102,7 +103,7 @@ class QwenImageTransformer2DModel(nnx.Module):
     """The network that predicts the velocity `noise - x0` of noisy latents.
 
     Args:
-        config: configuration of the network.
+        config: configuration of the network: its widths, heads, blocks and rotary axes.
         remat: what gradients recompute: "none" (nothing), "matmuls" (all but matmuls and attention
             kernels) or "blocks" (all but the input of each block).
         rngs: random number generators for the initial weights.

@@ -134,6 +134,9 @@ def is_native(names: Iterable[str]) -> bool:
 
     Args:
         names: names of all tensors of a checkpoint.
+
+    Returns:
+        True if one name is that of such a tensor of an MLP; False for no names.
     """
     return any(re.match(r"blocks\.\d+\.mlp\.(inverted|depth|point)_conv\.", name) for name in names)
 

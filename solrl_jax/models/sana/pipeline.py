@@ -154,10 +154,13 @@ class SanaPipeline(Pipeline):
         """Predicts the velocity `noise - x0`, in the dtype of `latent`. For use under jit.
 
         Args:
-            params: parameters of the transformer, gathered.
+            params: parameters of the transformer, a nested dictionary by path. Stacks of blocks
+                and, over the axis `tensor`, linear layers may be sharded; all else is whole. Leaves
+                may be quantized or adapted.
             latent: noisy latents [b, h, w, c]. Height and width are multiples of the patch size
                 and, with MHLA, of the blocks (`size_multiples`).
-            conditioning: "text" [b, l, d] and "mask" [b, l], as returned by `encode_text`.
+            conditioning: "text" [b, l, d], hidden states of Gemma, and "mask" [b, l], true on
+                tokens and false on padding, as returned by `encode_text`.
             timestep: `1000 sigma` of each latent. It is multiplied by the configuration's
                 `timestep_scale` here.
             guidance: ignored.
@@ -225,8 +228,9 @@ class SanaPipeline(Pipeline):
         """Encodes tokenized prompts by Gemma. For use under jit.
 
         Args:
-            params: parameters of "text_encoder".
-            tokens: result of `tokenize`.
+            params: a dictionary with the parameters of Gemma under "text_encoder". Only stacks of
+                blocks may be sharded.
+            tokens: "ids", "mask" and "kept", one row per prompt, as `tokenize` returns them.
 
         Returns:
             "text" [b, l, d], Gemma's last hidden states in the dtype of the text encoder, and
@@ -245,7 +249,7 @@ class SanaPipeline(Pipeline):
         decodes.
 
         Args:
-            latent: the transformer's latents.
+            latent: the transformer's latents [b, h, w, c].
 
         Returns:
             An array of the shape and dtype of `latent`.

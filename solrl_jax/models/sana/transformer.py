@@ -107,7 +107,7 @@ class SanaTransformer2DModel(nnx.Module):
     """The network that predicts the velocity `noise - x0` of noisy latents.
 
     Args:
-        config: configuration of the network.
+        config: configuration of the network: its widths, heads, blocks and patches.
         remat: what gradients recompute: "none" (nothing), "matmuls" (all but matmuls and attention
             kernels) or "blocks" (all but the input of each block).
         attention: builds the attention among image tokens of one block. It is called as
@@ -187,7 +187,8 @@ class SanaBlock(nnx.Module):
     """One layer: attention among image tokens, attention to the text, MLP with a convolution.
 
     Args:
-        config: configuration of the network.
+        config: configuration of the network. The widths, heads, norms and biases of a block, and
+            the ratio of its MLP, count.
         attention: builds the attention among image tokens. It is called as `attention((d, d, d),
             heads, normed=..., bias=..., rngs=...)`, and the module that it returns as
             `module(tokens, (rows, columns))`, which returns tokens [b, n, d].
@@ -251,7 +252,8 @@ class PatchEmbed(nnx.Module):
     The released SANA models have no positions.
 
     Args:
-        config: configuration of the network.
+        config: configuration of the network: `patch_size`, the channels of the latents, the width
+            of a token, and `sample_size` and `interpolation_scale` for the positions.
         rngs: random number generators for the initial weights.
     """
 

@@ -145,9 +145,12 @@ class StableDiffusion3Pipeline(Pipeline):
         """Predicts the velocity `noise - x0`, in the dtype of `latent`. For use under jit.
 
         Args:
-            params: parameters of the transformer, gathered.
+            params: parameters of the transformer, a nested dictionary by path. Stacks of blocks
+                and, over the axis `tensor`, linear layers may be sharded; all else is whole. Leaves
+                may be quantized or adapted.
             latent: noisy latents [b, h, w, c]. Height and width are multiples of the patch size.
-            conditioning: "text" [b, l, d] and "pooled" [b, e], as returned by `encode_text`.
+            conditioning: "text" [b, l, d], the CLIP tokens and then the T5 tokens, and "pooled" [b,
+                e], one embedding of the whole prompt, as returned by `encode_text`.
             timestep: `1000 sigma` of each latent.
             guidance: ignored.
             fp8_attention: whether the attention runs in FP8, for programs that take no gradient:
@@ -204,8 +207,11 @@ class StableDiffusion3Pipeline(Pipeline):
         """Encodes tokenized prompts by both CLIPs and T5. For use under jit.
 
         Args:
-            params: parameters of each text encoder that the model has, by the name of its folder.
-            tokens: result of `tokenize`.
+            params: parameters of each text encoder that the model has, by the name of its folder:
+                "text_encoder" and "text_encoder_2" (the CLIPs), and "text_encoder_3" (T5). Only
+                stacks of blocks may be sharded.
+            tokens: the token numbers for each of these three, by its name, as `tokenize` returns
+                them, also for a T5 that the model lacks.
 
         Returns:
             "text" [b, l, d] and "pooled" [b, e], in the dtype of the CLIPs. The text is a sequence
@@ -232,7 +238,7 @@ class StableDiffusion3Pipeline(Pipeline):
         shift_factor`.
 
         Args:
-            latent: the transformer's latents.
+            latent: the transformer's latents [b, h, w, c].
 
         Returns:
             An array of the shape and dtype of `latent`.

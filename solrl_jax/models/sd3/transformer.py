@@ -92,7 +92,7 @@ class SD3Transformer2DModel(nnx.Module):
     stacks by their first and last layer: "0-12", "13-22", "23-23".
 
     Args:
-        config: configuration of the network.
+        config: configuration of the network: its widths, heads, blocks, patches and positions.
         remat: what gradients recompute: "none" (nothing), "matmuls" (all but matmuls and attention
             kernels) or "blocks" (all but the input of each block).
         rngs: random number generators for the initial weights.
@@ -166,7 +166,8 @@ def _stacks(config: SD3Config, rngs: nnx.Rngs) -> dict[str, JointBlock]:
     last layer of the network.
 
     Args:
-        config: configuration of the network.
+        config: configuration of the network: the number of layers and which of them are in
+            `dual_attention_layers`; the width and the heads of each; and whether they have norms.
         rngs: random number generators of the initial parameters.
 
     Returns:
@@ -204,7 +205,8 @@ class PatchEmbed(nnx.Module):
     it as it is, but a run that trains all parameters in full trains it, too.
 
     Args:
-        config: configuration of the network.
+        config: configuration of the network: `patch_size`, the channels of the latents, the width
+            of a token, `pos_embed_max_size`, and `sample_size`, which scales the initial positions.
         rngs: random number generators for the initial weights.
     """
 

@@ -137,7 +137,7 @@ class Gemma2Model(nnx.Module):
     """The token embedding and the layers of the decoder, without a language-model head.
 
     Args:
-        config: configuration of the network.
+        config: configuration of the network: the vocabulary, widths, heads and layers.
         rngs: random number generators for the initial weights.
     """
 
@@ -190,7 +190,7 @@ class Gemma2Model(nnx.Module):
         `sliding_window` ones of these.
 
         Args:
-            x: embedded tokens, as `embed` returns them.
+            x: token embeddings times sqrt(d), as `embed` returns them.
             attention_mask: which tokens may be attended to, [b, l]: true on tokens, false on the
                 padding after them.
 
@@ -213,7 +213,8 @@ class DecoderLayer(nnx.Module):
     """Attention, then a gated MLP. Each is normalised before and after, and added to its input.
 
     Args:
-        config: configuration of the network.
+        config: configuration of the network: the widths and heads of a layer, and the epsilon of
+            its norms.
         rngs: random number generators for the initial weights.
     """
 

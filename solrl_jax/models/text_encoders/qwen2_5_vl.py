@@ -177,7 +177,7 @@ class Qwen2_5_VLTextModel(nnx.Module):
     """The token embedding, the layers of the decoder, and the norm after them.
 
     Args:
-        config: configuration of the network.
+        config: configuration of the network: the vocabulary, widths, heads and layers.
         rngs: random number generators for the initial weights.
     """
 
@@ -213,7 +213,8 @@ def decoder_layer(config: Qwen2_5_VLTextConfig, rngs: nnx.Rngs) -> PreNormLayer:
     """Makes one layer, whose projections to queries, keys and values have biases.
 
     Args:
-        config: configuration of the network.
+        config: configuration of the network: the widths and heads of a layer, and the epsilon of
+            its norms.
         rngs: random number generators for the initial weights.
 
     Returns:

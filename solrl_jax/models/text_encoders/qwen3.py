@@ -194,7 +194,8 @@ def decoder_layer(config: Qwen3Config, rngs: nnx.Rngs) -> PreNormLayer:
     it is rotated.
 
     Args:
-        config: configuration of the network.
+        config: configuration of the network: the widths and heads of a layer, and the epsilon of
+            its norms.
         rngs: random number generators for the initial weights.
 
     Returns:

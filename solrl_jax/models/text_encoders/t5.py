@@ -113,7 +113,7 @@ class T5EncoderModel(nnx.Module):
     """The token embedding and the encoder.
 
     Args:
-        config: configuration of the network.
+        config: configuration of the network: the vocabulary, widths, heads and layers.
         rngs: random number generators for the initial weights.
     """
 
@@ -143,7 +143,8 @@ class T5Stack(nnx.Module):
     biases.
 
     Args:
-        config: configuration of the network.
+        config: configuration of the network: the number of layers, their widths and heads, and the
+            buckets of distances.
         rngs: random number generators for the initial weights.
     """
 
@@ -182,7 +183,8 @@ class T5Block(nnx.Module):
     """Attention, then the feed-forward network. Each is normalised before, and added to its input.
 
     Args:
-        config: configuration of the network.
+        config: configuration of the network: the widths and heads of a layer, and the epsilon of
+            its norms.
         rngs: random number generators for the initial weights.
     """
 
@@ -222,7 +224,8 @@ class T5Attention(nnx.Module):
     Every token attends to all tokens. `num_heads * d_kv` may differ from `d_model`.
 
     Args:
-        config: configuration of the network.
+        config: configuration of the network: `d_model` input and output features, and `num_heads`
+            heads of `d_kv` features.
         rngs: random number generators for the initial weights.
     """
 

@@ -75,7 +75,7 @@ class ImageReward(nnx.Module):
     No gradient may be taken of it, because its attention is `attention_forward`.
 
     Args:
-        config: The sizes of the network.
+        config: The sizes of the network: images, patches, vocabulary, widths, heads and layers.
         rngs: Random number generators for the initial parameters.
     """
 

@@ -191,8 +191,10 @@ class CLIPConfig(ReleasedConfig):
         """Makes a configuration from the contents of a `config.json`. Both towers are parsed too.
 
         Args:
-            fields: The contents, with a mapping for each tower. Missing fields, also a missing
-                tower, have their defaults; unknown ones are ignored.
+            fields: The contents, with the mappings "text_config" and "vision_config", one for each
+                tower. In the oldest files they are "text_config_dict" and "vision_config_dict",
+                which go first. Missing fields, also a missing tower, have their defaults; unknown
+                ones are ignored.
 
         Returns:
             The configuration, whose fields and towers have been checked.
@@ -235,7 +237,7 @@ class CLIPModel(nnx.Module):
     tower may be differentiated: they use `attention_forward`, whose kernels need have no gradient.
 
     Args:
-        config: The sizes of the network.
+        config: The sizes of both towers and of the space that they share.
         rngs: Random number generators for the initial parameters.
     """
 
@@ -386,7 +388,7 @@ class TextModel(nnx.Module):
     The end-of-text token attends to all tokens before it and stands for the text.
 
     Args:
-        config: The sizes of the tower.
+        config: The sizes of the tower: vocabulary, positions, width, heads and layers.
         rngs: Random number generators for the initial parameters.
     """
 
@@ -444,7 +446,7 @@ class VisionModel(nnx.Module):
     """A transformer over patches and one class token, which stands for the image.
 
     Args:
-        config: The sizes of the tower.
+        config: The sizes of the tower: image, patch, width, heads and layers.
         rngs: Random number generators for the initial parameters.
     """
 
@@ -555,7 +557,7 @@ def make_encoder(config: TowerConfig, rngs: nnx.Rngs) -> nnx.Dict:
     """Makes the layers of a tower, as a module with the name that they have in the released files.
 
     Args:
-        config: The sizes of the tower.
+        config: The sizes of the tower: the number, width and heads of its layers, and their MLPs.
         rngs: Random number generators for the initial parameters.
 
     Returns:
@@ -581,7 +583,7 @@ class EncoderLayer(nnx.Module):
     """Attention, then an MLP. Each is normalised before, and added to its input.
 
     Args:
-        config: The sizes of the tower.
+        config: The sizes of the tower: the width, heads, MLP, activation and epsilon of a layer.
         rngs: Random number generators for the initial weights.
     """
 

@@ -173,7 +173,8 @@ def _resample(x: Array, matrix: np.ndarray, axes: str) -> Array:
     Args:
         x: Images in float32.
         matrix: The resizing matrix, [pixels out, pixels in]. It is rounded to float32.
-        axes: The einsum of image and matrix, which says the axis, e.g. "bHWc,wW->bHwc".
+        axes: The einsum of image and matrix, which says the axis: "bHWc,wW->bHwc" resizes the
+            width, and "bHwc,hH->bhwc" the height.
 
     Returns:
         The images in float32, with the number of output pixels along this axis.
@@ -192,7 +193,8 @@ def _resample_8bit(x: Array, matrix: np.ndarray, axes: str) -> Array:
         x: Images with values 0, 1, ..., 255 in float32.
         matrix: The resizing matrix, [pixels out, pixels in]. Its weights are rounded to multiples
             of 2**-22, as Pillow's are.
-        axes: The einsum of image and matrix, which says the axis, e.g. "bHWc,wW->bHwc".
+        axes: The einsum of image and matrix, which says the axis: "bHWc,wW->bHwc" resizes the
+            width, and "bHwc,hH->bhwc" the height.
 
     Returns:
         The images, rounded and clipped to 0, 1, ..., 255, in float32.

@@ -106,9 +106,12 @@ class ZImagePipeline(Pipeline):
         """Predicts the velocity `noise - x0`, in the dtype of `latent`. For use under jit.
 
         Args:
-            params: parameters of the transformer, gathered.
+            params: parameters of the transformer, a nested dictionary by path. Stacks of blocks
+                and, over the axis `tensor`, linear layers may be sharded; all else is whole. Leaves
+                may be quantized or adapted.
             latent: noisy latents [b, h, w, c], of even height and width.
-            conditioning: "text" [b, l, d] and "mask" [b, l], as returned by `encode_text`.
+            conditioning: "text" [b, l, d], hidden states of Qwen3, and "mask" [b, l], true on
+                tokens and false on padding, as returned by `encode_text`.
             timestep: `1000 sigma` of each latent.
             guidance: ignored.
             fp8_attention: must be False, because the attention is masked.
@@ -163,8 +166,9 @@ class ZImagePipeline(Pipeline):
         """Encodes tokenized prompts by Qwen3. For use under jit.
 
         Args:
-            params: parameters of "text_encoder".
-            tokens: result of `tokenize`.
+            params: a dictionary with the parameters of Qwen3 under "text_encoder". Only stacks of
+                blocks may be sharded.
+            tokens: "ids" and "mask", one row per prompt, as `tokenize` returns them.
 
         Returns:
             "text" [b, l, d], the hidden states before Qwen3's last layer, not normalised, in the
@@ -179,7 +183,7 @@ class ZImagePipeline(Pipeline):
         shift_factor`.
 
         Args:
-            latent: the transformer's latents.
+            latent: the transformer's latents [b, h, w, c].
 
         Returns:
             An array of the shape and dtype of `latent`.

@@ -133,7 +133,7 @@ class ZImageTransformer2DModel(nnx.Module):
     """The network that predicts the velocity `noise - x0` of noisy latents.
 
     Args:
-        config: configuration of the network.
+        config: configuration of the network: its widths, heads, blocks and rotary axes.
         remat: what gradients recompute: "none" (nothing), "matmuls" (all but matmuls and attention
             kernels) or "blocks" (all but the input of each block).
         rngs: random number generators for the initial weights.
@@ -301,7 +301,8 @@ class Block(nnx.Module):
     The MLP has 8/3 times the width, rounded down.
 
     Args:
-        config: configuration of the network.
+        config: configuration of the network: `dim`, the features of a token, `n_heads`, `qk_norm`
+            and `norm_eps`.
         modulated: whether the timestep modulates the norms before attention and MLP (by a scale),
             and their outputs (by the tanh of a gate).
         rngs: random number generators for the initial weights.
