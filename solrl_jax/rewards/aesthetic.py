@@ -32,7 +32,8 @@ class ImageEncoder(nnx.Module):
     Its parameters have the same names.
 
     Args:
-        c: The configuration of the CLIP. `vision_config` and `projection_dim` are read.
+        c: The configuration of the CLIP: `vision_config` has the sizes of the vision tower, and
+            `projection_dim` is the length of an embedding. The text tower is left out.
         rngs: Random number generators for the initial parameters.
     """
 
@@ -66,16 +67,19 @@ def aesthetic(paths: Mapping[str, str]) -> NetworkReward:
     are downloaded from the hub.
 
     Args:
-        paths: The setting `reward.paths`. "aesthetic" is the safetensors file of the head or its
-            directory, and "aesthetic/clip" a directory or repository of the CLIP; see
-            `sources.find`.
+        paths: The setting `reward.paths`. "aesthetic" is the converted safetensors file of the head
+            or its directory, by default `sac+logos+ava1-l14-linearMSE.safetensors` in `weights/`;
+            "aesthetic/clip" is a directory or repository of the CLIP, by default
+            openai/clip-vit-large-patch14. `sources.CARRIED` itself opens the configurations in the
+            package, without weights.
 
     Returns:
         The reward with the networks "encoder" and "head". It has no score beside "reward".
 
     Raises:
-        InputError: If a file is missing.
-        ValueError: If the configuration of the CLIP is not supported, or tensors do not fit.
+        InputError: If a file is missing and cannot be downloaded.
+        ValueError: If the configuration of the CLIP is not supported, or a file has other tensors
+            or shapes than its network.
     """
     head_file = find("aesthetic", paths)
     folder = find("aesthetic/clip", paths)
@@ -107,10 +111,11 @@ def aesthetic_scores(
     """Rates images, under jit.
 
     Args:
-        encoder: The image encoder.
-        head: The network that rates an embedding of length 1.
+        encoder: The `ImageEncoder`, without parameters.
+        head: The network that rates an embedding of length 1, without parameters.
         preprocess: Converts images to normalized pixels of the size that the encoder reads.
-        params: The parameters of the networks, under "encoder" and "head".
+        params: The parameters of the two networks, under "encoder" and "head": a nested dict of
+            arrays each.
         rows: The images in [0, 1], and one placeholder per image, which is not read because prompts
             have no influence.
 
@@ -126,6 +131,6 @@ def placeholder_rows(prompts: Sequence[str]) -> Float[np.ndarray, " n"]:
     """Returns one float32 zero per prompt, for a reward that does not read prompts.
 
     Args:
-        prompts: Only their number is read.
+        prompts: The n prompts, whose texts have no effect.
     """
     return np.zeros(len(prompts), np.float32)

@@ -57,15 +57,18 @@ def clipscore(paths: Mapping[str, str]) -> NetworkReward:
     77 tokens. Missing files are downloaded from the hub.
 
     Args:
-        paths: The setting `reward.paths`. "clipscore" is a directory or repository of the CLIP and
-            its tokenizer; see `sources.find`.
+        paths: The setting `reward.paths`. "clipscore" is a directory or repository of the CLIP with
+            its tokenizer, by default openai/clip-vit-large-patch14. `sources.CARRIED` itself opens
+            the configuration in the package, without weights.
 
     Returns:
         The reward with the network "clip". It has no score beside "reward".
 
     Raises:
-        InputError: If a file is missing, or the tokenizer cannot be loaded.
-        ValueError: If the configuration of the CLIP is not supported, or tensors do not fit.
+        InputError: If a file is missing and cannot be downloaded, or the tokenizer cannot be
+            loaded.
+        ValueError: If the configuration of the CLIP is not supported, or a file has other tensors
+            or shapes than the network.
     """
     folder = find("clipscore", paths)
     config = CLIPConfig.read(folder)
@@ -83,15 +86,19 @@ def pickscore(paths: Mapping[str, str]) -> NetworkReward:
     files are downloaded from the hub.
 
     Args:
-        paths: The setting `reward.paths`. "pickscore" and "pickscore/tokenizer" are directories or
-            repositories of the network and the tokenizer; see `sources.find`.
+        paths: The setting `reward.paths`. "pickscore" is a directory or repository of the network,
+            by default yuvalkirstain/PickScore_v1, and "pickscore/tokenizer" one of the tokenizer,
+            by default laion/CLIP-ViT-H-14-laion2B-s32B-b79K. `sources.CARRIED` itself opens the
+            configurations in the package, without weights.
 
     Returns:
         The reward with the network "clip". It has no score beside "reward".
 
     Raises:
-        InputError: If a file is missing, or the tokenizer cannot be loaded.
-        ValueError: If the configuration of the CLIP is not supported, or tensors do not fit.
+        InputError: If a file is missing and cannot be downloaded, or the tokenizer cannot be
+            loaded.
+        ValueError: If the configuration of the CLIP is not supported, or a file has other tensors
+            or shapes than the network.
     """
     folder = find("pickscore", paths)
     config = CLIPConfig.read(folder)
@@ -112,8 +119,10 @@ def hpsv2(paths: Mapping[str, str], config: CLIPConfig = HPS) -> NetworkReward:
 
     Args:
         paths: The setting `reward.paths`. "hpsv2" is the converted safetensors file or its
-            directory, and "hpsv2/tokenizer" a directory or repository of the tokenizer; see
-            `sources.find`.
+            directory, by default `HPS_v2.1_compressed.safetensors` in `weights/`; "hpsv2/tokenizer"
+            is a directory or repository of the tokenizer, by default
+            laion/CLIP-ViT-H-14-laion2B-s32B-b79K. `sources.CARRIED` itself stands for the files in
+            the package, without weights.
         config: The sizes of the network, which its file does not hold. The default is the released
             network.
 
@@ -121,8 +130,9 @@ def hpsv2(paths: Mapping[str, str], config: CLIPConfig = HPS) -> NetworkReward:
         The reward with the network "clip". It has no score beside "reward".
 
     Raises:
-        InputError: If a file is missing, or the tokenizer cannot be loaded.
-        ValueError: If tensors do not fit.
+        InputError: If a file is missing and cannot be downloaded, or the tokenizer cannot be
+            loaded.
+        ValueError: If the file has other tensors or shapes than the network.
     """
     file = find("hpsv2", paths)
     tokenizer = find("hpsv2/tokenizer", paths)
@@ -182,7 +192,7 @@ def _clip_reward(
     Raises:
         InputError: If the tokenizer cannot be loaded.
         FileNotFoundError: If there is no safetensors file.
-        ValueError: If tensors do not fit the network.
+        ValueError: If a file has other tensors or shapes than the network.
     """
     network = open_network(partial(CLIPModel, config), folder)
     open_tokenizer(tokenizer)
@@ -204,13 +214,13 @@ def cosine_scores(
     """Computes the cosine between images and prompts in a CLIP, under jit.
 
     Args:
-        network: The CLIP.
+        network: The CLIP (`models.vision.clip.CLIPModel`), without parameters.
         preprocess: Converts images in [0, 1] to normalized pixels of the size that the CLIP reads.
         divisor: The cosine is multiplied by `exp(logit_scale) / divisor`, where `logit_scale` is a
             parameter of the network. None: the cosine itself.
-        params: The parameters of the network, under "clip".
-        rows: The images [b, H, W, 3] in [0, 1], and the prompt of each, as "ids" and "mask" [b,
-            length].
+        params: The parameters of the network as a nested dict of arrays, under "clip".
+        rows: The images [b, H, W, 3] in [0, 1], and the tokens of the prompt of each: "ids", int32
+            [b, length], and "mask", bool [b, length], true where the text tower may attend.
 
     Returns:
         "reward": the scores [b] in float32.

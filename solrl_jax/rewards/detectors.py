@@ -55,7 +55,8 @@ def vocabulary(name: str) -> Vocabulary:
     """Returns what a detector can find, without importing it.
 
     Args:
-        name: "shapes", or any other name, whose vocabulary is unknown.
+        name: The option `detector` of GenEval: "shapes", or any other name, whose vocabulary is
+            unknown.
 
     Returns:
         For "shapes" the shapes ("circle"), the shapes with a size ("small circle") and the colors

@@ -43,8 +43,9 @@ class Share:
 class DividedScoring:
     """Scores a series of images that come from the devices in chunks.
 
-    The rows of each chunk are divided over the devices of all hosts. Every host passes its part of
-    each chunk to its own worker processes, and `finish` gathers the scores of all of them.
+    The rows of each chunk are divided over the devices of all hosts. Every host passes the rows on
+    its devices (for rewards that compare images, those of its groups) to its own worker processes,
+    and `finish` gathers the scores of all hosts.
     """
 
     def __init__(self, shares: list[Share], count: int) -> None:
@@ -62,18 +63,21 @@ class DividedScoring:
         self._error: RewardError | None = None
 
     def add(self, images: Float[Array, "b H W 3"]) -> None:
-        """Passes on the rows of the next chunk that this host's devices hold.
+        """Passes the images of the next chunk that this host scores to its worker processes.
 
-        It copies them to this host, and may wait for the scores of an earlier chunk.
+        It copies them to this host, and may wait for the scores of an earlier chunk. They are the
+        rows on this host's devices; for rewards that compare images, with several hosts, those of
+        its groups, for which the whole chunk is copied to every host.
 
         Args:
-            images: As many images [b, H, W, 3] as the `chunk` of `divided_scoring`. Those beyond
-                the last prompt are padding and are not scored.
+            images: The chunk: as many images [b, H, W, 3] in [0, 1] as `divided_scoring` was told
+                to expect (`chunk`). Those beyond the last prompt are padding and are not scored.
 
         Raises:
-            RewardError: If a call failed, the run stops then, and there is only one host. With
-                several hosts, the error is kept, further images are ignored and `finish` raises it,
-                because until then the programs of the other hosts need this one.
+            RewardError: If a call of a reward failed that is not skipped (or 32 of one reward
+                failed in a row) and there is only one host. With several hosts, the error is kept,
+                further images are ignored and `finish` raises it, because until then the programs
+                of the other hosts need this one.
         """
         first = self._num_added
         self._num_added += len(images)
@@ -98,14 +102,15 @@ class DividedScoring:
         """Waits for the scores of all hosts. Every host must call it, once.
 
         Returns:
-            All scores by name, float32 arrays [count] in the order of the prompts, with NaN for
-            images without a score; the number of images of all hosts that each reward could not
-            score, by the name of the reward; and what the calls of all hosts cost
-            (`Scoring.usage`).
+            A tuple of three dicts. The scores: float32 arrays [count] in the order of the prompts,
+            by "REWARD" and "REWARD/OTHER", with NaN for images without a score. The number of
+            images of all hosts that each reward could not score, by the name of the reward. What
+            the calls of all hosts cost, as "REWARD/COUNTER", e.g. {"judge/requests": 24.0}.
 
         Raises:
-            RewardError: In every host, if a call failed in any host and the run stops then. A host
-                without an error of its own raises that of the first host that has one.
+            RewardError: In every host, if in any host a call failed that is not skipped, or 32 of
+                one reward failed in a row. A host without an error of its own raises that of the
+                first host that has one.
             RunError: If another host does not answer.
         """
         results: list[dict[str, Any]] = []
@@ -154,7 +159,7 @@ def divided_scoring(
     Args:
         host: The rewards outside JAX, and how their worker processes run.
         prompts: The prompt of each image of all hosts, in order.
-        chunk: The number of images that come at once. The last chunk is padded to it.
+        chunk: The number of images that are passed on at once. The last chunk is padded to it.
         placement: The sharding of a chunk, which divides its rows over the devices of all hosts.
 
     Yields:
@@ -197,10 +202,12 @@ def _renumber(groups: Sequence[slice]) -> list[slice]:
     """Returns ranges of the same lengths that follow each other from 0.
 
     Args:
-        groups: The ranges of images of this process's groups among the images of all processes.
+        groups: The ranges of images, e.g. 4 to 6 and 8 to 11: this process's groups among the
+            images of all processes.
 
     Returns:
-        The ranges of the same groups among the images of this process, in the same order.
+        The ranges of these groups among the images of this process, in the same order, e.g. 0 to 2
+        and 2 to 5. Empty without groups.
     """
     slices = []
     start = 0

@@ -39,9 +39,10 @@ class Clause:
     """A request for objects of one class.
 
     Attributes:
-        name: The class.
-        count: The number of objects, at least 1.
-        color: Their color, or None for any.
+        name: The class of the objects, e.g. "dog".
+        count: The number of objects, at least 1: in `Request.include` exactly as many are asked
+            for, in `Request.exclude` fewer.
+        color: Their color, e.g. "brown", or None for any.
         position: A relation ("left of", "right of", "above" or "below") and the index of the
             earlier clause whose objects it refers to. None: any position.
     """
@@ -85,15 +86,22 @@ def geneval(
     Args:
         images: Images [n, H, W, 3] in [0, 1]. One with a non-finite value scores NaN.
         prompts: The prompt of each image, for messages.
-        metadata: GenEval's metadata of each prompt.
+        metadata: GenEval's metadata of each prompt, a mapping. "tag": the name of the task, e.g.
+            "position". "include": a list of the requested objects, e.g. {"class": "dog", "count":
+            1, "color": "brown", "position": ["left of", 0]}, where color and position are optional
+            and 0 is the index of an earlier entry. "exclude", optional: a list of objects with
+            "class" and "count", of which there must be fewer. Other keys are ignored.
         detector: "shapes", which finds the objects of the embedded world in square images, or
-            "module.path:function" with a `detectors.Detect`.
+            "module.path:function" with a function from images [m, H, W, 3] to one sequence of
+            `detectors.Detection`s per image.
         threshold: An object counts if its confidence is greater.
-        counting_threshold: The same, for prompts with the tag "counting".
+        counting_threshold: The confidence that an object must exceed for prompts with the tag
+            "counting", in place of `threshold`.
 
     Returns:
-        "reward", the partial score (`judge`), at most 1 and possibly negative, and "strict", 1 if
-        everything is exactly as requested and else 0. Both are float32 arrays [n].
+        "reward", the partial score (the mean of a term per request, as `judge` defines it), at most
+        1 and possibly negative, and "strict", 1 if everything is exactly as requested and else 0.
+        Both are float32 arrays [n].
 
     Raises:
         ValueError: If the numbers of images, prompts and metadata differ or images are not RGB; if
@@ -129,10 +137,12 @@ def check(prompt: str, metadata: Metadata, detector: str = "shapes", **options: 
 
     Args:
         prompt: The prompt, for messages.
-        metadata: Its metadata.
-        detector: As in `geneval`. The classes and colors of "shapes" are known; with another
-            detector any are accepted.
-        options: The other options of `geneval`, which are not read.
+        metadata: Its metadata: a mapping with "tag", "include" and possibly "exclude", of the form
+            that `geneval` scores.
+        detector: "shapes", whose classes and colors are known, or another detector, with which any
+            are accepted.
+        options: The options `threshold` and `counting_threshold` of `geneval`, which have no effect
+            here.
 
     Raises:
         ValueError: If the metadata is not GenEval's, or asks for a class or color that the detector
@@ -148,7 +158,7 @@ def group_by_class(detections: Sequence[Detection], threshold: float) -> Objects
     """Groups the objects of an image by class.
 
     Args:
-        detections: The objects.
+        detections: The objects of one image as the detector returned them, in any order.
         threshold: Only objects with a greater confidence count.
 
     Returns:
@@ -183,7 +193,7 @@ def judge(objects: Objects, request: Request) -> tuple[float, bool]:
     `request.exclude` only affects the strict verdict.
 
     Args:
-        objects: The objects of the image by class.
+        objects: The objects of the image by class, as `group_by_class` returns them.
         request: The objects that the image should show.
 
     Returns:
@@ -259,8 +269,10 @@ def parse_request(prompt: str, metadata: Metadata, known: Vocabulary) -> Request
 
     Args:
         prompt: The prompt, for messages.
-        metadata: Its metadata, with "tag", "include" and possibly "exclude". Other keys are
-            ignored.
+        metadata: Its metadata: "tag", a text; "include", a list of mappings such as {"class":
+            "dog", "count": 1, "color": "brown", "position": ["left of", 0]} (color and position are
+            optional, and 0 is the index of an earlier entry); and possibly "exclude", a list of
+            mappings with "class" and "count". Other keys are ignored.
         known: The classes and colors that the detector can find.
 
     Returns:
@@ -290,7 +302,8 @@ def _parse_clauses(
 
     Args:
         prompt: The prompt, for messages.
-        metadata: Its metadata.
+        metadata: Its metadata. `metadata[kind]` is a list with one mapping per clause, e.g.
+            {"class": "dog", "count": 1}.
         kind: The key of the clauses in it, "include" or "exclude".
         known: The classes and colors that the detector can find.
 
@@ -371,7 +384,7 @@ def _refusal(prompt: str, field: str, value: Any, accepted: str) -> ValueError:
     Args:
         prompt: The prompt. The message shows at most 80 characters of it.
         field: The name of the value in the metadata, e.g. "include[0].count".
-        value: The value.
+        value: The value that is not accepted, of which the message shows at most 80 characters.
         accepted: A description of the accepted values.
 
     Returns:

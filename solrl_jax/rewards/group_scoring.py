@@ -22,13 +22,15 @@ class GroupScoring:
     """
 
     def __init__(self, reward: Reward, prepared: Any, prompts: Sequence[int], mesh: Mesh) -> None:
-        """Divides the images into groups (`rewards.groups.group_slices`), and scores nothing yet.
+        """Divides the images into groups of one prompt each, and scores nothing yet.
 
         Args:
             reward: The reward, with `groupwise` set and loaded parameters. Its `group_size` is the
-                most images in a group.
-            prepared: What its `prepare` returned, one row per prompt, on every device. Entries of
-                other rewards in it are not read by the weighted sums of `rewards.mixture`.
+                most images in a group; more candidates of a prompt are divided into groups of
+                nearly equal size.
+            prepared: What `reward.prepare` returned: a pytree of arrays with one row per prompt, on
+                every device. Entries of other rewards in it have no effect if `reward` is a
+                weighted sum (`rewards.mixture`).
             prompts: For each image of the series, the row of its prompt in `prepared`. The
                 candidates of a prompt follow each other.
             mesh: The devices that score.

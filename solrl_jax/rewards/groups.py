@@ -91,7 +91,8 @@ def round_robin(prefer: Callable[[Any, Any, Any, Any], Any]) -> Callable[[Any, A
 
         Reward(params, prepare, score=round_robin(prefer), groupwise=True)
 
-    An image is scored by its win rate in its group, as `win_rates` defines it.
+    An image is scored by its win rate in its group: the mean of (p[i, j] + 1 - p[j, i]) / 2 over
+    the other images j, where p[i, j] is how much image i is preferred to j when i comes first.
 
     Args:
         prefer: A pure function (params, first, second, prepared) -> preferences [n] in [0, 1]: how

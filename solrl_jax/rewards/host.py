@@ -64,8 +64,9 @@ class Failure(Exception):
     The message says why in one line.
 
     Attributes:
-        scores: The scores of those images that have one, as the function would return them, with
-            NaN for the others. None: no image has a score.
+        scores: The scores of those images (or pairs) that have one, with NaN for the others: n
+            numbers, or a mapping of names to n numbers with "reward" among them. None: no image has
+            a score.
     """
 
     def __init__(self, message: str, scores: Any = None) -> None:
@@ -73,7 +74,9 @@ class Failure(Exception):
 
         Args:
             message: Why there are no scores, in one line.
-            scores: See the attribute `scores`.
+            scores: The scores of those images that have one, with NaN for the others: n numbers, or
+                a mapping of names to n numbers with "reward" among them. None: no image has a
+                score.
         """
         super().__init__(message)
         self.scores = scores
@@ -84,9 +87,11 @@ class Returned:
     """The result of a call in a worker process.
 
     Attributes:
-        answer: The scores by name; None if there are none.
+        answer: Float32 arrays [n] by the name of the score, "reward" among them; None if no image
+            has one.
         problem: Why an image has no score, in one line; None if all have one.
-        usage: What the call cost, see `rewards.usage`.
+        usage: What the function counted with `rewards.usage.count`: sums by the name of the
+            counter, e.g. {"requests": 3.0}. Empty if nothing was counted.
     """
 
     answer: Answer | None
@@ -106,7 +111,7 @@ class Workers:
 
     Attributes:
         count: The number of processes.
-        timeout: Seconds that one call may take.
+        timeout: Seconds that one call may take, counted from when a process begins it.
         failures_in_a_row: For each reward by name, the number of failed calls since the last call
             that returned scores.
     """
@@ -131,9 +136,9 @@ class Workers:
         Also starts the processes if none run. The call waits in a queue until a process is free.
 
         Args:
-            reward: The reward.
-            images: The images, float32 [n, H, W, 3] in [0, 1]; a whole group if the reward compares
-                images.
+            reward: The reward. Its function `target` is called with its `options`.
+            images: The images, float32 [n, H, W, 3] in [0, 1]; exactly one group if the reward
+                compares images.
             prompts: The prompt of each image, with its metadata.
 
         Returns:
@@ -181,7 +186,9 @@ class Workers:
         plus 1. The pool is closed when the program ends.
 
         Args:
-            arguments: The arguments of `_call` after the timeout, in order.
+            arguments: The arguments of `_call` after the timeout, in this order: the function as
+                "module:function", its options, the images, the texts of the prompts, their metadata
+                and the most pairs in one call.
 
         Returns:
             The pool, and the future of the result of `_call`.
@@ -208,7 +215,7 @@ class Workers:
 
         Args:
             pool: The process pool that runs the call.
-            future: The call.
+            future: The future of the result of `_call` in this pool.
 
         Returns:
             Its result; or a message of one line that says why there is none, such as the timeout,
@@ -245,14 +252,14 @@ class Workers:
 
 @functools.cache
 def workers(count: int, timeout: float) -> Workers:
-    """Returns the workers of this program for these settings, see `Workers`.
+    """Returns the pool of worker processes of this program for these settings.
 
     They are created at the first call with these settings and shared from then on, because
     processes take seconds to start. No process starts here.
 
     Args:
-        count: The number of worker processes.
-        timeout: The time that a call may take, in seconds.
+        count: The number of worker processes, at least 1.
+        timeout: Seconds that a call may take; a process that takes longer is killed.
     """
     return Workers(count, timeout)
 
@@ -266,9 +273,10 @@ class Scoring:
     Attributes:
         failed: The number of images that have no score because their call failed, so far, by the
             name of the reward. It is 0 unless failed calls are skipped.
-        usage: What the calls cost so far, as "REWARD/NAME", see `rewards.usage`. A reward that
-            counts something also has "REWARD/seconds_waited", the seconds that the run waited for
-            its scores.
+        usage: What the calls cost so far: sums of the counters that the functions increased
+            (`rewards.usage.count`), as "REWARD/COUNTER", e.g. {"judge/requests": 24.0}. A reward
+            that counts something also has "REWARD/seconds_waited", the seconds that the run waited
+            for its scores.
     """
 
     def __init__(
@@ -319,7 +327,8 @@ class Scoring:
                 are padding and are not scored.
 
         Raises:
-            RewardError: If a call of the older chunk failed and the run stops then.
+            RewardError: If a call of the older chunk failed and failed calls are not skipped, or 32
+                of one reward failed in a row.
         """
         images = np.asarray(images[: len(self._prompts) - self._num_added], np.float32)
         if len(self._running_chunks) > 1:
@@ -380,7 +389,8 @@ class Scoring:
             "NAME/OTHER" for its other scores. NaN for images without one.
 
         Raises:
-            RewardError: If a call failed and the run stops then.
+            RewardError: If a call failed and failed calls are not skipped, or 32 of one reward
+                failed in a row.
         """
         for calls in self._running_chunks:
             self._gather(calls)
@@ -404,8 +414,8 @@ class Scoring:
                 waits for its result.
 
         Raises:
-            RewardError: If a call failed and the run stops then (`_note_failure`). The calls after
-                it are not waited for.
+            RewardError: If a call failed and failed calls are not skipped, or 32 of one reward
+                failed in a row. The calls after it are not waited for.
         """
         for reward, rows, wait in calls:
             began = time.monotonic()
@@ -430,8 +440,8 @@ class Scoring:
 
         Args:
             name: The name of the reward.
-            counts: The counters of the call by name (`rewards.usage`). Without any, nothing is
-                added.
+            counts: The sums of the call's counters by name, e.g. {"requests": 3.0}. Without any,
+                nothing is added.
             seconds: How long the run waited for the call, which is added as "seconds_waited". The
                 call itself may have taken longer, because it ran beside the generation.
         """
@@ -447,10 +457,11 @@ class Scoring:
         Also keeps the message for `finish`, if it is the first one of the reward.
 
         Args:
-            reward: The reward.
+            reward: The reward whose call failed.
             rows: The range of the images of the call among all, not empty.
             problem: Why the call failed, in one line.
-            answer: The scores of the images that have one, with NaN for the others; or empty.
+            answer: The scores of the call by name, "reward" among them, with NaN for the images
+                without one; {} if no image has one.
 
         Raises:
             RewardError: If failed calls are not skipped (`HostRewards.skip`), or if this is the
@@ -636,14 +647,16 @@ def _call(
             are then one group. 0: the function scores images.
 
     Returns:
-        The scores by name, float32 arrays [n], with NaN for images that have a non-finite value; a
-        problem in one line: the import or the function raised, there was not enough memory, or the
-        returned value is not one that `check_answer` accepts; or both, if a `Failure` has the
-        scores of some images. Also what the call counted (`rewards.usage`). An error becomes a
-        problem, because not every exception can be pickled.
+        The scores (`answer`): float32 arrays [n] by name, with NaN for images that have a
+        non-finite value, or None. The `problem` in one line, or None: the import or the function
+        raised, there was not enough memory, or the function returned something else than n numbers
+        or a mapping of names to n numbers with "reward". Both are set if the function raised a
+        `Failure` with the scores of some images. What the call counted (`usage`). An error becomes
+        a problem, because not every exception can be pickled.
 
     Raises:
-        Failure: If the scores of a `Failure` that the function raised are no scores themselves.
+        Failure: If the function raised a `Failure` whose `scores` are not n numbers or a mapping to
+            n numbers with "reward".
     """
     signal.setitimer(signal.ITIMER_REAL, timeout)
     usage.take()
@@ -692,9 +705,9 @@ def _compare_pairs(
         pairs_at_once: The most pairs in one call, at least 1.
 
     Returns:
-        The win rates of the images (`groups.win_rates`), float32 [n]; NaN for an image that was not
-        compared, 0.5 for the only image with finite values. Pairs whose preference is NaN in either
-        order are left out.
+        The win rates of the images, float32 [n]: the mean preference over the other images, both
+        orders averaged. NaN for an image that was not compared, 0.5 for the only image with finite
+        values. Pairs whose preference is NaN in either order are left out.
 
     Raises:
         Failure: If the function returned no preferences or one outside of [0, 1], or raised a
@@ -755,7 +768,7 @@ def check_answer(returned: Any, count: int) -> Answer:
     Args:
         returned: `count` numbers, or a mapping of names to `count` numbers that has the name
             "reward". The numbers may be any array or sequence.
-        count: The number of images.
+        count: The number of images, or of pairs that were compared.
 
     Returns:
         New float32 arrays [count] by the name of the score, the names as text.

@@ -50,9 +50,10 @@ def http(
         prompts: The prompt of each image.
         metadata: The metadata of each prompt, as values of JSON.
         url: The address of the service.
-        timeout: Seconds for the connection and for each wait for data of one attempt. The pauses
-            between the attempts are half as long together, or longer if the service asks for it.
-            The worker process ends the whole call after `reward.timeout`, which is the same number.
+        timeout: Seconds, `reward.timeout`. Each attempt may take as long to connect, and as long
+            for each wait for data; the pauses between the attempts are at most half as long
+            together, or longer if the service asks for it. The worker process is killed when the
+            whole call has taken this time.
 
     Returns:
         The scores, one per number of the answer, with NaN for null. Their number is not compared
@@ -120,8 +121,9 @@ def session(timeout: float) -> requests.Session:
     Retry-After header, its time is the pause. After the last attempt that answer is returned.
 
     Args:
-        timeout: Seconds. The pauses between attempts are at most half of them together, without
-            those that the service asks for. It is no limit of a request.
+        timeout: Seconds, `reward.timeout`. A request is repeated as often as the pauses, without
+            those that the service asks for, take at most half of them together. It is no limit of a
+            request.
     """
     attempts = 1 + int(math.log2(1 + timeout / 2))
     retry = urllib3.Retry(

@@ -31,8 +31,9 @@ def imagereward(
 
     Args:
         paths: The setting `reward.paths`. "imagereward" is the converted safetensors file or its
-            directory, and "imagereward/tokenizer" a directory or repository of the tokenizer; see
-            `sources.find`.
+            directory, by default `ImageReward.safetensors` in `weights/`; "imagereward/tokenizer"
+            is a directory or repository of the tokenizer, by default google-bert/bert-base-uncased.
+            `sources.CARRIED` itself stands for the files in the package, without weights.
         config: The sizes of the network, which its file does not hold. The default is the released
             network.
 
@@ -40,8 +41,9 @@ def imagereward(
         The reward with the network "blip". It has no score beside "reward".
 
     Raises:
-        InputError: If a file is missing, or the tokenizer cannot be loaded.
-        ValueError: If tensors do not fit.
+        InputError: If a file is missing and cannot be downloaded, or the tokenizer cannot be
+            loaded.
+        ValueError: If the file has other tensors or shapes than the network.
     """
     file = find("imagereward", paths)
     network = open_network(
@@ -66,11 +68,11 @@ def image_reward_scores(
     """Scores images against their prompts, under jit.
 
     Args:
-        network: The BLIP with its head.
+        network: The BLIP with its head (`models.vision.blip.ImageReward`), without parameters.
         preprocess: Converts images to normalized pixels of the size that the network reads.
-        params: The parameters of the network, under "blip".
-        rows: The images [b, H, W, 3] in [0, 1], and the prompt of each, as "ids" and "mask" [b,
-            length].
+        params: The parameters of the network as a nested dict of arrays, under "blip".
+        rows: The images [b, H, W, 3] in [0, 1], and the tokens of the prompt of each: "ids", int32
+            [b, length], and "mask", bool [b, length], true for tokens that are no padding.
 
     Returns:
         "reward": the standardized scores [b] in float32.
