@@ -87,8 +87,8 @@ class Returned:
     """The result of a call in a worker process.
 
     Attributes:
-        answer: Float32 arrays [n] by the name of the score, "reward" among them; None if no image
-            has one.
+        answer: Float32 arrays [n] by the name of the score, "reward" among them; None if the call
+            has no scores.
         problem: Why an image has no score, in one line; None if all have one.
         usage: What the function counted with `rewards.usage.count`: sums by the name of the
             counter, e.g. {"requests": 3.0}. Empty if nothing was counted.
@@ -461,7 +461,7 @@ class Scoring:
             rows: The range of the images of the call among all, not empty.
             problem: Why the call failed, in one line.
             answer: The scores of the call by name, "reward" among them, with NaN for the images
-                without one; {} if no image has one.
+                without one; {} if the call has none.
 
         Raises:
             RewardError: If failed calls are not skipped (`HostRewards.skip`), or if this is the

@@ -29,20 +29,22 @@ def mixture(
 
     Args:
         weights: The weights of scores of `parts`, by name ("part" or "part/score"). `host` and
-            `group` have the weights of their own scores. If it is empty, no "reward" is returned.
+            `group` have the weights of their own scores. If it is empty, "reward" is not among the
+            returned scores.
         parts: Rewards inside JAX by name, each with a function `score` and without `host`. Without
             any part, the field `score` of the result is None, so that `host` or `group` is
             required.
-        host: Rewards outside JAX, or None.
-        group: The `mixture` of groupwise rewards inside JAX, or None.
+        host: Rewards outside JAX, which are kept in the field `host` of the result, or None.
+        group: The `mixture` of groupwise rewards inside JAX, which is kept in the field `group`, or
+            None.
 
     Returns:
         A reward whose `params` have one entry per part, by name. What its `prepare` returns has one
         entry per part and per part of `group`. Its `inputs` are those of the parts if these agree,
-        "both" if they differ, and "images" without parts. Its `check`, `prepare` and `score`
-        raise InputError with the name of the part if that of a part raises, if a part prepares an
-        array without one row per prompt, or if its scores are not those that `_check_scores`
-        accepts. `check` also calls the checks of `host` and `group`.
+        "both" if they differ, and "images" without parts. Its `check`, `prepare` and `score` raise
+        InputError with the name of the part if that of a part raises, if a part prepares an array
+        without one row per prompt, or if its scores are no mapping of "reward" and its `others` to
+        real arrays [b]. `check` also calls the checks of `host` and `group`.
 
     Raises:
         ValueError: If there are no parts, no `host` and no `group`.

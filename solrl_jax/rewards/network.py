@@ -37,7 +37,8 @@ class NetworkReward(Reward):
     Attributes:
         params: The parameters by the name of the network: a nested dictionary of arrays each, or of
             abstract arrays in a plan. None before `load`.
-        networks: The networks by name, without parameters.
+        networks: The networks by the name under which `params` has their parameters, e.g. "clip".
+            They are `Component`s, which know their files and hold no parameters.
     """
 
     params: Any = None
@@ -61,8 +62,8 @@ class NetworkReward(Reward):
 
         Raises:
             FileNotFoundError: If a file is missing.
-            ValueError: If a file cannot be read, or tensors do not fit the network. The message
-                lists all such tensors.
+            ValueError: If a file cannot be read, or has other tensors or shapes than the network.
+                The message lists all such tensors.
         """
         place = None if mesh is None else sharding.placement(mesh)
 
@@ -87,16 +88,17 @@ def open_network(
             `rngs`. It is only traced for its shapes.
         source: A safetensors file, or a directory with safetensors files. Nothing is checked for a
             path in the package's directory of configurations (`storage.hub.CARRIED`).
-        locate: Finds the tensors in `source`. By default they have the names of transformers and
-            diffusers, which are those of the network's modules.
+        locate: A function (source, abstract state of the network) -> the table of its parameters,
+            and the position of each tensor in the files by name. By default the tensors have the
+            names of transformers and diffusers, which are those of the network's modules.
 
     Returns:
         The network without its parameters.
 
     Raises:
         FileNotFoundError: If a file is missing.
-        ValueError: If a file or an index cannot be read, or tensors do not fit. The message lists
-            all such tensors.
+        ValueError: If a file or an index cannot be read, or has other tensors or shapes than the
+            network. The message lists all such tensors.
     """
     component = Component.from_builder(source, build, locate)
     if not hub.is_carried(source):

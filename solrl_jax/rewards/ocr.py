@@ -34,16 +34,17 @@ def ocr(
 ) -> Float[np.ndarray, " n"]:
     """Scores whether the words that a prompt asks for can be read in each image.
 
-    The words are those under "text" in the metadata, or else in the first double quotes of the
-    prompt (see the function `target`). Spaces and case do not count. The score is 1 if the words
-    are a part of the text that is read. Otherwise each edit between both costs its fraction of the
-    length of the words, and the lowest score is 0, see `similarity`.
+    The words are those under "text" in the metadata, or else between the first two double quotes of
+    the prompt. Spaces and case do not count. The score is 1 if the words are a part of the text
+    that is read. Otherwise it is 1 less the Levenshtein distance between both over the number of
+    characters of the words, at least 0.
 
     Args:
         images: Images [n, H, W, 3] in [0, 1]. One with a non-finite value scores NaN and is not
             read.
-        prompts: The prompt of each image.
-        metadata: The metadata of each prompt.
+        prompts: The prompt of each image, with the words in double quotes unless the metadata has
+            them.
+        metadata: The metadata of each prompt. The words are the text under "text", if it is there.
         threads: The number of threads of the engine in this process, at least 1. Several worker
             processes score at once.
 
@@ -70,9 +71,9 @@ def check(prompt: str, metadata: Metadata, **options: Any) -> None:
     """Checks that there are words for an image to show.
 
     Args:
-        prompt: The prompt.
-        metadata: Its metadata.
-        options: The options of `ocr`, which are not read.
+        prompt: The prompt, which has the words in double quotes unless the metadata has them.
+        metadata: Its metadata. The words are the text under "text", unless it is missing or None.
+        options: The options of `ocr`, which have no effect here.
 
     Raises:
         ValueError: If there are no words. The message names the prompt.

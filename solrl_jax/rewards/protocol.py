@@ -61,10 +61,10 @@ class HostReward:
     depend on the other images. Whatever the function returns for an image with a non-finite value
     is replaced by NaN. The constructor checks nothing.
 
-    A groupwise reward is called with all images of a group of one prompt instead
-    (`rewards.groups`), and their scores may depend on each other. A pairwise one is called as
-    f(first, second, prompts, metadata, **options) with n pairs of images of a group whose values
-    are all finite, and returns n preferences in [0, 1] for the image in `first`.
+    A groupwise reward is called with all images of a group of candidates of one prompt instead, and
+    their scores may depend on each other. A pairwise one is called as f(first, second, prompts,
+    metadata, **options) with n pairs of images of a group whose values are all finite, and returns
+    n preferences in [0, 1] for the image in `first`.
 
     Attributes:
         name: The name of the reward in the configuration, e.g. "ocr", "module:function" or a URL.
@@ -77,9 +77,9 @@ class HostReward:
         check: Is called with each prompt of a run (`Prompt`), and raises ValueError for one that
             the function cannot score. By default every prompt is accepted.
         groupwise: Whether the function scores the images of a group relative to each other.
-        pairwise: Whether it compares two images. Each image of a group then scores its win rate
-            (`rewards.groups.win_rates`), and other scores that it returns are dropped. It wins over
-            `groupwise`.
+        pairwise: Whether it compares two images. Each image of a group then scores its win rate,
+            the mean preference over the other images with both orders averaged, and other scores
+            that it returns are dropped. It wins over `groupwise`.
     """
 
     name: str
@@ -104,7 +104,7 @@ class HostRewards:
     Two objects are equal only if they are the same object.
 
     Attributes:
-        rewards: The rewards.
+        rewards: The rewards outside JAX, at least one, with different names.
         weights: The weights of their scores in the weighted sum, by the name of the score, e.g.
             "ocr" or "geneval/strict". Scores without a weight are only recorded.
         workers: The number of worker processes on each host, at least 1.
@@ -134,11 +134,11 @@ class Reward:
         prepare: Turns a sequence of prompts into a pytree of arrays with one row per prompt. It
             runs on the host.
         score: A function (params, inputs, prepared) -> `Scores`, a dict of arrays [b] with the key
-            "reward" and the keys in `others`. The field `inputs` decides the argument `inputs`, and
-            `prepared` has one row per image: the row of its prompt. The function is traced by jit
-            with rows divided over the mesh, so the score of an image must not depend on the other
-            images, unless `groupwise` is set. None: nothing is scored inside JAX except by `group`;
-            `host` or `group` is required then.
+            "reward" and the keys in `others`. Its argument `inputs` is the images, the latents or
+            both, as the field `inputs` says, and `prepared` has one row per image: the row of its
+            prompt. The function is traced by jit with rows divided over the mesh, so the score of
+            an image must not depend on the other images, unless `groupwise` is set. None: nothing
+            is scored inside JAX except by `group`; `host` or `group` is required then.
         others: Names of the scores beside "reward", which can be watched or trained on too.
         host: Rewards outside JAX that are scored in addition. Only weighted sums have them.
         check: Is called with a `Prompt`, and raises ValueError if the reward cannot score it. It
@@ -150,9 +150,11 @@ class Reward:
         groupwise: Whether `score` is called with all images of a group of one prompt, on every
             device alike, and returns scores that may depend on each other: ranks or win rates
             (`rewards.groups.round_robin`).
-        group: Groupwise rewards that are scored in addition. Only weighted sums have one.
+        group: A weighted sum of groupwise rewards that is scored in addition, or None. Only
+            weighted sums have one.
         group_size: The most candidates of a prompt in a group, 24 (`GROUP_SIZE`) by default. Only
-            that of the weighted sum in `group` is read, which gets it from `reward.group_size`.
+            that of the weighted sum in `group` has an effect; it is `reward.group_size` of the
+            configuration.
 
     Raises:
         ValueError: If `inputs` has another value, `others` is not a tuple of strings, `prepare` or
@@ -307,8 +309,8 @@ def check_prompts(reward: Reward, prompts: Sequence[Prompt], field: str) -> None
     """Checks that a reward can score every prompt, by calling `reward.check` with each.
 
     Args:
-        reward: The reward.
-        prompts: The prompts; none pass.
+        reward: The reward, of which only the field `check` is called.
+        prompts: The prompts. Without any, nothing is checked.
         field: The setting that names their file, for messages, e.g. "prompts.train".
 
     Raises:

@@ -64,8 +64,8 @@ class InJax:
     Attributes:
         open: Opens the reward, given the setting `reward.paths` (or `sources.CARRIED` for a plan).
             It finds and checks the files, downloads those of the hub that are missing, and reads no
-            weights. It raises ValueError (InputError among them) if a file is missing or does not
-            fit.
+            weights. It raises ValueError (InputError among them) if a file is missing or has other
+            tensors than its network.
         others: The names of the scores that the reward returns beside "reward".
     """
 
@@ -126,8 +126,9 @@ class OpenedRewards:
     Attributes:
         settings: The section "reward" of the configuration.
         dtype: The dtype of the matmuls of scoring networks: float32, float16 or bfloat16.
-        rewards: The rewards that the scores of the configuration belong to, by name, in
-            sorted order. Networks have no parameters yet.
+        rewards: By name, in sorted order, each reward that a score in `settings.weights`,
+            `settings.eval_only` or `explore` belongs to: "geneval" for "geneval/strict". Networks
+            have no parameters yet.
         explore: `rollout.explore.reward`: weights of the scores that rank candidates. None: the
             trained reward ranks them.
     """
@@ -147,14 +148,15 @@ class OpenedRewards:
                 and the arrays of other rewards stay where they are.
 
         Returns:
-            The rewards that are trained on, evaluated and used to rank candidates. They share the
-            parameters, which are read once.
+            Three weighted sums: `trained`, which is trained on; `evaluated`, which also computes
+            the scores in `eval_only`; and `explored`, which ranks candidates, or None if `explore`
+            is None. They share the parameters, which are read once.
 
         Raises:
             InputError: If the parameters of a user's reward cannot be placed on the mesh.
             OSError: If a file of a released network cannot be read any more.
-            ValueError: If such a file has changed since it was checked and does not fit the
-                network.
+            ValueError: If such a file has changed since it was checked and has other tensors or
+                shapes than the network.
         """
         loaded: dict[str, Reward | HostReward] = dict(self.rewards)
         for name, reward in self.rewards.items():
@@ -182,16 +184,18 @@ class OpenedRewards:
         """Returns a weighted sum that also computes other scores.
 
         Args:
-            rewards: The loaded rewards by name. Those without a score in the sum are left out.
+            rewards: The loaded rewards by name. Only those with a score in `weights` or `watched`
+                are taken.
             weights: The weight of each score, by "REWARD" or "REWARD/OTHER".
             watched: The names of scores without a weight that are computed, too.
 
         Returns:
             The `mixture` of the rewards inside JAX that score each image alone. Its `group` is the
             `mixture` of the groupwise ones, and its `host` has the rewards outside JAX with their
-            weights; each is None if there are none. The workers, the timeout, the treatment of
-            failures and the size of groups are those of the section "reward". The `others` of a
-            reward outside JAX, which it must return, are extended by the scores that the sum names.
+            weights; each is None if there are none. Both have the `group_size` of the settings, and
+            `host` their `workers`, `timeout` and `on_failure`. The `others` of a reward outside
+            JAX, which it must return, are its own and all further scores of it in `weights` and
+            `watched`.
         """
         scores = (*weights, *watched)
         settings = self.settings
@@ -258,9 +262,11 @@ def open_rewards(
             None: the trained reward ranks them.
 
     Returns:
-        The opened rewards. "judge" and each name that begins with "judge-" is a judge, any other
-        name of `REWARDS` a reward of the package, one that begins with "http://" or "https://" a
-        service, and any other one a user's function or an entry point.
+        The opened rewards: the arguments, and a `Reward` or `HostReward` by name for each reward
+        that a score in `settings.weights`, `settings.eval_only` or `explore` belongs to. "judge"
+        and each name that begins with "judge-" is a judge, any other name of `REWARDS` a reward of
+        the package, one that begins with "http://" or "https://" a service, and any other one a
+        user's function or an entry point.
 
     Raises:
         InputError: If `reward.paths`, `reward.weights`, `reward.eval_only`,
@@ -315,15 +321,17 @@ def open_function(
 
     The function may have an attribute `check`, which is called as check(prompt, metadata,
     **options) and raises ValueError for a prompt that the function cannot score. A true attribute
-    `groupwise` or `pairwise` says that it compares images, see `HostReward`. The working directory
-    is appended to `sys.path` unless it is there.
+    `groupwise` says that it scores the candidates of a prompt relative to each other, and a true
+    `pairwise` that it compares two images. The working directory is appended to `sys.path` unless
+    it is there.
 
     Args:
-        name: The name of the reward.
+        name: The name of the reward in the configuration, which the result gets.
         target: The function, as "module:function". It is called with (images, prompts, metadata),
             or with (first, second, prompts, metadata) if it is pairwise.
-        options: Its keyword arguments.
-        others: The names of the scores that it must return beside "reward". None: unknown.
+        options: Its keyword arguments by name.
+        others: The names of the scores that it must return beside "reward", e.g. ("strict",). None:
+            unknown.
 
     Returns:
         The reward, with at most `MAX_BATCH` (16) images or pairs in a call.
@@ -397,7 +405,7 @@ def open_service(url: str, options: Options, timeout: float) -> HostReward:
     """Opens a reward service. No request is sent.
 
     Args:
-        url: The address of the service, http://HOST:PORT/PATH or the same with https.
+        url: The address of the service, http://HOST:PORT/PATH or https://HOST:PORT/PATH.
         options: May have "batch", the most images in one request, an integer of at least 1; 16
             (`MAX_BATCH`) without it.
         timeout: Seconds that one request may take.
@@ -430,7 +438,8 @@ def open_judge_reward(name: str, options: Options, workers: int) -> HostReward:
 
     Args:
         name: "judge" or "judge-NAME".
-        options: See `judge.settings.JudgeSettings`.
+        options: Values of JSON by the name of a field of `judge.settings.JudgeSettings`; "base_url"
+            and "model" are required.
         workers: The number of worker processes, at least 1. Each gets an equal part of the option
             `concurrency`, rounded down, but at least 1.
 
@@ -440,9 +449,9 @@ def open_judge_reward(name: str, options: Options, workers: int) -> HostReward:
         several.
 
     Raises:
-        InputError: If an option is not accepted (`judge.settings.open_judge`), if the package
-            openai or httpx2 is not installed, or if the directory of the cache is a file or needs a
-            home directory that the user does not have.
+        InputError: If an option is missing, unknown or not accepted, if the question cannot be
+            read, if the package openai or httpx2 is not installed, or if the directory of the cache
+            is a file or needs a home directory that the user does not have.
         PermissionError: If a parent of that directory may not be searched.
     """
     missing = [package for package in ("openai", "httpx2") if not find_spec(package)]
@@ -546,9 +555,11 @@ def _check_scores(
     """Checks that settings name only scores that their reward has.
 
     Args:
-        fields: The scores that each setting names.
-        others: The names of the scores beside "reward" of each reward that the settings use, by the
-            name of the reward. None: unknown, so that every score of this reward passes.
+        fields: The names of the scores in each setting, by its dotted name, e.g. {"reward.weights":
+            ("geneval/strict", "pickscore")}. All of them are checked.
+        others: By the name of each reward that these scores belong to, the names of its scores
+            beside "reward", e.g. {"geneval": ("strict",), "pickscore": ()}. None: unknown, so that
+            every score of this reward passes.
 
     Raises:
         InputError: If a setting names an unknown score. The message lists the unknown scores and
@@ -574,8 +585,10 @@ def _field(fields: Mapping[str, Sequence[str]], names: Sequence[str]) -> str:
     """Returns the first setting that names one of some rewards or scores, for messages.
 
     Args:
-        fields: The scores that each setting names.
-        names: Names of rewards or of scores. A setting names one of them.
+        fields: The names of the scores in each setting, by its dotted name, e.g. {"reward.weights":
+            ("geneval/strict",)}.
+        names: Names of rewards or of scores, e.g. "geneval" or "geneval/strict". At least one
+            setting has one of them, or a score of such a reward.
 
     Returns:
         The name of the setting, e.g. "reward.weights".

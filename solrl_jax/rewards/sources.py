@@ -20,11 +20,14 @@ FOLDER = "weights"
 
 @dataclasses.dataclass(frozen=True)
 class Hub:
-    """A repository of the hub. A path may name a directory or another repository instead.
+    """A repository of the hub from which a reward's files come by default.
+
+    An entry of `reward.paths` may name a directory or another repository instead.
 
     Attributes:
         name: The name of the repository, OWNER/NAME.
-        files: The names of the files that are read. All of them are required.
+        files: The names of the files in it that the reward needs, e.g. "config.json". All are
+            required.
     """
 
     name: str
@@ -35,7 +38,7 @@ class Hub:
 class Converted:
     """A safetensors file that `solrl convert` makes from a released pickle.
 
-    A path may name the file or its directory.
+    An entry of `reward.paths` may name the file or its directory; by default it is in `weights/`.
 
     Attributes:
         file: The name of the safetensors file, without a directory.
@@ -107,8 +110,9 @@ def _find_converted(name: str, source: Converted, paths: Mapping[str, str]) -> P
     """Returns the safetensors file of a source. Its contents are not read.
 
     Args:
-        name: The name of the source in `SOURCES`.
-        source: The source.
+        name: The key of the source in `SOURCES`, e.g. "hpsv2".
+        source: `SOURCES[name]`: the file name, and for the message the released file and its
+            address.
         paths: The setting `reward.paths`: files, or directories with a file of the name
             `source.file`, by the name of the source. Without an entry: `source.file` in the folder
             "weights" of the working directory.
@@ -135,11 +139,11 @@ def _find_in_hub(name: str, source: Hub, paths: Mapping[str, str]) -> Path:
     If HF_HUB_OFFLINE is set, the local cache is searched instead.
 
     Args:
-        name: The name of the source in `SOURCES`.
-        source: The source.
+        name: The key of the source in `SOURCES`, e.g. "pickscore/tokenizer".
+        source: `SOURCES[name]`: the repository by default, and the files that must be there.
         paths: The setting `reward.paths`: directories, or names of repositories (OWNER/NAME), by
-            the name of the source. Without an entry: `source.name`. A directory that exists is
-            preferred to a repository of the same name.
+            the key of the source. Without an entry: `source.name`. A directory that exists is
+            preferred to a repository whose name is the same text.
 
     Returns:
         The directory, in which every file of `source.files` exists.

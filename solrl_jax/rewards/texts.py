@@ -25,7 +25,8 @@ def open_tokenizer(folder: Path) -> Any:
         folder: The folder, with `tokenizer_config.json` and the files of a transformers tokenizer.
 
     Returns:
-        A transformers tokenizer, or `NoVocabulary` for a folder that is carried for plans.
+        A transformers tokenizer, or `NoVocabulary`, a stand-in without a vocabulary, for a folder
+        of the package's configurations, which plans use.
 
     Raises:
         InputError: If the folder or its `tokenizer_config.json` is missing, or transformers cannot
@@ -58,17 +59,19 @@ def tokenize_as_open_clip(
 ) -> dict[str, np.ndarray]:
     """Tokenizes prompts as OpenCLIP does, with CLIP's vocabulary.
 
-    A prompt is cleaned (`clean`) and put between the begin and the end token. Tokens of the prompt
-    beyond `length` - 2 are dropped, so that the end token stays. The rest is padded with zeros. No
-    token is masked, because the text tower is causal and reads the state at the end token.
+    A prompt is cleaned (repaired encodings, HTML entities resolved, single spaces, lower case; see
+    `clean`) and put between the begin and the end token. Tokens of the prompt beyond `length` - 2
+    are dropped, so that the end token stays. The rest is padded with zeros. No token is masked,
+    because the text tower is causal and reads the state at the end token.
 
     Args:
         folder: The folder of a CLIP tokenizer.
         length: The number of tokens per prompt, at least 2.
-        prompts: The prompts.
+        prompts: The texts of the prompts; there may be none.
 
     Returns:
-        "ids" [prompts, length], int32, and "mask" [prompts, length], bool, all true.
+        A dict: "ids", the token ids, int32 [prompts, length], and "mask", bool [prompts, length],
+        all true.
 
     Raises:
         InputError: If the tokenizer cannot be loaded.

@@ -26,9 +26,10 @@ def cache_key(identity: Mapping[str, Any], prompt: str, images: list[str]) -> st
     """Returns the key of a request: a SHA-256 hash of its arguments and `VERSION`, 64 hex digits.
 
     Args:
-        identity: All that a score depends on beside prompt and images, as JSON values
-            (`Judge.identity`). The order of its keys has no influence.
-        prompt: The prompt.
+        identity: All that a score depends on beside prompt and images, as JSON values by name: the
+            model, the question and further options (`Judge.identity`). The order of its keys has no
+            influence.
+        prompt: The prompt of the image or pair.
         images: A hash of the pixels of each image, in order: one, or two that are compared.
 
     Raises:

@@ -39,7 +39,8 @@ def find_key(settings: JudgeSettings) -> str:
     and JUDGE_API_KEY for others.
 
     Args:
-        settings: The address of the endpoint and the name of the variable are read.
+        settings: The options of the judge: `base_url` has the host of the endpoint, and
+            `api_key_env` the name of the variable, or None for the default variable.
 
     Returns:
         The key; "none" if there is none or an empty one, which local servers accept.
@@ -111,10 +112,11 @@ class Client:
     """
 
     def __init__(self, settings: JudgeSettings, concurrency: int) -> None:
-        """Opens no connection yet. Reads the API key (`find_key`).
+        """Opens no connection yet. Looks up the API key in ~/.netrc and the environment.
 
         Args:
-            settings: The address, the model and the limits.
+            settings: The options of the judge. `base_url`, `api_key_env`, `request_timeout` and
+                `retries` decide the connection; `model`, `seed` and `extra` go into every request.
             concurrency: The most requests at once, at least 1. Further ones wait.
         """
         self._settings = settings
@@ -241,7 +243,11 @@ class _RefusedAnswer(BaseException):
 
 
 class _BoundedStream(httpx2.AsyncByteStream):
-    """The body of an answer, read as it arrives. More than 2**20 bytes (`MOST`) raise Failure."""
+    """The body of an answer, read as it arrives. It is given up after 2**20 bytes (`MOST`).
+
+    Iterating over it yields the parts of the body, and raises `_RefusedAnswer` when they have more
+    bytes together; the part that is too much is not yielded.
+    """
 
     def __init__(self, stream: Any) -> None:
         """Wraps a stream, and reads nothing yet.
@@ -300,12 +306,13 @@ def _first_tokens(logprobs: Any) -> list[tuple[str, float]] | None:
     """Returns the tokens that the first token of an answer could have been.
 
     Args:
-        logprobs: The field of this name in an answer.
+        logprobs: The field "logprobs" of a choice in an answer: a dict with the list "content", of
+            which the first entry is that of the first token; or None.
 
     Returns:
-        Tokens and the natural logarithms of their probabilities, in the order of the answer: those
-        of "top_logprobs", or the one that was chosen if there are none. None if the answer has no
-        log-probabilities. Infinite ones pass.
+        Tokens and the natural logarithms of their probabilities, in the order of the answer: the
+        entries of "top_logprobs", or only the token that was chosen if there are none. None if the
+        answer has no log-probabilities. Infinite ones pass.
 
     Raises:
         TypeError, LookupError, AttributeError: If the field is not as OpenAI defines it, or a

@@ -64,10 +64,11 @@ def probe(judge: Judge) -> Support:
     written to it. It starts an event loop, so it cannot be called while one runs in this thread.
 
     Args:
-        judge: The judge. The API key is looked up as for a run (`client.find_key`).
+        judge: The judge. The API key comes from ~/.netrc or the environment, as in a run.
 
     Returns:
-        The findings. `problem` is set if the judge cannot score with this endpoint.
+        What the first answered request had, and its answer. `problem` is set if the judge cannot
+        score with this endpoint.
 
     Raises:
         Failure: If no request was answered with a chat completion. Only a status of 4xx leads to

@@ -44,16 +44,18 @@ def judge(
     """Asks a judge about each image, in a worker process.
 
     Sends one request per image that is not in the cache, and stores its scores there. Equal images
-    with equal prompts are one request. Also counts (`rewards.usage`) "cached", "failures" and what
-    `Client.ask` counts. Requests still without an answer fail when 9/10 of the seconds that are
-    left to this call have passed. The cache and the connection stay open for the next call.
+    with equal prompts are one request. Also adds to the counters (`rewards.usage`) "cached",
+    "failures", "requests", "request_seconds", "retries", "prompt_tokens" and "completion_tokens".
+    Requests still without an answer fail when 9/10 of the seconds that are left to this call have
+    passed. The cache and the connection stay open for the next call.
 
     Args:
         images: Images [n, H, W, 3] in [0, 1]; finite values outside are clipped. One with a
             non-finite value is not sent and scores NaN.
         prompts: The prompts of the n images.
-        metadata: Only its length is read, which must be n.
-        options: The judge as `Judge.to_json` wrote it, one that does not compare images.
+        metadata: The metadata of the n prompts, which has no effect.
+        options: The judge (its options, question and criteria) as JSON text that `Judge.to_json`
+            wrote. It must not be one that compares images.
         concurrency: The most requests of this process at once, at least 1.
 
     Returns:
@@ -61,8 +63,8 @@ def judge(
         criterion.
 
     Raises:
-        Failure: If an image could not be scored. It has the scores of the others (NaN where there
-            is none), which are in the cache as well. Also, without scores, if the cache cannot be
+        Failure: If images could not be scored. It has the scores of the others, with NaN for these;
+            the scores are in the cache as well. Also, without scores, if the cache cannot be
             opened.
         ValueError: If the images are not RGB, the numbers of arguments differ, or `options` is no
             such text.
@@ -88,16 +90,19 @@ def compare(
 ) -> Float[np.ndarray, " n"]:
     """Asks a judge which of two images it prefers, in a worker process.
 
-    Sends one request per pair that is not in the cache, and stores its preference there. Counters,
-    deadline and connection are those of `judge`.
+    Sends one request per pair that is not in the cache, and stores its preference there. Equal
+    pairs with equal prompts are one request. Requests still without an answer fail when 9/10 of the
+    seconds that are left to this call have passed. Also adds to the counters (`rewards.usage`) that
+    `judge` adds to. The cache and the connection stay open for the next call.
 
     Args:
         first: Images [n, H, W, 3] in [0, 1], which are sent first; finite values outside are
             clipped.
         second: The n images to compare them with, row by row. They may have another size.
         prompts: The prompts of the n pairs.
-        metadata: Only its length is read, which must be n.
-        options: The judge as `Judge.to_json` wrote it, one that compares images (`Judge.compares`).
+        metadata: The metadata of the n prompts, which has no effect.
+        options: The judge (its options and question) as JSON text that `Judge.to_json` wrote, one
+            that compares images (`Judge.compares`).
         concurrency: The most requests of this process at once, at least 1.
 
     Returns:
@@ -105,9 +110,9 @@ def compare(
         either image has a non-finite value.
 
     Raises:
-        Failure: If a pair could not be compared. It has the preferences of the others as "reward"
-            (NaN where there is none), which are in the cache as well. Also, without scores, if the
-            cache cannot be opened.
+        Failure: If pairs could not be compared. It has the preferences of the others as "reward",
+            with NaN for these; the preferences are in the cache as well. Also, without scores, if
+            the cache cannot be opened.
         ValueError: If the images are not RGB, the numbers of arguments differ, or `options` is no
             such text.
         InputError: If the cache's directory is a file, or there is no home directory for it.
@@ -208,8 +213,8 @@ class Service:
             prompts: The prompt of each row.
 
         Returns:
-            Float32 arrays [rows] in [0, 1] by name: "reward" and `Judge.others`. NaN in rows
-            without a request.
+            Float32 arrays [rows] in [0, 1] by name: "reward" and, for a judge with several
+            criteria, each criterion (`Judge.others`). NaN in rows without a request.
 
         Raises:
             Failure: If a row has no score. It has the arrays, with NaN in the rows that failed, and
@@ -236,10 +241,11 @@ class Service:
     async def _gather(
         self, sent: Sequence[tuple[_Sent, ...] | None], prompts: Sequence[str]
     ) -> list[dict[str, float] | Failure | None]:
-        """Makes the requests of `score_all`, at most `concurrency` at once, and equal ones once.
+        """Makes the requests of all rows, at most `concurrency` at once, and equal ones once.
 
         Args:
-            sent: The images of each row; None for a row without a request.
+            sent: For each row one image, or two if the judge compares; None for a row without a
+                request.
             prompts: The prompt of each row.
 
         Returns:
@@ -281,14 +287,15 @@ class Service:
         Counts "cached" (`rewards.usage`) in the first case, and stores the scores in the second.
 
         Args:
-            key: Its key in the cache.
+            key: The key under which the cache has the scores of this row, from `cache_key`.
             images: The images: one, or two that are compared.
-            prompt: Their prompt.
+            prompt: The prompt of the row.
             deadline: The time of the event loop, in seconds, at which the request fails in any
                 case.
 
         Returns:
-            "reward" and `Judge.others` by name; from the cache, possibly others too.
+            The scores in [0, 1] by name: "reward" and, for a judge with several criteria, each
+            criterion (`Judge.others`); from the cache, possibly others too.
 
         Raises:
             Failure: If the endpoint gives no answer or one without a score, or the cache cannot be
@@ -349,15 +356,19 @@ class Service:
         return fields
 
     def scores(self, answer: Answer) -> dict[str, float]:
-        """Returns the scores of an answer by name, in [0, 1]: "reward" and `Judge.others`.
+        """Returns the scores of an answer by name, in [0, 1].
 
         Args:
-            answer: The answer. Its text is read for the score "json", else its log-probabilities.
+            answer: The answer. For the score "json" its text has the numbers; for "digits", "yes"
+                and "preference" the log-probabilities of its first token decide.
+
+        Returns:
+            "reward" and, for a judge with several criteria, the scaled number of each criterion.
 
         Raises:
-            Failure: If the answer has no log-probabilities where they are read, its accepted tokens
-                together have a probability below 0.05, or its text is not the expected JSON
-                (`scoring`).
+            Failure: If the answer has no log-probabilities although the score needs them, its
+                accepted tokens (such as "yes" and "no") together have a probability below 0.05, or
+                its text is no JSON object with a number in its range for each criterion.
         """
         settings = self._judge.settings
         if settings.score == "json":

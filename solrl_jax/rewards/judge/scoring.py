@@ -137,8 +137,8 @@ def _masses(tokens: Tokens, words: list[str]) -> dict[str, float]:
 
     Args:
         tokens: Pairs (token, natural logarithm of its probability) for the first token of the
-            answer. A token is read in lower case, without white space and the marks "▁" and "Ġ" at
-            its ends. A logarithm above 0 counts as 0.
+            answer. Tokens are compared with the words in lower case, without white space and the
+            marks "▁" and "Ġ" at their ends. A logarithm above 0 counts as 0.
         words: The accepted words in lower case, at least two.
 
     Returns:

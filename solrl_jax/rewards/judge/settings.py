@@ -160,35 +160,39 @@ class JudgeSettings(Section):
         prompt: The question: "alignment", "alignment-digits", "text", "aesthetics", "rubric" or
             "preference", which the package has, or a text file in which {prompt} stands for the
             prompt of the image. A leading `~` is expanded.
-        score: How an answer is scored, see `judge.scoring`. "digits" (the expected digit), "yes"
-            (the probability of yes) and "preference" (that of the first of two images) read the
-            log-probabilities of the first token; "json" reads numbers from the text. None: as the
+        score: How an answer is scored. "digits" (the expected digit), "yes" (the probability of yes
+            against no) and "preference" (that of the first of two images) use the log-probabilities
+            of the first token of the answer; "json" takes numbers from its text. None: as the
             question of the package says; a question of yours needs one.
-        scale: Lowest and highest number of the answer for "digits" (two digits, 0 to 9) and for
-            "json" without criteria, the lowest first. None: 1 and 5. Must be None for "yes" and
-            "preference"; not read for "json" with criteria.
+        scale: Lowest and highest number of the answer, the lowest first: for "digits" (two digits,
+            0 to 9), and for "json" without criteria. None: 1 and 5. Must be None for "yes" and
+            "preference"; no effect for "json" with criteria.
         criteria: For "json", the lowest and the highest number of each criterion by its name, which
-            is not empty and not "reward". Empty: those of the question, or one with the name
-            "score" and the range `scale`. Must be empty for the other scores.
+            is not empty and not "reward". Empty: with the question "rubric" alignment, coherence
+            and style, from 1 to 5 each; with another one a single criterion with the name "score"
+            and the range `scale`. Must be empty for the other scores.
         structured: Whether "json" asks the endpoint to follow the schema of the criteria
-            (`response_format`). The other scores do not read it.
+            (`response_format`). No effect for the other scores.
         image_size: Longest side in pixels, 1 to 16384, of the images that are sent; larger ones are
             reduced, smaller ones stay. None: all stay.
         image_format: "png" without loss, or "jpeg" of quality 95, which is about a fifth of the
             size.
-        max_tokens: Most tokens of an answer, at least 1. None: 1 where log-probabilities are read,
-            else 256. Must be None if `extra` has max_completion_tokens; then no max_tokens is sent.
+        max_tokens: Most tokens of an answer, at least 1. None: 256 for "json", else 1. Must be None
+            if `extra` has max_completion_tokens; then no max_tokens is sent.
         seed: Seed of every request, from 0 to 2^31 - 1. The temperature is 0.
-        extra: Further fields of the body of a request, values of JSON, e.g. chat_template_kwargs of
-            vLLM. The names in `RESERVED`, and names that may be those of secrets (which contain
-            "key", "token", "secret", "pass", "auth" or "header" and are not in `TOKEN_FIELDS`), are
-            refused.
+        extra: Further fields of the body of a request, values of JSON by name, e.g.
+            chat_template_kwargs of vLLM. Refused are the fields that the judge sets itself
+            (`RESERVED`: "model", "messages", "stream", "n", "seed", "temperature", "max_tokens",
+            "logprobs", "top_logprobs" and "response_format"), and names that may be those of
+            secrets: they contain "key", "token", "secret", "pass", "auth" or "header", and are not
+            in `TOKEN_FIELDS`, such as "min_tokens".
         concurrency: Most requests at once, 1 to 4096, of all worker processes of a host together.
             Each process sends at least one.
         request_timeout: Seconds, above 0 and at most 1e6, until an unanswered request is sent
             again. `reward.timeout` bounds a whole call (up to 64 images, or all pairs of a group)
             with all its attempts.
-        retries: How often, 0 to 100, a request is sent again, see `Client.ask`.
+        retries: How often, 0 to 100, a request is sent again if there is no connection, no answer
+            within `request_timeout`, or the status 408, 409, 429 or 5xx.
         cache: Directory of the scores that were paid for (`judge.cache`). "": `solrl_jax/judge` in
             the user's cache directory (XDG_CACHE_HOME, by default ~/.cache). None: no cache.
         api_key_env: Name of the environment variable with the API key. None: OPENAI_API_KEY for
@@ -251,7 +255,8 @@ class Judge:
         """Returns the judge in a text that `to_json` returned. The options are checked again.
 
         Args:
-            text: The text.
+            text: JSON text with the keys "settings" (the options by name), "question" and
+                "criteria" ([lowest, highest] by name).
 
         Raises:
             ValueError: If the text is not JSON, or an option is not accepted (pydantic's error).
@@ -264,8 +269,9 @@ class Judge:
     def identity(self) -> dict[str, Any]:
         """Returns all that a score depends on beside the images and the prompt, as JSON values.
 
-        The dict has the options named in `IDENTITY`, the question and the criteria. The endpoint is
-        not among them, because a model is assumed to have the same name wherever it is served.
+        The dict has the options "model", "score", "scale", "structured", "image_format",
+        "max_tokens", "seed" and "extra" (`IDENTITY`), and "question" and "criteria". The endpoint
+        is not among them, because a model is assumed to have the same name wherever it is served.
         `image_size` is not either, because the cache hashes the pixels after they were reduced.
         """
         settings = dataclasses.asdict(self.settings)
@@ -281,15 +287,18 @@ def open_judge(name: str, options: Mapping[str, Any]) -> Judge:
 
     Args:
         name: The name of the reward, for messages: "judge" or "judge-NAME".
-        options: Its options by name, values of JSON, see `JudgeSettings`. "base_url" and "model"
-            are required.
+        options: Its options, values of JSON by the name of a field of `JudgeSettings`. "base_url"
+            and "model" are required; the others have defaults.
 
     Returns:
-        The judge, with the options that depend on the question filled in.
+        The judge: its options, in which `score`, `scale` and `max_tokens` are set where the
+        question or the score decides their default; the text of the question; and its criteria.
 
     Raises:
-        InputError: If an option is missing, unknown or not accepted, if options do not fit each
-            other, or if the file of the question cannot be read (`templates.read_template`).
+        InputError: If an option is missing, unknown or not accepted; if `score` is None for a
+            question of the user's; if `scale`, `criteria` or `max_tokens` is not allowed with the
+            score or with `extra`; or if the question is neither one of the package nor a UTF-8 text
+            file that can be used.
     """
     field = f"reward.options.{name}"
     fields = [entry.name for entry in dataclasses.fields(JudgeSettings)]
@@ -335,12 +344,13 @@ def _criteria(
 
     Args:
         score: "digits", "yes", "json" or "preference".
-        settings: The options, with `scale` filled in for "json".
-        template: The question.
+        settings: The options: their `criteria` come first. `scale` must be set if `score` is
+            "json".
+        template: The question, whose criteria count if the options have none.
 
     Returns:
-        For "json" the criteria of the options, else those of the question, else {"score": `scale`}.
-        {} for the other ways to score.
+        For "json", (lowest, highest) number of each criterion by its name: from the options, else
+        from the question, else {"score": `scale`}. {} if `score` is another one.
     """
     if score != "json":
         return {}
@@ -380,7 +390,7 @@ def _check_criteria(field: str, score: str, settings: JudgeSettings) -> None:
     Args:
         field: The dotted name of the options, for messages.
         score: "digits", "yes", "json" or "preference".
-        settings: The options, of which `criteria` is read.
+        settings: The options, whose `criteria` are checked. Empty ones pass with every score.
 
     Raises:
         InputError: If there are criteria and `score` is not "json"; or if a criterion has no name

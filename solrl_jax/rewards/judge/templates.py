@@ -27,10 +27,12 @@ class Template:
     Attributes:
         text: The question, in which {prompt} stands for the prompt of the image. It need not occur,
             as in a question about aesthetics.
-        score: "digits", "yes", "json" or "preference", see `judge.scoring`. None: the question is a
-            user's, and the options say it.
-        criteria: For "json", (lowest, highest) of each criterion by its name. Empty: those of the
-            options.
+        score: How an answer is scored: "digits" (the expected digit), "yes" (the probability of
+            yes), "json" (numbers in its text) or "preference" (the probability that the first of
+            two images is preferred). None: the question is a user's, and the option `score` says
+            it.
+        criteria: For "json", (lowest, highest) number of each criterion by its name, which apply if
+            the option `criteria` is empty. Empty: the question has none of its own.
     """
 
     text: str
