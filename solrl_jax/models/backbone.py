@@ -88,7 +88,7 @@ class Backbone:
         Raises:
             ValueError: while tracing, if the network does not support the size of the latents, or
                 `fp8_attention` is set for SANA, Qwen-Image or Z-Image.
-            KeyError: while tracing, if `pipeline.remat` is none of its three values.
+            KeyError: while tracing, if `pipeline.remat` is not "none", "matmuls" or "blocks".
         """
         time = jnp.broadcast_to(time, latent.shape[:1])
         return self.pipeline.velocity(

@@ -129,7 +129,7 @@ class Pipeline(abc.ABC):
             latent: noisy latents, in the dtype to compute in.
             conditioning: encoded prompts by name, one row per latent, as returned by `encode_text`:
                 for example "text" [b, tokens, features].
-            timestep: `1000 sigma` of each latent, in [0, 1000].
+            timestep: 1000 times the noise level sigma, from 0 to 1, of each latent.
             guidance: guidance scale, a scalar. Networks that do not take it as an input ignore it.
             fp8_attention: whether softmax attention runs in FP8, only where `attends_in_fp8`:
                 queries, keys, values and result are rounded to E4M3. For programs that take no
@@ -142,7 +142,7 @@ class Pipeline(abc.ABC):
         Raises:
             ValueError: while tracing, if the network does not support the size of the latents, or
                 if `fp8_attention` is set for a model without FP8 attention.
-            KeyError: while tracing, if `remat` is none of its three values.
+            KeyError: while tracing, if `remat` is not "none", "matmuls" or "blocks".
         """
 
     @abc.abstractmethod

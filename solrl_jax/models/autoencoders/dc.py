@@ -113,14 +113,15 @@ class AutoencoderDCConfig(ReleasedConfig):
     scaling_factor: float = 1.0
 
     def check(self) -> None:
-        """Checks the values of the fields; the accepted ones are listed in the class.
+        """Checks the values of the fields, and spells out the ones that stand for all stages.
 
         The number of entries of `encoder_block_out_channels` is the number of stages, which all
         fields with one entry per stage must have. A string in such a field is replaced, in place,
         by a tuple that repeats it for every stage.
 
         Raises:
-            ValueError: a value is not supported; a list has another length than the number of
+            ValueError: a kind of blocks, of resampling, of norms or of activations is not supported
+                (the message lists the accepted ones); a list has another length than the number of
                 stages; a stage has no layers; a kernel size is even; a width after the finest is no
                 multiple of 4 that divides 4 times the width before; or the last width is no
                 multiple of `latent_channels`. The message names the field.

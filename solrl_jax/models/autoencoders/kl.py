@@ -72,11 +72,14 @@ class KLConfig(ReleasedConfig):
         return self
 
     def check(self) -> None:
-        """Checks the values of the fields; the accepted ones are listed in the class.
+        """Checks the values of the fields.
 
         Raises:
-            ValueError: a value is not supported, `block_out_channels` is empty, or the block types
-                have another number of entries. The message names the field.
+            ValueError: `act_fn` is not "silu"; an entry of `down_block_types` is not
+                "DownEncoderBlock2D", or one of `up_block_types` not "UpDecoderBlock2D";
+                `block_out_channels` is empty or has an entry that is no multiple of
+                `norm_num_groups`; or the block types have another number of entries. The message
+                names the field.
         """
         self.require_one_of("act_fn", ("silu",))
         self.require_one_of("down_block_types", ("DownEncoderBlock2D",))

@@ -101,7 +101,7 @@ def _blend(canvas: Array, piece: Array, start: Array, ramp: Array, axis: int) ->
         piece: the new part of them, as large as the canvas along all axes but `axis`.
         start: first index of the piece in the canvas along `axis`.
         ramp: weight of the piece against the canvas, broadcast to the shape of the piece.
-        axis: axis along which the piece is placed.
+        axis: axis along which the piece is placed: 1 for the height, 2 for the width.
 
     Returns:
         A new canvas, which is `canvas + ramp * (piece - canvas)` where the piece lies and unchanged

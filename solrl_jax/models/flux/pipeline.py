@@ -30,8 +30,8 @@ class FluxPipeline(Pipeline):
     T5 encodes every token of the prompt, CLIP the prompt as a whole.
 
     Attributes:
-        config: configuration of the transformer.
-        vae_config: configuration of the autoencoder.
+        config: contents of `transformer/config.json`, checked.
+        vae_config: contents of `vae/config.json`, checked.
         clip_tokens: number of tokens to which prompts are padded or cut for CLIP.
     """
 
@@ -144,7 +144,7 @@ class FluxPipeline(Pipeline):
             latent: noisy latents [b, h, w, c], not packed, of even height and width.
             conditioning: "text" [b, l, d], hidden states of T5, and "pooled" [b, e], CLIP's
                 embedding of the whole prompt, as returned by `encode_text`.
-            timestep: `1000 sigma` of each latent.
+            timestep: 1000 times the noise level sigma, from 0 to 1, of each latent.
             guidance: guidance scale, a scalar, for example 3.5. FLUX.1-schnell, whose transformer
                 does not embed it, ignores it.
             fp8_attention: whether the attention runs in FP8, for programs that take no gradient:
@@ -157,7 +157,7 @@ class FluxPipeline(Pipeline):
 
         Raises:
             ValueError: while tracing, if height or width is odd.
-            KeyError: while tracing, if `remat` is none of its three values.
+            KeyError: while tracing, if `remat` is not "none", "matmuls" or "blocks".
         """
         scale = jnp.broadcast_to(guidance, timestep.shape) if self.config.guidance_embeds else None
         network = self.transformer(params)

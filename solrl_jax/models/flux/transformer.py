@@ -68,8 +68,9 @@ class FluxConfig(TransformerConfig):
         """Rejects configurations that this port does not implement.
 
         Raises:
-            ValueError: `patch_size`, the channels or `axes_dims_rope` have a value that the class
-                does not list as supported. The message names the field.
+            ValueError: `patch_size` is not 1; the input or output channels are no multiple of 4; or
+                `axes_dims_rope` is not three positive even integers whose sum is
+                `attention_head_dim`. The message names the field.
         """
         self.require(
             self.patch_size == 1, "patch_size", "1 (latents are packed two by two before it)"
@@ -227,7 +228,8 @@ class FluxSingleBlock(nnx.Module):
             x: the text tokens, then the image tokens.
             condition: the sum of the embedded timestep, guidance scale and pooled text, after its
                 SiLU. From it the block computes the shift, scale and gate of its norm.
-            rotation: cosines and sines of the rotary angles of the s positions (`rotary_table`).
+            rotation: cosines and sines of the rotary angles of the s positions: two float32 arrays
+                [b or 1, s, head_dim / 2].
             fp8_attention: whether the attention runs in FP8, for programs that take no gradient:
                 queries, keys, values and result are rounded to E4M3. On TPUs, on GPUs older than
                 Hopper, and on other GPUs for head sizes that are no multiple of 16 or above 128,

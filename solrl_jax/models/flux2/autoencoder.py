@@ -76,11 +76,13 @@ class AutoencoderKLFlux2Config(KLConfig):
         return dataclasses.replace(self, block_out_channels=widths, decoder_block_out_channels=None)
 
     def check(self) -> None:
-        """Checks the values of the fields; the accepted ones are listed in the class.
+        """Checks the values of the fields.
 
         Raises:
-            ValueError: a value is not supported, or the lists of stages differ in length. The
-                message names the field.
+            ValueError: `act_fn` or a block type is another one than the class names; `patch_size`
+                is not (2, 2); the channels of a stage of encoder or decoder are no multiple of
+                `norm_num_groups`; there are no stages; or the lists with one entry per stage differ
+                in length. The message names the field.
         """
         super().check()
         self.require(self.patch_size == (PATCH, PATCH), "patch_size", f"[{PATCH}, {PATCH}]")

@@ -57,8 +57,6 @@ class Flux2KleinPipeline(Pipeline):
     need a second evaluation.
 
     Attributes:
-        config: configuration of the transformer.
-        vae_config: configuration of the autoencoder.
         tokenizer: directory of the tokenizer.
     """
 
@@ -147,7 +145,7 @@ class Flux2KleinPipeline(Pipeline):
             latent: noisy latents [b, h, w, c] of any height and width.
             conditioning: "text" [b, l, 3 d], three hidden states of Qwen3 side by side, as returned
                 by `encode_text`.
-            timestep: `1000 sigma` of each latent.
+            timestep: 1000 times the noise level sigma, from 0 to 1, of each latent.
             guidance: ignored.
             fp8_attention: whether the attention runs in FP8, for programs that take no gradient:
                 queries, keys, values and result are rounded to E4M3. On TPUs, on GPUs older than
@@ -158,7 +156,7 @@ class Flux2KleinPipeline(Pipeline):
             The velocity, of the shape of `latent`.
 
         Raises:
-            KeyError: while tracing, if `remat` is none of its three values.
+            KeyError: while tracing, if `remat` is not "none", "matmuls" or "blocks".
         """
         network = self.transformer(params)
         return network(latent, conditioning["text"], timestep, fp8_attention=fp8_attention)

@@ -82,8 +82,10 @@ class Flux2Config(TransformerConfig):
         """Rejects configurations that this port does not implement.
 
         Raises:
-            ValueError: a field has a value that the class does not list as supported, or
-                `mlp_ratio` gives the MLPs no features. The message names the field.
+            ValueError: `patch_size` is not 1, `timestep_guidance_channels` is not 256, `eps` is not
+                1e-6, or `guidance_embeds` is true; `axes_dims_rope` is not four positive even
+                integers whose sum is `attention_head_dim`; or `mlp_ratio` times the width of the
+                tokens is less than 1. The message names the field.
         """
         for name, accepted in ACCEPTED.items():
             self.require_one_of(name, accepted)
@@ -257,7 +259,8 @@ class Flux2Block(nnx.Module):
                 attention, then of the MLP.
             image_vectors: six vectors that modulate the image: shift, scale and gate of the
                 attention, then of the MLP.
-            rotation: cosines and sines of the rotary angles of the l + n positions, text first.
+            rotation: cosines and sines of the rotary angles of the l + n positions, text first: two
+                float32 arrays [b or 1, l + n, head_dim / 2].
             fp8_attention: whether the attention runs in FP8, for programs that take no gradient:
                 queries, keys, values and result are rounded to E4M3. On TPUs, on GPUs older than
                 Hopper, and on other GPUs for head sizes that are no multiple of 16 or above 128,
@@ -314,7 +317,8 @@ class Flux2SingleBlock(nnx.Module):
         Args:
             x: the text tokens, then the image tokens.
             vectors: three vectors that modulate the block: shift, scale and gate.
-            rotation: cosines and sines of the rotary angles of the s positions.
+            rotation: cosines and sines of the rotary angles of the s positions: two float32 arrays
+                [b or 1, s, head_dim / 2].
             fp8_attention: whether the attention runs in FP8, for programs that take no gradient:
                 queries, keys, values and result are rounded to E4M3. On TPUs, on GPUs older than
                 Hopper, and on other GPUs for head sizes that are no multiple of 16 or above 128,

@@ -71,8 +71,8 @@ class JointBlock(nnx.Module):
             image: The image tokens, the input of the layer.
             condition: The vector that modulates the block: the SiLU of the sum of the embedded
                 timestep, pooled text and, in FLUX.1-dev, guidance scale.
-            rotation: The rotary angles of the l + n positions, text first. None: no rotary
-                positions.
+            rotation: Cosines and sines of the rotary angles of the l + n positions, text first: two
+                float32 arrays [b or 1, l + n, head_dim / 2]. None: no rotary positions.
             fp8_attention: Whether the attention runs in FP8, that of the image to itself included,
                 for programs that take no gradient: queries, keys, values and result are rounded to
                 E4M3. On TPUs, on GPUs older than Hopper, and on other GPUs for head sizes that are

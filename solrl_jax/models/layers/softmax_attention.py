@@ -37,7 +37,8 @@ def project_qkv(
         to_v: The linear layer that computes the values of all heads from `x`.
         norm_q: The norm of each head of the queries, of the size of one head. None: no norm.
         norm_k: The norm of each head of the keys, of the size of one head. None: no norm.
-        rotation: The cosines and sines of the rotary angles of all positions. None: no rotation.
+        rotation: The cosines and sines of the rotary angles of all positions: two float32 arrays [b
+            or 1, positions, head_dim / 2]. None: no rotation.
         start: The position of the first token of `x` in `rotation`.
 
     Returns:
@@ -128,7 +129,8 @@ class QKVProjection(nnx.Module):
 
         Args:
             x: The sequence [b, s, d].
-            rotation: Cosines and sines of the rotary angles of all positions. None: no rotation.
+            rotation: Cosines and sines of the rotary angles of all positions: two float32 arrays [b
+                or 1, positions, head_dim / 2]. None: no rotation.
             start: The position of the first token of `x` in `rotation`.
 
         Returns:
@@ -180,7 +182,8 @@ class SelfAttention(QKVProjection):
 
         Args:
             x: The input [b, s, d], an array or a lazy activation.
-            rotation: Cosines and sines of the rotary angles of the s positions. None: no rotation.
+            rotation: Cosines and sines of the rotary angles of the s positions: two float32 arrays
+                [b or 1, s, head_dim / 2]. None: no rotation.
             key_lengths: How many tokens, from the first, each sample attends to, at least 1. None:
                 all. Ignored with FP8.
             fp8_attention: Whether the attention runs in FP8, without a gradient: queries, keys,
@@ -254,8 +257,8 @@ class JointAttention(QKVProjection):
         Args:
             text: The text tokens [b, l, d], an array or a lazy activation.
             image: The image tokens [b, n, d], an array or a lazy activation.
-            rotation: Cosines and sines of the rotary angles of the l + n positions, text first.
-                None: no rotation.
+            rotation: Cosines and sines of the rotary angles of the l + n positions, text first: two
+                float32 arrays [b or 1, l + n, head_dim / 2]. None: no rotation.
             fp8_attention: Whether the attention runs in FP8, without a gradient: queries, keys,
                 values and result are rounded to E4M3. On TPUs, on GPUs older than Hopper, and on
                 other GPUs for head sizes that are no multiple of 16 or above 128, the matmuls run
@@ -317,7 +320,8 @@ class ParallelAttention(nnx.Module):
 
         Args:
             x: The input [b, s, d], an array or a lazy activation.
-            rotation: Cosines and sines of the rotary angles of the s positions.
+            rotation: Cosines and sines of the rotary angles of the s positions: two float32 arrays
+                [b or 1, s, head_dim / 2].
             fp8_attention: Whether the attention runs in FP8, without a gradient: queries, keys,
                 values and result are rounded to E4M3. On TPUs, on GPUs older than Hopper, and on
                 other GPUs for head sizes that are no multiple of 16 or above 128, the matmuls run

@@ -39,10 +39,10 @@ class StoredTensor:
     Attributes:
         name: name of the tensor.
         file: the safetensors file.
-        dtype: name of the dtype in safetensors, such as "BF16". Networks read the keys of
-            `STORED_DTYPES` only.
+        dtype: name of the dtype in safetensors, such as "BF16". Networks read BF16, F16, F32 and
+            F64 only.
         shape: shape of the tensor, in PyTorch's order of axes.
-        start: position of its first byte, counted from the beginning of the file.
+        start: number of bytes in the file before the tensor's first one.
     """
 
     name: str
@@ -60,11 +60,11 @@ class StoredTensor:
         `first` is `last`.
 
         Args:
-            first: the first row.
-            last: the row after the last one.
+            first: index of the first row, from 0 to the size of the leading axis.
+            last: index of the row after the last one, which is not read.
 
         Raises:
-            KeyError: the dtype is none of `STORED_DTYPES`.
+            KeyError: the dtype is not BF16, F16, F32 or F64.
             OSError: the file cannot be opened or read.
             ValueError: the file ends too early.
         """

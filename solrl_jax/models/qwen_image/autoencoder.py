@@ -71,11 +71,13 @@ class AutoencoderKLQwenImageConfig(ReleasedConfig):
     latents_std: tuple[float, ...] = LATENTS_STD
 
     def check(self) -> None:
-        """Checks the values of the fields; the accepted ones are listed in the class.
+        """Checks the values of the fields.
 
         Raises:
-            ValueError: a value is not supported, or a list has another number of entries than the
-                class says. The message names the field.
+            ValueError: `dim_mult` is empty, or has an entry below 1, or one after the first whose
+                product with `base_dim` is odd; `temperal_downsample` has not one entry less;
+                `input_channels` is not 3; `latents_mean` or `latents_std` has not `z_dim` entries;
+                or a standard deviation is not positive. The message names the field.
         """
         multiples = self.dim_mult
         self.require(
@@ -125,7 +127,8 @@ def open_autoencoder(folder: Path, config: AutoencoderKLQwenImageConfig) -> Comp
 
     Args:
         folder: the autoencoder's folder.
-        config: its configuration.
+        config: configuration of the autoencoder. Its `dim_mult` has one entry per resolution, each
+            of which may have a temporal upsampling to ignore.
 
     Returns:
         The network `AutoencoderKLQwenImage` without its parameters, with `folder` as their source.

@@ -54,8 +54,8 @@ class QwenImagePipeline(Pipeline):
     The attention is masked, so that it cannot run in FP8.
 
     Attributes:
-        config: configuration of the transformer.
-        vae_config: configuration of the autoencoder.
+        config: contents of `transformer/config.json`, checked.
+        vae_config: contents of `vae/config.json`, checked.
         tokenizer: directory of the tokenizer.
     """
 
@@ -176,7 +176,7 @@ class QwenImagePipeline(Pipeline):
             latent: noisy latents [b, h, w, c], of even height and width.
             conditioning: "text" [b, l, d], hidden states of Qwen2.5-VL, and "mask" [b, l], true on
                 tokens and false on padding, as returned by `encode_text`.
-            timestep: `1000 sigma` of each latent.
+            timestep: 1000 times the noise level sigma, from 0 to 1, of each latent.
             guidance: ignored.
             fp8_attention: must be False, because the attention is masked.
 
@@ -186,7 +186,7 @@ class QwenImagePipeline(Pipeline):
         Raises:
             ValueError: `fp8_attention` is set; or, while tracing, height or width is odd, or image
                 and text have more positions than the released code stores.
-            KeyError: while tracing, if `remat` is none of its three values.
+            KeyError: while tracing, if `remat` is not "none", "matmuls" or "blocks".
         """
         if fp8_attention:
             raise ValueError(

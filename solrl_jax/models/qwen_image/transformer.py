@@ -75,8 +75,10 @@ class QwenImageConfig(TransformerConfig):
         """Rejects configurations that this port does not implement.
 
         Raises:
-            ValueError: a field has a value that the class does not list as supported. The message
-                names the field.
+            ValueError: `patch_size` is not 2; `in_channels` is no multiple of 4; `guidance_embeds`,
+                `zero_cond_t`, `use_additional_t_cond` or `use_layer3d_rope` is true; or
+                `axes_dims_rope` is not three positive even numbers whose sum is
+                `attention_head_dim`. The message names the field.
         """
         self.require(self.patch_size == PATCH, "patch_size", str(PATCH))
         self.require(
@@ -218,7 +220,8 @@ class QwenImageBlock(nnx.Module):
             text: the text tokens, padding last.
             condition: the embedded timestep after its SiLU, from which the block computes shift,
                 scale and gate of attention and MLP for each stream.
-            rotation: cosines and sines of the rotary angles of the n + l positions, image first.
+            rotation: cosines and sines of the rotary angles of the n + l positions, image first:
+                two float32 arrays [b or 1, n + l, head_dim / 2].
             key_lengths: how many tokens, from the first image token on, each sample attends to: all
                 image tokens and the text tokens that are not padding.
 
@@ -276,7 +279,8 @@ class MaskedJointAttention(JointAttention):
         Args:
             image: the image tokens [b, n, d], an array or a lazy activation.
             text: the text tokens [b, l, d], padding last, an array or a lazy activation.
-            rotation: cosines and sines of the rotary angles of the n + l positions, image first.
+            rotation: cosines and sines of the rotary angles of the n + l positions, image first:
+                two float32 arrays [b or 1, n + l, head_dim / 2].
             key_lengths: how many tokens, from the first image token on, each sample attends to: all
                 n image tokens and the text tokens that are not padding.
 

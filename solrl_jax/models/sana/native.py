@@ -205,8 +205,8 @@ def mlp_ratio(hidden: int, width: int) -> float:
     """Returns a ratio with `int(ratio * width) == hidden`, the formula of all readers of a
     configuration.
 
-    It is `hidden / width`, or the next larger number for which the formula holds if the product is
-    rounded down.
+    It is `hidden / width`; where rounding makes its product with the width less than `hidden`, the
+    smallest larger float for which the formula holds.
 
     Args:
         hidden: hidden width of the MLP after its gate, not negative.

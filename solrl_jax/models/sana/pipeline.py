@@ -48,8 +48,8 @@ class SanaPipeline(Pipeline):
     """SANA. Gemma 2 encodes the prompt, DC-AE decodes the latents.
 
     Attributes:
-        config: configuration of the transformer.
-        vae_config: configuration of the autoencoder.
+        config: contents of `transformer/config.json`, checked.
+        vae_config: contents of `vae/config.json`, checked.
         tokenizer: directory of the tokenizer.
         blocks: numbers of blocks, from top to bottom and from left to right, into which MHLA
             divides the image tokens; (1, 1) without MHLA.
@@ -161,8 +161,8 @@ class SanaPipeline(Pipeline):
                 and, with MHLA, of the blocks (`size_multiples`).
             conditioning: "text" [b, l, d], hidden states of Gemma, and "mask" [b, l], true on
                 tokens and false on padding, as returned by `encode_text`.
-            timestep: `1000 sigma` of each latent. It is multiplied by the configuration's
-                `timestep_scale` here.
+            timestep: 1000 times the noise level sigma, from 0 to 1, of each latent. It is
+                multiplied by the configuration's `timestep_scale` here.
             guidance: ignored.
             fp8_attention: must be False, because the attention is masked or linear.
 
@@ -171,7 +171,7 @@ class SanaPipeline(Pipeline):
 
         Raises:
             ValueError: `fp8_attention` is set.
-            KeyError: while tracing, if `remat` is none of its three values.
+            KeyError: while tracing, if `remat` is not "none", "matmuls" or "blocks".
         """
         timestep = timestep * self.config.timestep_scale
         if fp8_attention:

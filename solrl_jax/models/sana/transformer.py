@@ -95,8 +95,8 @@ class SanaConfig(TransformerConfig):
         """Rejects configurations that this port does not implement.
 
         Raises:
-            ValueError: `qk_norm`, `dropout` or `guidance_embeds` has a value that the class does
-                not list as supported. The message names the field.
+            ValueError: `qk_norm` is neither None nor "rms_norm_across_heads", `dropout` is not 0,
+                or `guidance_embeds` is true. The message names the field.
         """
         self.require_one_of("qk_norm", (None, "rms_norm_across_heads"))
         self.require(not self.dropout, "dropout", "0.0")

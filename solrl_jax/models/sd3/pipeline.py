@@ -31,8 +31,8 @@ class StableDiffusion3Pipeline(Pipeline):
     """Stable Diffusion 3 or 3.5. Two CLIPs and T5 encode the prompt; a release may leave out T5.
 
     Attributes:
-        config: configuration of the transformer.
-        vae_config: configuration of the autoencoder.
+        config: contents of `transformer/config.json`, checked.
+        vae_config: contents of `vae/config.json`, checked.
         clip_tokens: number of tokens to which prompts are padded or cut for both CLIPs.
     """
 
@@ -151,7 +151,7 @@ class StableDiffusion3Pipeline(Pipeline):
             latent: noisy latents [b, h, w, c]. Height and width are multiples of the patch size.
             conditioning: "text" [b, l, d], the CLIP tokens and then the T5 tokens, and "pooled" [b,
                 e], one embedding of the whole prompt, as returned by `encode_text`.
-            timestep: `1000 sigma` of each latent.
+            timestep: 1000 times the noise level sigma, from 0 to 1, of each latent.
             guidance: ignored.
             fp8_attention: whether the attention runs in FP8, for programs that take no gradient:
                 queries, keys, values and result are rounded to E4M3. On TPUs, on GPUs older than
@@ -164,7 +164,7 @@ class StableDiffusion3Pipeline(Pipeline):
         Raises:
             ValueError: while tracing, if height or width is not a whole number of patches, or
                 larger than the stored positions.
-            KeyError: while tracing, if `remat` is none of its three values.
+            KeyError: while tracing, if `remat` is not "none", "matmuls" or "blocks".
         """
         network = self.transformer(params)
         return network(

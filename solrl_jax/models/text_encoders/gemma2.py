@@ -103,11 +103,13 @@ class Gemma2Config(ReleasedConfig):
         return config
 
     def check(self) -> None:
-        """Checks the values of the fields; the accepted ones are listed in the class.
+        """Checks the values of the fields.
 
         Raises:
-            ValueError: a value is not supported, or `layer_types` is neither empty nor as long as
-                the number of layers. The message names the field.
+            ValueError: `hidden_activation` is not "gelu_pytorch_tanh"; `layer_types` has another
+                entry than "sliding_attention" and "full_attention", or is neither empty nor as long
+                as `num_hidden_layers`; `num_key_value_heads` does not divide `num_attention_heads`;
+                or `head_dim` is odd. The message names the field.
         """
         self.require_one_of("hidden_activation", ("gelu_pytorch_tanh",))
         self.require_one_of("layer_types", (SLIDING, FULL))

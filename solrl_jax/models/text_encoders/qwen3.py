@@ -88,10 +88,11 @@ class Qwen3Config(ReleasedConfig):
         return config
 
     def check(self) -> None:
-        """Checks the values of the fields; the accepted ones are listed in the class.
+        """Checks the values of the fields.
 
         Raises:
-            ValueError: a value is not supported. The message names the field.
+            ValueError: `hidden_act` is not "silu"; `num_key_value_heads` does not divide
+                `num_attention_heads`; or `head_dim` is odd. The message names the field.
         """
         self.require_one_of("hidden_act", ("silu",))
         self.require(

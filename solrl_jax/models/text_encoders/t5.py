@@ -92,10 +92,12 @@ class T5Config(ReleasedConfig):
         return config
 
     def check(self) -> None:
-        """Checks the values of the fields; the accepted ones are listed in the class.
+        """Checks the values of the fields.
 
         Raises:
-            ValueError: a value is not supported. The message names the field.
+            ValueError: `feed_forward_proj` is not "gated-gelu"; `relative_attention_num_buckets` is
+                below 4; or `relative_attention_max_distance` is not above a quarter of it, rounded
+                down. The message names the field.
         """
         self.require_one_of("feed_forward_proj", ("gated-gelu",))
         self.require(

@@ -268,7 +268,7 @@ class CLIPModel(nnx.Module):
             One vector per text, [b, `projection_dim`].
 
         Raises:
-            ValueError: If there are more tokens.
+            ValueError: If a text has more than `max_position_embeddings` tokens, padding included.
         """
         return self.text_projection(self.text_model(input_ids, attention_mask))
 
@@ -332,7 +332,7 @@ class CLIPTextModel(nnx.Module):
             at the first token if there is none.
 
         Raises:
-            ValueError: If there are more tokens.
+            ValueError: If a text has more than `max_position_embeddings` tokens, padding included.
         """
         tower = self.text_model
         mask = causal_mask(input_ids.shape[1])
@@ -376,7 +376,7 @@ class CLIPTextModelWithProjection(CLIPTextModel):
             end-of-text token, not normalised.
 
         Raises:
-            ValueError: If there are more tokens.
+            ValueError: If a text has more than `max_position_embeddings` tokens, padding included.
         """
         output = super().__call__(input_ids)
         return output._replace(pooled=self.text_projection(output.pooled))
@@ -412,7 +412,7 @@ class TextModel(nnx.Module):
             One state per text, [b, `hidden_size`], in the dtype of the token embedding.
 
         Raises:
-            ValueError: If there are more tokens.
+            ValueError: If a text has more than `max_position_embeddings` tokens, padding included.
         """
         mask = causal_mask(input_ids.shape[1]) & attention_mask[:, None, None, :]
         x = self.embeddings(input_ids)

@@ -32,8 +32,8 @@ class ZImagePipeline(Pipeline):
     """Z-Image or Z-Image-Turbo. Qwen3 encodes the prompt.
 
     Attributes:
-        config: configuration of the transformer.
-        vae_config: configuration of the autoencoder.
+        config: contents of `transformer/config.json`, checked.
+        vae_config: contents of `vae/config.json`, checked.
         tokenizer: directory of the tokenizer.
     """
 
@@ -112,7 +112,7 @@ class ZImagePipeline(Pipeline):
             latent: noisy latents [b, h, w, c], of even height and width.
             conditioning: "text" [b, l, d], hidden states of Qwen3, and "mask" [b, l], true on
                 tokens and false on padding, as returned by `encode_text`.
-            timestep: `1000 sigma` of each latent.
+            timestep: 1000 times the noise level sigma, from 0 to 1, of each latent.
             guidance: ignored.
             fp8_attention: must be False, because the attention is masked.
 
@@ -122,7 +122,7 @@ class ZImagePipeline(Pipeline):
         Raises:
             ValueError: `fp8_attention` is set; or, while tracing, height or width is odd, or image
                 or text has more tokens than there are positions.
-            KeyError: while tracing, if `remat` is none of its three values.
+            KeyError: while tracing, if `remat` is not "none", "matmuls" or "blocks".
         """
         if fp8_attention:
             raise ValueError(

@@ -83,7 +83,10 @@ class ZImageConfig(ReleasedConfig):
         """Rejects configurations that this port does not implement.
 
         Raises:
-            ValueError: a field has a value that the class does not list as supported. The message
+            ValueError: `all_patch_size` is not (2,) or `all_f_patch_size` not (1,); `n_heads` does
+                not divide `dim`, or `n_kv_heads` is not `n_heads`; `siglip_feat_dim` is not None;
+                `axes_dims` is not three positive even numbers whose sum is `dim / n_heads`; or
+                `axes_lens` is not three positive integers, the first one 34 or more. The message
                 names the field.
         """
         self.require(self.all_patch_size == (PATCH,), "all_patch_size", f"[{PATCH}]")
@@ -332,7 +335,8 @@ class Block(nnx.Module):
 
         Args:
             x: the tokens.
-            rotation: cosines and sines of the rotary angles of the s positions.
+            rotation: cosines and sines of the rotary angles of the s positions: two float32 arrays
+                [b or 1, s, head_dim / 2].
             key_lengths: how many tokens, from the first, each sample attends to, at least 1; None:
                 all.
             condition: the embedded timestep, in the dtype of `x`. Blocks that are not modulated
