@@ -71,7 +71,8 @@ def resolve(preset: str, overrides: Sequence[str] = ()) -> Config:
     win. Warns with a FutureWarning for names that the previous version of the configuration used.
 
     Args:
-        preset: A name of `preset_names()`.
+        preset: The name of a preset, e.g. "tiny" or "sana_sol_rl_pickscore" (one of
+            `preset_names()`).
         overrides: Texts `key=value`: fields by their dotted names with values in YAML
             ("rollout.kept=12"), or a choice of one of the files that make up the preset ("model=",
             "family=", "explore=", "objective=" or "reward=NAME"). Later ones win, but a chosen file
@@ -178,7 +179,7 @@ def _preset_row(config: Config) -> dict[str, str]:
     """Returns the row of a preset in the table of `solrl presets`.
 
     Args:
-        config: The configuration of the preset.
+        config: The complete configuration of the preset, as `resolve` returns it.
 
     Returns:
         Text by column: "preset", "model", "family"; "reward", with several names joined by "+";

@@ -88,7 +88,7 @@ def _check_objective(name: str) -> str:
     """Returns the name of an objective unchanged.
 
     Args:
-        name: A key of `OBJECTIVES`, or `module:function`.
+        name: "nft", "awm", "dpo" or another key of `OBJECTIVES`, or `module:function`.
 
     Raises:
         ValueError: If it is neither. The message lists the accepted values.
@@ -144,7 +144,8 @@ class Model(Section):
             is expanded, here and in all other paths.
         height: Image height in pixels, 1 to 16384. Training and evaluation use it unless
             `rollout.size` and `eval.size` are set.
-        width: Image width in pixels, likewise.
+        width: Image width in pixels, 1 to 16384. Training and evaluation use it unless
+            `rollout.size` and `eval.size` are set.
         max_sequence_length: Length in tokens to which prompts are padded or cut, 1 to 2048.
         instruction: Text file with an instruction that precedes every prompt (SANA's
             `complex_human_instruction`). None: no instruction.
@@ -533,8 +534,9 @@ class Algorithm(Section):
         beta: Above 0. nft: how far the implicit positive policy leans from the old policy to the
             trained one. dpo: strength of the preference, which stands for the KL penalty. Other
             objectives of the package do not read it; one of yours may.
-        kl_coef: Weight, at least 0, of the distance to the base model: of velocities, or of the
-            means of stochastic steps (beta of Flow-GRPO and TRL).
+        kl_coef: Weight, at least 0, of the distance to the base model in the loss: the mean squared
+            difference of both velocities, or, in some objectives on transitions, of the means of
+            stochastic steps over their variance (beta of Flow-GRPO and TRL).
         kl_fraction: Fraction in (0, 1] of the terms at which that distance is computed, drawn at
             random and rounded up to whole terms of a micro-batch; the others skip the base model.
             The distance is scaled up, so its mean has the same expectation. Must be 1 with dpo and
@@ -811,16 +813,16 @@ class Config(Section):
         family: Name of the family that the configuration was made from, for the record; nothing
             else depends on it, except the default of `run.dir` and which settings `explore=NAME`
             changes.
-        model: The pipeline that is post-trained.
-        rollout: How samples are generated.
-        reward: The scores and their weights.
-        algorithm: The objective and the advantages.
+        model: The pipeline that is post-trained: its weights, image size and memory.
+        rollout: How samples are generated: candidates, selection, solver and precision.
+        reward: The scores with their weights, and how they are computed.
+        algorithm: The objective, the advantages, and the decay of the old and the averaged policy.
         lora: The adapters. No effect with `train.parameters="all"`.
-        optimizer: AdamW and its batches.
-        prompts: The prompt sets.
+        optimizer: AdamW, and how the terms of an iteration are divided among its steps.
+        prompts: The prompts for training and for evaluations.
         train: The length of the run and what it trains.
-        eval: The evaluations.
-        mesh: The device mesh.
+        eval: How often and on what the averaged policy is evaluated.
+        mesh: The number of devices along each axis of the mesh.
         run: The run directory, and its checkpoints and records.
 
     Raises:

@@ -91,15 +91,15 @@ def _drop_defaults(
     """Returns the entries of a section that differ from their defaults.
 
     Args:
-        tree: A section as nested dicts.
+        tree: A section as nested dicts, possibly with fields left out.
         defaults: The same section with default values, complete.
         prefix: The dotted name of the section, with a dot at the end; "" for the whole
             configuration.
 
     Returns:
-        A new dict. Entries that are sections and differ are treated likewise, and may become empty
-        if `tree` leaves fields out. Other entries, also mappings that are fields, are compared and
-        taken as a whole.
+        A new dict. A section within it that differs from its default has only its own differing
+        entries (none, if it differs in that `tree` leaves fields out). Other entries, also mappings
+        that are fields, are compared and taken as a whole.
 
     Raises:
         KeyError: For a key that `defaults` does not have.

@@ -23,7 +23,7 @@ def training_sizes(config: Config) -> tuple[Size, ...]:
     Each iteration uses one of them; a size that is listed twice is used twice as often.
 
     Args:
-        config: The configuration.
+        config: The configuration, whose `rollout.size` comes before the model's size.
 
     Returns:
         `rollout.size` in its order, or the model's size alone if it is None.
@@ -32,10 +32,12 @@ def training_sizes(config: Config) -> tuple[Size, ...]:
 
 
 def largest_training_size(config: Config) -> Size:
-    """The size with most pixels among `training_sizes`, (height, width); the first of equal ones.
+    """The size (height, width) in pixels with most pixels among those that are trained on.
+
+    Of equally large ones it is the first in `rollout.size`.
 
     Args:
-        config: The configuration.
+        config: The configuration, whose `rollout.size` comes before the model's size.
     """
     return max(training_sizes(config), key=math.prod)
 
@@ -46,7 +48,7 @@ def evaluation_size(config: Config) -> Size:
     Images that are drawn from a run's policy have it by default, too.
 
     Args:
-        config: The configuration.
+        config: The configuration, whose `eval.size` comes before the model's size.
 
     Returns:
         `eval.size`, or the model's size if it is None.

@@ -70,7 +70,8 @@ def describe_error(
     """One of pydantic's errors as "field=value: what is accepted".
 
     Args:
-        error: An entry of `pydantic.ValidationError.errors()`.
+        error: An entry of `pydantic.ValidationError.errors()`: a dict with "type", "input" (the
+            value at fault), "loc" (the names on the way to it) and possibly "ctx".
         root: What the message calls the value if the error is about the whole of it and not about a
             field.
         describe_unknown_key: Makes the message for a key that is no field from its dotted name.

@@ -64,7 +64,7 @@ def load_prompts(path: str, field: str, *, distinct: bool = True) -> list[Prompt
             `distinct=False`, which returns all.
 
     Returns:
-        At least one prompt, with its metadata.
+        The prompts with their metadata, in the order of the file; at least one.
 
     Raises:
         InputError: If the file does not exist, cannot be read, holds no prompt or more than 2**20;
@@ -194,10 +194,10 @@ def draw_prompts(prompts: Sequence[T], seed: int, iteration: int, count: int) ->
         prompts: The prompt set, at least `count` prompts.
         seed: The seed of the order, not negative.
         iteration: The index of the iteration, from 0.
-        count: The number of prompts per iteration, at least 1.
+        count: The number of prompts per iteration, at least 1 and at most `len(prompts)`.
 
     Returns:
-        `count` prompts.
+        `count` different entries of `prompts`, in the drawn order.
 
     Raises:
         ZeroDivisionError: If there are fewer than `count` prompts, or if `count` is 0.

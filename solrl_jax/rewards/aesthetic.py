@@ -29,7 +29,7 @@ TEXT_TENSORS = ("text_model.", "text_projection.", "logit_scale")
 class ImageEncoder(nnx.Module):
     """The image half of `models.vision.clip.CLIPModel`: the vision tower and its projection.
 
-    Its parameters have the same names.
+    Its parameters have the same paths as there, so that it loads from the files of a whole CLIP.
 
     Args:
         c: The configuration of the CLIP: `vision_config` has the sizes of the vision tower, and

@@ -36,7 +36,7 @@ Objects = Mapping[str, Sequence[Detection]]
 
 @dataclasses.dataclass(frozen=True)
 class Clause:
-    """A request for objects of one class.
+    """A request for a number of objects of one class, or in `Request.exclude` a limit on it.
 
     Attributes:
         name: The class of the objects, e.g. "dog".
@@ -240,8 +240,8 @@ def relations(a: Detection, b: Detection) -> set[str]:
     than half (`MIN_AXIS_FRACTION`) of the distance between the centers.
 
     Args:
-        a: The object that is left of, right of, above or below the other.
-        b: The other object.
+        a: The object whose position is described.
+        b: The object that this position is relative to.
 
     Returns:
         Some of "left of", "right of", "above" and "below": at most two, if `a` is diagonal to `b`.

@@ -608,7 +608,7 @@ def _end_with(parent: Any) -> None:
     SIGKILL when the parent's end of the pipe between both processes is closed.
 
     Args:
-        parent: The parent, as `multiprocessing.parent_process` returns it.
+        parent: The process that started this one: the result of `multiprocessing.parent_process()`.
     """
 
     def wait() -> None:
@@ -701,7 +701,8 @@ def _compare_pairs(
         images: The images of the group, float32 [n, H, W, 3]. One with a non-finite value is not
             compared.
         prompts: The prompt of each image. Those of the first image of each pair are passed on.
-        metadata: The metadata of each prompt, likewise.
+        metadata: The metadata of the prompt of each image. That of the first image of each pair is
+            passed on.
         pairs_at_once: The most pairs in one call, at least 1.
 
     Returns:

@@ -93,7 +93,8 @@ def open_network(
             names of transformers and diffusers, which are those of the network's modules.
 
     Returns:
-        The network without its parameters.
+        The network as a `Component`: its modules, the path and shape of each parameter, and its
+        source, without values of parameters.
 
     Raises:
         FileNotFoundError: If a file is missing.

@@ -249,7 +249,7 @@ def score_images(reward: Reward, params: Any, inputs: Any, prepared: Any, index:
 
     Args:
         reward: A reward whose `score` is not None; static.
-        params: `reward.params`.
+        params: The parameters that `reward.score` gets: `reward.params`.
         inputs: The images [b, H, W, 3] in [0, 1], the latents [b, h, w, c] or the pair of both, as
             `reward.select_inputs` returns them.
         prepared: The pytree that `reward.prepare` returned, one row per prompt.
@@ -257,7 +257,7 @@ def score_images(reward: Reward, params: Any, inputs: Any, prepared: Any, index:
             the rows are not noticed.
 
     Returns:
-        Arrays [b] by the name of the score, as `reward.score` returns them.
+        What `reward.score` returned: arrays [b] by the name of the score.
 
     Raises:
         ValueError: If the images are not of the shape [b, H, W, 3]. Latents are not checked.

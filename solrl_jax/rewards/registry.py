@@ -408,7 +408,7 @@ def open_service(url: str, options: Options, timeout: float) -> HostReward:
         url: The address of the service, http://HOST:PORT/PATH or https://HOST:PORT/PATH.
         options: May have "batch", the most images in one request, an integer of at least 1; 16
             (`MAX_BATCH`) without it.
-        timeout: Seconds that one request may take.
+        timeout: Seconds that one request may take (`reward.timeout`), above 0.
 
     Returns:
         The reward, named by the address. It accepts every prompt and has no scores beside "reward".
@@ -606,7 +606,7 @@ def _bind_check(function: Callable[..., Any], options: Options) -> Check:
     Args:
         function: The function. Its attribute `check`, if it has one, is called as check(text,
             metadata, **options).
-        options: The keyword arguments of the function.
+        options: The options of the reward, which the check gets as keyword arguments, too.
 
     Returns:
         A function of a `Prompt` that calls this attribute and raises what it raises. Without the

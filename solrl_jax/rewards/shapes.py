@@ -32,7 +32,8 @@ def prepare(prompts: Sequence[str]) -> verifier.Targets:
         prompts: The captions; there may be none.
 
     Returns:
-        One row per caption.
+        int32 arrays: [n, 2] for the two groups of each caption (count, colour, shape and size) and
+        [n] for the relation.
 
     Raises:
         InputError: If a prompt is no caption of the embedded world.

@@ -521,7 +521,7 @@ def _displacement(
     Args:
         member: How far each component belongs to each group, in [0, 1]. The middle of a group is
             the mean of the centres with these weights; (0, 0) for a group without members.
-        centre: (x, y) of each component.
+        centre: (x, y) of the centre of each component, in any unit, with y growing downwards.
         relation: Index into `scenes.RELATIONS`. With -1 the result has no meaning.
 
     Returns:

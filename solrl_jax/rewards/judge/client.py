@@ -73,7 +73,8 @@ class Answer:
         them.
 
         Args:
-            body: A chat completion as JSON.
+            body: A chat completion as OpenAI defines it: the bytes of a JSON object whose "choices"
+                has at least one entry. Further entries are ignored.
 
         Raises:
             Failure: If it is no chat completion, or a log-probability is an integer beyond the
@@ -163,7 +164,8 @@ class Client:
             fields: Further fields of the request that the package openai knows, e.g. max_tokens.
 
         Returns:
-            The answer.
+            The parsed answer: its text, the log-probabilities of its first token if `fields` ask
+            for them, and the fingerprint of the system.
 
         Raises:
             Failure: If there is no answer before the deadline, a redirect, an error status after

@@ -146,7 +146,7 @@ def describe(support: Support) -> str:
     """Describes what an endpoint supports, in one line.
 
     Args:
-        support: The findings. `problem` is not read.
+        support: The findings. Its `problem` is left out.
 
     Returns:
         E.g. "answers 'Yes' in 0.52 s; images yes, log-probabilities 20, schema yes, seed accepted,

@@ -156,10 +156,10 @@ class Service:
     def __init__(self, judge: Judge, concurrency: int) -> None:
         """Opens the cache, which creates its file if missing, and no connection yet.
 
-        Also reads the API key (`client.find_key`).
+        Also looks up the API key in ~/.netrc and the environment.
 
         Args:
-            judge: The judge. With the option cache=None there is no cache.
+            judge: The judge. With the option cache=None nothing is stored.
             concurrency: The most requests at once, at least 1. Further ones wait.
 
         Raises:
@@ -184,7 +184,8 @@ class Service:
             image: RGB in [0, 1], any size. Other values are clipped, and NaN becomes 0.
 
         Returns:
-            The image as it is sent.
+            The file as a data URL, and the hash of the reduced pixels, by which the cache knows the
+            image.
         """
         settings = self._judge.settings
         picture = Image.fromarray(to_uint8(image))
@@ -392,18 +393,20 @@ class Service:
 
 @functools.cache
 def _open_service(options: str, concurrency: int) -> Service:
-    """Returns the service of this process for a judge, see `Service`.
+    """Returns the open judge of this process: its cache, its connection and its event loop.
 
     It is opened by the first call with equal arguments and stays for the life of the process. An
     opening that fails is tried again by the next call.
 
     Args:
-        options: The judge as `Judge.to_json` wrote it.
+        options: The judge (its options, question and criteria) as JSON text that `Judge.to_json`
+            wrote.
         concurrency: The most requests at once, at least 1.
 
     Raises:
         Failure: If the cache cannot be opened.
         InputError: If its directory is a file, or there is no home directory for it.
-        ValueError: If `options` is no such text. KeyError if a field is missing.
+        ValueError: If `options` is no such text.
+        KeyError: If a field is missing in it.
     """
     return Service(Judge.from_json(options), concurrency)
