@@ -180,9 +180,10 @@ def _xla_attention(
         q: queries, [b, t, n, h].
         k: keys, [b, s, kv, h].
         v: values, [b, s, kv, h].
-        mask: Boolean matrix that broadcasts to [b, n, t, s], or None.
+        mask: Boolean matrix that broadcasts to [b, n, t, s], True where a query may attend to a
+            key; None: all keys.
         scale: factor of the logits.
-        bias: added to the logits in float32, or None.
+        bias: added to the logits in float32, broadcasts to [b, n, t, s]; None: no bias.
 
     Returns:
         The attended values [b, t, n, h], in the dtype of `q`.
@@ -303,7 +304,8 @@ def _softcapped(
         q: queries, [b, t, n, h].
         k: keys, [b, s, kv, h].
         v: values, [b, s, kv, h].
-        mask: Boolean matrix that broadcasts to [b, n, t, s], or None.
+        mask: Boolean matrix that broadcasts to [b, n, t, s], True where a query may attend to a
+            key; None: all keys.
         scale: factor of the logits before the cap.
         softcap: the largest magnitude of a logit, a positive number.
 

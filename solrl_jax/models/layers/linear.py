@@ -72,14 +72,15 @@ class Linear(nnx.Module):
         return y.map(jnp.add, self.bias.get_value().astype(x.dtype)[None, None])
 
     def activated(self, x: Activation, f: Callable[[Array], Array]) -> Activation:
-        """`f(x W + b)`, computed by the layer that reads the result.
+        """`f(x W + b)`, of which the layer that reads the result adds the bias and applies `f`.
 
         Args:
             x: The input [b, s, in], an array or a lazy activation.
             f: An elementwise function of arrays of any shape, for example `jax.nn.gelu`.
 
         Returns:
-            The lazy activation [b, s, out], in the dtype that `lazy` gives.
+            The lazy activation [b, s, out], in the dtype of `x` (of the weight if that is a
+            `HalfPrecisionWeight`). The matmul itself is computed at once.
         """
         return self.lazy(x).map(f)
 

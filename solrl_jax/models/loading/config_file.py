@@ -196,11 +196,12 @@ class ReleasedConfig:
         If the field holds a tuple, every entry must be one of them; an empty tuple passes.
 
         Args:
-            field: name of the field.
-            accepted: the supported values.
+            field: name of the field, an attribute of this configuration.
+            accepted: the supported values, which the message lists by their `repr`.
 
         Raises:
-            ValueError: the value is none of them; the message names the field and lists them.
+            ValueError: the value, or an entry of the tuple, is none of them. The message names the
+                field, shows its value and lists the supported ones.
         """
         value = getattr(self, field)
         values = value if isinstance(value, tuple) else (value,)

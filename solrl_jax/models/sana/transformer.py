@@ -265,8 +265,8 @@ class PatchEmbed(nnx.Module):
     def __call__(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b n d"]:
         """Returns the tokens of latents, row by row: n is the number of patches.
 
-        With positions, those of each axis run from 0 up to `sample_size / patch_size /
-        interpolation_scale` (exclusive), whatever the size of the latents.
+        If there are positions, the coordinates along each axis run from 0 up to `sample_size /
+        patch_size / interpolation_scale` (exclusive), whatever the size of the latents.
 
         Args:
             latent: latents. Height and width are multiples of the patch size.

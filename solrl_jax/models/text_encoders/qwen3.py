@@ -200,7 +200,8 @@ def decoder_layer(config: Qwen3Config, rngs: nnx.Rngs) -> PreNormLayer:
         rngs: random number generators for the initial weights.
 
     Returns:
-        The layer: grouped-query attention without a mask of its own, and the gated MLP.
+        The layer: grouped-query attention, whose mask is passed to the call, then a SiLU-gated MLP,
+        each after an RMSNorm.
     """
     attention = GroupedQueryAttention(
         config.hidden_size,

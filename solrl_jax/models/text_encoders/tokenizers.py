@@ -196,7 +196,8 @@ def count_tokens(folder: Path, text: str) -> int:
         text: the text.
 
     Returns:
-        The number of tokens; an estimate for a `NoVocabulary`: a third of the characters.
+        The number of tokens. For a tokenizer without a vocabulary (`NoVocabulary`) it is a third of
+        the number of characters, rounded down.
 
     Raises:
         FileNotFoundError: the folder or its `tokenizer_config.json` is missing.

@@ -561,7 +561,8 @@ def make_encoder(config: TowerConfig, rngs: nnx.Rngs) -> nnx.Dict:
         rngs: Random number generators for the initial parameters.
 
     Returns:
-        A module with the stack of layers under "layers", for `scan_blocks`.
+        A module whose only entry, "layers", is the stack of all layers: one `EncoderLayer` whose
+        parameters have a leading axis of layers.
     """
     layers = stack(config.num_hidden_layers, lambda rngs: EncoderLayer(config, rngs=rngs), rngs)
     return nnx.Dict(layers=layers)
