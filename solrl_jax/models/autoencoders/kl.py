@@ -202,7 +202,8 @@ class Decoder(nnx.Module):
     upsampling.
 
     Args:
-        config: configuration whose `block_out_channels` are the decoder's widths, finest first.
+        config: configuration of the autoencoder whose `block_out_channels` are the channels of the
+            decoder's stages, finest first.
         rngs: random number generators for the initial weights.
     """
 

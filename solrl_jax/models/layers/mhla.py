@@ -166,10 +166,11 @@ def initial_mix(layout: tuple[int, int], released: bool) -> Float[np.ndarray, "m
 
     Args:
         layout: The number of blocks from top to bottom and from left to right.
-        released: Whether to follow the released code.
+        released: Whether to follow the released code instead of the paper.
 
     Returns:
-        The matrix m, float64 with non-negative entries. For a single block it is [[1]].
+        The matrix m [M, M] for M blocks, float64 with non-negative entries. For a single block it
+        is [[1]].
     """
     places = np.indices(layout).reshape(2, -1).T
     distance = np.linalg.norm(places[:, None] - places[None], axis=-1)

@@ -103,7 +103,9 @@ class ParameterEntry:
 
     @property
     def key(self) -> str:
-        """The path as text, joined by slashes."""
+        """The path as text, joined by slashes: "blocks/attn/to_out/0/kernel". A stack of layers has
+        one key, without the index of a layer.
+        """
         return "/".join(map(str, self.path))
 
     @property
@@ -600,7 +602,8 @@ def to_torch_order(parameter: np.ndarray, layout: str) -> np.ndarray:
 
     Args:
         parameter: the values of one layer, in our order of axes.
-        layout: "same" or a key of `OUR_AXES` ("linear", "pointwise", "conv" or "conv3d").
+        layout: order of axes of the parameter in PyTorch: "same" as ours, "linear", "pointwise",
+            "conv" or "conv3d" (`OUR_AXES`).
 
     Returns:
         The view, which is `parameter` itself for "same".
@@ -618,7 +621,8 @@ def region_in_torch(region: Region, layout: str) -> Region:
 
     Args:
         region: one range per axis of our parameter, without an axis of layers.
-        layout: "same" or a key of `OUR_AXES` ("linear", "pointwise", "conv" or "conv3d").
+        layout: order of axes of the parameter in PyTorch: "same" as ours, "linear", "pointwise",
+            "conv" or "conv3d" (`OUR_AXES`).
 
     Returns:
         One range per axis of the PyTorch tensor, in its order.

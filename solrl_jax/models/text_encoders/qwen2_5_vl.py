@@ -161,7 +161,8 @@ def locate_language_tensors(
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: a file or an index cannot be read; or tensors are missing, unexpected, of
-            another shape, stored twice or of an unsupported dtype. The message lists all of them.
+            another shape, stored twice or of a dtype other than BF16, F16, F32 and F64. The message
+            lists all such tensors.
     """
     files = [source] if source.is_file() else weight_files(source)
     names = {tensor.name for file in files for tensor in read_header(file)}
