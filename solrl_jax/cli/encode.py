@@ -11,6 +11,7 @@ from solrl_jax.config.schema import Config
 from solrl_jax.errors import InputError
 from solrl_jax.models.backbone import open_text_encoders
 from solrl_jax.models.locate import open_model
+from solrl_jax.parallel import sharding
 from solrl_jax.rl.experiment import load_prompt_sets, open_mesh, read_instruction
 
 
@@ -75,7 +76,7 @@ def fill_cache(
         dict.fromkeys([p for prompt_set in load_prompt_sets(config) for p in prompt_set])
     )
     instruction = read_instruction(config)
-    mesh = open_mesh(config)
+    mesh = sharding.rows_only(open_mesh(config))  # as a run encodes them, to the bit
     tokens = config.model.max_sequence_length
     encoders = open_text_encoders(
         open_model(config.model.path), config.rollout.precision, mesh, config.model.prompt_cache_dir

@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 from safetensors.numpy import load_file, save_file
 
+from solrl_jax.cli import encode as encode_command
 from solrl_jax.cli import main
 from solrl_jax.cli.encode import fill_cache
 from solrl_jax.data.prompts import Prompt
@@ -298,6 +299,25 @@ def test_filling_wants_a_cache():
         "the user's cache directory$",
     ):
         fill_cache(small_config())
+
+
+def test_filling_encodes_as_a_run_does_on_a_tensor_parallel_mesh(tmp_path, monkeypatch):
+    """Every device has prompts of its own, so that the bits under a key do not depend on who wrote
+    them.
+    """
+    meshes = []
+
+    def opened(pipeline, dtype, mesh, cache):
+        meshes.append(mesh)
+        return open_text_encoders(pipeline, dtype, mesh, cache)
+
+    monkeypatch.setattr(encode_command, "open_text_encoders", opened)
+    mesh = ("mesh.data=2", "mesh.tensor=4")
+    fill_cache(small_config("unused", *mesh, f"model.prompt_cache_dir={tmp_path / 'cache'}"))
+    assert [dict(mesh.shape) for mesh in meshes] == [
+        dict(build(small_config("unused", *mesh)).backbone.text_encoders.mesh.shape)
+    ]
+    assert meshes[0].shape["tensor"] == 1
 
 
 def test_options_of_the_model_reach_it_or_are_refused(folders, tmp_path):
