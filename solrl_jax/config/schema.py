@@ -242,7 +242,7 @@ class Rollout(Section):
         selection: Which candidates are kept, by their explored reward. "best_worst": the K/2 best
             and the K/2 worst. "best_random": the K/2 best (rounded down) and a random choice of the
             others. "random": a random choice. "best": the K best.
-        explore: How the candidates are generated.
+        explore: How the candidates are generated: format, steps and noise levels.
         size: Size of the images that are trained on: (height, width) in pixels, or several sizes
             (YAML takes one size without the outer list). An iteration uses one of them, and as many
             iterations as there are sizes go through all of them in random order. None: the model's

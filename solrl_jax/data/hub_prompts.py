@@ -50,8 +50,8 @@ class Reference(NamedTuple):
     Attributes:
         repository: The data set, OWNER/DATASET.
         split: The name of the split; None: "train" if there is one, else the only split.
-        column: The column of the prompts; None: the first of the usual names
-            (`prompt_files.PROMPT_COLUMNS`) that is there. Not read for text files.
+        column: The column of the prompts; None: the first of "prompt", "Prompt", "Prompts",
+            "caption" and "text" that is there. No effect for text files.
     """
 
     repository: str
@@ -66,7 +66,7 @@ def parse_reference(path: str, where: str) -> Reference:
         path: The text, which begins with "hub:". An empty split or column counts as none, so
             "hub:OWNER/DATASET::COLUMN" names a column of the default split. A column may have
             colons.
-        where: The setting and its value, for messages.
+        where: Begins every message: the setting and its value, e.g. "prompts.train='hub:a/b'".
 
     Returns:
         The parts, with None for a split or column that is not named.
@@ -89,7 +89,7 @@ def fetch_files(reference: Reference, where: str) -> list[Path]:
     Args:
         reference: The data set (OWNER/DATASET) and the name of its split; a split of None is
             "train" if there is one, else the only split. The column is not read.
-        where: The setting and its value, for messages.
+        where: Begins every message: the setting and its value, e.g. "prompts.train='hub:a/b'".
 
     Returns:
         The local files in the order of their names, at least one.
@@ -262,7 +262,7 @@ def _choose_split(splits: Mapping[str, list[str]], reference: Reference, where: 
         splits: The sorted paths of the files of each split, by its name.
         reference: The name of the split is its field `split`. None: "train" if there is one, or the
             only split.
-        where: The setting and its value, for messages.
+        where: Begins every message: the setting and its value, e.g. "prompts.train='hub:a/b'".
 
     Returns:
         The sorted paths of the files in the repository, at least one.
@@ -302,7 +302,7 @@ def _list_files(name: str, where: str) -> dict[str, int]:
 
     Args:
         name: The data set, OWNER/DATASET.
-        where: The setting and its value with which messages begin, e.g. "prompts.train='hub:a/b'".
+        where: Begins every message: the setting and its value, e.g. "prompts.train='hub:a/b'".
 
     Returns:
         The size in bytes of each file by its path in the repository. Sizes that the hub does not
@@ -338,7 +338,7 @@ def _snapshot(name: str, files: Sequence[str], where: str) -> Path:
     Args:
         name: The data set, OWNER/DATASET.
         files: The paths of the files in the repository.
-        where: The setting and its value, for messages.
+        where: Begins every message: the setting and its value, e.g. "prompts.train='hub:a/b'".
 
     Returns:
         The local directory of the newest revision. Without the hub it is that in the cache, where

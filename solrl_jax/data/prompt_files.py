@@ -67,7 +67,7 @@ def read_rows(file: Path, column: str | None, where: str) -> list[Row]:
         column: The name of the column, or the key of JSON objects, that holds the prompts. None:
             the first of "prompt", "Prompt", "Prompts", "caption" and "text" (`PROMPT_COLUMNS`) that
             the header or the first object has. No effect for text files.
-        where: The setting and its value with which messages begin, e.g. "prompts.train='a.csv'".
+        where: Begins every message: the setting and its value, e.g. "prompts.train='a.csv'".
 
     Returns:
         The rows in the order of the file. Blank lines are left out. A blank file has no rows,
@@ -104,7 +104,7 @@ def read_file(file: Path, where: str, expected: str) -> str:
 
     Args:
         file: The file. Links are followed.
-        where: The setting and its value, for messages.
+        where: Begins every message: the setting and its value, e.g. "prompts.train='a.csv'".
         expected: A description of the file that is expected, for the message if there is none.
 
     Returns:
@@ -144,7 +144,7 @@ def _read_lines(text: str, where: str) -> list[Row]:
 
     Args:
         text: The content of the file.
-        where: The setting and its value, for messages.
+        where: Begins every message: the setting and its value, e.g. "prompts.train='a.csv'".
 
     Returns:
         One row without metadata per line that is not blank.
@@ -185,9 +185,9 @@ def _read_json(text: str, column: str | None, where: str) -> list[Row]:
 
     Args:
         text: The content of the file.
-        column: The key of the prompt in objects. None: the first of `PROMPT_COLUMNS` in the first
-            object.
-        where: The setting and its value, for messages.
+        column: The key of the prompt in objects. None: the first of "prompt", "Prompt", "Prompts",
+            "caption" and "text" that the first object has.
+        where: Begins every message: the setting and its value, e.g. "prompts.train='a.csv'".
 
     Returns:
         One row per item or line, in order; none for an empty list. The position is "item N" or
@@ -218,7 +218,7 @@ def _parse_lines(text: str, where: str) -> list[tuple[str, Any]]:
 
     Args:
         text: The content of the file.
-        where: The setting and its value, for messages.
+        where: Begins every message: the setting and its value, e.g. "prompts.train='a.csv'".
 
     Returns:
         The position (e.g. "line 3") and the value of each line that is not blank. Any value of JSON
@@ -242,9 +242,9 @@ def _rows_of_objects(items: list[tuple[str, Any]], column: str | None, where: st
     Args:
         items: The position for messages, e.g. "line 3", and the value of each row: an object with
             the prompt and metadata, or a text without metadata. Objects are not changed.
-        column: The key of the prompt in all objects. None: the first of `PROMPT_COLUMNS` that the
-            first object has, or "prompt" if it has none.
-        where: The setting and its value, for messages.
+        column: The key of the prompt in all objects. None: the first of "prompt", "Prompt",
+            "Prompts", "caption" and "text" that the first object has, or "prompt" if it has none.
+        where: Begins every message: the setting and its value, e.g. "prompts.train='a.csv'".
 
     Returns:
         One row per item. All keys of an object but `column` are metadata.
@@ -280,9 +280,10 @@ def _read_table(text: str, ending: str, column: str | None, where: str) -> list[
 
     Args:
         text: The content of the file.
-        ending: ".csv" or ".tsv".
-        column: The column of the prompt. None: the first of `PROMPT_COLUMNS` that is there.
-        where: The setting and its value, for messages.
+        ending: ".csv", whose values are separated by commas, or ".tsv" by tabs.
+        column: The column of the prompt. None: the first of "prompt", "Prompt", "Prompts",
+            "caption" and "text" that the header has.
+        where: Begins every message: the setting and its value, e.g. "prompts.train='a.csv'".
 
     Returns:
         One row per row of the table after the header, without blank ones. The metadata are the
@@ -352,8 +353,9 @@ def _read_parquet(file: Path, column: str | None, where: str) -> list[Row]:
 
     Args:
         file: The path of the file.
-        column: The column of the prompt. None: the first of `PROMPT_COLUMNS` that is there.
-        where: The setting and its value, for messages.
+        column: The column of the prompt. None: the first of "prompt", "Prompt", "Prompts",
+            "caption" and "text" that the table has.
+        where: Begins every message: the setting and its value, e.g. "prompts.train='a.csv'".
 
     Returns:
         One row per row of the table. The other columns that are not left out are metadata.
@@ -422,10 +424,10 @@ def _find_column(names: list[str], column: str | None, where: str) -> str:
     """Returns the column of the prompts.
 
     Args:
-        names: The columns of the table.
-        column: The column that the user named. None: the first of `PROMPT_COLUMNS` that is in
-            `names`.
-        where: The setting and its value, for messages.
+        names: The names of all columns of the table.
+        column: The column that the user named. None: the first of "prompt", "Prompt", "Prompts",
+            "caption" and "text" (`PROMPT_COLUMNS`) that is in `names`.
+        where: Begins every message: the setting and its value, e.g. "prompts.train='a.csv'".
 
     Raises:
         InputError: If it is not there. The message lists `names`.
@@ -450,7 +452,7 @@ def _row_of_table(values: dict[str, Any], column: str, position: str, where: str
             the metadata of the row.
         column: The column of the prompt.
         position: The place of the row in the file, for messages.
-        where: The setting and its value, for messages.
+        where: Begins every message: the setting and its value, e.g. "prompts.train='a.csv'".
 
     Raises:
         InputError: If the row has no such column, or its value there is no text or blank.

@@ -28,7 +28,8 @@ class Prompt(str):
     hashed by its text alone.
 
     Attributes:
-        metadata: Values of JSON by name; an empty mapping if there are none.
+        metadata: What the prompt file says about the prompt beside its text: values of JSON by the
+            name of the column or key. An empty mapping if there is nothing.
     """
 
     metadata: Mapping[str, Any]
@@ -100,7 +101,7 @@ def _read_prompts(file: Path, column: str | None, where: str) -> list[Prompt]:
     Args:
         file: The file, in a format of `prompt_files.read_rows`.
         column: The column or key of the prompts; None: the first of the usual names that is there.
-        where: The setting and its value, for messages.
+        where: Begins every message: the setting and its value, e.g. "prompts.train='a.csv'".
 
     Returns:
         The prompts with their metadata in the order of the file; [] for a file without any.
@@ -121,7 +122,7 @@ def _hub_prompts(path: str, where: str) -> list[Prompt]:
 
     Args:
         path: "hub:OWNER/DATASET[:SPLIT][:COLUMN]".
-        where: The setting and its value, for messages.
+        where: Begins every message: the setting and its value, e.g. "prompts.train='a.csv'".
 
     Returns:
         The prompts of all files of the split, in the order of the files' names.
@@ -213,7 +214,7 @@ def _embedded_file(path: str, where: str) -> Path:
 
     Args:
         path: The name of the set with the prefix "embedded:", e.g. "embedded:shapes-train".
-        where: The setting and its value, for messages.
+        where: Begins every message: the setting and its value, e.g. "prompts.train='a.csv'".
 
     Returns:
         The .txt or .jsonl file of this name in the package.

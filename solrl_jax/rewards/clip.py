@@ -182,7 +182,7 @@ def _clip_reward(
     Args:
         folder: The folder of the network, with its safetensors files.
         tokenizer: The folder of its tokenizer.
-        config: The sizes of the network.
+        config: The sizes of the network, as its folder's `config.json` has them.
         preprocess: Converts images in [0, 1] to normalized pixels of the size that the CLIP reads.
         divisor: The score is `exp(logit_scale) / divisor` times the cosine.
 

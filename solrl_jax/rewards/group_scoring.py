@@ -80,8 +80,9 @@ class GroupScoring:
         """Scores one group on all devices alike, waits for the scores and stores them.
 
         Args:
-            rows: The image (or None) and the latent of each candidate of the group.
-            prompts: The row of the prompt of each candidate, int32.
+            rows: A pair for each candidate of the group: its image [H, W, 3] in [0, 1] (or None)
+                and its latent [h, w, c].
+            prompts: For each candidate, int32, the row of its prompt in the prepared arrays.
 
         Raises:
             InputError: If the reward's code raises, or returns no scores of the right names and

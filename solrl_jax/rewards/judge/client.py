@@ -260,10 +260,11 @@ class _BoundedStream(httpx2.AsyncByteStream):
         self._stream = stream
 
     async def __aiter__(self) -> Any:
-        """Yields the parts of the body.
+        """Yields the parts of the body, as they arrive.
 
         Raises:
-            _RefusedAnswer: If there are more than `MOST` bytes.
+            _RefusedAnswer: When the parts have more than 2**20 bytes (`MOST`) together. The last
+                part is not yielded.
         """
         size = 0
         async for part in self._stream:

@@ -148,9 +148,10 @@ class _Sent:
 
 
 class Service:
-    """A judge, its cache and its connection, kept open between the calls of a process.
+    """A judge with its cache and its connection, kept open between the calls of a process.
 
-    Its requests run in one event loop of its own, which runs only during `score_all`.
+    `score_all` answers a call: it takes scores from the cache, asks the endpoint for the others and
+    stores them. The requests run in one event loop of its own, which runs only during `score_all`.
     """
 
     def __init__(self, judge: Judge, concurrency: int) -> None:
