@@ -24,7 +24,8 @@ def part_files(part: str) -> list[str]:
     """The choices for a part, sorted: the files in its folder, without their ending.
 
     Args:
-        part: A name of `PARTS`, e.g. "model". For other names without a folder the list is empty.
+        part: "model", "family", "explore", "objective" or "reward" (`PARTS`). For another name
+            without a folder the list is empty.
     """
     return sorted(path.stem for path in (CONFIGS / part).glob("*.yaml"))
 

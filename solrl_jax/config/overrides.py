@@ -170,11 +170,12 @@ def merge(tree: dict[str, Any], new: Mapping[Any, Any], prefix: str = "") -> Non
 
     Args:
         tree: Nested dicts of sections and fields, changed in place.
-        new: The same for the fields to change; it is copied. Sections are merged if both sides have
-            a mapping; the value of a field is replaced whole, also if it is a list or a mapping.
-            Unknown keys are written, too, and validation refuses them later.
-        prefix: The dotted name of the section that both are, with a dot behind; "" for the whole
-            configuration.
+        new: Nested dicts of sections and the fields to change, which are copied. Sections are
+            merged if both sides have a mapping; the value of a field is replaced whole, also if it
+            is a list or a mapping. Unknown keys are written, too, and validation refuses them
+            later.
+        prefix: The dotted name of the section that `tree` and `new` are, with a dot behind, e.g.
+            "rollout."; "" for the whole configuration.
     """
     for key, value in new.items():
         name = f"{prefix}{key}"

@@ -53,8 +53,9 @@ def _combined_presets() -> dict[str, dict[str, str]]:
     """The parts of each preset that has no file of its own, by its name. Cached.
 
     Returns:
-        By the name `<model>_<family>_<reward>`: {"model": ..., "family": ..., "reward": ...}, for
-        each released model, family of `FAMILIES` and reward of `REWARDS`.
+        By the name `<model>_<family>_<reward>`, for each released model, family of `FAMILIES` and
+        reward of `REWARDS`: the three parts, e.g. {"model": "sana", "family": "sol_rl", "reward":
+        "pickscore"}.
     """
     combinations = itertools.product(released_models(), FAMILIES, REWARDS)
     return {

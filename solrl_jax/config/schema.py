@@ -262,11 +262,11 @@ class Rollout(Section):
             the last add noise.
         sde_window_every: Iterations after which that window moves on by one step; at least 1. After
             its last place it starts again at the first step. No effect without `sde_window_size`.
-        schedule: Sigmas of the model family. "linear": equally spaced, then shifted. "sd3": as in
-            the released SD3 scheduler. "flux": equally spaced, with a shift that follows from the
-            image size.
-        shift: Shift of the sigmas towards high noise, from 0.001 to 1000; 1 does not shift. "flux"
-            computes its own instead.
+        schedule: Sigmas of the model family. "linear": equally spaced, then shifted. "sd3": equally
+            spaced between ends that are shifted already, then shifted again, as in the released
+            scheduler. "flux": equally spaced, with a shift that follows from the image size.
+        shift: Factor k of the shift k s / (1 + (k - 1) s) of a sigma s, from 0.001 to 1000. Above 1
+            it shifts towards high noise, 1 does not shift. "flux" computes its own instead.
         guidance_scale: Classifier-free guidance scale, at least 0; at most 1 disables it, as in
             diffusers. For models with embedded guidance (FLUX.1) the scale that the network is
             given.
@@ -704,8 +704,9 @@ class Train(Section):
         iterations: Number of iterations: generate, select, update. At least 1. Ours.
         num_prompts: G, the prompts per iteration; at least 1. A run with fewer prompts takes all.
         parameters: What is trained. "adapters": the adapters of `lora`. "all": all parameters. A
-            regular expression (not empty): the parameters that it matches are trained themselves,
-            and adapters on others.
+            regular expression (not empty): the parameters whose whole path it matches are trained
+            themselves, and the adapters of `lora` on its other targets. Parameters that
+            `model.attention="mhla"` adds are always trained themselves.
     """
 
     iterations: PositiveInt = 1000

@@ -124,7 +124,7 @@ def parse(text: str, name: str) -> Any:
         name: What the text is, with which a message begins, e.g. "configuration".
 
     Returns:
-        Nested dicts and lists of plain values; None for empty text.
+        Nested dicts and lists of text, numbers, booleans, dates and None; None for empty text.
 
     Raises:
         ConfigError: If the text is not YAML, too long or too deep, or has a repeated key, a tag or

@@ -99,8 +99,10 @@ def _read_prompts(file: Path, column: str | None, where: str) -> list[Prompt]:
     """Reads all prompts of a file, with repetitions.
 
     Args:
-        file: The file, in a format of `prompt_files.read_rows`.
-        column: The column or key of the prompts; None: the first of the usual names that is there.
+        file: The file: .json, .jsonl, .ndjson, .jsonlines, .csv, .tsv, .parquet, or any other one
+            as text with one prompt per line.
+        column: The column or key of the prompts; None: the first of "prompt", "Prompt", "Prompts",
+            "caption" and "text" that is there. No effect for text files.
         where: Begins every message: the setting and its value, e.g. "prompts.train='a.csv'".
 
     Returns:
@@ -148,7 +150,8 @@ def check_text(text: T, where: str) -> T:
 
     Args:
         text: A prompt or an instruction.
-        where: The place that the text comes from, for messages.
+        where: The place that the text comes from, with which a message begins, e.g.
+            "prompts.train='a.txt': line 3".
 
     Raises:
         InputError: If the text is longer than 20,000 characters (`MAX_CHARACTERS`), or has control

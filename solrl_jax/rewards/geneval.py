@@ -58,7 +58,8 @@ class Request:
     """The objects that an image should show, from the metadata of its prompt.
 
     Attributes:
-        tag: GenEval's name of the task. For "counting", `geneval` takes another threshold.
+        tag: GenEval's name of the task, e.g. "position". Only "counting" matters: `geneval` then
+            takes another threshold of confidence.
         include: The objects that must be there, at least one clause.
         exclude: The objects of which the image must show fewer than the count of the clause,
             without color and position. It may be empty.
@@ -99,9 +100,9 @@ def geneval(
             "counting", in place of `threshold`.
 
     Returns:
-        "reward", the partial score (the mean of a term per request, as `judge` defines it), at most
-        1 and possibly negative, and "strict", 1 if everything is exactly as requested and else 0.
-        Both are float32 arrays [n].
+        "reward", the partial score: the mean closeness of numbers, colors and positions to the
+        request (`judge` lists its terms), at most 1 and possibly negative. "strict": 1 if
+        everything is exactly as requested and else 0. Both are float32 arrays [n].
 
     Raises:
         ValueError: If the numbers of images, prompts and metadata differ or images are not RGB; if
@@ -180,12 +181,12 @@ def judge(objects: Objects, request: Request) -> tuple[float, bool]:
 
     The partial score is the mean of these terms of all clauses of `request.include`:
 
-      1. 1 less the relative error of the number of objects of the class, see `_closeness`. This is
-         below 0 for more than twice the count.
+      1. 1 - |n - count| / count, where n is the number of objects of the class. This is below 0
+         for more than twice the count.
       2. A 0 if this number is wrong and the clause has a color or a position. There are no further
          terms of the clause then.
-      3. If the clause has a color: 1 less the relative error of the number of objects of this
-         color.
+      3. If the clause has a color: the same with the number of objects of the class in this color
+         as n.
       4. If the clause has a position, and the numbers are right: 1 if the relation holds for every
          pair of an object of the clause and one of the earlier clause; a 0 and a 1 if it does not,
          as in Flow-GRPO's code; 0 if the earlier clause was not met.
@@ -331,7 +332,8 @@ def _parse_clause(
             possibly "color", a text, and "position", a pair of a relation and the index of an
             earlier clause.
         kind: "include" or "exclude".
-        index: The index of the clause, from 0.
+        index: The index of this clause in the list `kind`, from 0. A position may name only smaller
+            ones.
         known: The classes and colors that the detector can find.
 
     Returns:

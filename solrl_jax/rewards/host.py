@@ -110,10 +110,10 @@ class Workers:
     killed, or that ends, is replaced for the next call.
 
     Attributes:
-        count: The number of processes.
+        count: The number of processes, at least 1.
         timeout: Seconds that one call may take, counted from when a process begins it.
-        failures_in_a_row: For each reward by name, the number of failed calls since the last call
-            that returned scores.
+        failures_in_a_row: For each reward by name, the number of calls without any score since the
+            last call that returned some. It is counted only where failed calls are skipped.
     """
 
     def __init__(self, count: int, timeout: float) -> None:
@@ -285,10 +285,11 @@ class Scoring:
         prompts: Sequence[Prompt],
         groups: Sequence[slice] | None = None,
     ) -> None:
-        """Starts no call yet. The known scores of all images are NaN at first.
+        """Starts no call yet. The arrays of all scores whose names are known exist and hold NaN.
 
         Args:
-            host: The rewards, and how their worker processes run.
+            host: The rewards outside JAX, and the number, timeout and treatment of failures of
+                their processes.
             prompts: The prompt of each image, in order.
             groups: The ranges of the images that are compared with each other, which follow each
                 other from 0 and cover all images. None: the images of a prompt that directly follow
@@ -323,8 +324,8 @@ class Scoring:
         group are kept.
 
         Args:
-            images: The images [b, H, W, 3]; they are cast to float32. Those beyond the last prompt
-                are padding and are not scored.
+            images: The images [b, H, W, 3] in [0, 1]; they are cast to float32. Those beyond the
+                last prompt are padding and are not scored.
 
         Raises:
             RewardError: If a call of the older chunk failed and failed calls are not skipped, or 32
@@ -508,7 +509,8 @@ def scoring(
     Otherwise they stay for the next series of images.
 
     Args:
-        host: The rewards, and how their worker processes run.
+        host: The rewards outside JAX, and the number, timeout and treatment of failures of their
+            processes.
         prompts: The prompt of each image, in order.
         groups: The ranges of the images that are compared with each other, which follow each other
             from 0. None: the images of a prompt that directly follow each other, divided into
@@ -532,7 +534,8 @@ def trial(host: HostRewards, prompts: Sequence[Prompt], size: tuple[int, int]) -
     earnest.
 
     Args:
-        host: The rewards, and how their worker processes run.
+        host: The rewards outside JAX, and the number, timeout and treatment of failures of their
+            processes.
         prompts: The prompts. Each gets one gray image (all values 0.5), or two if any reward
             compares images. All of them are held in memory at once.
         size: Height and width of the images in pixels.

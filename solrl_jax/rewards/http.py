@@ -49,7 +49,7 @@ def http(
             values are clipped, and NaN becomes 0.
         prompts: The prompt of each image.
         metadata: The metadata of each prompt, as values of JSON.
-        url: The address of the service.
+        url: The address of the service, http://HOST:PORT/PATH or https://HOST:PORT/PATH.
         timeout: Seconds, `reward.timeout`. Each attempt may take as long to connect, and as long
             for each wait for data; the pauses between the attempts are at most half as long
             together, or longer if the service asks for it. The worker process is killed when the

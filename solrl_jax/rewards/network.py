@@ -51,8 +51,8 @@ class NetworkReward(Reward):
         the package has only the configuration (for a plan), they are abstract and no file is read.
 
         Args:
-            mesh: The mesh that they are divided over, like the base of a policy. None: JAX's
-                default device.
+            mesh: The mesh that the parameters are placed on: large arrays are split over its axes
+                `tensor` and `fsdp`, small ones are on every device. None: JAX's default device.
             dtype: float32, or float16 or bfloat16 for the weights of linear layers inside stacks of
                 transformer layers. All other parameters, and sums and norms of these layers, stay
                 in float32.

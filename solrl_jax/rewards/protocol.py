@@ -93,7 +93,7 @@ class HostReward:
 
     @property
     def in_groups(self) -> bool:
-        """Whether the images of a group are scored together."""
+        """Whether it is called with a whole group of candidates: groupwise or pairwise."""
         return self.groupwise or self.pairwise
 
 
@@ -109,8 +109,9 @@ class HostRewards:
             "ocr" or "geneval/strict". Scores without a weight are only recorded.
         workers: The number of worker processes on each host, at least 1.
         timeout: Seconds that one call may take. A process that takes longer is killed.
-        skip: Whether the images of a failed call stay without a score (NaN), until 32 calls of one
-            reward in a row have failed. False: the run stops at the first failed call.
+        skip: Whether the images of a failed call stay without a score (NaN); the run then stops
+            only when 32 calls of one reward in a row have no score. False: it stops at the first
+            failed call.
         group_size: The most candidates of a prompt that are compared with each other.
     """
 
@@ -227,7 +228,8 @@ class Reward:
             mesh: The mesh that the parameters are placed on: large arrays are split over its axes
                 `fsdp` and `tensor`, small ones are on every device
                 (`parallel.sharding.parameter_sharding`). None: the parameters stay where they are.
-            dtype: The dtype of the matmuls of networks. Only `NetworkReward` reads it.
+            dtype: No effect here. `NetworkReward`, which overrides this method, takes it for the
+                matmuls of its networks.
 
         Returns:
             A copy of the reward with placed `params`; the reward itself if `mesh` is None.

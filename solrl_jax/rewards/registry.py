@@ -270,12 +270,12 @@ def open_rewards(
 
     Raises:
         InputError: If `reward.paths`, `reward.weights`, `reward.eval_only`,
-            `rollout.explore.reward` or `reward.options` has an unknown name; if a reward whose
-            network is computed in JAX has options, or the options of another one are not accepted;
-            if a function cannot be imported or is not callable, or a package that a reward needs is
-            not installed; if the address of a service is no URL; if files of a network are missing
-            or have other tensors than its configuration; or if the question of a judge cannot be
-            read or lacks "{prompt}".
+            `rollout.explore.reward` or `reward.options` has an unknown name; if a reward of the
+            package that is scored inside JAX has options, or the options of another one are not
+            accepted; if a function cannot be imported or is not callable, or a package that a
+            reward needs is not installed; if the address of a service is no URL; if files of a
+            network are missing or have other tensors than its configuration; or if the question of
+            a judge cannot be read, or has a word in braces and no "{prompt}".
     """
     fields = {
         "reward.weights": tuple(settings.weights),
@@ -367,7 +367,8 @@ def open_plugin(name: str, options: Options) -> Reward | HostReward:
         options: The keyword arguments of the function.
 
     Returns:
-        A `HostReward` whose other scores are unknown, or the `Reward` that the function returned.
+        A `HostReward`, whose scores beside "reward" are unknown, or the `Reward` that the function
+        returned.
 
     Raises:
         InputError: If the function cannot be imported, is no function, has no signature or does not

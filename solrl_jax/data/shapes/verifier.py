@@ -327,8 +327,8 @@ def _iou_with_shapes(
     Args:
         mask: The share of each pixel that each of the k components covers, in [0, 1].
         centroid: (x, y) of the centroid of each component in pixels, which the ideal shapes share.
-        diameters: Diameters in pixels of the ideal circle, square and triangle, which have the area
-            of the component.
+        diameters: In pixels, the diameter of the ideal circle, the side of the square, and the base
+            and height of the triangle. Each has the area of the component.
 
     Returns:
         Values in [0, 1] for the circle, the square and the triangle, in this order.

@@ -263,8 +263,8 @@ class _BoundedStream(httpx2.AsyncByteStream):
         """Yields the parts of the body, as they arrive.
 
         Raises:
-            _RefusedAnswer: When the parts have more than 2**20 bytes (`MOST`) together. The last
-                part is not yielded.
+            _RefusedAnswer: When the parts have more than 2**20 bytes (`MOST`) together. The part
+                that goes beyond them is not yielded.
         """
         size = 0
         async for part in self._stream:

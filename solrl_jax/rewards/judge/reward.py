@@ -143,7 +143,7 @@ class _Sent:
 
     @property
     def part(self) -> dict[str, Any]:
-        """The image as a part of a chat message of OpenAI: a dict of the type "image_url"."""
+        """The image as a part of a chat message, a dict with "type" and "image_url"."""
         return {"type": "image_url", "image_url": {"url": self.url}}
 
 
@@ -243,7 +243,10 @@ class Service:
     async def _gather(
         self, sent: Sequence[tuple[_Sent, ...] | None], prompts: Sequence[str]
     ) -> list[dict[str, float] | Failure | None]:
-        """Makes the requests of all rows, at most `concurrency` at once, and equal ones once.
+        """Makes the requests of all rows, at most `concurrency` (of the service) at once.
+
+        Equal requests are made once. Those without an answer fail when 9/10 (`SHARE`) of the
+        seconds that are left to this call have passed.
 
         Args:
             sent: For each row one image, or two if the judge compares; None for a row without a

@@ -61,7 +61,7 @@ def read_template(prompt: str, field: str) -> Template:
     Args:
         prompt: A name in `SCORES` ("alignment", "alignment-digits", "text", "aesthetics", "rubric"
             or "preference"), or a UTF-8 text file. A name wins over a file of this name.
-        field: The setting that names it, for messages.
+        field: The setting that names it, e.g. "reward.options.judge.prompt", for messages.
 
     Returns:
         The question, without white space at its ends. That of a file has no `score` and no
