@@ -183,8 +183,8 @@ def judge(objects: Objects, request: Request) -> tuple[float, bool]:
 
       1. 1 - |n - count| / count, where n is the number of objects of the class. This is below 0
          for more than twice the count.
-      2. A 0 if this number is wrong and the clause has a color or a position. There are no further
-         terms of the clause then.
+      2. A 0 if n differs from the count and the clause has a color or a position. There are no
+         further terms of the clause then.
       3. If the clause has a color: the same with the number of objects of the class in this color
          as n.
       4. If the clause has a position, and the numbers are right: 1 if the relation holds for every
