@@ -307,9 +307,8 @@ def pool_rewards(
 def with_recipe(experiment: Experiment, recipe: str) -> Experiment:
     """Returns the same experiment with other exploration options.
 
-    A recipe sets the exploration options (`sigmas`, `exact_steps`, `correction_rank` and
-    `attention` of `rollout.explore`) and may also change the rules of `model.quantization`. If it
-    does, the layers to quantize are found anew.
+    A recipe sets exploration options (fields of `rollout.explore`) and may also change the rules of
+    `model.quantization`. If it does, the layers to quantize are found anew.
 
     Args:
         experiment: The run, whose configuration is the start. It is not changed.
