@@ -1,6 +1,7 @@
 """Overrides `key=value`: YAML values, text, parts, plug-ins and old names."""
 
 import dataclasses
+from inspect import unwrap
 
 import pytest
 
@@ -119,7 +120,7 @@ def test_fields_of_a_run_are_changed_and_parts_but_explore_are_refused():
 @pytest.mark.parametrize("other", [3, None, {"seed": 1}])
 def test_an_override_of_a_run_is_text(other):
     with pytest.raises(ConfigError, match="expected text, a preset's name and overrides"):
-        override(resolve("tiny"), ["seed=1", other])
+        unwrap(override)(resolve("tiny"), ["seed=1", other])
 
 
 def test_a_recipe_brings_the_models_rules_unless_the_user_has_others():

@@ -306,10 +306,13 @@ def test_a_prompt_with_too_few_rewards_is_left_out_and_the_others_are_trained_on
     assert outcome.metrics["skipped_micro_batches"] == 0
 
 
-@pytest.mark.parametrize(("regenerate", "count"), [("true", 16 + 8), ("false", 16)])
-def test_if_every_reward_fails_the_policy_stays(regenerate, count):
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [((), 16 + 8), (("rollout.regenerate=false", "rollout.explore.num_steps=3"), 16)],
+)
+def test_if_every_reward_fails_the_policy_stays(settings, count):
     toy = dataclasses.replace(
-        toy_experiment("optimizer.weight_decay=0", f"rollout.regenerate={regenerate}"),
+        toy_experiment("optimizer.weight_decay=0", *settings),
         reward=poisoned(lambda m: m > -1),
     )
     start = fresh_state(toy)
