@@ -207,14 +207,14 @@ class Client:
             None.
 
         Raises:
-            Failure: In place of errors of the packages openai and httpx2, TimeoutError, ValueError
-                and `_RefusedAnswer`. The message is one line, with the key replaced by "***". Other
-                errors pass.
+            Failure: In place of errors of the packages openai and httpx2, TimeoutError and
+                ValueError. The message is one line, with the key replaced by "***". Other errors
+                pass.
         """
         try:
             yield
-        except (Failure, _RefusedAnswer) as refusal:
-            raise Failure(self._without_key(str(refusal))) from None
+        except Failure as failure:
+            raise Failure(self._without_key(str(failure))) from None
         except openai.APITimeoutError:
             seconds = self._settings.request_timeout
             raise Failure(f"no answer within request_timeout={seconds:g} seconds") from None
@@ -236,18 +236,10 @@ class Client:
         return message.replace(self._key, "***") if self._key != "none" else message
 
 
-class _RefusedAnswer(BaseException):
-    """An answer that is not read, because it is packed or too large.
-
-    It is no Exception, because the package openai sends a request again after any Exception, and a
-    server would most likely answer the same. `Client._in_one_line` turns it into a Failure.
-    """
-
-
 class _BoundedStream(httpx2.AsyncByteStream):
     """The body of an answer, read as it arrives. It is given up after 2**20 bytes (`MOST`).
 
-    Iterating over it yields the parts of the body, and raises `_RefusedAnswer` when they have more
+    Iterating over it yields the parts of the body, and raises `Failure` when they have more
     bytes together; the part that is too much is not yielded.
     """
 
@@ -263,14 +255,14 @@ class _BoundedStream(httpx2.AsyncByteStream):
         """Yields the parts of the body, as they arrive.
 
         Raises:
-            _RefusedAnswer: When the parts have more than 2**20 bytes (`MOST`) together. The part
+            Failure: When the parts have more than 2**20 bytes (`MOST`) together. The part
                 that goes beyond them is not yielded.
         """
         size = 0
         async for part in self._stream:
             size += len(part)
             if size > MOST:
-                raise _RefusedAnswer(f"an answer of more than {MOST} bytes")
+                raise Failure(f"an answer of more than {MOST} bytes")
             yield part
 
     async def aclose(self) -> None:
@@ -294,14 +286,12 @@ async def _bound_response(response: httpx2.Response) -> None:
         response: The response. Its stream is replaced by a `_BoundedStream`.
 
     Raises:
-        _RefusedAnswer: If the body is packed (a content-encoding other than "identity"), which was
+        Failure: If the body is packed (a content-encoding other than "identity"), which was
             not asked for.
     """
     encoding = response.headers.get("content-encoding", "identity").lower()
     if encoding != "identity":
-        raise _RefusedAnswer(
-            f"an answer packed with {brief_repr(encoding)}, which was not asked for"
-        )
+        raise Failure(f"an answer packed with {brief_repr(encoding)}, which was not asked for")
     response.stream = _BoundedStream(response.stream)
 
 
