@@ -374,10 +374,12 @@ def generate(
         lora: A LoRA of diffusers, kohya, ai-toolkit or ComfyUI (a .safetensors file) or PEFT (a
             directory) to apply. A run has its own and accepts none. None: no LoRA.
         precision: The number format of all steps: "bf16", "fp32", "int8", "fp8", "nvfp4", or "auto"
-            for the fastest one that the device runs natively.
+            for the fastest one that the device runs natively. Formats that it does not run natively
+            are emulated, which is slower.
         max_sequence_length: The number of tokens to which prompts are padded or cut, 1 to 2048.
             None: the run's, or the model's default.
-        instruction: The text that precedes every prompt, for SANA. None: the run's, or none.
+        instruction: The text that precedes every prompt. SANA alone accepts one; it is refused for
+            other models. None: the run's, or none.
         vae_tile_size: The side in pixels of the tiles in which images are decoded, which takes less
             memory. It must be a multiple of the pixels per latent pixel (8 for FLUX.1 and SD3, 32
             for SANA). None: the run's, or whole images.

@@ -211,7 +211,7 @@ def _evaluate(experiment: Experiment, adapters: Trainable) -> Evaluation:
         adapters: The trainable parameters of the policy by path; an empty dict for the base model.
 
     Returns:
-        The scores of all images, with their means and standard errors.
+        The scores of all images, and the mean and standard error of each score over all images.
     """
     config = experiment.config.eval
     with bar(config.num_prompts * config.num_images_per_prompt, "evaluate") as progress:

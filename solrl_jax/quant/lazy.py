@@ -416,8 +416,9 @@ def encode_in_one_pass(encode: Encode, pieces: Sequence[LazyActivation]) -> tupl
     """Encodes the rows of activations that follow each other along the sequence axis.
 
     Args:
-        encode: The encoder: from float32 arrays [..., n] side by side along the last axis to a
-            tuple of outputs, each a list of arrays side by side.
+        encode: The encoder. It gets a list of float32 arrays that are the columns of the rows, side
+            by side: their widths add up to n. It returns a tuple of outputs, each such a list whose
+            widths add up to the m of that output.
         pieces: At least one activation [b, s_i, n], all of one batch b and one width n.
 
     Returns:
@@ -447,8 +448,9 @@ def _encode_on_tpu(encode: Encode, x: LazyActivation) -> tuple[Array, ...]:
     """Encodes the rows of an activation with `tpu_kernel`, each device its own rows.
 
     Args:
-        encode: The encoder: from float32 arrays [..., n] side by side along the last axis to a
-            tuple of outputs, each a list of arrays side by side.
+        encode: The encoder. It gets a list of float32 arrays that are the columns of the rows, side
+            by side: their widths add up to n. It returns a tuple of outputs, each such a list whose
+            widths add up to the m of that output.
         x: An activation for which `tpu_kernel_takes` is True.
 
     Returns:
@@ -506,8 +508,9 @@ def reference(encode: Encode, pieces: Sequence[Sequence[LazyPart]]) -> tuple[Arr
     """Computes what `triton_kernel` computes, in plain JAX and in float32.
 
     Args:
-        encode: The encoder: from float32 arrays [..., n] side by side along the last axis to a
-            tuple of outputs, each a list of arrays side by side.
+        encode: The encoder. It gets a list of float32 arrays that are the columns of the rows, side
+            by side: their widths add up to n. It returns a tuple of outputs, each such a list whose
+            widths add up to the m of that output.
         pieces: The parts of each activation, at least one. Activations follow each other along the
             sequence axis.
 

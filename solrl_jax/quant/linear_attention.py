@@ -195,15 +195,24 @@ def mixed_reference(
     blocks: Blocks,
     mix: Float[Array, "m m"],
 ) -> Float[Array, "b n d"]:
-    """Computes `linear_attention` with blocks, also the released variant, in plain JAX.
+    """Computes MHLA's attention in plain JAX: `linear_attention` with blocks.
+
+    With the feature f(x) = relu(x) + eps, S_b the sum of f(k) v^T and z_b that of f(k) over the
+    keys of block b, a query of block i becomes, for each head,
+
+        f(q) (sum_b m_ib S_b) / (f(q) . sum_b m_ib z_b + least)
+
+    In the released variant, the denominator is `sum_b m_ib f(q_b) . z_b + least`, where q_b is the
+    query at the same place in block b.
 
     Args:
-        q: Queries [b, n, d] before their feature `relu(q) + eps`, heads side by side. n is the
-            product of `blocks.grid`.
+        q: Queries [b, n, d] before their feature, heads side by side. n is the product of
+            `blocks.grid`, and tokens are in raster order.
         k: Keys [b, n, d] before their feature, heads side by side.
         v: Values [b, n, d], heads side by side.
         heads: The number of heads, which divides d.
-        blocks: The blocks of the image, with eps, least and the variant.
+        blocks: How the tokens are divided into blocks; also eps, least, and whether the variant is
+            the released one.
         mix: The matrix m [blocks, blocks] of any floating-point dtype; cast to float32. Row i
             belongs to the queries of block i.
 

@@ -654,7 +654,8 @@ def read_instruction(config: Config) -> str | None:
         The text without the end of its last line; None if the configuration names no file.
 
     Raises:
-        InputError: If the file is missing, blank, not text, or longer than a prompt may be.
+        InputError: If the file is missing, blank or not text, has control characters, or is longer
+            than a prompt may be.
     """
     path = config.model.instruction
     return None if path is None else load_instruction(path, "model.instruction")

@@ -363,8 +363,8 @@ def _sample_parts(
 
     Args:
         backbone: The networks, and the mesh that they sample on.
-        sampler: Gives the shape of one latent, the number of samples per device and the number of
-            steps to record. Its segments are not used.
+        sampler: Gives the shape of one latent, the number of samples per device and how many of the
+            first steps with noise are recorded (`sampler.recorded`). Its segments are not used.
         segments: The segments of `sampler`, with their schedules placed on the mesh.
         conditions: The embeddings of the prompts that `seed_batch.prompt` points to, and of the
             negative prompt.
@@ -373,7 +373,8 @@ def _sample_parts(
         stop: The index after the last sample, at most one scored chunk later.
 
     Returns:
-        The latents and the recorded states (None if nothing is recorded) of each part, float32 on
+        The latents of each part, and its recorded states: the latents before each recorded step and
+        after the last one, one more than steps; None if nothing is recorded. Both are float32 on
         the mesh. There are as many parts as the mesh axis `tensor` has devices. Parts that would
         lie beyond `stop` are replaced by the first part.
     """

@@ -119,7 +119,8 @@ class TerminalProgress:
             name: The name of the stage, e.g. "explore".
             total: The number of samples (of "encode": prompts) of the stage.
             done: The number of them that are done since the last call, which is added to the
-                previous ones. 0, or another name than that of the last call: the stage begins at 0.
+                previous ones. If it is 0, or if `name` is another one than in the last call, the
+                stage begins: the count is then 0, whatever `done` is.
 
         Raises:
             KeyboardInterrupt: After a signal. Several processes stop together, and therefore only

@@ -191,15 +191,22 @@ def compare(
             its arms has no finished run.
 
     Returns:
-        Two values. First, for each arm by name, in the order of `courses`, a dict with "seeds",
-        "iterations" (the last one), "scores" (estimates at the end by name), "gain" (of the last
-        reward over the first), "cost" (counted seconds), "network_evaluations", "at_equal_cost"
-        (the reward at the smallest cost of all runs) and "fidelity" (in the first and last
-        quarter). Second, one dict per pair, in the order of `compared`, with "arm", "against",
-        "seeds" (common ones), "final" (the difference of the last rewards), "final_share" (divided
-        by the other's reward), "cost_share" (the ratio of the costs), "at_equal_cost" (the
-        difference there) and "speed_up" (by per cent of the other's gain). `_arm_estimates` and
-        `_pair_estimates` tell their forms.
+        Two values; rewards are held-out rewards, costs the counted work in seconds.
+
+        First, a dict per arm, by name in the order of `courses`: "seeds" (a list), "iterations"
+        (the last one), "scores" (an estimate of each score at the end, by name), "gain" (the
+        estimate of the last reward minus the first), "cost" (the mean), "network_evaluations" (of
+        its first run), "at_equal_cost" (a dict: "cost", the smallest of all runs of all arms, and
+        "reward", the estimate there) and "fidelity" (how well exploration ranks: by the name of a
+        figure, the estimates in the "first" and the "last" quarter of the iterations).
+
+        Second, one dict per pair, in the order of `compared`: "arm", "against", "seeds" (a list of
+        those that both have; without any, all figures are NaN), "final" (the estimate of the
+        difference of the last rewards), "final_share" (that, divided by the other's mean reward),
+        "cost_share" (the mean ratio of the costs), "at_equal_cost" (a dict: "cost", the smallest of
+        the pair's runs, and "reward", the estimate of the difference there) and "speed_up" (by
+        "25", "50", "75" and "100" per cent of the other's gain, the estimate of how many times the
+        arm's cost the other needed to get there).
     """
     finished = {arm: list(runs) for arm, runs in courses.items() if runs}
     costs = [course.cost[-1] for runs in finished.values() for course in runs]

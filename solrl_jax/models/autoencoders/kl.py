@@ -40,10 +40,10 @@ class KLConfig(ReleasedConfig):
         latent_channels: channels of a latent.
         norm_num_groups: number of groups of channels in every group normalisation.
         sample_size: size of the training images in pixels; other sizes work too.
-        force_upcast: whether the network needs float32. The caller chooses the precision by the
-            dtype of the input.
-        use_quant_conv: whether there is a 1x1 convolution after the encoder, which is not built
-            here.
+        force_upcast: whether the network needs float32. True makes `required_dtype` float32, the
+            dtype in which pipelines then decode.
+        use_quant_conv: whether the released network has a 1x1 convolution after its encoder. Not
+            used, because only the decoder is ported.
         use_post_quant_conv: whether there is a 1x1 convolution before the decoder.
         mid_block_add_attention: whether the coarsest resolution has attention.
     """
@@ -128,15 +128,15 @@ class AutoencoderKLConfig(KLConfig):
         latent_channels: channels of a latent.
         norm_num_groups: groups of every group normalisation.
         sample_size: size of the training images in pixels; other sizes work too.
-        force_upcast: whether the network needs float32. The caller chooses the precision by the
-            dtype of the input.
-        use_quant_conv: whether there is a 1x1 convolution after the encoder, which is not built
-            here.
+        force_upcast: whether the network needs float32. True makes `required_dtype` float32, the
+            dtype in which pipelines then decode.
+        use_quant_conv: whether the released network has a 1x1 convolution after its encoder. Not
+            used, because only the decoder is ported.
         use_post_quant_conv: whether there is a 1x1 convolution before the decoder.
         mid_block_add_attention: whether the coarsest resolution has attention.
         scaling_factor: the diffusion model works on `(latent - shift_factor) * scaling_factor`.
-        shift_factor: subtracted from the latents of the diffusion model before they are scaled;
-            None: zero.
+        shift_factor: subtracted from the latents of the autoencoder before they are scaled; None:
+            zero.
         latents_mean: None, the only supported value: a mean of each channel is not ported.
         latents_std: None, the only supported value: a standard deviation of each channel is not
             ported.

@@ -110,10 +110,11 @@ class SanaTransformer2DModel(nnx.Module):
         config: configuration of the network: its widths, heads, blocks and patches.
         remat: what gradients recompute: "none" (nothing), "matmuls" (all but matmuls and attention
             kernels) or "blocks" (all but the input of each block).
-        attention: builds the attention among image tokens of one block. It is called as
-            `attention((d, d, d), heads, normed=..., bias=..., rngs=...)`, and the module that it
-            returns as `module(tokens, (rows, columns))`, which returns tokens [b, n, d]. None:
-            `LinearAttention`.
+        attention: builds the attention among the image tokens, once for all blocks, whose
+            parameters are stacked. It is called as `attention((d, d, d), heads, normed=...,
+            bias=..., rngs=...)` with the widths of queries, keys and all heads. The module that it
+            returns is called as `module(tokens, (rows, columns))` and returns tokens [b, n, d].
+            None: `LinearAttention`.
         rngs: random number generators for the initial weights.
     """
 

@@ -33,7 +33,8 @@ def score_digits(tokens: Tokens, low: int, high: int) -> float:
 
     Args:
         tokens: Pairs (token, natural logarithm of its probability) for the first token of the
-            answer. Digits that are not among them have the probability 0.
+            answer. White space around a token is ignored, and the probabilities of tokens that are
+            then equal are added. Digits that are not among them have the probability 0.
         low: The lowest digit, at least 0 and below `high`.
         high: The highest digit, at most 9.
 
@@ -51,7 +52,8 @@ def score_yes(tokens: Tokens) -> float:
 
     Args:
         tokens: Pairs (token, natural logarithm of its probability) for the first token of the
-            answer. A word that is not among them has the probability 0.
+            answer. Case and white space are ignored, and the probabilities of tokens that are then
+            equal are added. A word that is not among them has the probability 0.
 
     Raises:
         Failure: If the two words together have a probability below 0.05 (`LEAST_MASS`).
