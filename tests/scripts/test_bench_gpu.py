@@ -3,10 +3,12 @@ records an error.
 """
 
 import dataclasses
+import itertools
 import json
 import math
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import bench_gpu
 import jax
@@ -186,6 +188,19 @@ def test_a_kernel_beside_its_twin():
         figures = kernels.compare(case, *compiled, repeat=1)
     assert (figures["difference"], figures["alike"], figures["finite"]) == (0.0, 1.0, True)
     assert figures["times"] == pytest.approx(figures["twin_seconds"] / figures["seconds"], abs=1e-3)
+
+
+def test_a_group_of_kernels_is_measured_before_the_next_one_is_compiled(monkeypatch):
+    """So that a step that runs out of time keeps the figures of whole groups."""
+    compiled = []
+    monkeypatch.setattr(kernels, "compile_case", lambda f, shapes: compiled.append(f))
+    sizes = [len(list(group(kernels.SMALL))) for group in kernels.groups()]
+    yielded = 0
+    for _ in kernels.kernels(SimpleNamespace(repeat=1)):
+        yielded += 1
+        reached = next(total for total in itertools.accumulate(sizes) if total >= yielded)
+        assert len(compiled) == 2 * reached
+    assert yielded == sum(sizes)
 
 
 def test_a_twin_that_fails_leaves_the_kernels_own_figures():

@@ -1,8 +1,8 @@
 """The step `kernels`: each fused kernel and its twin in plain JAX, at the released sizes.
 
-A figure has the largest difference of the results and the seconds of both. All programs are
-compiled at once, in threads, before the first one is measured. On a CPU the kernels are
-interpreted.
+A figure has the largest difference of the results and the seconds of both. The programs of a group
+of kernels are compiled at once, in threads, before the first of them is measured, so that a step
+that runs out of time keeps the groups that it has measured. On a CPU the kernels are interpreted.
 """
 
 import dataclasses
@@ -72,18 +72,19 @@ class Case:
 
 
 def kernels(task: Task) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """Every case. All are compiled first: compiling threads would delay the calls that are
-    measured.
+    """Every case, group by group. All of a group are compiled first: compiling threads would delay
+    the calls that are measured.
     """
-    listed = list(cases(Sizes() if compile_target.platform() == "gpu" else SMALL))
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        compiled = [
-            (case, threads.submit(compile_case, case.ours, case.shapes),
-             threads.submit(compile_case, case.twin, case.shapes))
-            for case in listed
-        ]  # fmt: skip
-    for case, ours, twin in compiled:
-        yield case.name, partial(compare, case, ours, twin, task.repeat)
+    sizes = Sizes() if compile_target.platform() == "gpu" else SMALL
+    for group in groups():
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            compiled = [
+                (case, threads.submit(compile_case, case.ours, case.shapes),
+                 threads.submit(compile_case, case.twin, case.shapes))
+                for case in group(sizes)
+            ]  # fmt: skip
+        for case, ours, twin in compiled:
+            yield case.name, partial(compare, case, ours, twin, task.repeat)
 
 
 def compile_case(
@@ -136,12 +137,15 @@ def _difference(ours: jax.Array, expected: jax.Array) -> tuple[jax.Array, jax.Ar
     return jnp.abs(wide - reference).max() / largest, alike
 
 
+def groups() -> tuple[Callable[[Sizes], Iterator[Case]], ...]:
+    """The groups of kernels, each with the quickest ones to compile first."""
+    return one_pass_cases, linear_attention_cases, attention_cases, matmul_cases
+
+
 def cases(sizes: Sizes) -> Iterator[Case]:
-    """All kernels, the quickest to compile first within each group."""
-    yield from one_pass_cases(sizes)
-    yield from linear_attention_cases(sizes)
-    yield from attention_cases(sizes)
-    yield from matmul_cases(sizes)
+    """All kernels, group by group."""
+    for group in groups():
+        yield from group(sizes)
 
 
 def shape(*lengths: int, dtype: Any = BF16) -> jax.ShapeDtypeStruct:
