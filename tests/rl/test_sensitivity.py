@@ -68,7 +68,7 @@ def test_rewards_that_all_tie_rank_nothing(value, monkeypatch):
         rank,
         "generate",
         lambda backbone, sampler, prompts, seeds, *_, **__: SimpleNamespace(
-            reward=np.full(len(seeds), value)
+            scores={"reward": np.full(len(seeds), value)}
         ),
     )
     with pytest.raises(
