@@ -205,17 +205,30 @@ def distance_to_reference(velocities: Velocities) -> PerSample:
     return distance if weight is None else weight * distance
 
 
-def transition_kl(velocities: Velocities, target: TrainingTarget) -> PerSample:
-    """The Kullback-Leibler divergence of a recorded step under the trained and the reference
-    policy, as the mean over dimensions: `mean((m - m_ref)^2) / (2 std^2)`.
-
-    Both are Gaussians with the standard deviation `std` and a mean `m = a x + b (x - sigma v)`. The
-    squared distance of the means is that of the velocities (`distance_to_reference`, which
-    `algorithm.kl_fraction` scales) times `(b sigma)^2`.
+def distance_to_old(velocities: Velocities) -> PerSample:
+    """The mean over dimensions of the squared distance between the velocities of the trained and
+    the old policy, which has no gradient.
 
     Args:
-        velocities: What the trained and the reference policy predict, and the reference's weights.
-            The prediction of the old policy plays no part.
+        velocities: The velocities that the trained and the old policy predict. The reference is not
+            read.
+
+    Returns:
+        One value per sample, at least 0.
+    """
+    return mean_per_sample(jnp.square(velocities.trained - jax.lax.stop_gradient(velocities.old)))
+
+
+def step_divergence(distance: PerSample, target: TrainingTarget) -> PerSample:
+    """The Kullback-Leibler divergence of a recorded step under two policies, as the mean over
+    dimensions: `mean((m - m_other)^2) / (2 std^2)`.
+
+    Both are Gaussians with the standard deviation `std` and a mean `m = a x + b (x - sigma v)`, so
+    the squared distance of the means is that of the velocities times `(b sigma)^2`.
+
+    Args:
+        distance: The mean over dimensions of the squared distance between the velocities of the two
+            policies: `distance_to_reference` or `distance_to_old`.
         target: The recorded steps (`step`, with b and `std`) and their sigmas.
 
     Returns:
@@ -226,8 +239,7 @@ def transition_kl(velocities: Velocities, target: TrainingTarget) -> PerSample:
     """
     step = target.step
     assert step is not None
-    scale = (step.b * target.sigma) ** 2 / (2 * step.std**2)
-    return distance_to_reference(velocities) * scale
+    return distance * (step.b * target.sigma) ** 2 / (2 * step.std**2)
 
 
 def matching_error(velocity: Latents, target: TrainingTarget) -> PerSample:

@@ -15,10 +15,10 @@ from solrl_jax.rl.objective import (
     TrainingTarget,
     Velocities,
     clipped_policy,
+    distance_to_old,
     distance_to_reference,
     matching_error,
     matching_gap,
-    mean_per_sample,
 )
 
 # The exponent and the floor of "ghuber", the robust weighting of the released code.
@@ -61,7 +61,7 @@ def awm(
     log_r = -target.sigma * ((error + FLOOR) ** POWER - (error_old + FLOOR) ** POWER) / POWER
     loss, metrics = clipped_policy(log_r, target, algorithm, 1.0)
     kl = distance_to_reference(velocities)
-    drift = mean_per_sample(jnp.square(v - v_old))
+    drift = distance_to_old(velocities)
     return loss + algorithm.kl_coef * kl + ANCHOR * drift, metrics | {
         "loss/kl": kl,
         "loss/drift": drift,

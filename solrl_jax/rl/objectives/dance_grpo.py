@@ -1,7 +1,6 @@
 """DanceGRPO (arXiv 2505.07818): the loss of PPO on some steps of an SDE with constant noise."""
 
 import jax
-import jax.numpy as jnp
 
 from solrl_jax.config.schema import Algorithm as AlgorithmConfig
 from solrl_jax.rl.objective import (
@@ -9,9 +8,9 @@ from solrl_jax.rl.objective import (
     TrainingTarget,
     Velocities,
     clipped_policy,
+    distance_to_old,
     distance_to_reference,
     log_ratio,
-    mean_per_sample,
 )
 
 
@@ -52,5 +51,5 @@ def dance_grpo(
     kl = distance_to_reference(velocities)
     return loss + algorithm.kl_coef * kl, metrics | {
         "loss/kl": kl,
-        "loss/drift": mean_per_sample(jnp.square(v - v_old)),
+        "loss/drift": distance_to_old(velocities),
     }

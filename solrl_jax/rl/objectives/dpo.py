@@ -8,9 +8,9 @@ from solrl_jax.rl.objective import (
     PerSample,
     TrainingTarget,
     Velocities,
+    distance_to_old,
     distance_to_reference,
     matching_gap,
-    mean_per_sample,
 )
 
 
@@ -41,7 +41,6 @@ def dpo(
         preference term and "preferred" of a pair stand at both of its samples.
     """
     v = velocities.trained
-    v_old = jax.lax.stop_gradient(velocities.old)
     v_ref = jax.lax.stop_gradient(velocities.reference)
     gap = matching_gap(v, v_ref, target)
     margin = -algorithm.beta / 2 * (gap[::2] - gap[1::2])
@@ -51,7 +50,7 @@ def dpo(
     parts = {
         "loss/policy": loss,
         "loss/kl": kl,
-        "loss/drift": mean_per_sample(jnp.square(v - v_old)),
+        "loss/drift": distance_to_old(velocities),
         "preferred": preferred,
     }
     return loss + algorithm.kl_coef * kl, parts

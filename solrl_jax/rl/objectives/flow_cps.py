@@ -7,7 +7,6 @@ step, also the division by its variance.
 """
 
 import jax
-import jax.numpy as jnp
 
 from solrl_jax.config.schema import Algorithm as AlgorithmConfig
 from solrl_jax.rl.objective import (
@@ -15,9 +14,10 @@ from solrl_jax.rl.objective import (
     TrainingTarget,
     Velocities,
     clipped_policy,
+    distance_to_old,
+    distance_to_reference,
     log_ratio,
-    mean_per_sample,
-    transition_kl,
+    step_divergence,
 )
 
 
@@ -57,8 +57,8 @@ def flow_cps(
     assert step is not None
     log_r = log_ratio(v, v_old, target) * (2 * step.std**2)
     loss, metrics = clipped_policy(log_r, target, algorithm, algorithm.adv_clip_max)
-    kl = transition_kl(velocities, target)
+    kl = step_divergence(distance_to_reference(velocities), target)
     return loss + algorithm.kl_coef * kl, metrics | {
         "loss/kl": kl,
-        "loss/drift": mean_per_sample(jnp.square(v - v_old)),
+        "loss/drift": distance_to_old(velocities),
     }

@@ -14,9 +14,10 @@ from solrl_jax.rl.objective import (
     PerSample,
     TrainingTarget,
     Velocities,
+    distance_to_old,
+    distance_to_reference,
     log_ratio,
-    mean_per_sample,
-    transition_kl,
+    step_divergence,
 )
 
 
@@ -56,17 +57,15 @@ def flow_dppo(
     """
     v = velocities.trained
     v_old = jax.lax.stop_gradient(velocities.old)
-    step = target.step
-    assert step is not None
-    drift = mean_per_sample(jnp.square(v - v_old))
-    divergence = jax.lax.stop_gradient(drift * (step.b * target.sigma) ** 2 / (2 * step.std**2))
+    drift = distance_to_old(velocities)
+    divergence = jax.lax.stop_gradient(step_divergence(drift, target))
     advantage = algorithm.adv_clip_max * (2 * target.optimality - 1)
     log_r = log_ratio(v, v_old, target)
     outwards = ((advantage > 0) & (log_r > 0)) | ((advantage < 0) & (log_r < 0))
     masked = (divergence >= algorithm.kl_mask_threshold) & outwards
     # The ratio of a masked term may overflow. It must not reach the gradient, where 0 * inf is NaN.
     policy = jnp.where(masked, 0.0, -advantage * jnp.exp(jnp.where(masked, 0.0, log_r)))
-    kl = transition_kl(velocities, target)
+    kl = step_divergence(distance_to_reference(velocities), target)
     return policy + algorithm.kl_coef * kl, {
         "loss/policy": policy,
         "ratio": jax.lax.stop_gradient(jnp.exp(log_r)),

@@ -5,7 +5,6 @@ It follows equations 5 and 9 of the paper, and its released code in that the KL 
 """
 
 import jax
-import jax.numpy as jnp
 
 from solrl_jax.config.schema import Algorithm as AlgorithmConfig
 from solrl_jax.rl.objective import (
@@ -13,9 +12,10 @@ from solrl_jax.rl.objective import (
     TrainingTarget,
     Velocities,
     clipped_policy,
+    distance_to_old,
+    distance_to_reference,
     log_ratio,
-    mean_per_sample,
-    transition_kl,
+    step_divergence,
 )
 
 
@@ -59,8 +59,8 @@ def flow_grpo(
     loss, metrics = clipped_policy(
         log_ratio(v, v_old, target), target, algorithm, algorithm.adv_clip_max
     )
-    kl = transition_kl(velocities, target) * step.length
+    kl = step_divergence(distance_to_reference(velocities), target) * step.length
     return loss + algorithm.kl_coef * kl, metrics | {
         "loss/kl": kl,
-        "loss/drift": mean_per_sample(jnp.square(v - v_old)),
+        "loss/drift": distance_to_old(velocities),
     }

@@ -8,7 +8,6 @@ noise level has its share of the gradient.
 """
 
 import jax
-import jax.numpy as jnp
 
 from solrl_jax.config.schema import Algorithm as AlgorithmConfig
 from solrl_jax.rl.objective import (
@@ -17,8 +16,10 @@ from solrl_jax.rl.objective import (
     Velocities,
     along,
     clipped_policy,
+    distance_to_old,
+    distance_to_reference,
     mean_per_sample,
-    transition_kl,
+    step_divergence,
 )
 
 
@@ -67,9 +68,9 @@ def grpo_guard(
     log_r = mean_per_sample(noise * (b * sigma * (v_old - v))) / step.std
     loss, metrics = clipped_policy(log_r, target, algorithm, algorithm.adv_clip_max)
     policy = loss / step.length
-    kl = transition_kl(velocities, target) * step.length
+    kl = step_divergence(distance_to_reference(velocities), target) * step.length
     return policy + algorithm.kl_coef * kl, metrics | {
         "loss/policy": policy,
         "loss/kl": kl,
-        "loss/drift": mean_per_sample(jnp.square(v - v_old)),
+        "loss/drift": distance_to_old(velocities),
     }

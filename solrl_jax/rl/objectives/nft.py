@@ -12,6 +12,7 @@ from solrl_jax.rl.objective import (
     TrainingTarget,
     Velocities,
     along,
+    distance_to_old,
     distance_to_reference,
     mean_per_sample,
 )
@@ -94,7 +95,7 @@ def nft_loss(
     policy = (
         adv_clip_max * (target.optimality * positive + (1 - target.optimality) * negative) / beta
     )
-    parts = {"loss/policy": policy, "loss/drift": mean_per_sample(jnp.square(v - v_old))}
+    parts = {"loss/policy": policy, "loss/drift": distance_to_old(velocities)}
     if kl_coef == 0:  # nothing reads the reference, so XLA does not compute it
         return policy, parts
     kl = distance_to_reference(velocities)
