@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from solrl_jax.config.schema import STOCHASTIC_SOLVERS
 from solrl_jax.config.sizes import training_sizes
 from solrl_jax.data.prompts import Prompt
 from solrl_jax.diffusion.schedule import Schedule
 from solrl_jax.diffusion.seeds import candidate_seeds, prompt_uid
 from solrl_jax.diffusion.sigmas import make_sigmas
-from solrl_jax.diffusion.solver import STOCHASTIC, solver_table
+from solrl_jax.diffusion.solver import solver_table
 from solrl_jax.models.backbone import Backbone
 from solrl_jax.models.decoder import Decoder
 from solrl_jax.models.pipeline import Pipeline
@@ -114,7 +115,7 @@ def toy_grid(
     steps: int = 3, *, guidance: float = 1.0, scale: float = 1.0, solver: str = "euler"
 ) -> Schedule:
     sigmas = make_sigmas("linear", steps, 1.0, 256)
-    table = solver_table(solver, sigmas, 1.0 if solver in STOCHASTIC else 0.0)
+    table = solver_table(solver, sigmas, 1.0 if solver in STOCHASTIC_SOLVERS else 0.0)
     return Schedule.from_sigmas(sigmas, table, embedded_guidance=guidance, guidance_scale=scale)
 
 

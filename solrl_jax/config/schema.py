@@ -68,6 +68,7 @@ OBJECTIVES = {
 # that the device runs natively.
 Precision = Literal["auto", "nvfp4", "fp8", "int8", "bf16", "fp32"]
 Solver = Literal["euler", "dpm1", "dpm2", "ddim", "flow_sde", "dance_sde", "cps"]
+Combine = Literal["sum", "advantages"]
 STOCHASTIC_SOLVERS = ("ddim", "flow_sde", "dance_sde", "cps")
 
 
@@ -166,8 +167,8 @@ class Model(Section):
         gradient_checkpointing: What the backward pass recomputes. "none": nothing, every
             intermediate is kept. "matmuls": the outputs of linear layers and of attention are kept,
             the rest is recomputed. "blocks": only the input of each block is kept. "auto":
-            "matmuls" if the base model and what is then kept take at most 75 % of a device's
-            memory, by an estimate from the shapes, else "blocks".
+            "matmuls" if the base model and the outputs that it keeps take at most 75 % of a
+            device's memory, by an estimate from the shapes, else "blocks".
         quantization: Which linear layers are quantized for exploration, in formats that quantize.
     """
 
@@ -199,7 +200,7 @@ class Explore(Section):
             `rollout.regenerate=false`.
         sigmas: Noise levels of the steps. "default": the schedule of `rollout.schedule` with
             `num_steps` steps. "first": the first `num_steps` / 2 steps (rounded down) are the first
-            ones of the schedule with `rollout.num_steps` steps; the others divide what is left of
+            ones of the schedule with `rollout.num_steps` steps; the others divide the rest of
             it, with solver coefficients that are fitted to the base model.
         exact_steps: Number of steps at the beginning that run in `rollout.precision`. At least 0
             and less than `num_steps`.
@@ -497,7 +498,7 @@ class Reward(Section):
     timeout: Annotated[Positive, Field(le=1e6)] = 120.0
     on_failure: Literal["stop", "skip"] = "stop"
     group_size: Annotated[Integer, Field(ge=2, le=2**12)] = 24
-    combine: Literal["sum", "advantages"] = "sum"
+    combine: Combine = "sum"
 
     def __post_init__(self) -> None:
         """Checks the names of scores, and that `combine` has as many scores as it needs.

@@ -18,15 +18,17 @@ sampling, arXiv 2509.05952.
 """
 
 import itertools
+from typing import get_args
 
 import numpy as np
 from jaxtyping import Float
 
+from solrl_jax.config.schema import STOCHASTIC_SOLVERS, Solver
+
 Table = Float[np.ndarray, "steps 5"]
 Coefficients = tuple[float, float, float, float, float]
 Sigmas = Float[np.ndarray, " steps_plus_one"]
-STOCHASTIC = ("ddim", "flow_sde", "dance_sde", "cps")
-SOLVERS = ("euler", "dpm1", "dpm2", *STOCHASTIC)
+SOLVERS = get_args(Solver)
 
 
 def solver_table(
@@ -59,10 +61,10 @@ def solver_table(
     """
     if name not in SOLVERS:
         raise ValueError(f"rollout.solver={name!r}: must be one of {', '.join(SOLVERS)}")
-    if np.any(eta) and name not in STOCHASTIC:
+    if np.any(eta) and name not in STOCHASTIC_SOLVERS:
         raise ValueError(
             f"rollout.noise_level={eta}: the solver {name!r} is deterministic; "
-            f"only {', '.join(STOCHASTIC)} add noise"
+            f"only {', '.join(STOCHASTIC_SOLVERS)} add noise"
         )
     steps = list(itertools.pairwise(sigmas))
     last = len(steps) - 1

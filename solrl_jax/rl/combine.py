@@ -7,16 +7,15 @@ GDPO (arXiv 2601.05242, NVlabs/GDPO) combine rewards.
 """
 
 from collections.abc import Mapping
-from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from solrl_jax.config.schema import Combine
 from solrl_jax.rewards.protocol import MAX_REWARD
 from solrl_jax.rl.advantages import MODES, TIE, advantages
 
-Combine = Literal["sum", "advantages"]
 Values = Float[np.ndarray, "p n"]
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 
+from solrl_jax.config.schema import STOCHASTIC_SOLVERS
 from solrl_jax.diffusion.sigmas import make_sigmas
-from solrl_jax.diffusion.solver import SOLVERS, STOCHASTIC, overlap, shared_noise, solver_table
+from solrl_jax.diffusion.solver import SOLVERS, overlap, shared_noise, solver_table
 
 STEPS = (2, 4, 10, 20)  # diffusers treats fewer than 15 steps differently
 TOLERANCE = 1e-5
@@ -124,7 +125,9 @@ def test_euler_dpm1_and_ddim_without_noise_are_one_solver(grid):
 def test_tables_are_finite_and_end_on_the_prediction(name, steps):
     for schedule, shift in GRIDS:
         table = solver_table(
-            name, make_sigmas(schedule, steps, shift, 1024), 1.0 if name in STOCHASTIC else 0.0
+            name,
+            make_sigmas(schedule, steps, shift, 1024),
+            1.0 if name in STOCHASTIC_SOLVERS else 0.0,
         )
         assert table.shape == (steps, 5)
         assert table.dtype == np.float32
