@@ -8,9 +8,10 @@ import posixpath
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
+
+from fsspec.utils import glob_translate
 
 from solrl_jax.config.values import brief_repr
 from solrl_jax.data.prompt_files import ENDINGS
@@ -40,8 +41,10 @@ SPLIT_WORDS = {
     "evaluation": "test",
 }
 SHARD = re.compile(r"(?:^|/)(?P<split>[\w.]+)-\d+-of-(?P<count>\d+)(?:-[0-9a-f]+)?\.\w+$")
-# "**" at the start of a part that has more, e.g. "**.csv", which older clients of the hub accepted.
+# "**" at the start of a part that has more, e.g. "**.csv", and elsewhere in it. Older clients of
+# the hub accepted such patterns, and `glob_translate` does not.
 LEADING_STARS = re.compile(r"(^|/)\*\*(?=[^/])")
+STARS = re.compile(r"(?<=[^/*])\*{2,}")
 
 
 class Reference(NamedTuple):
@@ -157,10 +160,10 @@ def find_splits(files: Sequence[str], card: Mapping[str, Any]) -> dict[str, list
     ]
     declared = _declared_splits(card)
     if declared:
-        matches = {
-            split: sorted(f for f in data if any(_matches(f, pattern) for pattern in patterns))
-            for split, patterns in declared.items()
-        }
+        matches = {}
+        for split, patterns in declared.items():
+            expressions = [_compile(pattern) for pattern in patterns]
+            matches[split] = sorted(f for f in data if any(e.match(f) for e in expressions))
         return {split: found for split, found in matches.items() if found}
     counts = Counter(PurePosixPath(file).suffix.lower() for file in data)
     if not counts:
@@ -174,24 +177,19 @@ def find_splits(files: Sequence[str], card: Mapping[str, Any]) -> dict[str, list
     return named or {"train": by_split[None]}
 
 
-def _matches(file: str, pattern: str) -> bool:
-    """Whether the path of a file matches a pattern, as the hub's client matches them.
+def _compile(pattern: str) -> re.Pattern[str]:
+    """Translates a pattern of a card to a regular expression, as the hub's client does.
 
     Args:
-        file: The path in the repository, with "/" between the parts.
         pattern: The pattern, from the top of the repository. "*", "?" and "[...]" match characters
             of one part, but no "/". The part "**" matches any number of parts, also none, except
-            that at the end it matches at least one. "**.csv" is read as "**/*.csv".
+            that at the end it matches at least one. "**.csv" is read as "**/*.csv", and "**"
+            elsewhere within a part as "*".
+
+    Returns:
+        The expression, which matches the whole path of a file, with "/" between its parts.
     """
-
-    def match(parts: Sequence[str], patterns: Sequence[str]) -> bool:
-        if not patterns or not parts:
-            return not patterns and not parts
-        if patterns[0] == "**":
-            return len(patterns) == 1 or match(parts, patterns[1:]) or match(parts[1:], patterns)
-        return fnmatchcase(parts[0], patterns[0]) and match(parts[1:], patterns[1:])
-
-    return match(file.split("/"), LEADING_STARS.sub(r"\1**/*", pattern).split("/"))
+    return re.compile(glob_translate(STARS.sub("*", LEADING_STARS.sub(r"\1**/*", pattern))))
 
 
 def _split_of(file: str) -> str | None:

@@ -169,6 +169,7 @@ def test_a_card_may_name_the_files_of_one_split_in_several_ways(data_files):
         ("**", ["old/new/x.csv", "old/x.csv", "x.csv"]),
         ("**.csv", ["old/new/x.csv", "old/x.csv", "x.csv"]),
         ("old/new/[w-y].csv", ["old/new/x.csv"]),
+        ("old**/x.csv", ["old/x.csv"]),
         ("new/*.csv", []),
     ],
 )
