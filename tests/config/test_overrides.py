@@ -136,8 +136,8 @@ def test_a_recipe_brings_the_models_rules_unless_the_user_has_others():
     assert override(mine, ["explore=fast"]).model.quantization == mine.model.quantization
 
 
-def test_a_home_directory_is_expanded_in_every_path(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
+def test_a_home_directory_is_expanded_in_every_path(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
     paths = {
         "run.dir": lambda config: config.run.dir,
         "model.path": lambda config: config.model.path,
@@ -150,7 +150,7 @@ def test_a_home_directory_is_expanded_in_every_path(monkeypatch):
     }
     config = resolve("tiny", [f"{name}=~/x/{name}" for name in paths])
     for name, get in paths.items():
-        assert get(config) == f"/home/me/x/{name}"
+        assert get(config) == str(tmp_path / "x" / name)
     assert resolve("tiny", ["run.dir=a~/b"]).run.dir == "a~/b"
     with pytest.raises(ConfigError, match=r"^run.dir='~nobody-at-all/x': no home directory of"):
         resolve("tiny", ["run.dir=~nobody-at-all/x"])
