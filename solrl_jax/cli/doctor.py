@@ -112,7 +112,7 @@ def machine() -> dict[str, Any]:
         "devices" ("count", "memory" of one in bytes, "platform", "kind" and "capability"),
         "formats" (whether each is native), "auto" (the format that it stands for), "cudnn" (its
         version; None without a GPU or cuDNN), "checks" (by the name of each kernel, None if it
-        agrees with plain JAX, else half a sentence on what is wrong; empty without a GPU),
+        agrees with plain JAX, else the problem in a few words; empty without a GPU),
         "warnings" (known faults of this cuDNN), "hub" and "prompt_cache" (the caches of downloads
         and of encoded prompts: "folder", "free" in bytes and "writable"; "hub" also has "offline"),
         and "missing" (messages on what keeps JAX from its devices).
@@ -425,8 +425,8 @@ def _wrong(summary: dict[str, Any]) -> list[str]:
     """Returns a message "KERNEL: PROBLEM" for each kernel that a check found to be wrong.
 
     Args:
-        summary: The result of `machine`. Its entry "checks" maps the name of each kernel to None or
-            to what is wrong.
+        summary: The result of `machine`. Its entry "checks" maps the name of each kernel to the
+            problem, or to None.
     """
     return [f"{name}: {problem}" for name, problem in summary["checks"].items() if problem]
 

@@ -82,8 +82,8 @@ def run(checks: Sequence[DeviceCheck]) -> dict[str, str | None]:
         checks: The checks to run, by default those of `checks_for` the local device.
 
     Returns:
-        By the name of each check: None if kernel and twin agree, else half a sentence that says
-        what is wrong. Empty without checks. Errors of a kernel are such problems and not raised.
+        By the name of each check: None if kernel and twin agree, else the problem in a few words.
+        Empty without checks. Errors of a kernel are such problems and not raised.
 
     Raises:
         ValueError: If a kernel and its twin return different numbers of arrays.
@@ -101,8 +101,8 @@ def find_problem(check: DeviceCheck) -> str | None:
         check: The kernel, its twin and their operands.
 
     Returns:
-        None if kernel and twin agree, else half a sentence that says what is wrong with the first
-        bad result, or "fails: " with the first line of the error if the operands, the kernel or the
+        None if kernel and twin agree, else the problem of the first bad result in a few words, or
+        "fails: " with the first line of the error if the operands, the kernel or the
         twin raise one.
 
     Raises:

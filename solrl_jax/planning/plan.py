@@ -379,9 +379,8 @@ def faster(planner: Planner, left: dict[str, int]) -> dict[str, str]:
     them.
 
     Args:
-        planner: The planner. Its exploration format, kind of device and
-            `model.gradient_checkpointing` decide what is named, and its usable bytes what "half"
-            is.
+        planner: The planner. Its exploration format, its kind of device, the usable bytes of one
+            device and `model.gradient_checkpointing` are read.
         left: The usable bytes less the peak of each stage, by its name. Only that of "update",
             which must be there, decides.
 

@@ -40,7 +40,7 @@ class Support:
             software and weights, which changes with them. None if it returns no such text.
         answer: The first 40 characters of the answer.
         problem: Why the judge could not score an image, in one line: the refusal of the complete
-            request or, if that was accepted, what is wrong with its answer. None if it can.
+            request or, if that was accepted, the fault of its answer. None if it can.
     """
 
     seconds: float
