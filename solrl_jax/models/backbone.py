@@ -23,21 +23,22 @@ DTYPES = {"bf16": jnp.dtype(jnp.bfloat16), "fp32": jnp.dtype(jnp.float32)}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Backbone:
-    """A pipeline with its parameters on a mesh.
+    """A model (`Pipeline`) with its loaded parameters on a mesh.
 
-    Compared by identity, because it is a static argument of jit.
+    Backbones compare by identity, because they are static arguments of jit.
 
     Attributes:
         pipeline: the model's functions and network structures, which hold no parameters.
         mesh: mesh of the transformer, with the axes `data`, `fsdp` and `tensor`. Text encoders and
-            decoder are on the same devices in a mesh whose axis `tensor` is folded into `fsdp`, so
-            that rows are split over all devices (`sharding.rows_only`).
-        dtype: dtype in which the transformer computes: bfloat16 or float32 (`DTYPES`).
-        transformer: the frozen base parameters in this dtype, a nested dictionary by path, sharded
-            over the axes `fsdp` and `tensor`. Training never changes them.
-        text_encoders: the text encoders, which load their parameters when a prompt is not in the
-            cache.
-        decoder: the decoder of the autoencoder with its parameters, which maps latents to images.
+            decoder use the same devices without tensor parallelism: every device works on its own
+            rows.
+        dtype: dtype in which the transformer computes: bfloat16 or float32.
+        transformer: the frozen base parameters of the transformer in this dtype: nested
+            dictionaries keyed by module name, sharded over the axes `fsdp` and `tensor`. Training
+            never changes them.
+        text_encoders: the text encoders. They load their parameters only when a prompt is not in
+            the cache.
+        decoder: the decoder of the autoencoder with its parameters. It maps latents to images.
         instruction: text before every prompt except negative ones, for models that accept one;
             None: no instruction.
     """
@@ -59,15 +60,16 @@ class Backbone:
         guidance: Float[Array, ""],
         fp8_attention: bool = False,
     ) -> Float[Array, " b *latent"]:
-        """Predicts the velocity `noise - x0` of a policy, in `self.dtype`. For use under jit.
+        """Predicts the velocity `noise - x0` with given transformer parameters, in `self.dtype`.
+        For use under jit.
 
-        The sharded parameters are gathered first, except stacks of blocks, which the network
-        gathers one layer at a time.
+        This is one evaluation of the network; classifier-free guidance is not applied. Sharded
+        parameters are gathered: those of stacked blocks one layer at a time, all others first.
 
         Args:
-            params: parameters of the policy: the tree `self.transformer`, in which any leaf may be
-                replaced by a fully trained array, by a base weight with its LoRA adapter
-                (`LowRank`), or by a `Quantized` leaf.
+            params: parameters with the structure of `self.transformer`. Instead of an array, a leaf
+                may be a base weight with its LoRA adapter (`LowRank`) or a quantized weight
+                (`Quantized`).
             latent: noisy latents, float32, [b, height, width, channels]. They are cast to
                 `self.dtype`.
             conditioning: encoded prompts by name, one row per latent, as returned by `encode`: for
@@ -75,20 +77,16 @@ class Backbone:
             time: `1000 sigma`, in [0, 1000]: one for all latents, or one per latent.
             guidance: guidance scale, a scalar, for networks that take it as an input
                 (FLUX.1-dev). Other networks ignore it.
-            fp8_attention: whether softmax attention runs in FP8, only where
-                `pipeline.attends_in_fp8`: queries, keys, values and result are rounded to E4M3.
-                For programs that take no gradient. On TPUs, on GPUs older than Hopper, and on
-                other GPUs for head sizes that are no multiple of 16 or above 128, the matmuls run
-                in BF16 all the same (`models/layers/attention_fp8.py`).
+            fp8_attention: whether attention is computed in FP8: queries, keys, values and result
+                are in E4M3. It has no gradient. Hardware without FP8 attention computes in BF16
+                from the rounded inputs. Only where `pipeline.attends_in_fp8` is set.
 
         Returns:
-            The velocity, of the shape of `latent`. One evaluation of the network: classifier-free
-            guidance is not applied here.
+            The velocity, of the shape of `latent`.
 
         Raises:
-            ValueError: while tracing, if the network does not support the size of the latents, or
-                `fp8_attention` is set for SANA, Qwen-Image or Z-Image.
-            KeyError: while tracing, if `pipeline.remat` is not "none", "matmuls" or "blocks".
+            ValueError: while tracing, if the network does not support the size of the latents or
+                `fp8_attention`.
         """
         time = jnp.broadcast_to(time, latent.shape[:1])
         return self.pipeline.velocity(
@@ -103,43 +101,40 @@ class Backbone:
     def encode(
         self, prompts: Sequence[str], max_tokens: int, *, negative: bool = False
     ) -> Conditioning:
-        """Encodes prompts, through the cache if there is one, and replicates the result on every
-        device.
+        """Encodes prompts, or reads their encodings from the cache.
 
-        Prompts that the cache lacks are computed, which loads the text encoders, and are written to
-        the cache. The text encoders stay loaded until `self.text_encoders.release()`. All processes
-        of a run must call it with the same arguments.
+        If the cache lacks a prompt, the text encoders are loaded, and the new encodings are written
+        to the cache. The text encoders then stay loaded until `self.text_encoders.release()`. All
+        processes of a run must call this with the same arguments.
 
         Args:
             prompts: one or more prompts.
             max_tokens: number of tokens to which each prompt is padded or cut.
-            negative: whether these are negative prompts, which get no instruction. All others get
-                `self.instruction`, if there is one.
+            negative: whether these are negative prompts. All others get `self.instruction` before
+                them, if there is one.
 
         Returns:
-            The encodings by name, each with one row per prompt in the order of `prompts`,
-            replicated over `self.mesh`. The names depend on the model: "text" [prompts, tokens,
-            features], and "mask" or "pooled" where the transformer takes them.
+            Arrays by name, with one row per prompt in the order of `prompts`, replicated over
+            `self.mesh`. The names depend on the model: "text" [prompts, tokens, features], and
+            "mask" or "pooled" where the transformer takes them.
 
         Raises:
-            InputError: the tokenizer fails; `max_tokens` is not possible for the model; a file of a
-                text encoder is missing, or its tensors are not those of the network by name, shape
-                or dtype; or the folder of the cache cannot be created or written, which is checked
-                before the text encoders load.
-            RunError: an encoding cannot be written to the cache, or another process of the run
-                gives no answer for 30 minutes.
-            PermissionError: a folder of the cache may not be searched.
+            InputError: `max_tokens` is not possible for the model, the tokenizer fails, a text
+                encoder cannot be loaded, or the cache cannot be written.
+            RunError: writing an encoding fails, or another process of the run does not answer for
+                30 minutes.
         """
         instruction = None if negative else self.instruction
         encoding, _ = self.text_encoders.encode(prompts, max_tokens, instruction)
         return hosts.put(encoding, sharding.replicated(self.mesh))
 
     def parameter_table(self) -> list[ParameterEntry]:
-        """Returns the names and layouts of the transformer's parameters in released files.
+        """Lists the transformer's parameters with their names and layouts in released files.
 
         Returns:
-            One entry per parameter of the base network, a stack of layers counted once: its path in
-            the parameter tree, the PyTorch names of its tensors, and their shape and order of axes.
+            One entry per parameter: its path in the parameter tree, the names of its PyTorch
+            tensors, and their shape and order of axes. The parameters of stacked blocks are one
+            entry.
         """
         return parameter_table(self.pipeline.transformer.state)
 
@@ -154,38 +149,37 @@ def load_backbone(
     tile: int | None = None,
     decoding: jnp.dtype | None = None,
 ) -> Backbone:
-    """Loads a pipeline onto a mesh. Text encoders are only checked; they load when a prompt is not
-    in the cache.
+    """Loads the transformer and the decoder of a model onto a mesh.
 
-    The transformer is placed on `mesh`, and the decoder on the same devices in a mesh whose axis
-    `tensor` is folded into `fsdp`. The files of all networks are checked before any is loaded.
+    Text encoders are not loaded until a prompt is not in the cache. The files of all networks are
+    checked before any is loaded.
 
     Args:
-        model: an open pipeline; or the directory of a diffusers pipeline, `embedded:NAME` for one
-            that this package carries, or OWNER/NAME of a hub repository, which is downloaded unless
-            it is in the cache. A path is opened with rematerialization "none" and the model's own
-            attention.
+        model: an open pipeline; or a name of one: the directory of a diffusers pipeline,
+            `embedded:NAME` for one that this package carries, or OWNER/NAME of a hub repository,
+            which is downloaded if it is not in the hub's cache. A model given by name stores all
+            activations for the backward pass (rematerialization "none").
         precision: dtype in which the transformer and the text encoders compute, "bf16" or "fp32".
-        mesh: devices that hold the parameters.
-        cache: `model.prompt_cache_dir`, the folder of encoded prompts, in which "~" is expanded; ""
-            for the folder `solrl_jax/prompts` in the user's cache directory; None for no cache.
+        mesh: devices that hold the parameters, with the axes `data`, `fsdp` and `tensor`. The
+            decoder is sharded over the same devices, but without tensor parallelism.
+        cache: folder of the cache of encoded prompts (`model.prompt_cache_dir`); "~" is expanded.
+            "": the folder `solrl_jax/prompts` in the user's cache directory. None: no cache.
         instruction: text before every prompt but negative ones, for models that accept one; None:
             no instruction.
-        tile: `model.vae_tile_size`, side in pixels of the square tiles in which images are decoded,
-            a positive multiple of the pixels per latent pixel (`Pipeline.compression`); None: whole
-            images.
-        decoding: dtype of the autoencoder, even where it was released for another one; None:
-            `pipeline.vae_dtype` if the autoencoder works in no other dtype, otherwise that of
-            `precision`.
+        tile: side, in pixels, of the square tiles in which images are decoded
+            (`model.vae_tile_size`): a positive multiple of `Pipeline.compression`, the pixels per
+            latent pixel. None: whole images.
+        decoding: dtype in which the autoencoder computes. None: the one that it needs
+            (`pipeline.vae_dtype`), or that of `precision` if it needs none.
 
     Returns:
         The backbone, with the parameters of transformer and decoder on the devices.
 
     Raises:
-        InputError: the model is missing, incomplete, not supported or not to be had from the hub; a
-            file cannot be read, or its tensors are not those of the network; `tile` is no multiple
-            of `Pipeline.compression`; an instruction is given to a model that accepts none; or
-            `cache` is a file, or needs a home directory that the user does not have.
+        InputError: the model is missing, incomplete or not supported, or cannot be downloaded; a
+            file cannot be read or has other tensors than the network; `tile` is no multiple of
+            `Pipeline.compression`; the model accepts no instruction; or `cache` cannot be used as a
+            folder.
         PermissionError: a parent of the folder `cache` may not be searched.
         KeyError: `precision` is neither "bf16" nor "fp32".
     """
@@ -209,23 +203,22 @@ def load_backbone(
 def open_text_encoders(
     pipeline: Pipeline, precision: str, mesh: Mesh, cache: str | None
 ) -> TextEncoders:
-    """Checks the files of the text encoders, without loading them.
+    """Checks the files of a model's text encoders, without loading them.
 
     Args:
         pipeline: the model, whose text encoders and tokenizers are used.
         precision: dtype in which the text encoders compute, "bf16" or "fp32".
-        mesh: devices that encode. Its axis `tensor` has the size 1, so that rows are split over all
-            devices (`sharding.rows_only`).
-        cache: `model.prompt_cache_dir`, the folder of encoded prompts, in which "~" is expanded; ""
-            for the folder `solrl_jax/prompts` in the user's cache directory; None for no cache.
+        mesh: devices that encode. The size of its axis `tensor` is 1: every device works on its own
+            rows.
+        cache: folder of the cache of encoded prompts (`model.prompt_cache_dir`); "~" is expanded.
+            "": the folder `solrl_jax/prompts` in the user's cache directory. None: no cache.
 
     Returns:
-        The text encoders, which load their parameters when a prompt is not in the cache.
+        The text encoders. They load their parameters when a prompt is not in the cache.
 
     Raises:
-        InputError: a file is missing or cannot be read; tensors in it are missing, unexpected, or
-            of another shape or dtype than the network's; or `cache` is a file, or needs a home
-            directory that the user does not have.
+        InputError: a file is missing, cannot be read or has other tensors than the network; or
+            `cache` cannot be used as a folder.
         PermissionError: a parent of the folder `cache` may not be searched.
         KeyError: `precision` is neither "bf16" nor "fp32".
     """

@@ -10,13 +10,12 @@ def check_tile(tile: int | None, pipeline: Pipeline) -> None:
     """Checks the tile size of tiled decoding, `model.vae_tile_size`.
 
     Args:
-        tile: side of a tile in pixels, a positive integer; None, which is always accepted: images
-            are decoded whole. That it is positive is checked with the configuration, not here.
-        pipeline: the model, whose `compression` (image pixels per latent pixel) must divide the
-            tile.
+        tile: side of a tile in pixels, a positive integer. None: images are decoded whole; always
+            accepted.
+        pipeline: the model. Its `compression` (image pixels per latent pixel) must divide the tile.
 
     Raises:
-        InputError: the tile is not a whole number of latent pixels.
+        InputError: `pipeline.compression` does not divide `tile`.
     """
     if tile is not None and tile % pipeline.compression:
         raise InputError(
@@ -26,21 +25,19 @@ def check_tile(tile: int | None, pipeline: Pipeline) -> None:
 
 
 def check_sizes(config: Config, pipeline: Pipeline) -> None:
-    """Checks all image sizes of a configuration: `model.height` and `model.width`, `rollout.size`
-    and `eval.size`.
+    """Checks that the model supports all image sizes of a configuration.
 
-    `rollout.size` is a list of sizes, each of which is checked. `rollout.size` and `eval.size`
-    default to the size of `model`.
+    They are `model.height` and `model.width`, every size in the list `rollout.size`, and
+    `eval.size`. Where `rollout.size` or `eval.size` is not set, it is the size of `model`.
 
     Args:
-        config: the configuration, whose heights and widths are in pixels.
-        pipeline: the model. Heights and widths must be multiples of the pixels in its
-            `size_multiples`, and at most its `largest_side`.
+        config: the configuration.
+        pipeline: the model. Its `size_multiples` are the numbers of pixels that heights and widths
+            must be multiples of, and its `largest_side` is the greatest height or width.
 
     Raises:
-        InputError: the model does not support one of the sizes: a side is not a multiple of the
-            pixels that it requires, or is too large. The message is about the first such size, in
-            the order above, and begins with "model", "rollout.size" or "eval.size".
+        InputError: the model does not support a size. The message begins with "model",
+            "rollout.size" or "eval.size", and describes the first such size in this order.
     """
     sizes = [("model", model_size(config))]
     sizes += [("rollout.size", size) for size in training_sizes(config)]

@@ -30,17 +30,18 @@ MAX_PIXELS = 2**21
 class Decoder:
     """Decodes latents to images in [0, 1].
 
-    A pytree: `params` are its leaves, and the other attributes are static under jit.
+    A pytree, so that it can be an argument of jit: `params` are its leaves, and the other
+    attributes are static.
 
     Attributes:
-        params: parameters of the autoencoder, a nested dictionary by path, which may be sharded.
-            Every call gathers them.
+        params: parameters of the autoencoder: nested dictionaries keyed by module name. They may be
+            sharded; every call gathers them.
         pipeline: the model that the autoencoder belongs to. Its `decode` maps latents to images,
             and its `compression` is the side of a latent pixel in image pixels.
         dtype: dtype in which the autoencoder computes. Latents are cast to it.
-        tile: side in pixels of the square tiles that are decoded one after another, which saves
-            memory, a multiple of `pipeline.compression`; None: whole images. Images that are no
-            higher and no wider than a tile are decoded whole.
+        tile: side, in pixels, of the square tiles that are decoded one after another to save
+            memory: a multiple of `pipeline.compression`. None: images are decoded whole, as are
+            images that fit into one tile.
     """
 
     params: Params
@@ -51,15 +52,13 @@ class Decoder:
     def __call__(self, latents: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
         """Decodes latents to images in [0, 1], float32. For use under jit.
 
-        Each device decodes a few images at a time: 4 (`MAX_IMAGES`), or fewer if those would have
-        more than 2^21 pixels (`MAX_PIXELS`; of a tile, if images are tiled), but at least one
-        image. Neighbouring tiles overlap by a quarter of a tile (in latent pixels, rounded down) or
-        more.
+        Each device decodes a few images at a time: up to 4, or fewer if together they would have
+        more than 2^21 pixels (with tiles: if that many tiles would), but at least one. Neighbouring
+        tiles overlap by a quarter of a tile or more.
 
         Args:
-            latents: the transformer's latents, of any dtype. Their number must be a multiple of the
-                number of devices of the mesh that is set; without a mesh, it may be any positive
-                number.
+            latents: the transformer's latents, of any dtype. If a mesh is set, their number must be
+                a multiple of its number of devices.
 
         Returns:
             The images in the order of the latents, `pipeline.compression` times as high and wide as

@@ -28,9 +28,10 @@ def open_model(path: str, remat: str = "none", mhla: MhlaOverride | None = None)
         path: the directory of a diffusers pipeline, `embedded:NAME` for one that this package
             carries, or OWNER/NAME of a hub repository. An existing directory goes before a
             repository of the same name.
-        remat: what the gradient of the transformer recomputes: "none" (nothing), "matmuls" (all but
-            matmuls and attention kernels) or "blocks" (all but the input of each block). It is not
-            checked here: another value raises KeyError when the transformer is first traced.
+        remat: what the backward pass of the transformer recomputes instead of storing: "none"
+            (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
+            (everything inside a block; only the inputs of blocks are stored). Another value raises
+            KeyError when the transformer is traced.
         mhla: replaces the linear attention of SANA by MHLA, token-level multi-head linear attention
             (arXiv 2601.07832). It holds the variant of MHLA and the image height and width, in
             pixels, that its blocks are arranged for. None keeps the model's own attention.

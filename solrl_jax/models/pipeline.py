@@ -45,8 +45,10 @@ class Pipeline(abc.ABC):
         linear_sigmas: whether diffusers' pipeline passes the sigmas `linspace(1, 1/n, n)` to its
             scheduler, instead of using the scheduler's own.
         folder: the directory that the pipeline was opened from.
-        remat: what the gradient of the transformer recomputes: "none" (nothing), "matmuls" (all but
-            matmuls and attention kernels) or "blocks" (all but the input of each block).
+        remat: what the backward pass of the transformer recomputes instead of storing: "none"
+            (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
+            (everything inside a block; only the inputs of blocks are stored). Another value raises
+            KeyError when the transformer is traced.
         scheduler: contents of `scheduler/scheduler_config.json`.
         transformer: the denoising network, a `Component`: its graph and the place of its files.
         text_encoders: the text encoders, `Component`s by the names of their folders.
@@ -96,10 +98,10 @@ class Pipeline(abc.ABC):
 
         Args:
             folder: directory of a diffusers pipeline of this kind.
-            remat: what the gradient of the transformer recomputes: "none" (nothing), "matmuls" (all
-                but matmuls and attention kernels) or "blocks" (all but the input of each block). It
-                is not checked here: another value raises KeyError when the transformer is first
-                traced.
+            remat: what the backward pass of the transformer recomputes instead of storing: "none"
+                (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
+                (everything inside a block; only the inputs of blocks are stored). Another value
+                raises KeyError when the transformer is traced.
 
         Raises:
             FileNotFoundError: a file is missing.
@@ -123,18 +125,18 @@ class Pipeline(abc.ABC):
         """Predicts the velocity `v = noise - x0`, in the dtype of `latent`. For use under jit.
 
         Args:
-            params: parameters of the transformer, a nested dictionary by path. Stacks of blocks
-                and, over the axis `tensor`, linear layers may be sharded; all else is whole
-                (`Component.gather`). Leaves may be quantized or adapted.
+            params: parameters of the transformer: nested dictionaries keyed by module name. A leaf
+                may be an array, a quantized weight, or a weight with its LoRA adapter. Stacked
+                blocks and, under tensor parallelism, linear layers may still be sharded; all other
+                leaves are whole.
             latent: noisy latents, in the dtype to compute in.
             conditioning: encoded prompts by name, one row per latent, as returned by `encode_text`:
                 for example "text" [b, tokens, features].
-            timestep: 1000 times the noise level sigma, from 0 to 1, of each latent.
+            timestep: `1000 * sigma` of each latent, where the noise level sigma lies in [0, 1].
             guidance: guidance scale, a scalar. Networks that do not take it as an input ignore it.
-            fp8_attention: whether softmax attention runs in FP8, only where `attends_in_fp8`:
-                queries, keys, values and result are rounded to E4M3. For programs that take no
-                gradient. On TPUs, on GPUs older than Hopper, and on other GPUs for head sizes that
-                are no multiple of 16 or above 128, the matmuls run in BF16 all the same.
+            fp8_attention: whether attention is computed in FP8: queries, keys, values and result
+                are in E4M3. It has no gradient. Hardware without FP8 attention computes in BF16
+                from the rounded inputs. Only where `attends_in_fp8` is set.
 
         Returns:
             The velocity, of the shape of `latent`, from one evaluation of the network.

@@ -33,9 +33,10 @@ def open_pipeline(folder: Path, remat: str = "none", mhla: MhlaOverride | None =
     Args:
         folder: directory with a `model_index.json`, whose `_class_name` selects the class among
             `PIPELINES`.
-        remat: what the gradient of the transformer recomputes: "none" (nothing), "matmuls" (all but
-            matmuls and attention kernels) or "blocks" (all but the input of each block). It is not
-            checked here: another value raises KeyError when the transformer is first traced.
+        remat: what the backward pass of the transformer recomputes instead of storing: "none"
+            (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
+            (everything inside a block; only the inputs of blocks are stored). Another value raises
+            KeyError when the transformer is traced.
         mhla: replaces the linear attention of SANA by MHLA, token-level multi-head linear attention
             (`models/layers/mhla.py`). It holds the variant of MHLA and the image height and width,
             in pixels, that its blocks are arranged for. None keeps the model's own attention.

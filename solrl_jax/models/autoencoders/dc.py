@@ -57,37 +57,40 @@ Heads = Float[Array, "b n g d"]  # batch, pixels, heads, features
 
 @dataclasses.dataclass(frozen=True)
 class AutoencoderDCConfig(ReleasedConfig):
-    """The fields of a released `config.json`.
+    """The configuration of a DC-AE: the fields of a released `config.json`.
 
-    Tuples have one entry per stage, finest first. A string in place of a tuple stands for all
-    stages. Fields that begin with `encoder_` are checked, but only the decoder is built here.
+    Only the decoder is built from it; the fields that begin with `encoder_` are read and checked,
+    but have no other effect. A stage is a group of blocks at one resolution. Tuples have one entry
+    per stage, finest first. A string in place of a tuple stands for all stages.
 
     Attributes:
         in_channels: channels of an image.
         latent_channels: channels of a latent.
-        attention_head_dim: features of one attention head.
+        attention_head_dim: number of features of one attention head.
         encoder_block_types: kind of the blocks of each stage of the encoder: "ResBlock" (residual
             convolutions) or "EfficientViTBlock" (attention and a gated convolution).
         decoder_block_types: kind of the blocks of each stage of the decoder: "ResBlock" or
             "EfficientViTBlock".
-        encoder_block_out_channels: channels of each stage of the encoder.
-        decoder_block_out_channels: channels of each stage of the decoder. In both lists, each entry
-            but the first is a multiple of 4 that divides 4 times the one before, and the last is a
-            multiple of `latent_channels`.
+        encoder_block_out_channels: number of channels of each stage of the encoder.
+        decoder_block_out_channels: number of channels of each stage of the decoder. In both lists,
+            every entry after the first must be a multiple of 4 and a divisor of 4 times the entry
+            before it, and the last entry a multiple of `latent_channels`.
         encoder_layers_per_block: number of blocks in each stage of the encoder, 1 or more.
         decoder_layers_per_block: number of blocks in each stage of the decoder, 1 or more.
-        encoder_qkv_multiscales: for each stage of the encoder, the sides in pixels, odd, of the
-            neighbourhoods that its attention compares beside single pixels; empty: none.
-        decoder_qkv_multiscales: for each stage of the decoder, the sides in pixels, odd, of such
-            neighbourhoods; empty: none.
-        upsample_block_type: "pixel_shuffle", or "interpolate" for nearest-neighbour upsampling.
-        downsample_block_type: "pixel_unshuffle" or "Conv", of the encoder.
+        encoder_qkv_multiscales: for each stage of the encoder, the kernel sizes (odd numbers) of
+            the depthwise convolutions that give its attention additional heads: one group of heads
+            per kernel size. (): no additional heads.
+        decoder_qkv_multiscales: the same for each stage of the decoder.
+        upsample_block_type: how the decoder doubles the resolution: "pixel_shuffle", or
+            "interpolate" for nearest-neighbour upsampling; a convolution belongs to both.
+        downsample_block_type: how the encoder halves the resolution: "pixel_unshuffle" or "Conv".
         decoder_norm_types: "rms_norm", the only supported value.
         decoder_act_fns: activation of the residual blocks, "silu" or "relu".
-        encoder_out_shortcut: whether the encoder's last convolution has a shortcut.
-        decoder_in_shortcut: whether repeated latent channels are added after the first convolution.
+        encoder_out_shortcut: whether the encoder's last convolution has a shortcut beside it.
+        decoder_in_shortcut: whether the latent, its channels repeated, is added to the result of
+            the decoder's first convolution.
         decoder_conv_act_fn: activation before the last convolution, "silu" or "relu".
-        scaling_factor: the diffusion model works on `encode(image) * scaling_factor`.
+        scaling_factor: factor from the autoencoder's latents to those of the diffusion model.
     """
 
     network = "AutoencoderDC"
@@ -113,18 +116,16 @@ class AutoencoderDCConfig(ReleasedConfig):
     scaling_factor: float = 1.0
 
     def check(self) -> None:
-        """Checks the values of the fields, and spells out the ones that stand for all stages.
+        """Checks the values of the fields.
 
-        The number of entries of `encoder_block_out_channels` is the number of stages, which all
-        fields with one entry per stage must have. A string in such a field is replaced, in place,
-        by a tuple that repeats it for every stage.
+        Also replaces a string that stands for all stages by a tuple that repeats it for every
+        stage. `encoder_block_out_channels` determines the number of stages.
 
         Raises:
-            ValueError: a kind of blocks, of resampling, of norms or of activations is not supported
-                (the message lists the accepted ones); a list has another length than the number of
-                stages; a stage has no layers; a kernel size is even; a width after the finest is no
-                multiple of 4 that divides 4 times the width before; or the last width is no
-                multiple of `latent_channels`. The message names the field.
+            ValueError: a value is not supported (the message lists the accepted ones); a list has
+                not one entry per stage; a stage has no layers; a kernel size is even; or the
+                numbers of channels break the rule under `decoder_block_out_channels`. The message
+                names the field.
         """
         num_stages = len(self.encoder_block_out_channels)
         self.require(num_stages > 0, "encoder_block_out_channels", "a list with one or more stages")
@@ -152,16 +153,17 @@ class AutoencoderDCConfig(ReleasedConfig):
                 self._check_widths(name)
 
     def _check_widths(self, name: str) -> None:
-        """Checks that shortcuts can repeat or average whole channels between the stages.
+        """Checks that the number of channels can change between stages without cutting a channel.
 
-        Each width but the finest must be a multiple of 4 that divides 4 times the next finer width,
-        and the coarsest must be a multiple of `latent_channels`.
+        Shortcuts between stages repeat or average whole channels. So each stage but the finest must
+        have a number of channels that is a multiple of 4 and divides 4 times the number of the next
+        finer stage. The coarsest stage must have a multiple of `latent_channels`.
 
         Args:
-            name: field of the widths: "encoder_block_out_channels" or "decoder_block_out_channels".
+            name: the field to check: "encoder_block_out_channels" or "decoder_block_out_channels".
 
         Raises:
-            ValueError: a width breaks one of these rules. The message names the field.
+            ValueError: a number of channels breaks a rule. The message names the field.
         """
         widths = getattr(self, name)
         # Shortcuts average or repeat whole channels, and a pixel shuffle makes a 2 x 2 square from
@@ -183,13 +185,13 @@ class AutoencoderDCConfig(ReleasedConfig):
 
 
 class UpBlock(nnx.Module):
-    """Doubles height and width, with a shortcut of repeated channels.
+    """Upsampling by 2 with a convolution, plus a shortcut without parameters.
 
     Args:
         n_in: input channels, a multiple of 4 that divides `4 * n_out`.
         n_out: output channels.
-        shuffle: whether a convolution to `4 * n_out` channels is followed by `depth_to_space`;
-            otherwise nearest-neighbour upsampling is followed by a convolution.
+        shuffle: True: a convolution to `4 * n_out` channels, which `depth_to_space` rearranges into
+            pixels. False: nearest-neighbour upsampling, then a convolution.
         rngs: random number generators for the initial weights.
     """
 
@@ -199,10 +201,10 @@ class UpBlock(nnx.Module):
         self.shuffle = shuffle
 
     def __call__(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b 2*h 2*w n_out"]:
-        """Computes the sum of the upsampled convolution and of the shortcut.
+        """Upsamples `x` by the convolution, and adds the shortcut.
 
-        The shortcut repeats each channel of `x` `4 * n_out / n_in` times, and moves the channels
-        into pixels.
+        The shortcut repeats each channel of `x` `4 * n_out / n_in` times, and rearranges them into
+        2 x 2 pixels.
 
         Args:
             x: images with `n_in` channels.
@@ -244,14 +246,17 @@ class ResBlock(nnx.Module):
 
 
 class MultiscaleProjection(nnx.Module):
-    """Queries, keys and values of neighbourhoods: a depthwise convolution, then a grouped 1x1
-    convolution, both without biases.
+    """Makes the queries, keys and values of an additional group of attention heads, by convolving
+    those of the first group.
+
+    It is a depthwise `kernel` x `kernel` convolution, then a 1x1 convolution within each group of
+    `size` channels. Both have no bias.
 
     Args:
-        channels: channels of queries, keys and values together, a multiple of `size`.
-        size: number of consecutive channels in a group of the 1x1 convolution, the features of a
-            head.
-        kernel: side of a neighbourhood in pixels, odd.
+        channels: number of channels of queries, keys and values together, a multiple of `size`.
+        size: number of features of a head. So many consecutive channels are a group of the 1x1
+            convolution.
+        kernel: size of the depthwise convolution's kernel, an odd number.
         rngs: random number generators for the initial weights.
     """
 
@@ -262,15 +267,16 @@ class MultiscaleProjection(nnx.Module):
         self.size = size
 
     def __call__(self, qkv: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        """Maps queries, keys and values of pixels to those of the neighbourhoods around them.
+        """Convolves queries, keys and values.
 
         Args:
-            qkv: queries, keys and values of single pixels: c is `channels`, in groups of `size`
-                consecutive channels, each of which is the query, key or value of one head.
+            qkv: queries, keys and values of all heads: c is `channels`. Each group of `size`
+                consecutive channels is the query, the key or the value of one head. The convolution
+                pads them with zeros.
 
         Returns:
-            An array of the shape, order of channels and dtype of `qkv`. Pixels beyond the border
-            are zero.
+            The queries, keys and values of the additional heads, with the shape, order of channels
+            and dtype of `qkv`.
         """
         x = self.proj_in(qkv).reshape(*qkv.shape[:-1], -1, self.size)
         kernel = self.proj_out.kernel.get_value().reshape(self.size, -1, self.size).astype(x.dtype)
@@ -278,15 +284,16 @@ class MultiscaleProjection(nnx.Module):
 
 
 def relu_attention(q: Heads, k: Heads, v: Heads) -> Heads:
-    """Attention with the weights relu(q) . relu(k), normalised to the sum 1 in float32.
+    """Linear attention: the weight of a key for a query is `relu(q) . relu(k)`, divided by the sum
+    over all keys.
 
-    Computed over all pairs of pixels if there are no more pixels than features, otherwise in linear
-    time, with float32 sums over the keys. 1e-15 (`ATTENTION_EPS`) is added to each sum of weights,
-    so a query whose weights are all zero gets zeros.
+    Every pixel attends to all pixels of its image. The time is linear in the number of pixels.
+    1e-15 (`ATTENTION_EPS`) is added to each sum of weights, so a query whose weights are all zero
+    gets zeros.
 
     Args:
-        q: queries, [batch, pixels, groups, features]. A group is an attention head.
-        k: keys, of the shape of `q`: every pixel attends to all pixels of its image.
+        q: queries, [batch, pixels, heads, features].
+        k: keys, of the shape of `q`.
         v: values, of the shape of `q`.
 
     Returns:
@@ -316,17 +323,19 @@ def relu_attention(q: Heads, k: Heads, v: Heads) -> Heads:
 
 
 class MultiscaleAttention(nnx.Module):
-    """Attention over all pixels, with further heads whose queries, keys and values are those of
+    """Linear attention over all pixels (`relu_attention`), with additional heads that see
     neighbourhoods.
 
-    The weights of the attention are `relu(q) . relu(k)`, normalised to the sum 1. The output is
-    projected, normalised (RMSNorm) and added to the input. The projections have no biases.
+    The queries, keys and values of the first heads come from single pixels. Those of the additional
+    heads are convolutions of these (`MultiscaleProjection`). The results of all heads are
+    concatenated, projected, normalised (RMSNorm) and added to the input. The projections have no
+    biases.
 
     Args:
         channels: input and output channels, `head_dim` or more.
-        head_dim: features per head. There are `channels // head_dim` heads for single pixels.
-        scales: sides of the neighbourhoods in pixels, odd numbers. Each adds as many heads as there
-            are for single pixels. (): no neighbourhoods.
+        head_dim: number of features per head. The first heads are `channels // head_dim` in number.
+        scales: kernel sizes of the convolutions, odd numbers. Each adds `channels // head_dim`
+            heads. (): no additional heads.
         rngs: random number generators for the initial weights.
     """
 
@@ -362,10 +371,8 @@ class MultiscaleAttention(nnx.Module):
 
 
 class ResidualGLUMBConv(GLUMBConv):
-    """A gated MLP with a depthwise 3x3 convolution inside and hidden width `4 * channels`
-    (`GLUMBConv`).
-
-    Its result is normalised (RMSNorm) and added to the input.
+    """A gated MLP with a depthwise 3x3 convolution inside (`GLUMBConv`), then RMSNorm, added to the
+    input. Its hidden width is `4 * channels`.
 
     Args:
         channels: input and output channels.
@@ -390,15 +397,14 @@ class ResidualGLUMBConv(GLUMBConv):
 
 
 class EfficientViTBlock(nnx.Module):
-    """Attention over the whole image, then a gated convolution, each with a sum with its input.
+    """Linear attention over all pixels, then a gated MLP with a convolution, each with a residual
+    connection.
 
     Args:
         channels: input and output channels, `head_dim` or more.
-        head_dim: features per attention head. There are `channels // head_dim` heads for single
-            pixels.
-        scales: sides, in pixels, of the neighbourhoods that the attention compares beside single
-            pixels: odd numbers. Each adds as many heads as there are for single pixels. (): no
-            neighbourhoods.
+        head_dim: number of features per attention head.
+        scales: kernel sizes (odd numbers) of the convolutions that give the attention additional
+            heads (`MultiscaleAttention`). (): no additional heads.
         rngs: random number generators for the initial weights.
     """
 
@@ -407,8 +413,7 @@ class EfficientViTBlock(nnx.Module):
         self.conv_out = ResidualGLUMBConv(channels, rngs=rngs)
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        """Applies attention over all pixels, then the gated convolution, each with the sum with its
-        input.
+        """Applies the attention, then the gated MLP. Each adds its result to its input.
 
         Args:
             x: images with the block's number of channels.
@@ -422,20 +427,19 @@ class EfficientViTBlock(nnx.Module):
 def make_stages(
     config: AutoencoderDCConfig, side: str, activations: Sequence[str], rngs: nnx.Rngs
 ) -> list[list]:
-    """Makes the blocks of each stage, finest first, without the changes of resolution in between.
+    """Builds the blocks of every stage. The layers that change the resolution between stages are
+    not included.
 
     Args:
-        config: configuration of the autoencoder: the kind, number and width of the blocks of each
-            stage, and the features of an attention head.
-        side: "encoder" or "decoder": whose stages to make. It is the prefix of the configuration
-            fields with the kind, number and width of the blocks.
-        activations: activation of the residual blocks of each stage, finest first: "silu" or
-            "relu". A stage of `EfficientViTBlock`s ignores its entry.
+        config: configuration of the autoencoder.
+        side: "encoder" or "decoder": which fields of the configuration give the kind, number and
+            width of the blocks.
+        activations: activation of the `ResBlock`s of each stage, finest first: "silu" or "relu". It
+            has no effect in a stage of `EfficientViTBlock`s.
         rngs: random number generators of the initial parameters.
 
     Returns:
-        For each stage, a list of its `ResBlock`s or `EfficientViTBlock`s, as many as the field
-        `layers_per_block` says.
+        One list of blocks (`ResBlock` or `EfficientViTBlock`) per stage, finest stage first.
     """
     depths = getattr(config, f"{side}_layers_per_block")
     kinds = getattr(config, f"{side}_block_types")
@@ -453,7 +457,8 @@ def make_stages(
 
 
 class Decoder(nnx.Module):
-    """The decoder network. Stages run from coarse to fine but are listed finest first.
+    """The decoder network: a convolution, the stages from coarse to fine, then norm, activation and
+    a convolution.
 
     Each stage but the coarsest begins with upsampling by 2.
 

@@ -26,8 +26,11 @@ NORM_EPS = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class KLConfig(ReleasedConfig):
-    """The configuration fields that autoencoders of this kind share. Tuples have one entry per
-    stage, finest first.
+    """The configuration fields that all KL autoencoders share (`AutoencoderKL` and
+    `AutoencoderKLFlux2`).
+
+    A stage is a group of blocks at one resolution. Tuples have one entry per stage, finest first.
+    Only the decoder is built; the fields of the encoder are read and checked.
 
     Attributes:
         in_channels: channels of an image at the input of the encoder.
@@ -35,15 +38,16 @@ class KLConfig(ReleasedConfig):
         down_block_types: "DownEncoderBlock2D" for every stage.
         up_block_types: "UpDecoderBlock2D" for every stage.
         block_out_channels: channels of each stage, multiples of `norm_num_groups`.
-        layers_per_block: residual blocks per stage of the encoder. The decoder has one more.
+        layers_per_block: number of residual blocks in each stage of the encoder. Each stage of the
+            decoder has one more.
         act_fn: "silu", the only supported value.
         latent_channels: channels of a latent.
         norm_num_groups: number of groups of channels in every group normalisation.
         sample_size: size of the training images in pixels; other sizes work too.
         force_upcast: whether the network needs float32. True makes `required_dtype` float32, the
             dtype in which pipelines then decode.
-        use_quant_conv: whether the released network has a 1x1 convolution after its encoder. Not
-            used, because only the decoder is ported.
+        use_quant_conv: whether the released network has a 1x1 convolution after its encoder. It has
+            no effect here.
         use_post_quant_conv: whether there is a 1x1 convolution before the decoder.
         mid_block_add_attention: whether the coarsest resolution has attention.
     """
@@ -65,9 +69,10 @@ class KLConfig(ReleasedConfig):
 
     @property
     def decoder_config(self) -> "KLConfig":
-        """The configuration with the decoder's widths as `block_out_channels`.
+        """The configuration in which `block_out_channels` are the channels of the decoder's stages.
 
-        It is this configuration itself, unless a subclass has other widths for the decoder.
+        It is `self`, except for a subclass with separate numbers of channels for encoder and
+        decoder.
         """
         return self
 
@@ -100,8 +105,8 @@ class KLConfig(ReleasedConfig):
 
     @property
     def required_dtype(self) -> jnp.dtype | None:
-        """The only dtype that the network works in: float32 if `force_upcast` is set; None: any
-        dtype.
+        """The dtype that the network must run in: float32 if `force_upcast` is set; None if it runs
+        in any dtype.
         """
         return jnp.dtype(jnp.float32) if self.force_upcast else None
 
@@ -115,31 +120,34 @@ class KLConfig(ReleasedConfig):
 
 @dataclasses.dataclass(frozen=True)
 class AutoencoderKLConfig(KLConfig):
-    """The fields of a released `config.json`. Tuples have one entry per stage, finest first.
+    """The configuration of a KL autoencoder: the fields of a released `config.json`.
+
+    A stage is a group of blocks at one resolution. Tuples have one entry per stage, finest first.
+    Only the decoder is built; the fields of the encoder are read and checked.
 
     Attributes:
         in_channels: channels of an image at the input of the encoder.
         out_channels: channels of a decoded image.
         down_block_types: "DownEncoderBlock2D" for every stage.
         up_block_types: "UpDecoderBlock2D" for every stage.
-        block_out_channels: width of each stage, a multiple of `norm_num_groups`.
-        layers_per_block: residual blocks per stage of the encoder. The decoder has one more.
+        block_out_channels: number of channels of each stage, a multiple of `norm_num_groups`.
+        layers_per_block: number of residual blocks in each stage of the encoder. Each stage of the
+            decoder has one more.
         act_fn: "silu", the only supported value.
         latent_channels: channels of a latent.
-        norm_num_groups: groups of every group normalisation.
+        norm_num_groups: number of groups of channels in every group normalisation.
         sample_size: size of the training images in pixels; other sizes work too.
         force_upcast: whether the network needs float32. True makes `required_dtype` float32, the
             dtype in which pipelines then decode.
-        use_quant_conv: whether the released network has a 1x1 convolution after its encoder. Not
-            used, because only the decoder is ported.
+        use_quant_conv: whether the released network has a 1x1 convolution after its encoder. It has
+            no effect here.
         use_post_quant_conv: whether there is a 1x1 convolution before the decoder.
         mid_block_add_attention: whether the coarsest resolution has attention.
-        scaling_factor: the diffusion model works on `(latent - shift_factor) * scaling_factor`.
-        shift_factor: subtracted from the latents of the autoencoder before they are scaled; None:
-            zero.
-        latents_mean: None, the only supported value: a mean of each channel is not ported.
-        latents_std: None, the only supported value: a standard deviation of each channel is not
-            ported.
+        scaling_factor: factor of the diffusion model's latents, which are `(latent - shift_factor)
+            * scaling_factor` for a `latent` of the autoencoder.
+        shift_factor: the shift in this formula; None: zero.
+        latents_mean: None, the only supported value.
+        latents_std: None, the only supported value.
     """
 
     network = "AutoencoderKL"
@@ -154,7 +162,7 @@ class AutoencoderKLConfig(KLConfig):
         scaling_factor + shift_factor`.
 
         Args:
-            latent: the latents.
+            latent: latents of the diffusion model, of any shape.
 
         Returns:
             An array of the shape and dtype of `latent`.
@@ -163,11 +171,11 @@ class AutoencoderKLConfig(KLConfig):
 
 
 class AutoencoderKL(nnx.Module):
-    """Decodes latents to images in [-1, 1]. The configured scale and shift are not applied.
+    """A KL autoencoder, of which only the decoder is built. The configured scale and shift of
+    latents are not applied.
 
     Args:
-        config: configuration of the autoencoder, of which only the decoder and the convolution
-            before it are built.
+        config: configuration of the autoencoder.
         rngs: random number generators for the initial weights.
     """
 
@@ -238,16 +246,16 @@ class Decoder(nnx.Module):
 
 
 class Stage(nnx.Module):
-    """The residual blocks of one resolution, followed by upsampling if `upsample` is set.
+    """Residual blocks at one resolution, then upsampling by 2 if `upsample` is set.
 
-    There is one block more than `config.layers_per_block`.
+    There are `config.layers_per_block + 1` blocks.
 
     Args:
         n_in: input channels.
         n_out: output channels.
-        config: configuration of the decoder: the number of blocks, and of the groups of channels in
-            their norms.
-        upsample: whether the stage ends with twice the height and width.
+        config: configuration of the autoencoder, for the number of blocks and of groups in their
+            norms.
+        upsample: whether the stage doubles height and width at its end.
         rngs: random number generators for the initial weights.
     """
 
@@ -280,8 +288,8 @@ class UNetMidBlock2D(nnx.Module):
 
     Args:
         channels: input and output channels.
-        config: configuration of the decoder: the number of groups of channels in every norm, and
-            whether there is attention.
+        config: configuration of the autoencoder, for the number of groups in the norms and whether
+            there is attention.
         rngs: random number generators for the initial weights.
     """
 
@@ -436,7 +444,7 @@ class GroupNorm(nnx.Module):
         return self.in_float32(x).astype(x.dtype)
 
     def in_float32(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        """Returns the result of the layer before it is rounded, weight and bias applied.
+        """Applies the layer, weight and bias included, without rounding its float32 result.
 
         Args:
             x: images of any floating-point dtype, with the layer's number of channels.
@@ -459,15 +467,13 @@ class GroupNorm(nnx.Module):
 
 
 def norm_silu(norm: GroupNorm, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-    """Applies group normalisation and then SiLU, and rounds once, to the dtype of `x`.
-
-    Rounding in between would raise the error in BF16 by 10 %.
+    """Applies group normalisation and then SiLU, both in float32.
 
     Args:
         norm: the normalisation, with its weight and bias.
         x: images with the number of channels of `norm`.
 
     Returns:
-        An array of the shape and dtype of `x`.
+        An array of the shape and dtype of `x`. It is rounded to this dtype only once, after SiLU.
     """
     return jax.nn.silu(norm.in_float32(x)).astype(x.dtype)

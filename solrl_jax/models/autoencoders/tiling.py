@@ -15,27 +15,27 @@ def decode_tiled(
     overlap: int,
     compression: int,
 ) -> Float[Array, "b H W k"]:
-    """Decodes a latent in overlapping square tiles, one at a time, and blends them. For use under
-    jit.
+    """Decodes a latent in overlapping square tiles, one at a time, and blends the images. For use
+    under jit.
 
-    Convolutions give the same result as in `decode(latent)`, except near the borders of tiles.
-    Normalisation and attention over all pixels see one tile only, so the result differs everywhere.
-    A latent no larger than one tile is decoded whole, by one call of `decode`.
+    The result differs slightly from `decode(latent)`: convolutions do near the borders of tiles,
+    and normalisation or attention over all pixels does everywhere. A latent that fits into one tile
+    is decoded whole.
 
     Args:
-        decode: maps the latents of a tile, for the whole batch, to images of `compression` times
-            its size, with k colours.
+        decode: maps latents of the size of a tile, the whole batch at once, to images that are
+            `compression` times as high and wide.
         latent: the whole latents.
-        tile: side of a tile in latent pixels, at least 1. The latent is not divided along an axis
-            along which it has at most so many pixels.
-        overlap: number of latent pixels that neighbouring tiles share at least, from 0 to `tile -
-            1`, which is not checked. Tiles are spaced evenly, as few as cover the latent. In the
-            shared region, one tile fades linearly into the next.
+        tile: side of a tile in latent pixels, at least 1. An axis of the latent with at most so
+            many pixels is not divided.
+        overlap: minimum number of latent pixels that neighbouring tiles share, from 0 to `tile - 1`
+            (not checked). There are as few tiles as this allows, evenly spaced. In the shared
+            region, one tile fades linearly into the next.
         compression: side of the square of image pixels that one latent pixel stands for.
 
     Returns:
-        The images, H = h * compression and W = w * compression, blended in float32 and cast to the
-        dtype of the result of `decode`.
+        The images: H is h * compression, W is w * compression, and k is the number of colours. They
+        are blended in float32 and have the dtype of the result of `decode`.
     """
     batch, height, width, channels = latent.shape
     row_starts, row_ramps = _axis(height, tile, overlap, compression)
@@ -67,20 +67,20 @@ def decode_tiled(
 
 
 def _axis(size: int, tile: int, overlap: int, compression: int) -> tuple[Array, Array]:
-    """Arranges tiles along one axis.
-
-    There is a single tile if `size` is at most `tile`; otherwise the fewest that cover `size`.
+    """Places tiles along one axis, as few as cover it, and computes the weights that blend each
+    into the one before.
 
     Args:
-        size: size of the latent along the axis.
+        size: size of the latent along the axis, in latent pixels.
         tile: side of a tile in latent pixels.
-        overlap: latent pixels that neighbouring tiles share at least, less than `tile`.
+        overlap: minimum number of latent pixels that neighbouring tiles share, less than `tile`.
         compression: side, in image pixels, of the square that one latent pixel stands for.
 
     Returns:
-        The first latent pixel of each of n tiles [n], int32, and the weight of each tile's image
-        pixels against the tile before it [n, pixels], float32. Over k pixels that two tiles share,
-        the weight rises as 1/2k, 3/2k, ..., (2k-1)/2k. Elsewhere it is 1.
+        Two arrays for the n tiles. starts, [n], int32: the first latent pixel of each tile. ramps,
+        [n, pixels], float32: the weight of each image pixel of the tile (there are `compression`
+        per latent pixel); the tiles before it keep the rest, 1 - weight. Over k pixels shared with
+        the tile before, the weight rises from 1/2k in steps of 1/k. Elsewhere it is 1.
     """
     if size <= tile:
         return jnp.zeros(1, jnp.int32), jnp.ones((1, size * compression))
@@ -94,18 +94,19 @@ def _axis(size: int, tile: int, overlap: int, compression: int) -> tuple[Array, 
 
 
 def _blend(canvas: Array, piece: Array, start: Array, ramp: Array, axis: int) -> Array:
-    """Blends a piece into a canvas. Equal values blend to exactly the same value.
+    """Blends one tile, or one row of tiles, into the image. Equal values blend to exactly the same
+    value.
 
     Args:
-        canvas: the images so far, [batch, height, width, colours].
-        piece: the new part of them, as large as the canvas along all axes but `axis`.
-        start: first index of the piece in the canvas along `axis`.
-        ramp: weight of the piece against the canvas, broadcast to the shape of the piece.
+        canvas: the image before, [batch, height, width, colours].
+        piece: the image of the tile or row, with the shape of `canvas` except along `axis`.
+        start: index in `canvas`, along `axis`, where the piece begins.
+        ramp: weight of the piece in the blend, from 0 to 1; it broadcasts to the shape of the
+            piece.
         axis: axis along which the piece is placed: 1 for the height, 2 for the width.
 
     Returns:
-        A new canvas, which is `canvas + ramp * (piece - canvas)` where the piece lies and unchanged
-        elsewhere.
+        A new canvas: `canvas + ramp * (piece - canvas)` where the piece lies, unchanged elsewhere.
     """
     before = jax.lax.dynamic_slice_in_dim(canvas, start, piece.shape[axis], axis)
     blended = before + ramp * (piece - before)

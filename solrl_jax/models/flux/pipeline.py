@@ -27,11 +27,12 @@ SAMPLE_SIZE = 128  # side of the latents that the model was made for; no release
 class FluxPipeline(Pipeline):
     """FLUX.1-dev or FLUX.1-schnell.
 
-    T5 encodes every token of the prompt, CLIP the prompt as a whole.
+    The transformer gets T5's encoding of every prompt token, and one vector from CLIP for the whole
+    prompt. The attributes below are in addition to those of `Pipeline`.
 
     Attributes:
-        config: contents of `transformer/config.json`, checked.
-        vae_config: contents of `vae/config.json`, checked.
+        config: configuration of the transformer (`transformer/config.json`).
+        vae_config: configuration of the autoencoder (`vae/config.json`).
         clip_tokens: number of tokens to which prompts are padded or cut for CLIP.
     """
 
@@ -45,9 +46,10 @@ class FluxPipeline(Pipeline):
 
         Args:
             folder: the directory.
-            remat: what the gradient of the transformer recomputes: "none" (nothing), "matmuls" (all
-                but matmuls and attention kernels) or "blocks" (all but the input of each block). It
-                is not checked here.
+            remat: what the backward pass of the transformer recomputes instead of storing: "none"
+                (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
+                (everything inside a block; only the inputs of blocks are stored). Another value
+                raises KeyError when the transformer is traced.
 
         Raises:
             FileNotFoundError: a configuration or a tokenizer is missing.
@@ -95,17 +97,15 @@ class FluxPipeline(Pipeline):
         self.clip_tokens = clip_length(folder / "tokenizer", clip_config.max_position_embeddings)
 
     def _check_sizes(self, clip_config: CLIPTextConfig, t5_config: T5Config) -> None:
-        """Checks that the transformer takes what text encoders and autoencoder return.
+        """Checks that the widths of transformer, text encoders and autoencoder agree.
 
         Args:
             clip_config: configuration of CLIP, whose `hidden_size` is the width of the pooled text.
             t5_config: configuration of T5, whose `d_model` is the width of the text tokens.
 
         Raises:
-            ValueError: the transformer's `in_channels` is not four times the autoencoder's
-                `latent_channels`, its output channels are not `in_channels`, its
-                `joint_attention_dim` is not T5's width, or its `pooled_projection_dim` is not
-                CLIP's width.
+            ValueError: a width or number of channels of the transformer is not what the other
+                networks return or take.
         """
         config = self.config
         latent = self.vae_config.latent_channels * PATCH**2
@@ -138,26 +138,25 @@ class FluxPipeline(Pipeline):
         """Predicts the velocity `noise - x0`, in the dtype of `latent`. For use under jit.
 
         Args:
-            params: parameters of the transformer, a nested dictionary by path. Stacks of blocks
-                and, over the axis `tensor`, linear layers may be sharded; all else is whole. Leaves
-                may be quantized or adapted.
-            latent: noisy latents [b, h, w, c], not packed, of even height and width.
+            params: parameters of the transformer: nested dictionaries keyed by module name. A leaf
+                may be an array, a quantized weight, or a weight with its LoRA adapter. Stacked
+                blocks and, under tensor parallelism, linear layers may still be sharded; all other
+                leaves are whole.
+            latent: noisy latents [b, h, w, c], of even height and width.
             conditioning: "text" [b, l, d], hidden states of T5, and "pooled" [b, e], CLIP's
                 embedding of the whole prompt, as returned by `encode_text`.
-            timestep: 1000 times the noise level sigma, from 0 to 1, of each latent.
+            timestep: `1000 * sigma` of each latent, where the noise level sigma lies in [0, 1].
             guidance: guidance scale, a scalar, for example 3.5. FLUX.1-schnell, whose transformer
                 does not embed it, ignores it.
-            fp8_attention: whether the attention runs in FP8, for programs that take no gradient:
-                queries, keys, values and result are rounded to E4M3. On TPUs, on GPUs older than
-                Hopper, and on other GPUs for head sizes that are no multiple of 16 or above 128,
-                its matmuls run in BF16 all the same.
+            fp8_attention: whether attention is computed in FP8: queries, keys, values and result
+                are in E4M3. It has no gradient. Hardware without FP8 attention computes in BF16
+                from the rounded inputs.
 
         Returns:
             The velocity, of the shape of `latent`.
 
         Raises:
             ValueError: while tracing, if height or width is odd.
-            KeyError: while tracing, if `remat` is not "none", "matmuls" or "blocks".
         """
         scale = jnp.broadcast_to(guidance, timestep.shape) if self.config.guidance_embeds else None
         network = self.transformer(params)
@@ -175,24 +174,20 @@ class FluxPipeline(Pipeline):
     ) -> Tokens:
         """Tokenizes prompts for CLIP and T5.
 
-        The tokenizers are those that the constructor has loaded. Their own settings say on which
-        side prompts are padded and cut.
+        Padding and cutting follow the settings of each tokenizer.
 
         Args:
             prompts: one or more texts.
-            max_tokens: number of tokens for T5, its end-of-text token included: up to 4096, and at
-                least the number of special tokens that the tokenizer adds (1 for T5). The number
-                for CLIP is `clip_tokens`.
-            instruction: not supported, and ignored.
+            max_tokens: number of tokens for T5, its end-of-text token included: from 1 to 4096.
+                (CLIP always gets `clip_tokens`.)
+            instruction: ignored: FLUX.1 takes no instruction.
 
         Returns:
-            "clip" [prompts, clip_tokens] and "t5" [prompts, max_tokens]: tokens, int32, padded or
-            cut. No mask is returned, because FLUX attends to padding.
+            A dictionary with "clip" [prompts, clip_tokens] and "t5" [prompts, max_tokens]: token
+            numbers, int32. There is no mask, because FLUX.1 attends to padding.
 
         Raises:
-            InputError: `max_tokens` is outside of these limits; a tokenizer fails; or it has no
-                vocabulary, which only the configurations that this package carries for
-                `solrl plan` may lack.
+            InputError: `max_tokens` is out of range, or a tokenizer fails or has no vocabulary.
         """
         return {
             "clip": tokenize(self.folder / "tokenizer", prompts, self.clip_tokens)["ids"],
@@ -205,15 +200,15 @@ class FluxPipeline(Pipeline):
         Padding is not masked, because FLUX was trained with attention to it.
 
         Args:
-            params: a dictionary with the parameters of CLIP under "text_encoder" and of T5 under
-                "text_encoder_2". Only stacks of blocks may be sharded.
+            params: a dictionary with the parameters of CLIP under "text_encoder" and those of T5
+                under "text_encoder_2". Only the parameters of stacked blocks may still be sharded.
             tokens: the token numbers "clip" and "t5", one row per prompt, as `tokenize` returns
                 them.
 
         Returns:
             "text" [b, l, d], the last hidden states of T5 for all l tokens, and "pooled" [b, e],
-            the state of CLIP's end-of-text token without its projection. Each has the dtype of its
-            encoder.
+            CLIP's hidden state at the end-of-text token, without CLIP's final projection. Each has
+            the dtype of its encoder.
         """
         clip = self.text_encoders["text_encoder"](params["text_encoder"])
         t5 = self.text_encoders["text_encoder_2"](params["text_encoder_2"])

@@ -33,21 +33,30 @@ THETA = 10000.0  # the base of the rotary frequencies
 
 @dataclasses.dataclass(frozen=True)
 class FluxConfig(TransformerConfig):
-    """The fields of a published `transformer/config.json`. The defaults are those of diffusers.
+    """The configuration of FLUX.1's transformer: the fields of a published
+    `transformer/config.json`.
+
+    The defaults are those of diffusers. A token has `attention_head_dim * num_attention_heads`
+    features.
 
     Attributes:
-        patch_size: 1, the only supported value: latents are packed two by two before it.
-        in_channels: features of an image token, a multiple of 4: four times the latent channels.
-        out_channels: features of an output token, a multiple of 4; None: as many as `in_channels`.
-        num_layers: number of blocks with two streams.
-        num_single_layers: number of blocks with one stream.
+        patch_size: 1, the only supported value. (Squares of 2 x 2 latent pixels become one token
+            before the network, which is not counted here.)
+        in_channels: number of input features of an image token: four times the channels of a
+            latent.
+        out_channels: number of output features of an image token, a multiple of 4; None: as many as
+            `in_channels`.
+        num_layers: number of blocks with two streams, which have separate weights for text and
+            image.
+        num_single_layers: number of blocks with one stream, which treat text and image alike.
         attention_head_dim: features of one attention head.
         num_attention_heads: number of attention heads.
-        joint_attention_dim: features of a text embedding (T5).
-        pooled_projection_dim: features of the pooled text embedding (CLIP).
+        joint_attention_dim: number of features of a text token (T5).
+        pooled_projection_dim: number of features of the pooled text embedding (CLIP).
         guidance_embeds: whether the network takes the guidance scale as an input (FLUX.1-dev).
-        axes_dims_rope: features of a head that each of the three coordinates of a position rotates,
-            positive even numbers whose sum is `attention_head_dim`.
+        axes_dims_rope: rotary embedding: how many features of a head are rotated by each of the
+            three coordinates of a position. Positive even numbers with the sum
+            `attention_head_dim`.
     """
 
     network = "FluxTransformer2DModel"
@@ -95,8 +104,9 @@ class FluxTransformer2DModel(nnx.Module):
 
     Args:
         config: configuration of the network: its widths, heads and blocks of both kinds.
-        remat: what gradients recompute: "none" (nothing), "matmuls" (all but matmuls and attention
-            kernels) or "blocks" (all but the input of each block).
+        remat: what the backward pass recomputes instead of storing: "none" (nothing), "matmuls"
+            (everything except matmuls and attention kernels) or "blocks" (everything inside a
+            block; only the inputs of blocks are stored).
         rngs: random number generators for the initial weights.
     """
 
@@ -134,18 +144,16 @@ class FluxTransformer2DModel(nnx.Module):
         """Predicts the velocity `noise - x0` at `latent`.
 
         Args:
-            latent: noisy latents, not packed: c is `in_channels / 4`. Height and width are even.
-            text: last hidden states of T5, cast to the dtype of `latent`. Padding is not masked, as
-                in the released pipeline.
-            pooled: CLIP's embedding of the whole prompt, [b, `pooled_projection_dim`]. It is
-                embedded in float32, as are timestep and guidance scale.
+            latent: noisy latents of even height and width: c is `in_channels / 4`.
+            text: last hidden states of T5. They are cast to the dtype of `latent`. Padding is
+                attended to.
+            pooled: CLIP's embedding of the whole prompt, [b, `pooled_projection_dim`].
             timestep: `1000 * sigma` of each latent, in [0, 1000].
-            guidance: guidance scale of each latent, for example 3.5, if and only if the config sets
+            guidance: guidance scale of each latent, for example 3.5, if the configuration sets
                 `guidance_embeds`; otherwise None.
-            fp8_attention: whether the attention of every block runs in FP8: queries, keys, values
-                and result are rounded to E4M3. For programs that take no gradient. On TPUs, on GPUs
-                older than Hopper, and on other GPUs for head sizes that are no multiple of 16 or
-                above 128, the matmuls of the attention run in BF16 all the same.
+            fp8_attention: whether attention is computed in FP8: queries, keys, values and result
+                are in E4M3. It has no gradient. Hardware without FP8 attention computes in BF16
+                from the rounded inputs.
 
         Returns:
             The velocity, in the dtype of `latent`: out is a quarter of the output features of a
@@ -153,7 +161,6 @@ class FluxTransformer2DModel(nnx.Module):
 
         Raises:
             ValueError: height or width is odd, or `guidance` is missing or unexpected.
-            KeyError: `remat` is not "none", "matmuls" or "blocks".
         """
         _, height, width, _ = latent.shape
         dtype = latent.dtype
@@ -221,8 +228,8 @@ class FluxSingleBlock(nnx.Module):
         *,
         fp8_attention: bool = False,
     ) -> Float[Array, "b s d"]:
-        """Applies attention and an MLP to the same modulated norm of the tokens, projects both
-        together, and adds the gated result to the input.
+        """Applies attention and an MLP side by side to the modulated norm of the tokens, projects
+        both results together, and adds them, times a gate, to the input.
 
         Args:
             x: the text tokens, then the image tokens.
@@ -230,14 +237,12 @@ class FluxSingleBlock(nnx.Module):
                 SiLU. From it the block computes the shift, scale and gate of its norm.
             rotation: cosines and sines of the rotary angles of the s positions: two float32 arrays
                 [b or 1, s, head_dim / 2].
-            fp8_attention: whether the attention runs in FP8, for programs that take no gradient:
-                queries, keys, values and result are rounded to E4M3. On TPUs, on GPUs older than
-                Hopper, and on other GPUs for head sizes that are no multiple of 16 or above 128,
-                its matmuls run in BF16 all the same.
+            fp8_attention: whether attention is computed in FP8: queries, keys, values and result
+                are in E4M3. It has no gradient. Hardware without FP8 attention computes in BF16
+                from the rounded inputs.
 
         Returns:
-            The tokens after the block, the sum with the input included, of the shape and dtype of
-            `x`.
+            The tokens after the block, of the shape and dtype of `x`.
         """
         shift, scale, gate = self.norm.vectors(condition)
         h = self.norm(x, shift, scale)

@@ -20,7 +20,12 @@ PATCH = 2  # side of the square of network latents that one latent of the diffus
 
 @dataclasses.dataclass(frozen=True)
 class AutoencoderKLFlux2Config(KLConfig):
-    """The fields of a released `config.json`. Tuples of stages are ordered finest first.
+    """The configuration of FLUX.2's autoencoder: the fields of a released `config.json`.
+
+    A stage is a group of blocks at one resolution. Tuples have one entry per stage, finest first.
+    Only the decoder is built; the fields of the encoder are read and checked. The diffusion model's
+    latents are the autoencoder's, with each 2 x 2 pixels stacked into the channels of one, and
+    every channel normalised.
 
     Attributes:
         in_channels: channels of an image at the input of the encoder.
@@ -28,25 +33,26 @@ class AutoencoderKLFlux2Config(KLConfig):
         down_block_types: "DownEncoderBlock2D" for every stage.
         up_block_types: "UpDecoderBlock2D" for every stage.
         block_out_channels: channels of each stage of the encoder, multiples of `norm_num_groups`.
-        decoder_block_out_channels: channels of each stage of the decoder, multiples of
-            `norm_num_groups`, as many entries as `block_out_channels` has; None: the decoder has
-            the channels of the encoder.
-        layers_per_block: residual blocks per stage of the encoder. The decoder has one more.
+        decoder_block_out_channels: number of channels of each stage of the decoder, multiples of
+            `norm_num_groups`; None: the same as in the encoder.
+        layers_per_block: number of residual blocks in each stage of the encoder. Each stage of the
+            decoder has one more.
         act_fn: "silu", the only supported value.
-        latent_channels: channels of a latent of the network. The diffusion model's latents have
+        latent_channels: number of channels of the autoencoder's latents. The diffusion model's have
             four times as many.
         norm_num_groups: number of groups of channels in every group normalisation.
         sample_size: size of the training images in pixels; other sizes work too.
-        force_upcast: whether the network needs float32. Released files have it, but diffusers no
-            longer reads it.
-        use_quant_conv: whether there is a 1x1 convolution after the encoder, which is not built
-            here.
+        force_upcast: whether pipelines decode in float32 whatever precision the rest of the model
+            has.
+        use_quant_conv: whether the released network has a 1x1 convolution after its encoder. It has
+            no effect here.
         use_post_quant_conv: whether there is a 1x1 convolution before the decoder.
         mid_block_add_attention: whether the coarsest resolution has attention.
-        batch_norm_eps: added to the variance of each latent channel.
-        batch_norm_momentum: used in the training of the autoencoder only.
-        patch_size: (2, 2), the only supported value: rows and columns of network latents that one
-            latent of the diffusion model stands for.
+        batch_norm_eps: added to the variance by which the diffusion model's channels are
+            normalised.
+        batch_norm_momentum: has no effect; it served the training of the autoencoder.
+        patch_size: (2, 2), the only supported value: rows and columns of the autoencoder's latent
+            that become one pixel of the diffusion model's latent.
     """
 
     network = "AutoencoderKLFlux2"
@@ -65,10 +71,10 @@ class AutoencoderKLFlux2Config(KLConfig):
 
     @property
     def decoder_config(self) -> "AutoencoderKLFlux2Config":
-        """The configuration with the decoder's widths as `block_out_channels`.
+        """The configuration in which `block_out_channels` are the channels of the decoder's stages.
 
-        It is this configuration itself if `decoder_block_out_channels` is None, otherwise a copy in
-        which that field is None.
+        It is `self` if `decoder_block_out_channels` is None, otherwise a copy with that field
+        moved.
         """
         widths = self.decoder_block_out_channels
         if widths is None:
@@ -79,10 +85,9 @@ class AutoencoderKLFlux2Config(KLConfig):
         """Checks the values of the fields.
 
         Raises:
-            ValueError: `act_fn` or a block type is another one than the class names; `patch_size`
-                is not (2, 2); the channels of a stage of encoder or decoder are no multiple of
-                `norm_num_groups`; there are no stages; or the lists with one entry per stage differ
-                in length. The message names the field.
+            ValueError: `act_fn`, a block type or `patch_size` is not the supported value; a number
+                of channels is no multiple of `norm_num_groups`; there are no stages; or the lists
+                with one entry per stage differ in length. The message names the field.
         """
         super().check()
         self.require(self.patch_size == (PATCH, PATCH), "patch_size", f"[{PATCH}, {PATCH}]")
@@ -97,22 +102,25 @@ class AutoencoderKLFlux2Config(KLConfig):
 
     @property
     def channels(self) -> int:
-        """Number of channels of the diffusion model's latent, four times `latent_channels`."""
+        """Number of channels of the diffusion model's latents: four times `latent_channels`."""
         return self.latent_channels * PATCH**2
 
     @property
     def compression(self) -> int:
-        """Side of the square of image pixels that one latent of the diffusion model stands for,
-        twice `spatial_compression`.
+        """Side, in image pixels, of the square that one pixel of the diffusion model's latent
+        stands for: twice `spatial_compression`.
         """
         return self.spatial_compression * PATCH
 
 
 class AutoencoderKLFlux2(AutoencoderKL):
-    """Decodes the diffusion model's latents, normalised and 2 x 2 in one, to images in [-1, 1].
+    """FLUX.2's autoencoder, of which only the decoder is built.
+
+    Unlike other autoencoders, it decodes the diffusion model's latents directly: it undoes their
+    normalisation and unstacks 2 x 2 pixels from the channels of each.
 
     Args:
-        config: configuration of the autoencoder, of which only the decoder is built.
+        config: configuration of the autoencoder.
         rngs: random number generators for the initial weights.
     """
 
@@ -121,21 +129,22 @@ class AutoencoderKLFlux2(AutoencoderKL):
         self.bn = BatchStatistics(config.channels, config.batch_norm_eps)
 
     def decode(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
-        """Decodes latents to images, not clipped to [-1, 1], in the dtype of `latent`.
+        """Decodes latents of the diffusion model to images in [-1, 1] but for overshoots, which are
+        not clipped.
 
         Args:
-            latent: the diffusion model's latents, as the transformer returns them: c is
-                `config.channels`.
+            latent: the latents as the transformer returns them: c is `config.channels`.
 
         Returns:
-            The images: H is `h * config.compression` and W is `w * config.compression`.
+            The images, in the dtype of `latent`: H is `h * config.compression` and W is `w *
+            config.compression`.
         """
         return super().decode(depth_to_space(self.bn.denormalise(latent)))
 
 
 class BatchStatistics(nnx.Module):
-    """Mean and variance per channel. They are stored in the files and not trained; at first they
-    are 0 and 1.
+    """Fixed mean and variance of every channel, read from the released files. Before that, they are
+    0 and 1.
 
     Args:
         channels: number of channels.

@@ -27,19 +27,19 @@ DEFAULT_SIDE = 1024  # of images, in pixels; no released config has it
 
 
 def empirical_mu(steps: int, tokens: int) -> float:
-    """Returns the natural logarithm of FLUX.2's schedule shift, as `compute_empirical_mu` of
-    diffusers.
+    """Returns the natural logarithm mu of the factor by which FLUX.2 shifts its schedule towards
+    noise.
 
-    For 10 and for 200 steps, mu is linear in the number of image tokens. For other numbers of
-    steps, it is linear in that number, also beyond 10 and 200. Above 4300 tokens, the line for 200
-    steps (which is that of FLUX.1) is used for any number of steps.
+    Equal to `compute_empirical_mu` of diffusers: linear in the number of steps, and, for any fixed
+    number of steps, linear in the number of tokens. Above 4300 tokens it no longer depends on the
+    number of steps.
 
     Args:
         steps: number of sampling steps.
         tokens: number of image tokens.
 
     Returns:
-        mu. The shift itself is `exp(mu)`.
+        mu. The shift is `exp(mu)`.
     """
     mu_200_steps = 0.00016927 * tokens + 0.45666666
     if tokens > 4300:
@@ -50,14 +50,18 @@ def empirical_mu(steps: int, tokens: int) -> float:
 
 
 class Flux2KleinPipeline(Pipeline):
-    """FLUX.2-klein, 4B or 9B, distilled or base. Three hidden states of Qwen3 are the text.
+    """FLUX.2-klein, 4B or 9B, distilled or base.
 
-    The distilled models (`is_distilled` in `model_index.json`) have their guidance built in: it
-    needs neither a scale nor a second evaluation, and `embedded_guidance` is set. The base models
-    need a second evaluation.
+    The text encoder is Qwen3: three of its hidden states, concatenated, are the features of each
+    text token.
+
+    The distilled models (`is_distilled` in `model_index.json`) were trained to give guided results
+    from one evaluation without a guidance scale; for them `embedded_guidance` is set. The base
+    models use classifier-free guidance, with two evaluations. The attribute below is in addition to
+    those of `Pipeline`.
 
     Attributes:
-        tokenizer: directory of the tokenizer.
+        tokenizer: directory of the tokenizer (a path).
     """
 
     kind = "Flux2KleinPipeline"
@@ -70,9 +74,10 @@ class Flux2KleinPipeline(Pipeline):
 
         Args:
             folder: the directory.
-            remat: what the gradient of the transformer recomputes: "none" (nothing), "matmuls" (all
-                but matmuls and attention kernels) or "blocks" (all but the input of each block). It
-                is not checked here.
+            remat: what the backward pass of the transformer recomputes instead of storing: "none"
+                (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
+                (everything inside a block; only the inputs of blocks are stored). Another value
+                raises KeyError when the transformer is traced.
 
         Raises:
             FileNotFoundError: a configuration or the tokenizer is missing.
@@ -139,24 +144,21 @@ class Flux2KleinPipeline(Pipeline):
         """Predicts the velocity `noise - x0`, in the dtype of `latent`. For use under jit.
 
         Args:
-            params: parameters of the transformer, a nested dictionary by path. Stacks of blocks
-                and, over the axis `tensor`, linear layers may be sharded; all else is whole. Leaves
-                may be quantized or adapted.
+            params: parameters of the transformer: nested dictionaries keyed by module name. A leaf
+                may be an array, a quantized weight, or a weight with its LoRA adapter. Stacked
+                blocks and, under tensor parallelism, linear layers may still be sharded; all other
+                leaves are whole.
             latent: noisy latents [b, h, w, c] of any height and width.
             conditioning: "text" [b, l, 3 d], three hidden states of Qwen3 side by side, as returned
                 by `encode_text`.
-            timestep: 1000 times the noise level sigma, from 0 to 1, of each latent.
-            guidance: ignored.
-            fp8_attention: whether the attention runs in FP8, for programs that take no gradient:
-                queries, keys, values and result are rounded to E4M3. On TPUs, on GPUs older than
-                Hopper, and on other GPUs for head sizes that are no multiple of 16 or above 128,
-                its matmuls run in BF16 all the same.
+            timestep: `1000 * sigma` of each latent, where the noise level sigma lies in [0, 1].
+            guidance: ignored: the transformer takes no guidance scale.
+            fp8_attention: whether attention is computed in FP8: queries, keys, values and result
+                are in E4M3. It has no gradient. Hardware without FP8 attention computes in BF16
+                from the rounded inputs.
 
         Returns:
             The velocity, of the shape of `latent`.
-
-        Raises:
-            KeyError: while tracing, if `remat` is not "none", "matmuls" or "blocks".
         """
         network = self.transformer(params)
         return network(latent, conditioning["text"], timestep, fp8_attention=fp8_attention)
@@ -168,20 +170,17 @@ class Flux2KleinPipeline(Pipeline):
 
         Args:
             prompts: one or more texts.
-            max_tokens: number of tokens of each prompt, the tokens of the chat template included:
-                up to 4096, and at least the number of special tokens that the tokenizer adds.
-                Longer chats are cut, and shorter ones padded, on the sides that the tokenizer's
-                settings say: on the right in the released models.
-            instruction: not supported, and ignored.
+            max_tokens: number of tokens per prompt, the chat template's included, up to 4096.
+                Longer chats are cut and shorter ones padded, on the right in the released models.
+            instruction: ignored: FLUX.2 takes no instruction.
 
         Returns:
-            "ids", int32, and "mask", bool, true on tokens and false on padding: both [prompts,
-            max_tokens].
+            A dictionary with two arrays [prompts, max_tokens]: "ids", token numbers, int32, and
+            "mask", bool, true on tokens and false on padding.
 
         Raises:
-            InputError: the tokenizer has no usable chat template; it fails; `max_tokens` is outside
-                of these limits; or the tokenizer has no vocabulary, which only the configurations
-                that this package carries for `solrl plan` may lack.
+            InputError: `max_tokens` is out of range, or the tokenizer fails or has no usable chat
+                template or no vocabulary.
         """
         texts = chat(self.tokenizer, prompts, enable_thinking=False)
         return tokenize(self.tokenizer, texts, max_tokens)
@@ -189,23 +188,24 @@ class Flux2KleinPipeline(Pipeline):
     def encode_text(self, params: dict[str, Params], tokens: TracedTokens) -> Conditioning:
         """Encodes tokenized prompts by Qwen3. For use under jit.
 
-        No mask is returned, because FLUX.2 was trained with attention to padding.
+        The result has no mask, because FLUX.2 attends to padding.
 
         Args:
-            params: a dictionary with the parameters of Qwen3 under "text_encoder". Only stacks of
-                blocks may be sharded.
+            params: a dictionary with the parameters of Qwen3 under "text_encoder". Only those of
+                stacked blocks may still be sharded.
             tokens: "ids" and "mask", one row per prompt, as `tokenize` returns them.
 
         Returns:
-            "text" [b, l, 3 d]: the hidden states after layers 9, 18 and 27 (`HIDDEN_STATES`),
-            concatenated in this order, not normalised, in the dtype of the text encoder. d is the
-            hidden size of Qwen3.
+            A dictionary with "text" [b, l, 3 d]: the hidden states after layers 9, 18 and 27 of
+            Qwen3, concatenated in this order, without a final norm, in the dtype of the text
+            encoder. d is the hidden size of Qwen3.
         """
         encoder = self.text_encoders["text_encoder"](params["text_encoder"])
         return {"text": encoder(tokens["ids"], tokens["mask"])}
 
     def unscale(self, latent: Array) -> Array:
-        """Returns the latent unchanged, because the autoencoder itself undoes the normalisation.
+        """Returns the latent unchanged, because FLUX.2's autoencoder itself undoes the
+        normalisation.
 
         Args:
             latent: the transformer's latents [b, h, w, c].

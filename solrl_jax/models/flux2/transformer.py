@@ -37,24 +37,28 @@ ACCEPTED = {
 
 @dataclasses.dataclass(frozen=True)
 class Flux2Config(TransformerConfig):
-    """The fields of a published `transformer/config.json`. The defaults are those of diffusers.
+    """The configuration of FLUX.2's transformer: the fields of a published
+    `transformer/config.json`.
 
-    The default of `guidance_embeds` is not supported, so a file has to set it to false.
+    The defaults are those of diffusers. That of `guidance_embeds` is not supported, so a file has
+    to set it to false. A token has `attention_head_dim * num_attention_heads` features.
 
     Attributes:
         patch_size: 1, the only supported value.
-        in_channels: channels of a latent, which are the features of an image token.
-        out_channels: features of an output token; None: as many as `in_channels`.
-        num_layers: number of blocks with two streams.
-        num_single_layers: number of blocks with one stream.
+        in_channels: number of channels of a latent. Each latent pixel is one image token.
+        out_channels: number of output features of an image token; None: as many as `in_channels`.
+        num_layers: number of blocks with two streams, which have separate weights for text and
+            image.
+        num_single_layers: number of blocks with one stream, which treat text and image alike.
         attention_head_dim: features of one attention head.
         num_attention_heads: number of attention heads.
-        joint_attention_dim: features of a text embedding.
-        timestep_guidance_channels: 256, the only supported value: features of the sinusoidal
-            timestep.
-        mlp_ratio: features of the MLPs after their gate, divided by the width of the tokens.
-        axes_dims_rope: features of a head that each of the four coordinates of a position rotates,
-            positive even numbers whose sum is `attention_head_dim`.
+        joint_attention_dim: number of features of a text token, as the text encoder returns it.
+        timestep_guidance_channels: 256, the only supported value: number of features of the
+            sinusoidal embedding of the timestep.
+        mlp_ratio: hidden width of the MLPs (after their gate), divided by the number of features of
+            a token.
+        axes_dims_rope: rotary embedding: how many features of a head are rotated by each of the
+            four coordinates of a position. Positive even numbers with the sum `attention_head_dim`.
         rope_theta: base of the rotary frequencies.
         eps: 1e-6, the only supported value: epsilon of all norms.
         guidance_embeds: whether the network takes the guidance scale as an input; only False is
@@ -103,22 +107,25 @@ class Flux2Config(TransformerConfig):
 
     @property
     def hidden(self) -> int:
-        """Number of features of the MLPs after their gate: `width * mlp_ratio`, rounded down."""
+        """Hidden width of the MLPs (after their gate): `mlp_ratio` times the number of features of
+        a token, rounded down.
+        """
         return int(self.width * self.mlp_ratio)
 
 
 class Flux2Transformer2DModel(nnx.Module):
     """The network that predicts the velocity `noise - x0` of noisy latents.
 
-    Blocks with two streams (text and image apart) come first, then blocks with one stream.
-
-    All blocks with two streams share one modulation per stream, and all blocks with one stream
-    share one.
+    Blocks with two streams (separate weights for text and image) come first, then blocks with one
+    stream. The shift, scale and gate vectors that modulate the blocks are computed once: one set
+    for the text and one for the image in all two-stream blocks, and one set for all one-stream
+    blocks.
 
     Args:
         config: configuration of the network: its widths, heads and blocks of both kinds.
-        remat: what gradients recompute: "none" (nothing), "matmuls" (all but matmuls and attention
-            kernels) or "blocks" (all but the input of each block).
+        remat: what the backward pass recomputes instead of storing: "none" (nothing), "matmuls"
+            (everything except matmuls and attention kernels) or "blocks" (everything inside a
+            block; only the inputs of blocks are stored).
         rngs: random number generators for the initial weights.
     """
 
@@ -158,19 +165,15 @@ class Flux2Transformer2DModel(nnx.Module):
         Args:
             latent: noisy latents of any height and width; c is `in_channels`. Each pixel becomes
                 one token.
-            text: hidden states of the text encoder, cast to the dtype of `latent`. Padding is not
-                masked, as in the released pipeline.
-            timestep: `1000 * sigma` of each latent, in [0, 1000]. It is embedded in float32.
-            fp8_attention: whether the attention of every block runs in FP8: queries, keys, values
-                and result are rounded to E4M3. For programs that take no gradient. On TPUs, on GPUs
-                older than Hopper, and on other GPUs for head sizes that are no multiple of 16 or
-                above 128, the matmuls of the attention run in BF16 all the same.
+            text: hidden states of the text encoder. They are cast to the dtype of `latent`. Padding
+                is attended to.
+            timestep: `1000 * sigma` of each latent, in [0, 1000].
+            fp8_attention: whether attention is computed in FP8: queries, keys, values and result
+                are in E4M3. It has no gradient. Hardware without FP8 attention computes in BF16
+                from the rounded inputs.
 
         Returns:
             The velocity, in the dtype of `latent`: out is `config.features_out`.
-
-        Raises:
-            KeyError: `remat` is not "none", "matmuls" or "blocks".
         """
         batch, height, width, channels = latent.shape
         dtype = latent.dtype
@@ -207,27 +210,28 @@ class Flux2Transformer2DModel(nnx.Module):
 def _vectors(
     linear: Linear, condition: Float[Array, "b d"], count: int
 ) -> list[Float[Array, "b 1 d"]]:
-    """Returns the modulation vectors of a condition, in the order of the linear layer's output.
+    """Computes modulation vectors (shifts, scales and gates) from the embedded timestep.
 
     Args:
-        linear: projection [d, count * d] to all vectors, concatenated.
+        linear: linear layer from d to `count * d` features: all vectors side by side.
         condition: embedding of the timestep, after its SiLU.
         count: number of vectors.
 
     Returns:
-        A list of `count` arrays [b, 1, d], in the dtype of `condition`.
+        A list of `count` arrays [b, 1, d], in the order of the layer's output and the dtype of
+        `condition`.
     """
     return jnp.split(linear(condition)[:, None], count, axis=-1)
 
 
 class Flux2Block(nnx.Module):
-    """One layer of both streams: joint attention, then a SiLU-gated MLP for each stream.
+    """A block with two streams: joint attention of text and image, then a SiLU-gated MLP for each
+    stream.
 
-    The modulation is passed to the call, because all layers share it.
+    The modulation vectors are arguments of the call, because all such blocks share them.
 
     Args:
-        config: configuration of the network: the width of a token, the features of a head, and
-            those of the MLP (`hidden`), count.
+        config: configuration of the network, for the features of a token, of a head and of the MLP.
         rngs: random number generators for the initial weights.
     """
 
@@ -249,8 +253,10 @@ class Flux2Block(nnx.Module):
         *,
         fp8_attention: bool = False,
     ) -> tuple[Float[Array, "b l d"], Float[Array, "b n d"]]:
-        """Applies joint attention of text and image, then an MLP to each stream. Both read
-        modulated norms, and their gated results are added to the streams.
+        """Applies joint attention of text and image, then an MLP to each stream.
+
+        Attention and MLP read modulated norms; their results, times gates, are added to the
+        streams.
 
         Args:
             text: the text tokens.
@@ -261,14 +267,13 @@ class Flux2Block(nnx.Module):
                 attention, then of the MLP.
             rotation: cosines and sines of the rotary angles of the l + n positions, text first: two
                 float32 arrays [b or 1, l + n, head_dim / 2].
-            fp8_attention: whether the attention runs in FP8, for programs that take no gradient:
-                queries, keys, values and result are rounded to E4M3. On TPUs, on GPUs older than
-                Hopper, and on other GPUs for head sizes that are no multiple of 16 or above 128,
-                its matmuls run in BF16 all the same.
+            fp8_attention: whether attention is computed in FP8: queries, keys, values and result
+                are in E4M3. It has no gradient. Hardware without FP8 attention computes in BF16
+                from the rounded inputs.
 
         Returns:
-            The text tokens and the image tokens after the layer, the sums with the inputs included,
-            each of the shape and dtype of its input.
+            The text tokens and the image tokens after the block, each with the shape and dtype of
+            its input.
         """
         text_shift, text_scale, text_gate, text_shift_ff, text_scale_ff, text_gate_ff = text_vectors
         shift, scale, gate, shift_ff, scale_ff, gate_ff = image_vectors
@@ -290,11 +295,10 @@ class Flux2Block(nnx.Module):
 class Flux2SingleBlock(nnx.Module):
     """A block with one stream, text before image: attention and a SiLU-gated MLP side by side.
 
-    The modulation is passed to the call, because all layers share it.
+    The modulation vectors are arguments of the call, because all such blocks share them.
 
     Args:
-        config: configuration of the network: the width of a token, the features of a head, and
-            those of the MLP (`hidden`), count.
+        config: configuration of the network, for the features of a token, of a head and of the MLP.
         rngs: random number generators for the initial weights.
     """
 
@@ -311,22 +315,21 @@ class Flux2SingleBlock(nnx.Module):
         *,
         fp8_attention: bool = False,
     ) -> Float[Array, "b s d"]:
-        """Applies attention and a gated MLP to the same modulated norm of the tokens, projects both
-        together, and adds the gated result to the input.
+        """Applies attention and a gated MLP side by side to the modulated norm of the tokens,
+        projects both results together, and adds them, times a gate, to the input.
 
         Args:
             x: the text tokens, then the image tokens.
-            vectors: three vectors that modulate the block: shift, scale and gate.
+            vectors: three vectors that modulate the tokens: shift and scale of the norm, and gate
+                of the result.
             rotation: cosines and sines of the rotary angles of the s positions: two float32 arrays
                 [b or 1, s, head_dim / 2].
-            fp8_attention: whether the attention runs in FP8, for programs that take no gradient:
-                queries, keys, values and result are rounded to E4M3. On TPUs, on GPUs older than
-                Hopper, and on other GPUs for head sizes that are no multiple of 16 or above 128,
-                its matmuls run in BF16 all the same.
+            fp8_attention: whether attention is computed in FP8: queries, keys, values and result
+                are in E4M3. It has no gradient. Hardware without FP8 attention computes in BF16
+                from the rounded inputs.
 
         Returns:
-            The tokens after the block, the sum with the input included, of the shape and dtype of
-            `x`.
+            The tokens after the block, of the shape and dtype of `x`.
         """
         shift, scale, gate = vectors
         h = self.norm.modulated(x, shift, scale)

@@ -73,10 +73,9 @@ class JointBlock(nnx.Module):
                 timestep, pooled text and, in FLUX.1-dev, guidance scale.
             rotation: Cosines and sines of the rotary angles of the l + n positions, text first: two
                 float32 arrays [b or 1, l + n, head_dim / 2]. None: no rotary positions.
-            fp8_attention: Whether the attention runs in FP8, that of the image to itself included,
-                for programs that take no gradient: queries, keys, values and result are rounded to
-                E4M3. On TPUs, on GPUs older than Hopper, and on other GPUs for head sizes that are
-                no multiple of 16 or above 128, the matmuls run in BF16 all the same.
+            fp8_attention: Whether attention is computed in FP8: queries, keys, values and result
+                are in E4M3. It has no gradient. Hardware without FP8 attention computes in BF16
+                from the rounded inputs.
 
         Returns:
             The text tokens (unchanged in the `last` layer) and the image tokens after the layer,

@@ -186,10 +186,9 @@ class SelfAttention(QKVProjection):
                 [b or 1, s, head_dim / 2]. None: no rotation.
             key_lengths: How many tokens, from the first, each sample attends to, at least 1. None:
                 all. Ignored with FP8.
-            fp8_attention: Whether the attention runs in FP8, without a gradient: queries, keys,
-                values and result are rounded to E4M3. On TPUs, on GPUs older than Hopper, and on
-                other GPUs for head sizes that are no multiple of 16 or above 128, the matmuls run
-                in BF16 all the same.
+            fp8_attention: Whether attention is computed in FP8: queries, keys, values and result
+                are in E4M3. It has no gradient. Hardware without FP8 attention computes in BF16
+                from the rounded inputs.
 
         Returns:
             The output [b, s, d], to which the input is not added, in the dtype of `x`. With
@@ -259,10 +258,9 @@ class JointAttention(QKVProjection):
             image: The image tokens [b, n, d], an array or a lazy activation.
             rotation: Cosines and sines of the rotary angles of the l + n positions, text first: two
                 float32 arrays [b or 1, l + n, head_dim / 2]. None: no rotation.
-            fp8_attention: Whether the attention runs in FP8, without a gradient: queries, keys,
-                values and result are rounded to E4M3. On TPUs, on GPUs older than Hopper, and on
-                other GPUs for head sizes that are no multiple of 16 or above 128, the matmuls run
-                in BF16 all the same.
+            fp8_attention: Whether attention is computed in FP8: queries, keys, values and result
+                are in E4M3. It has no gradient. Hardware without FP8 attention computes in BF16
+                from the rounded inputs.
 
         Returns:
             The outputs for the text (None if this is the `last` layer) and for the image, to which
@@ -322,10 +320,9 @@ class ParallelAttention(nnx.Module):
             x: The input [b, s, d], an array or a lazy activation.
             rotation: Cosines and sines of the rotary angles of the s positions: two float32 arrays
                 [b or 1, s, head_dim / 2].
-            fp8_attention: Whether the attention runs in FP8, without a gradient: queries, keys,
-                values and result are rounded to E4M3. On TPUs, on GPUs older than Hopper, and on
-                other GPUs for head sizes that are no multiple of 16 or above 128, the matmuls run
-                in BF16 all the same. The MLP is not affected.
+            fp8_attention: Whether attention is computed in FP8: queries, keys, values and result
+                are in E4M3. It has no gradient. Hardware without FP8 attention computes in BF16
+                from the rounded inputs.
 
         Returns:
             The output [b, s, d], to which the input is not added, in the dtype of `x`.

@@ -108,8 +108,9 @@ class SanaTransformer2DModel(nnx.Module):
 
     Args:
         config: configuration of the network: its widths, heads, blocks and patches.
-        remat: what gradients recompute: "none" (nothing), "matmuls" (all but matmuls and attention
-            kernels) or "blocks" (all but the input of each block).
+        remat: what the backward pass recomputes instead of storing: "none" (nothing), "matmuls"
+            (everything except matmuls and attention kernels) or "blocks" (everything inside a
+            block; only the inputs of blocks are stored).
         attention: builds the attention among the image tokens, once for all blocks, whose
             parameters are stacked. It is called as `attention((d, d, d), heads, normed=...,
             bias=..., rngs=...)` with the widths of queries, keys and all heads. The module that it

@@ -45,9 +45,10 @@ class StableDiffusion3Pipeline(Pipeline):
 
         Args:
             folder: the directory.
-            remat: what the gradient of the transformer recomputes: "none" (nothing), "matmuls" (all
-                but matmuls and attention kernels) or "blocks" (all but the input of each block). It
-                is not checked here.
+            remat: what the backward pass of the transformer recomputes instead of storing: "none"
+                (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
+                (everything inside a block; only the inputs of blocks are stored). Another value
+                raises KeyError when the transformer is traced.
 
         Raises:
             FileNotFoundError: a configuration or a tokenizer is missing.
@@ -145,18 +146,18 @@ class StableDiffusion3Pipeline(Pipeline):
         """Predicts the velocity `noise - x0`, in the dtype of `latent`. For use under jit.
 
         Args:
-            params: parameters of the transformer, a nested dictionary by path. Stacks of blocks
-                and, over the axis `tensor`, linear layers may be sharded; all else is whole. Leaves
-                may be quantized or adapted.
+            params: parameters of the transformer: nested dictionaries keyed by module name. A leaf
+                may be an array, a quantized weight, or a weight with its LoRA adapter. Stacked
+                blocks and, under tensor parallelism, linear layers may still be sharded; all other
+                leaves are whole.
             latent: noisy latents [b, h, w, c]. Height and width are multiples of the patch size.
             conditioning: "text" [b, l, d], the CLIP tokens and then the T5 tokens, and "pooled" [b,
                 e], one embedding of the whole prompt, as returned by `encode_text`.
-            timestep: 1000 times the noise level sigma, from 0 to 1, of each latent.
+            timestep: `1000 * sigma` of each latent, where the noise level sigma lies in [0, 1].
             guidance: ignored.
-            fp8_attention: whether the attention runs in FP8, for programs that take no gradient:
-                queries, keys, values and result are rounded to E4M3. On TPUs, on GPUs older than
-                Hopper, and on other GPUs for head sizes that are no multiple of 16 or above 128,
-                its matmuls run in BF16 all the same.
+            fp8_attention: whether attention is computed in FP8: queries, keys, values and result
+                are in E4M3. It has no gradient. Hardware without FP8 attention computes in BF16
+                from the rounded inputs.
 
         Returns:
             The velocity, of the shape of `latent`.

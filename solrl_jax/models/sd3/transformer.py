@@ -93,8 +93,9 @@ class SD3Transformer2DModel(nnx.Module):
 
     Args:
         config: configuration of the network: its widths, heads, blocks, patches and positions.
-        remat: what gradients recompute: "none" (nothing), "matmuls" (all but matmuls and attention
-            kernels) or "blocks" (all but the input of each block).
+        remat: what the backward pass recomputes instead of storing: "none" (nothing), "matmuls"
+            (everything except matmuls and attention kernels) or "blocks" (everything inside a
+            block; only the inputs of blocks are stored).
         rngs: random number generators for the initial weights.
     """
 
@@ -128,10 +129,9 @@ class SD3Transformer2DModel(nnx.Module):
             pooled: one embedding of the whole prompt, [b, `pooled_projection_dim`], cast to the
                 dtype of `latent`.
             timestep: `1000 * sigma` of each latent, in [0, 1000].
-            fp8_attention: whether the attention of every block runs in FP8: queries, keys, values
-                and result are rounded to E4M3. For programs that take no gradient. On TPUs, on GPUs
-                older than Hopper, and on other GPUs for head sizes that are no multiple of 16 or
-                above 128, the matmuls of the attention run in BF16 all the same.
+            fp8_attention: whether attention is computed in FP8: queries, keys, values and result
+                are in E4M3. It has no gradient. Hardware without FP8 attention computes in BF16
+                from the rounded inputs.
 
         Returns:
             The velocity, in the dtype of `latent`: out is `config.features_out`.

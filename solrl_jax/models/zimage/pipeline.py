@@ -45,9 +45,10 @@ class ZImagePipeline(Pipeline):
 
         Args:
             folder: the directory.
-            remat: what the gradient of the transformer recomputes: "none" (nothing), "matmuls" (all
-                but matmuls and attention kernels) or "blocks" (all but the input of each block). It
-                is not checked here.
+            remat: what the backward pass of the transformer recomputes instead of storing: "none"
+                (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
+                (everything inside a block; only the inputs of blocks are stored). Another value
+                raises KeyError when the transformer is traced.
 
         Raises:
             FileNotFoundError: a configuration or the tokenizer is missing.
@@ -106,13 +107,14 @@ class ZImagePipeline(Pipeline):
         """Predicts the velocity `noise - x0`, in the dtype of `latent`. For use under jit.
 
         Args:
-            params: parameters of the transformer, a nested dictionary by path. Stacks of blocks
-                and, over the axis `tensor`, linear layers may be sharded; all else is whole. Leaves
-                may be quantized or adapted.
+            params: parameters of the transformer: nested dictionaries keyed by module name. A leaf
+                may be an array, a quantized weight, or a weight with its LoRA adapter. Stacked
+                blocks and, under tensor parallelism, linear layers may still be sharded; all other
+                leaves are whole.
             latent: noisy latents [b, h, w, c], of even height and width.
             conditioning: "text" [b, l, d], hidden states of Qwen3, and "mask" [b, l], true on
                 tokens and false on padding, as returned by `encode_text`.
-            timestep: 1000 times the noise level sigma, from 0 to 1, of each latent.
+            timestep: `1000 * sigma` of each latent, where the noise level sigma lies in [0, 1].
             guidance: ignored.
             fp8_attention: must be False, because the attention is masked.
 

@@ -137,8 +137,9 @@ class ZImageTransformer2DModel(nnx.Module):
 
     Args:
         config: configuration of the network: its widths, heads, blocks and rotary axes.
-        remat: what gradients recompute: "none" (nothing), "matmuls" (all but matmuls and attention
-            kernels) or "blocks" (all but the input of each block).
+        remat: what the backward pass recomputes instead of storing: "none" (nothing), "matmuls"
+            (everything except matmuls and attention kernels) or "blocks" (everything inside a
+            block; only the inputs of blocks are stored).
         rngs: random number generators for the initial weights.
     """
 
