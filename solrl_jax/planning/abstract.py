@@ -41,18 +41,18 @@ from solrl_jax.storage import hub
 def open_configurations(
     path: str, remat: str = "none", mhla: MhlaOverride | None = None
 ) -> Pipeline:
-    """Opens the pipeline of `model.path` for its configurations alone. Nothing is downloaded.
+    """Opens a model for planning: its configuration files, without its weights. Downloads nothing.
 
     Args:
-        path: A directory, which comes first; `embedded:NAME`; or OWNER/NAME of a hub repository.
-            The latter is looked for in the hub's cache, where it counts only with the configuration
-            of its transformer, then among the released configurations in the package
-            (`hub.CARRIED`).
-        remat: What the gradient of the transformer recomputes, a key of
-            `models.layers.stack.REMAT`: "none", "matmuls" or "blocks".
-        mhla: The sizes of multi-head linear attention that replace the linear attention of SANA's
-            blocks, as the section `model` of a configuration gives them. None keeps the model's own
-            attention.
+        path: The model, as the field `model.path` names it: the directory of a diffusers pipeline,
+            `embedded:NAME` for one of the small pipelines inside this package, or OWNER/NAME of a
+            repository of the Hugging Face hub. A repository is read from the local cache of the
+            hub, or else from the configurations of released models that this package contains.
+        remat: What the backward pass of the transformer computes again instead of keeping it in
+            memory: "none" (nothing), "matmuls" (everything but the outputs of matmuls) or "blocks"
+            (every block).
+        mhla: Replaces the linear attention of SANA's blocks by multi-head linear attention of this
+            setting (`mhla_override(config.model)`). None keeps the model's own attention.
 
     Returns:
         The pipeline, without weights.
@@ -78,28 +78,27 @@ def open_configurations(
 
 
 def experiment(config: Config, pipeline: Pipeline, device: DeviceInfo, mesh: Mesh) -> Experiment:
-    """Builds the experiment of a configuration, with a ShapeDtypeStruct in place of every array.
+    """Builds what training builds first, but with a ShapeDtypeStruct in place of every array.
 
-    No prompt, vocabulary or weight needs to be present. The text encoders have no cache, the
-    trained reward also evaluates and ranks the candidates (`rollout.explore.reward` is not read),
-    the test prompts are the training prompts, and the size is the largest training size. Also
-    imports the objective and the trained rewards that the configuration names outside the package.
+    An `Experiment` holds the networks, the reward and the prompts of a run. Its functions can be
+    traced and compiled with these shapes; it cannot sample or train. No weights, vocabularies or
+    prompt files are needed.
+
+    Three things are simpler than in training: the prompts for tests are those for training, one
+    reward (that of `reward.weights`) does all scoring, and images have the largest training size.
 
     Args:
-        config: The configuration. Its model, sizes, batches, rewards and trained parameters give
-            the shapes.
-        pipeline: The opened model, which has its configurations and need not have weights.
-        device: The kind of device that is planned for. It decides what "auto" formats mean.
-        mesh: The mesh of the planned devices. The transformer and training use it; text encoders,
-            decoder and rewards use `sharding.rows_only(mesh)`.
+        config: The configuration of the run that is planned.
+        pipeline: The opened model, with or without weights, from `open_configurations`.
+        device: The kind of device that is planned for. It decides which format "auto" stands for.
+        mesh: The mesh of the planned devices, with the axes `data`, `fsdp` and `tensor`.
 
     Returns:
-        The experiment. Only its programs' shapes can be used: it cannot sample or train.
+        The experiment, whose shapes carry the shardings that training gives to the arrays.
 
     Raises:
-        InputError: If the configuration cannot be run: an objective or a reward cannot be imported
-            or used, the file of the instruction cannot be read, or the model takes no instruction,
-            tile size, guidance, trainable parameters or quantization of this kind.
+        InputError: If the configuration cannot be run, for example because an objective or a reward
+            cannot be imported, or the model does not support a setting.
     """
     load_objective(config.algorithm.objective)  # imports an objective outside the package
     model = config.model
@@ -139,15 +138,14 @@ def experiment(config: Config, pipeline: Pipeline, device: DeviceInfo, mesh: Mes
 
 
 def some_prompts(config: Config) -> list[Prompt]:
-    """Returns as many prompts as one iteration has (`train.num_prompts`). Their texts do not
-    matter.
+    """Returns as many prompts as one iteration trains on, to stand for any prompts in a plan.
 
-    They are the first of the training prompts, filled up with copies of the first one. If a prompt
-    file, for training or for tests, cannot be read, they are empty texts.
+    They are the first training prompts, and copies of the first one if there are too few. If the
+    prompt files cannot be read, all texts are empty.
 
     Args:
-        config: The configuration. `train.num_prompts` is the number, and the section `prompts`
-            names the files.
+        config: The configuration. `train.num_prompts` is the number of prompts, and the section
+            `prompts` names the files.
     """
     count = config.train.num_prompts
     try:
@@ -158,24 +156,22 @@ def some_prompts(config: Config) -> list[Prompt]:
 
 
 def reward(config: Config, mesh: Mesh, products: DTypeLike) -> Reward:
-    """Returns the trained reward with its networks as shapes, in their released configurations.
+    """Opens the reward of training with shapes in place of the weights of its networks.
 
-    `reward.paths`, `reward.eval_only` and `rollout.explore.reward` are not read. Rewards outside of
-    JAX are opened too (their functions are imported), but take nothing of a device.
+    The networks have the sizes of the released models, wherever `reward.paths` points.
 
     Args:
-        config: The configuration. `reward.weights` names the rewards, with their options in
-            `reward.options`.
+        config: The configuration. `reward.weights` gives the names and weights of the rewards that
+            are summed, and `reward.options` their options.
         mesh: The mesh that the networks are placed on.
-        products: The dtype of the matmuls of the reward networks: float32, float16 or bfloat16.
+        products: The dtype in which the networks multiply matrices: float32, float16 or bfloat16.
 
     Returns:
-        The reward, whose `params` are placed ShapeDtypeStructs, so that it can be traced but not
-        called.
+        The reward. Its `params` are ShapeDtypeStructs with shardings, so it can be traced and
+        compiled, but not computed.
 
     Raises:
-        InputError: If a reward does not exist, cannot be imported or refuses its options, or if the
-            arrays of a user's reward inside JAX cannot be placed on the mesh.
+        InputError: If a reward does not exist, cannot be imported or refuses its options.
     """
     settings = dataclasses.replace(config.reward, paths=CARRIED, eval_only=())
     trained = open_rewards(settings, products).load(mesh).trained
@@ -183,15 +179,14 @@ def reward(config: Config, mesh: Mesh, products: DTypeLike) -> Reward:
 
 
 def text_encoders(backbone: Backbone) -> dict[str, Any]:
-    """Returns the parameters of the text encoders as placed shapes.
+    """Returns the shapes, dtypes and shardings of the text encoders' parameters.
 
     Args:
-        backbone: The networks. Its text encoders' own mesh, dtype and configurations give
-            shardings, dtype and shapes.
+        backbone: The networks of an experiment, among them its text encoders.
 
     Returns:
-        By the folder of each text encoder in the pipeline, e.g. "text_encoder", its parameters: a
-        tree of ShapeDtypeStructs with shardings.
+        A dict with one tree of ShapeDtypeStructs per text encoder. Its key is the folder of the
+        encoder in the pipeline, e.g. "text_encoder_2".
     """
     encoders = backbone.text_encoders
     place = sharding.placement(encoders.mesh)
@@ -202,13 +197,14 @@ def text_encoders(backbone: Backbone) -> dict[str, Any]:
 
 
 def abstract(tree: Any, mesh: Mesh, where: NamedSharding | None = None) -> Any:
-    """Returns a tree with a placed ShapeDtypeStruct in place of every array.
+    """Replaces every array of a tree by a ShapeDtypeStruct with a sharding.
 
-    The dtypes are those that JAX would use: float64 becomes float32 unless JAX has 64 bits enabled.
+    The dtypes are those that JAX would use, e.g. float32 for NumPy's float64.
 
     Args:
-        tree: Arrays or shapes, also of NumPy.
-        mesh: The mesh on which arrays without a NamedSharding are replicated.
+        tree: A tree of JAX arrays, NumPy arrays or ShapeDtypeStructs.
+        mesh: The mesh of the shardings. An array that has no NamedSharding becomes replicated on
+            it.
         where: The sharding of all results. None: each array keeps its own NamedSharding.
     """
 
@@ -226,18 +222,19 @@ def abstract(tree: Any, mesh: Mesh, where: NamedSharding | None = None) -> Any:
 
 
 def shaped(make: Callable[..., Any], *trees: Any) -> Any:
-    """Returns `make(*trees)` for trees of shapes.
+    """Builds a structure that holds ShapeDtypeStructs where its class asks for arrays.
 
-    `make` is called with traced arrays (`jax.eval_shape`), because its annotations require arrays.
-    Arguments reappear in the result as the shapes that were passed, with their shardings.
+    Calling `make(*trees)` directly would fail, because the types of the arguments are checked. So
+    `make` is called with traced arrays (`jax.eval_shape`), which are then exchanged for the shapes
+    of `trees`.
 
     Args:
-        make: A function of the trees that puts their leaves into another structure, e.g. a class.
-            It must not compute new arrays.
-        trees: Trees of placed shapes, one per argument of `make`.
+        make: The class or function that builds the structure. It must only rearrange its arguments,
+            and compute no new arrays.
+        trees: The arguments of `make`, with ShapeDtypeStructs in place of arrays.
 
     Returns:
-        The result of `make`, with the shapes in place of traced arrays.
+        The result of `make`, with the very ShapeDtypeStructs of `trees`, shardings included.
     """
     leaves: list[Any] = []
 
@@ -251,12 +248,12 @@ def shaped(make: Callable[..., Any], *trees: Any) -> Any:
 
 
 def held(tree: Any) -> int:
-    """Returns the bytes that one device needs for a tree. Elements of four bits are packed, and
-    each array is rounded up to whole bytes.
+    """Returns the bytes that a tree of arrays takes in the memory of one device.
 
     Args:
-        tree: Shapes or arrays with shardings. A replicated array counts in full. A tree without
-            leaves takes 0 bytes.
+        tree: Arrays or ShapeDtypeStructs, with shardings. A device has only its part of an array
+            that is sharded, and all of one that is replicated. Two elements of four bits take one
+            byte.
     """
 
     def bits(x):

@@ -30,19 +30,18 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the value of each code; bit 3
 
 @dataclasses.dataclass(frozen=True)
 class DeviceCheck:
-    """A kernel and its twin in plain JAX, which compute the same from the same operands.
+    """A test of one GPU kernel: the kernel and plain JAX code must agree on the same small
+    operands.
 
     Attributes:
-        name: The name of the kernel for people, e.g. "FP8 matmul".
-        kernel: The function that training uses. It is jitted, and selects the kernel of the device.
-        twin: The same in float32 operations of JAX, which run one by one. Its result has the
-            structure of that of `kernel`.
-        make_operands: Takes no arguments, and returns the tuple of arguments that both functions
-            are called with. Its random numbers have a fixed seed, so that each call returns equal
-            values.
-        tolerance: The largest accepted norm of the difference, as a fraction of the norm of the
-            twin's result. It allows for the rounding of operands and results in the dtypes of the
-            kernel.
+        name: The name of the kernel in messages, e.g. "FP8 matmul".
+        kernel: The function that training calls, which runs the kernel. `find_problem` jits it.
+        twin: A function that computes the same in plain float32 operations of JAX. It takes the
+            arguments of `kernel` and returns as many arrays.
+        make_operands: Takes no arguments, and returns the tuple of arguments for `kernel` and
+            `twin`. They are random, with a fixed seed.
+        tolerance: The largest accepted relative error of each result: the norm of the difference,
+            divided by the norm of the twin's result.
     """
 
     name: str
@@ -56,9 +55,9 @@ def checks_for(device: DeviceInfo) -> tuple[DeviceCheck, ...]:
     """Returns the checks of the kernels that a device has. Only NVIDIA GPUs have any.
 
     Args:
-        device: The device. By its compute capability: the INT8 matmul and BF16 attention from 8.0,
-            the FP8 matmul from 8.9, FP8 attention from 9.0 and the NVFP4 matmul from 10.0. Older
-            GPUs, CPUs and TPUs get ().
+        device: The device. An NVIDIA GPU gets a check of the INT8 matmul and of BF16 attention from
+            compute capability 8.0 on, also of the FP8 matmul from 8.9, of FP8 attention from 9.0,
+            and of the NVFP4 matmul from 10.0. All other devices get an empty tuple.
     """
     checks = []
     if device.platform == "gpu":
@@ -79,34 +78,27 @@ def run(checks: Sequence[DeviceCheck]) -> dict[str, str | None]:
     """Runs checks on the default device, one after another.
 
     Args:
-        checks: The checks to run, by default those of `checks_for` the local device.
+        checks: The checks to run, usually the result of `checks_for`.
 
     Returns:
-        By the name of each check: None if kernel and twin agree, else the problem in a few words.
-        Empty without checks. Errors of a kernel are such problems and not raised.
-
-    Raises:
-        ValueError: If a kernel and its twin return different numbers of arrays.
+        For each check, by its name: None if its kernel is correct, else a sentence on the problem.
+        A kernel that raises an error is such a problem.
     """
     return {check.name: find_problem(check) for check in checks}
 
 
 def find_problem(check: DeviceCheck) -> str | None:
-    """Runs a check on the default device.
+    """Runs one check on the default device.
 
-    Each result of a kernel must be finite, must not be zero everywhere, and must be close to the
-    twin's. The twin's float32 matmuls have full precision.
+    A kernel is correct if its results are finite, are not all zero, and agree with those of the
+    twin up to the tolerance.
 
     Args:
         check: The kernel, its twin and their operands.
 
     Returns:
-        None if kernel and twin agree, else the problem of the first bad result in a few words, or
-        "fails: " with the first line of the error if the operands, the kernel or the
-        twin raise one.
-
-    Raises:
-        ValueError: If kernel and twin return different numbers of arrays.
+        None if the kernel is correct, else the first problem, e.g. "returns zeros", or "fails: "
+        and the first line of the error that was raised.
     """
     try:
         operands = check.make_operands()
@@ -179,12 +171,13 @@ def _plain_dot(
 
 
 def _nvfp4_operands() -> tuple[Any, ...]:
-    """Returns random operands of an NVFP4 matmul, the same ones each time.
+    """Returns random operands of an NVFP4 matmul, the same ones in each call.
 
     Returns:
-        Packed E2M1 codes of the activations, uint8 [256, 256], two codes per byte; the scales of
-        their blocks of 16 codes, float8_e4m3fn [256, 32], between 0.25 and 4; and codes and scales
-        of the weight with its outputs first, [384, 256] and [384, 32].
+        A tuple of four arrays: the codes of the activations, uint8 [256, 256] with two codes per
+        byte; the scales of their blocks of 16 codes, float8_e4m3fn [256, 32]; the codes of the
+        weight, uint8 [384, 256]; and its scales, float8_e4m3fn [384, 32]. The first axis of the
+        weight is that of its outputs.
     """
     rng = np.random.default_rng(0)
 
@@ -245,16 +238,19 @@ def _decode_nvfp4(
 
 
 def _fp8_operands() -> tuple[Any, ...]:
-    """Returns random activations in BF16 [256, 512] and a random weight [512, 384] quantized to
-    FP8. They are the same ones each time.
+    """Returns random operands of an FP8 matmul, the same ones in each call.
+
+    Returns:
+        A tuple of the activations, BF16 [256, 512], and the quantized weight, an `fp8.FP8Tensor`
+        [512, 384].
     """
     x, w = _random_matrices()
     return x, fp8.quantize(w)
 
 
 def _random_matrices() -> tuple[Array, Array]:
-    """Returns random activations in BF16 [256, 512] and a random weight in float32 [512, 384]. They
-    are the same ones each time.
+    """Returns random activations, BF16 [256, 512], and a random weight, float32 [512, 384]. They
+    are the same ones in each call.
     """
     rng = np.random.default_rng(1)
     x = jnp.asarray(rng.standard_normal((ROWS, N_IN)), jnp.bfloat16)
@@ -273,8 +269,11 @@ def _fp8_twin(x: Float[Array, "rows n_in"], w: fp8.FP8Tensor) -> Float[Array, "r
 
 
 def _int8_operands() -> tuple[Any, ...]:
-    """Returns random activations in BF16 [256, 512] and a random weight [512, 384] quantized to
-    INT8 (`int8.INT8Tensor`). They are the same ones each time.
+    """Returns random operands of an INT8 matmul, the same ones in each call.
+
+    Returns:
+        A tuple of the activations, BF16 [256, 512], and the quantized weight, an `int8.INT8Tensor`
+        [512, 384].
     """
     x, w = _random_matrices()
     return x, int8.quantize(w)
@@ -292,15 +291,12 @@ def _int8_twin(x: Float[Array, "rows n_in"], w: int8.INT8Tensor) -> Float[Array,
 
 
 def _attention_operands() -> tuple[Any, ...]:
-    """Returns random operands of a cross-attention, the same ones each time.
-
-    The 77 keys are an odd number, which the kernel has to pad, and the first of two samples attends
-    to 13 of them.
+    """Returns random operands of a cross-attention and of its gradient, the same ones in each call.
 
     Returns:
-        Queries [2, 256, 4, 64], keys and values [2, 77, 4, 64], all BF16; the number of keys of
-        each sample, int32 [2]; and a cotangent of the result, BF16 [2, 256, 4, 64]. The axes are
-        batch, positions, heads and features.
+        A tuple of five arrays: queries [2, 256, 4, 64], keys and values [2, 77, 4, 64] each, all
+        BF16 with the axes batch, positions, heads and features; the number of keys that each sample
+        attends to, int32 [2] (13 and 77); and the cotangent of the result, BF16 [2, 256, 4, 64].
     """
     rng = np.random.default_rng(2)
     shapes = [(2, length, 4, 64) for length in (256, 77, 77, 256)]
@@ -335,27 +331,28 @@ def _with_gradient(
 
 
 def _attention_kernel(*operands: Array) -> tuple[Array, ...]:
-    """Computes attention by the function that all networks call, with its gradient.
+    """Computes attention and its gradient by `attention`, the function that all networks call.
 
     Args:
-        *operands: Queries [b, t, n, h], keys and values [b, s, n, h], the number of keys of each
-            sample, int [b], and a cotangent of the result, [b, t, n, h].
+        *operands: Five arrays, as `_attention_operands` returns them: queries, keys, values, the
+            number of keys of each sample, and the cotangent of the result.
 
     Returns:
-        The result, and the cotangents of queries, keys and values, in BF16.
+        Four BF16 arrays: the result, and the cotangents of queries, keys and values.
     """
     return _with_gradient(attention, *operands)
 
 
 def _attention_twin(*operands: Array) -> tuple[Array, ...]:
-    """Computes what `_attention_kernel` does, written out in float32.
+    """Computes attention and its gradient as `_attention_kernel` does, but in plain float32
+    operations.
 
     Args:
-        *operands: Queries [b, t, n, h], keys and values [b, s, n, h], the number of keys of each
-            sample, int [b], and a cotangent of the result, [b, t, n, h].
+        *operands: Five arrays, as `_attention_operands` returns them: queries, keys, values, the
+            number of keys of each sample, and the cotangent of the result.
 
     Returns:
-        The result in float32, and the cotangents of queries, keys and values in BF16.
+        Four arrays: the result in float32, and the cotangents of queries, keys and values in BF16.
     """
     return _with_gradient(_plain_attention, *operands)
 

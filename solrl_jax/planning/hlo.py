@@ -25,8 +25,9 @@ class Array:
 
     Attributes:
         kind: The type of an element, as HLO names it, e.g. "bf16".
-        shape: The shape on one device. An axis of bounded size has its bound.
-        space: The memory space; 0 is the device's main memory.
+        shape: The shape on one device.
+        space: The number of the memory that the array lies in. 0 is the device's main memory, and
+            others are faster on-chip or host memories.
     """
 
     kind: str
@@ -35,28 +36,32 @@ class Array:
 
     @property
     def size(self) -> float:
-        """The number of bytes. Elements of four bits are packed, so it may end in one half.
+        """The number of bytes. Two elements of four bits take one byte, so the size may end in one
+        half.
 
         Raises:
-            ValueError: If the type of the elements is not one that HLO has, such as "f32", "u8",
-                "f8e4m3fn" or "pred".
+            ValueError: If `kind` is not a type of HLO.
         """
         return math.prod(self.shape) * element_bits(self.kind) / 8
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
-    """One instruction of a computation. Two instructions are equal only if they are one object.
+    """One instruction of a compiled program.
+
+    It is one line of the text of the program. For example, `%add.1 = f32[8] add(%a, %b),
+    metadata={op_name="jit(f)/add"}` has the name "add.1", the opcode "add", one array, two
+    operands, the literal "%a, %b", and the attributes `, metadata={op_name="jit(f)/add"}`.
 
     Attributes:
         name: Its name, without the leading "%".
         opcode: Its operation, e.g. "dot" or "fusion".
-        arrays: Its results, one unless the result is a tuple, whose arrays are listed flat.
-        operands: The instructions that it reads.
-        literal: The text in parentheses: operands, the value of a constant or the number of a
-            parameter.
+        arrays: The types and shapes of its results: one, or several if it returns a tuple.
+        operands: The instructions whose results it reads.
+        literal: The text between the parentheses: the operands, the value of a constant, or the
+            number of a parameter.
         attributes: The text after the parentheses.
-        is_root: Whether its result is that of the computation.
+        is_root: Whether its result is the result of its computation.
     """
 
     name: str
@@ -114,12 +119,12 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Module:
-    """A compiled program.
+    """A compiled program as a set of computations, which are lists of instructions.
 
     Attributes:
-        computations: The instructions of each computation by its name, in the order in which they
-            run.
-        entry: The name of the computation that runs first.
+        computations: The instructions of each computation in the order in which they run, by the
+            name of the computation. Loops, branches and fusions have computations of their own.
+        entry: The name of the computation that the program starts with.
     """
 
     computations: Mapping[str, list[Instruction]]
@@ -128,20 +133,20 @@ class Module:
     def executed(
         self, computation: str | None = None, times: int = 1
     ) -> Iterator[tuple[Instruction, int]]:
-        """Yields the instructions that run, each with the number of times, in their order.
+        """Walks through the program as it runs, and yields each instruction with its number of
+        runs.
 
-        A loop, a conditional, a call and an asynchronous start of a computation are replaced by the
-        instructions inside. Of a conditional, the branch that writes most bytes is taken. The
-        condition of a loop is left out, and so is a loop of 0 iterations. A loop whose number of
-        iterations is unknown counts as one iteration. The computation inside a fusion is not
-        entered: a fusion is one instruction.
+        Loops, conditionals and calls are not yielded themselves. The instructions of a loop's body
+        are yielded once, with the number of iterations; a loop whose number of iterations is
+        unknown counts as one iteration. Of a conditional, the branch that writes most bytes is
+        walked through. A fusion is yielded as one instruction.
 
         Args:
-            computation: The name of the computation. None: the entry.
-            times: The number of times that the computation runs.
+            computation: The name of the computation to start with. None: the whole program.
+            times: How often that computation itself runs. All numbers are multiplied by it.
 
-        Raises:
-            KeyError: If there is no such computation.
+        Yields:
+            Pairs of an instruction and how often it runs.
         """
         for step in self.computations[computation or self.entry]:
             if step.opcode == "while":
@@ -159,10 +164,10 @@ class Module:
                 yield step, times
 
     def turns(self, loop: Instruction) -> int | None:
-        """Returns the number of iterations of a loop; None if it is unknown.
+        """Returns the number of iterations of a loop, or None if it is unknown.
 
-        It is the number that XLA notes (`known_trip_count`), or follows from a condition `counter <
-        constant`, where the counter starts at 0 as in `lax.scan`.
+        It is known if XLA wrote it down (`known_trip_count`), or if the loop runs while a counter
+        from 0 is below a constant, as those of `lax.scan` do.
 
         Args:
             loop: An instruction with the opcode "while".
@@ -178,38 +183,32 @@ class Module:
         return int(test.operands[1].literal) if counts else None
 
     def unknown_loops(self) -> int:
-        """Returns the number of loops in all computations whose number of iterations is unknown. A
-        loop counts once, however often its computation runs.
-        """
+        """Returns how many loops of the program have an unknown number of iterations (`turns`)."""
         loops = [
             step for steps in self.computations.values() for step in steps if step.opcode == "while"
         ]
         return sum(self.turns(loop) is None for loop in loops)
 
     def root(self, computation: str) -> Instruction:
-        """Returns the instruction whose result is that of a computation.
+        """Returns the instruction whose result is the result of a computation.
 
         Args:
-            computation: The name of the computation.
-
-        Raises:
-            KeyError: If there is no such computation.
+            computation: The name of the computation, a key of `computations`.
         """
         return next(step for step in self.computations[computation] if step.is_root)
 
 
 def parse(text: str) -> Module:
-    """Parses a module from its text.
+    """Parses the text of a compiled program.
 
     Args:
-        text: What `compiled.as_text()` returns.
+        text: The text that `as_text()` of a compiled JAX program (`jax.stages.Compiled`) returns.
 
     Returns:
-        All computations of the module, and the name of the entry.
+        The program, with all of its computations.
 
     Raises:
-        ValueError: If the text has no entry computation, or a parenthesis that is not closed.
-            Unknown types of elements are accepted here; `Array.size` raises ValueError for them.
+        ValueError: If the text is not that of a compiled program.
     """
     computations: dict[str, list[str]] = {}
     entry = ""
@@ -246,17 +245,17 @@ def element_bits(kind: str) -> int:
 
 
 def _instructions(lines: list[str]) -> list[Instruction]:
-    """Parses the lines of one computation into instructions, in their order.
+    """Parses the lines of one computation into instructions.
 
     Args:
-        lines: One line of text per instruction. An operand counts only if its line comes before;
-            any other name, such as that of a computation, is no operand.
+        lines: The text of each instruction, in the order in which they run.
 
     Returns:
-        The instructions in the order of their lines, linked to their operands.
+        One instruction per line, in the same order. Their `operands` are other instructions of the
+        list.
 
     Raises:
-        ValueError: If a parenthesis is not closed, or if a line has none.
+        ValueError: If a line is not an instruction with its operands in parentheses.
     """
     instructions: dict[str, Instruction] = {}
     for line in lines:
@@ -279,14 +278,14 @@ def _instructions(lines: list[str]) -> list[Instruction]:
 
 
 def _arrays(text: str) -> tuple[Array, ...]:
-    """Parses the type of a result into its arrays, those of nested tuples in their order.
+    """Parses the type of a result into its arrays.
 
     Args:
-        text: The type, e.g. "f32[2,3]{1,0:S(1)}", whose memory space is 1, or a tuple of types in
-            parentheses. An empty tuple gives ().
+        text: The type of one array, such as "f32[2,3]{1,0:S(1)}" (float32, shape (2, 3), memory
+            space 1), or a tuple of such types in parentheses, which may be nested.
 
     Returns:
-        The arrays from left to right, also of nested tuples.
+        The arrays from left to right. An empty tuple gives ().
     """
     arrays = []
     for kind, dims, layout in _ARRAY.findall(text):
@@ -317,8 +316,11 @@ def _branches(step: Instruction) -> list[str]:
     """Returns the names of the computations that a conditional chooses from.
 
     Args:
-        step: An instruction with the opcode "conditional". Its branches are listed, or named as
-            true and false ones, in this order.
+        step: An instruction with the opcode "conditional".
+
+    Returns:
+        The names of its branches in their order; for a conditional on a boolean, that of the true
+        branch and then that of the false one.
     """
     branches = re.search(r"branch_computations=\{([^}]*)\}", step.attributes)
     return (

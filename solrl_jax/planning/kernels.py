@@ -58,18 +58,20 @@ class Kernel:
     """One kernel of a compiled program: an instruction that runs on the device.
 
     Attributes:
-        name: The library function, "fusion" with its kind, or the opcode of another instruction.
-            Matmuls and convolutions also have the type of their operands, e.g. "__cublas$gemm
-            bf16".
-        kind: What its time counts as: "attention" (flash attention of cuDNN or Pallas), "products"
-            (every other kernel with `operations` above 0) or "memory" (all others).
-        unit: The arithmetic unit whose peak rate counts, a field of `targets.Peaks`: "fp4", "fp8",
-            "int8", "bf16", "tf32" or "fp32". It means nothing where `operations` is 0.
+        name: What runs: the name of a library function; "fusion" and its kind, e.g. "fusion
+            __triton"; or the opcode of any other instruction, e.g. "copy". Matmuls and convolutions
+            also have the type of their operands, e.g. "__cublas$gemm bf16".
+        kind: What its time counts as: "attention" for flash attention of cuDNN or Pallas,
+            "products" for all other kernels that multiply (`operations` above 0), and "memory" for
+            kernels that only move data.
+        unit: The arithmetic unit that it multiplies on, the name of a peak rate in `targets.Peaks`:
+            "fp4", "fp8", "int8", "bf16", "tf32" or "fp32". To be ignored if `operations` is 0.
         result: Type and shape of its first result, e.g. "bf16[2,64]"; "" without a result.
-        source: The JAX operation that it comes from; "" if it is not noted.
+        source: The JAX operation that it was compiled from, e.g. "jit(update)/dot_general"; "" if
+            XLA did not record it.
         times: The number of runs in one call of the program.
-        operations: The number of arithmetic operations of one run, for matmuls, convolutions and
-            attention; all others have 0. A multiply-add counts as 2.
+        operations: The arithmetic operations of one run of a matmul, convolution or attention, with
+            2 for a multiply-add. All other kernels have 0.
         moved: The bytes of main memory that one run reads and writes.
     """
 
@@ -84,10 +86,10 @@ class Kernel:
 
 
 def kernels(module: Module) -> list[Kernel]:
-    """Returns all kernels of a program except collectives, in the order in which they run.
+    """Returns the kernels of a program in the order in which they run.
 
-    Instructions that only name data (`FREE`) and the ends of asynchronous operations are left out,
-    too. A kernel in a loop is returned once, with its number of runs.
+    Collectives are left out, and so are instructions that do no work, such as parameters and
+    tuples. A kernel in a loop is returned once, with its number of runs.
 
     Args:
         module: The parsed text of the compiled program, for one device.
@@ -104,27 +106,28 @@ def kernels(module: Module) -> list[Kernel]:
 
 
 def collective(opcode: str) -> str | None:
-    """Returns the kind of collective that an instruction with this opcode starts, or None.
+    """Returns the kind of collective that an instruction is, or None if it is none.
 
     Args:
-        opcode: The opcode, e.g. "all-gather" or "all-gather-start", for both of which the result is
-            "all-gather". An opcode that ends with "-done" gives None.
+        opcode: The opcode of the instruction. "all-gather" and "all-gather-start", the start of an
+            asynchronous one, both give "all-gather". "all-gather-done", its end, gives None, so
+            that each collective is found once.
     """
     name = opcode.removesuffix("-start")
     return name if name in COLLECTIVES else None
 
 
 def native(all_kernels: Iterable[Kernel]) -> dict[str, int]:
-    """Counts how often each library function and each Pallas kernel runs, by its name.
+    """Counts the runs of hand-written kernels: library functions of cuBLAS and cuDNN, and Pallas
+    kernels.
 
-    Matmuls and convolutions that XLA compiles itself, as "dot" and "convolution" outside of
-    fusions, are counted too. Fusions and all other kernels that only move memory are not.
+    XLA's own matmuls and convolutions outside of fusions count as well. Fusions do not.
 
     Args:
         all_kernels: The kernels of a program.
 
     Returns:
-        The number of runs in one call of the program by `Kernel.name`.
+        The number of runs in one call of the program, by the name of the kernel (`Kernel.name`).
     """
     counts = Counter[str]()
     for kernel in all_kernels:
@@ -139,11 +142,12 @@ def unit(kind: str) -> Unit:
     """Returns the arithmetic unit that multiplies elements of a type.
 
     Args:
-        kind: The type as HLO names it, or "tf32" for float32 that is multiplied in lower precision.
+        kind: The type as HLO names it, e.g. "f8e4m3fn"; or "tf32" for float32 that is multiplied in
+            lower precision.
 
     Returns:
-        "fp4" for four-bit floats; "fp8" for eight-bit floats; "int8" for s8 and u8; "tf32" for
-        "tf32"; "fp32" for f32 and f64; and "bf16" for everything else, f16 included.
+        "fp4", "fp8", "int8", "tf32" or "fp32" for these types, and "bf16" for all others, float16
+        included.
     """
     if kind.startswith("f4"):
         return "fp4"
@@ -155,18 +159,15 @@ def unit(kind: str) -> Unit:
 
 
 def _kernel(step: Instruction, times: int, memory: "_Memory") -> Kernel:
-    """Describes the kernel of an instruction.
+    """Describes the kernel that an instruction runs.
 
-    A fusion around a library function is described as that function.
+    A fusion that contains a library function is described as that function. A library function that
+    is not known has 0 operations.
 
     Args:
-        step: The instruction, which is no collective and runs on the device.
-        times: The number of its runs.
-        memory: Counts the bytes of the program's instructions.
-
-    Returns:
-        The kernel, with its operations and bytes. Those of a function that is not known are counted
-        as 0 operations, so that it counts as "memory".
+        step: The instruction, which is not a collective.
+        times: The number of its runs in one call of the program.
+        memory: The counter of bytes for the program that the instruction is part of.
     """
     inside = memory.module.computations[step.value("calls")] if step.opcode in FUSIONS else []
     # XLA of JAX 0.11 may fuse a library function with the slices that it reads and writes.
@@ -204,11 +205,11 @@ def _inside(steps: Sequence[Instruction], module: Module) -> tuple[float, str]:
 
     Args:
         steps: The instructions of the fusion.
-        module: The program, for fusions within it.
+        module: The program, in which fusions within the fusion are looked up.
 
     Returns:
-        The operations of one run, a multiply-add counted as 2, and the type of the operands of the
-        largest matmul ("bf16" if there is none).
+        A pair: the operations of one run, with 2 for a multiply-add, and the type of the operands
+        of the largest matmul ("bf16" if there is none).
     """
     products = [_product(step) for step in steps if step.opcode in ("dot", "convolution")]
     inner = [step.value("calls") for step in steps if step.opcode == "fusion"]
@@ -217,14 +218,14 @@ def _inside(steps: Sequence[Instruction], module: Module) -> tuple[float, str]:
 
 
 def _product(step: Instruction) -> tuple[float, str]:
-    """Counts the operations of XLA's own matmul or convolution.
+    """Counts the operations of a matmul or convolution that XLA compiles itself.
 
     Args:
         step: An instruction with the opcode "dot" or "convolution".
 
     Returns:
-        The operations of one run, a multiply-add counted as 2, and the type that the operands are
-        multiplied in, e.g. "bf16" or "tf32".
+        A pair: the operations of one run, with 2 for a multiply-add, and the type that the operands
+        are multiplied in, e.g. "bf16" or "tf32".
     """
     left, right = (operand.arrays[0] for operand in step.operands[:2])
     if step.opcode == "convolution":
@@ -234,12 +235,15 @@ def _product(step: Instruction) -> tuple[float, str]:
 
 
 def _matmul_type(step: Instruction, kind: str) -> str:
-    """Returns the type that operands are multiplied in: "tf32" for "f32" unless the matmul asks for
-    the highest precision, and else `kind`.
+    """Returns the type that a matmul multiplies its operands in.
 
     Args:
-        step: The matmul, whose attributes name its precision.
-        kind: The type of the operands.
+        step: The instruction of the matmul.
+        kind: The type of its operands, as HLO names it.
+
+    Returns:
+        "tf32" for operands in "f32", unless the matmul asks for the highest precision. Otherwise
+        `kind`.
     """
     return "tf32" if kind == "f32" and "highest" not in step.attributes.lower() else kind
 
@@ -247,18 +251,17 @@ def _matmul_type(step: Instruction, kind: str) -> str:
 def _library(step: Instruction, name: str) -> tuple[float, str]:
     """Counts the operations of a library function or of a Pallas kernel.
 
-    The forward pass of flash attention has two matmuls, its gradient in cuDNN five; the two
-    gradient kernels of JAX's attention for TPUs have four ("dkv") and three ("dq"). A Pallas kernel
-    of another kind states its operations in its `cost_estimate`, and has 0 without one.
+    Known are matmuls, convolutions and attention of cuBLAS and cuDNN, and JAX's attention for TPUs.
+    Any other Pallas kernel has the operations that its `cost_estimate` states. All other functions
+    have 0.
 
     Args:
-        step: The custom call, with its operands, result and attributes.
-        name: The name of the function that it calls, e.g. "__cublas$gemm" or "tpu_custom_call".
-            Functions with other names than those above have 0 operations.
+        step: The instruction that calls the function ("custom-call").
+        name: The name of the function, e.g. "__cublas$gemm" or "tpu_custom_call".
 
     Returns:
-        The operations of one run, a multiply-add counted as 2, and the type that the operands are
-        multiplied in; "bf16" without operands.
+        A pair: the operations of one run, with 2 for a multiply-add, and the type that the operands
+        are multiplied in ("bf16" without operands).
     """
     operands = [operand.arrays[0] for operand in step.operands if operand.arrays]
     result = step.arrays[0]
@@ -293,13 +296,14 @@ def _library(step: Instruction, name: str) -> tuple[float, str]:
 
 
 def _convolution(step: Instruction, left: Array, kernel: Array, out: Array) -> float:
-    """Returns the operations of a convolution on elements of the input, a multiply-add counted as
-    2.
+    """Returns the operations of one run of a convolution, with 2 for a multiply-add.
 
-    Padding and the zeros of dilation are not counted; batched matmuls on TPUs have many of them.
+    Multiplications with padding, or with the zeros that dilation inserts, do not count. XLA writes
+    batched matmuls for TPUs as convolutions that have many of them.
 
     Args:
-        step: The convolution, whose attributes name the axes and the window.
+        step: The instruction, whose attributes name the axes of the arrays, the padding and the
+            strides.
         left: The type and shape of the input.
         kernel: The type and shape of the filter.
         out: The type and shape of the output.
@@ -317,17 +321,17 @@ def _convolution(step: Instruction, left: Array, kernel: Array, out: Array) -> f
 
 
 def _taps(sizes: Sequence[int], window: dict[str, str], axis: int) -> int:
-    """Counts the pairs of an output and a tap of the filter that meet an element of the input,
-    along one axis.
+    """Counts the multiplications of a convolution along one spatial axis, for one channel.
+
+    Each output element multiplies each filter element with one input element. Multiplications with
+    padding, or with the zeros that dilation inserts, do not count.
 
     Args:
-        sizes: The sizes of input, filter and output along the axis.
-        window: The attributes of the window by name, one value per spatial axis joined by "x":
-            "pad", "stride", "lhs_dilate" and "rhs_dilate". An absent one has no effect.
-        axis: The number of the spatial axis, from 0.
-
-    Returns:
-        The number of pairs. Pairs that meet padding or a zero of dilation are not counted.
+        sizes: The lengths of input, filter and output along the axis.
+        window: Text attributes of the convolution as HLO has them, with one part per spatial axis,
+            joined by "x": "pad" (e.g. "1_1x0_0", low and high), "stride", "lhs_dilate" (of the
+            input) and "rhs_dilate" (of the filter), e.g. "2x2". An absent one has no effect.
+        axis: The index of the spatial axis, from 0.
     """
     low, stride, spread, gap = (
         int(window[key].split("x")[axis].split("_")[0]) if key in window else default
@@ -341,11 +345,13 @@ def _taps(sizes: Sequence[int], window: dict[str, str], axis: int) -> int:
 
 
 def _first_result(step: Instruction) -> Array:
-    """Returns the first result of an instruction, or the later result of an asynchronous start.
+    """Returns the first array that an instruction computes.
+
+    The start of an asynchronous operation returns a tuple of its operands and its results. The
+    operands are skipped.
 
     Args:
-        step: An instruction with at least one result. The tuple of a start repeats the operands
-            before the result; a "copy-start" has them after it.
+        step: An instruction with at least one result.
     """
     return step.arrays[
         len(step.operands) if step.opcode.endswith("-start") and step.opcode != "copy-start" else 0
@@ -353,23 +359,25 @@ def _first_result(step: Instruction) -> Array:
 
 
 def _is_workspace(step: Instruction, result: int) -> bool:
-    """Returns whether a result of an instruction is a library's workspace, which nothing reads: a
-    result of bytes, other than the first one, of a custom call.
+    """Returns whether a result of an instruction is only scratch memory of a library function.
+
+    That is a result of 8-bit integers, other than the first one, of a call of such a function.
 
     Args:
-        step: The instruction, of any opcode.
-        result: The index of the result.
+        step: The instruction.
+        result: The index of the result in `step.arrays`.
     """
     return step.opcode == "custom-call" and result > 0 and step.arrays[result].kind in ("s8", "u8")
 
 
 class _Memory:
-    """Counts the bytes of main memory that instructions read and write, in place where possible.
+    """Counts the bytes of main memory that the instructions of a program read and write.
 
-    Keeps the counts of the parameters of fusions.
+    An array that XLA updates in place counts only with its updated part, and one that is sliced
+    only with the slice.
 
     Attributes:
-        module: The compiled program, whose instructions are counted.
+        module: The program.
     """
 
     def __init__(self, module: Module):
@@ -382,13 +390,14 @@ class _Memory:
         self._parameter_reads: dict[tuple[str, int], float] = {}
 
     def moved(self, step: Instruction, name: str) -> float:
-        """Returns the bytes that a kernel reads and writes, without a library's workspace.
+        """Returns the bytes that one run of a kernel reads and writes.
 
-        An asynchronous start, such as a copy, counts for the whole operation.
+        Scratch memory of library functions does not count. For an asynchronous operation, the
+        instruction that starts it has all bytes.
 
         Args:
-            step: The instruction of the program that is the kernel.
-            name: The name of the kernel. "AllocateBuffer" moves nothing.
+            step: The instruction that runs the kernel.
+            name: The name of the kernel. "AllocateBuffer", which only reserves memory, has 0 bytes.
         """
         if name == "AllocateBuffer":
             return 0.0
@@ -401,9 +410,8 @@ class _Memory:
     def _reads(self, step: Instruction, position: int) -> float:
         """Returns the bytes that an instruction reads of one operand.
 
-        A slice or a gather reads as much of its first operand as it returns, at most all of it. An
-        update reads nothing of the array that it updates in place. A fusion reads what its
-        instructions read.
+        A slice reads only as much as it returns. An update in place does not read the array that it
+        updates. A fusion reads what the instructions in it read.
 
         Args:
             step: An instruction of the program or of one of its fusions.
@@ -417,10 +425,9 @@ class _Memory:
         return 0.0 if position == 0 and step.opcode in UPDATES else operand.size
 
     def _parameter(self, computation: str, number: int) -> float:
-        """Returns the bytes that all readers within a fusion read of one of its parameters, added
-        up.
+        """Returns the bytes that the instructions of a fusion read of one of its parameters.
 
-        The result may exceed the size of the parameter. It is kept for the next call.
+        They are summed over these instructions, so the result may exceed the size of the parameter.
 
         Args:
             computation: The name of the fusion's computation.
@@ -443,13 +450,13 @@ class _Memory:
         return self._parameter_reads[key]
 
     def _writes(self, step: Instruction) -> float:
-        """Returns the bytes that an instruction writes to main memory, without a library's
-        workspace.
+        """Returns the bytes that one run of an instruction writes to main memory.
 
-        An update in place writes only the updated part, also as the root of a fusion.
+        An update in place writes only the updated part. Scratch memory of library functions does
+        not count.
 
         Args:
-            step: An instruction of the program, or the root of a fusion.
+            step: An instruction of the program, or the last instruction of a fusion.
         """
         if step.opcode in UPDATES:
             return step.operands[UPDATES[step.opcode]].size
@@ -460,11 +467,11 @@ class _Memory:
         )
 
     def _fusion_writes(self, root: Instruction) -> float:
-        """Returns the bytes that a fusion writes, given its root.
+        """Returns the bytes that one run of a fusion writes to main memory.
 
         Args:
-            root: The instruction whose result is that of the fusion. Of a tuple, all parts count; a
-                bitcast counts as its operand; a library's workspace counts as 0.
+            root: The instruction in the fusion whose result is that of the fusion. If it makes a
+                tuple, the bytes of all elements are summed.
         """
         if root.opcode == "tuple":
             return sum(map(self._fusion_writes, root.operands), 0.0)

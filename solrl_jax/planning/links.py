@@ -20,17 +20,17 @@ _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective operation of a compiled program.
+    """One collective operation of a compiled program, such as an all-gather.
 
     Attributes:
-        kind: Its operation, e.g. "all-gather".
-        size: The bytes of the array where it is whole: the result of an all-gather, and the
+        kind: Its operation: "all-gather", "all-reduce", "reduce-scatter", "all-to-all",
+            "collective-permute" or "ragged-all-to-all".
+        size: The bytes of the largest array on one device: the result of an all-gather, and the
             operands of every other kind.
-        groups: The numbers of the devices that take part, group by group. Those of a
-            "collective-permute" are its pairs of a source and a target.
+        groups: The groups of devices that communicate, each a tuple of device numbers. For a
+            "collective-permute" they are pairs of a sender and a receiver.
         times: The number of runs in one call of the program.
-        overlaps: Whether other kernels run between its start and the point where its result is
-            needed.
+        overlaps: Whether other kernels run while the data is under way.
     """
 
     kind: str
@@ -41,26 +41,29 @@ class Collective:
 
     @property
     def ways(self) -> int:
-        """The number of devices in one group, which is the same for all groups."""
+        """The number of devices in each group. All groups have the same number."""
         return len(self.groups[0])
 
     @property
     def sent(self) -> float:
-        """The bytes that a device sends in one run: in a ring, `size` times (n - 1) / n for n
-        devices in a group; twice that for an "all-reduce"; and `size` for a "collective-permute".
+        """The bytes that one device sends in one run.
+
+        With n devices in a group, that is `size` times (n - 1) / n, as in a ring. An "all-reduce"
+        sends twice as much, and a "collective-permute" sends `size`.
         """
         if self.kind == "collective-permute":
             return self.size
         return self.size * (2 if self.kind == "all-reduce" else 1) * (self.ways - 1) / self.ways
 
     def crossing(self, devices: int) -> float:
-        """Returns the part of `sent`, in bytes, that leaves the host in one run; 0 within a host.
+        """Returns how many of the bytes in `sent` go over the network to another host, per device
+        and run.
 
-        The devices of a host share equally the bytes that the host has to receive. The group that
-        spans most hosts decides.
+        If the groups span several hosts, each host has to exchange its part of the data with the
+        others, and its devices share that traffic equally. The result is 0 if no group spans hosts.
 
         Args:
-            devices: The number of devices per host. They have consecutive numbers.
+            devices: The number of devices per host. The devices of a host have consecutive numbers.
         """
         hosts = max(len({i // devices for i in group}) for group in self.groups)
         if self.kind == "collective-permute":
@@ -70,15 +73,14 @@ class Collective:
 
 
 def collectives(module: Module, devices: int) -> list[Collective]:
-    """Returns the collectives of a program in the order in which they run. Groups of one device
-    move nothing and are left out.
+    """Returns the collectives of a program in the order in which they run.
 
-    A collective in a loop is returned once, with its number of runs.
+    A collective in a loop is returned once, with its number of runs. Collectives in which each
+    device is alone are left out.
 
     Args:
         module: The parsed text of the compiled program.
-        devices: The number of devices that the program runs on, on all hosts together. A collective
-            that names no groups has one group of all of them.
+        devices: The number of devices that the program runs on, on all hosts together.
     """
     starts = {step for steps in module.computations.values() for step in _overlapping_starts(steps)}
     names = {step.value("calls") for step in starts if step.opcode == "async-start"}
@@ -96,11 +98,13 @@ def collectives(module: Module, devices: int) -> list[Collective]:
 
 
 def _overlapping_starts(steps: Sequence[Instruction]) -> Iterator[Instruction]:
-    """Yields the asynchronous starts of a computation between which and their end a kernel runs.
+    """Yields the instructions that start an asynchronous operation beside which a kernel runs.
+
+    Asynchronous operations have one instruction that starts them and one that waits for their end.
+    A start is yielded if a kernel stands between the two.
 
     Args:
-        steps: The instructions of the computation in their order. Starts of other asynchronous
-            operations and instructions that only name data (`FREE`) are no kernels.
+        steps: The instructions of one computation in the order in which they run.
     """
     ran = 0
     before = dict[Instruction, int]()
@@ -115,13 +119,17 @@ def _overlapping_starts(steps: Sequence[Instruction]) -> Iterator[Instruction]:
 
 
 def _groups(step: Instruction, kind: str, devices: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the numbers of the devices that take part in a collective, group by group.
+    """Returns the groups of devices that take part in a collective.
 
     Args:
-        step: The instruction. Its attributes have the groups as axes of a mesh, as sizes with a
-            permutation, or listed. Without any, all devices are one group.
-        kind: The kind of collective. A "collective-permute" has pairs of a source and a target.
-        devices: The number of all devices.
+        step: The instruction of the collective. If its text names no groups, all devices are one
+            group.
+        kind: The kind of collective, e.g. "all-gather".
+        devices: The number of devices that the program runs on.
+
+    Returns:
+        A tuple of device numbers per group; pairs of a sender and a receiver for a
+        "collective-permute".
     """
     if kind == "collective-permute":
         pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", step.attributes)
@@ -144,15 +152,19 @@ def _groups(step: Instruction, kind: str, devices: int) -> tuple[tuple[int, ...]
 def _mesh_groups(
     axes: str, order: str | None, permutation: str | None, group_axes: str
 ) -> tuple[tuple[int, ...], ...]:
-    """Returns groups that are given as axes of a mesh, as tuples of device numbers.
+    """Returns the groups of a collective that HLO describes by the axes of a mesh of devices.
+
+    The arguments are the parts of such a text. For `mesh['x'=4,'y'=2] {'y'}` the groups are (0, 1),
+    (2, 3), (4, 5) and (6, 7): the devices along the axis y.
 
     Args:
-        axes: The axes of the mesh with their sizes, e.g. "'x'=4,'y'=2".
-        order: The sizes, separated by commas, of the array of consecutive numbers that gives the
-            order of the devices. None: the devices have the order of their numbers.
-        permutation: The permutation of the axes of that array, or None.
-        group_axes: The axes along which groups lie, e.g. "'y'". A part of an axis is written
-            'x':(2)2: x is reshaped to (2, 2, rest) in row-major order, and groups lie along the
+        axes: The names of the axes with their sizes, e.g. "'x'=4,'y'=2".
+        order: Tells with `permutation` how the devices are arranged in the mesh: sizes such as
+            "2,4", of an array of the device numbers from 0. None: the devices are in the order of
+            their numbers.
+        permutation: How the axes of that array are then transposed, e.g. "1,0". None: not at all.
+        group_axes: The axes along which the devices of a group lie, e.g. "'y'". A part of an axis
+            is written as 'x':(A)B: the axis x is reshaped to (A, B, rest), and the part is the
             second of these axes.
     """
     sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", axes)}
@@ -181,14 +193,12 @@ def _mesh_groups(
 
 
 def _numbers(order: str, permutation: str | None) -> np.ndarray:
-    """Returns the device numbers from 0 in the order that HLO writes as sizes and a permutation.
+    """Returns an array of device numbers, from HLO's text of a reshape and a transpose.
 
     Args:
-        order: The sizes, separated by commas, of the array of consecutive numbers.
-        permutation: The permutation of its axes, separated by commas, or None.
-
-    Returns:
-        An integer array of these sizes, with its axes permuted.
+        order: The shape of the array before the transpose, e.g. "2,4". It is filled with the
+            numbers from 0 in row-major order.
+        permutation: The axes of the transpose, e.g. "1,0". None: no transpose.
     """
     shape = _integers(order)
     numbers = np.arange(math.prod(shape)).reshape(shape)
@@ -196,12 +206,9 @@ def _numbers(order: str, permutation: str | None) -> np.ndarray:
 
 
 def _integers(text: str) -> list[int]:
-    """Parses integers that are separated by commas.
+    """Parses integers that are separated by commas, e.g. "2,4".
 
     Args:
-        text: The integers. ValueError for an empty text.
-
-    Returns:
-        The integers in their order, at least one.
+        text: At least one integer.
     """
     return [int(n) for n in text.split(",")]

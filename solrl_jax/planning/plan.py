@@ -71,22 +71,21 @@ class Devices:
 
 
 class Planner:
-    """Compiles the programs of one configuration for absent devices.
+    """Compiles the programs of one configuration for devices that are not present.
 
-    `topology.prepare` must be called before, and before JAX is imported.
+    It is made from a `Config` and the `Devices`. `topology.prepare` must be called before, and
+    before JAX is imported.
 
     Attributes:
-        config: The configuration that is planned. Formats that are "auto" mean what they would on
-            `where`.
+        config: The configuration that is planned.
         where: The kind and the number of the devices that the programs are compiled for.
-        pipeline: The model without weights, with the gradient checkpointing that training would
-            choose.
-        device: The kind of device, which decides what "auto" formats mean.
-        stages: The programs and arrays of each stage of an iteration, as shapes.
-        codes: The quantized copy of the policy that exploration samples with, as placed shapes by
-            parameter path, replicated until `place` was called. An empty dict where nothing is
-            quantized.
-        usable: The bytes of a device's memory that arrays may take, 92% of it.
+        pipeline: The model without weights.
+        device: The kind of device as `quant.formats` describes it, which decides which format
+            "auto" stands for.
+        stages: Builds the programs of each stage of an iteration, with shapes in place of arrays.
+        codes: The quantized weights that exploration samples with, as ShapeDtypeStructs by
+            parameter path. An empty dict if exploration does not quantize.
+        usable: The bytes of a device's memory that arrays may take: 92% of it.
     """
 
     def __init__(self, config: Config, where: Devices):
@@ -115,19 +114,17 @@ class Planner:
         self.usable = int(target.memory * USABLE)
 
     def programs(self, threads: Executor) -> list[tuple[str, Program, Future[Any]]]:
-        """Starts to compile all programs of the stages that the run has.
+        """Starts to compile all programs of an iteration, in threads.
 
-        XLA compiles without Python's lock. `sync` is compiled first, because the other programs
-        take the quantized copy with the shardings that it returns; this waits for it, and changes
-        `codes`. All programs are lowered before this returns.
+        The stage "sync", which quantizes the policy, is compiled first and waited for: the
+        shardings of its result are needed to lower the other programs.
 
         Args:
-            threads: Runs the compilations. A compiler error of `sync` is raised by this call, that
-                of another program by `result()` of its future.
+            threads: The executor that runs the compilations.
 
         Returns:
-            The name of the stage, the program and the future of the compiled program, in the order
-            of an iteration.
+            One tuple per program, in the order of an iteration: the name of its stage, the program,
+            and the future of the compiled program (`jax.stages.Compiled`).
         """
         compilations = []
         for stage in filter(self.stages.has, STAGES):
@@ -141,10 +138,10 @@ class Planner:
         return compilations
 
     def lowered(self, program: Program) -> Any:
-        """Lowers a program for the devices, on its mesh. Raises what JAX raises.
+        """Lowers a program for the planned devices.
 
         Args:
-            program: The program, a jitted function with placed shapes as arguments.
+            program: The program to lower.
 
         Returns:
             The lowered program (`jax.stages.Lowered`).
@@ -153,10 +150,10 @@ class Planner:
             return topology.lowered(program.function, program.arguments)
 
     def place(self, sync: Any) -> None:
-        """Gives the quantized copy `codes` the shardings with which the compiled `sync` returns it.
+        """Sets the shardings of `codes` to those that the stage "sync" returns its result with.
 
         Args:
-            sync: The compiled program of the stage "sync".
+            sync: The compiled program of the stage "sync" (`jax.stages.Compiled`).
         """
         self.codes = jax.tree.map(
             lambda x, where: abstract(x, self.stages.mesh, where), self.codes, sync.output_shardings
@@ -165,25 +162,25 @@ class Planner:
     def measure(
         self, stage: str, program: Program, compiled: Any, hlo: Path | None = None
     ) -> dict[str, Any]:
-        """Returns the figures of one compiled program for one device, as JSON values.
+        """Returns the memory and the time of one compiled program on one device, as JSON values.
 
         Args:
-            stage: The name of its stage, one of `stages.STAGES`.
-            program: The program of that stage. Its name, its arguments and its calls per iteration
-                are used.
+            stage: The name of its stage, e.g. "explore".
+            program: The program before it was compiled.
             compiled: The compiled program (`jax.stages.Compiled`).
-            hlo: An existing directory. The compiled text is written to `STAGE-PROGRAM.hlo` in it,
-                which replaces such a file. None: it is not written.
+            hlo: An existing directory, in which the compiled text is written to
+                `STAGE-PROGRAM.hlo`. None: it is not written.
 
         Returns:
-            "name" (of the function, e.g. "sample_chunk") and "calls" (per iteration) of the
-            program; "memory", the bytes of one device while it runs, by name (the result of
-            `memory`, with "peak" among them); and "roofline", the figures of one call ("seconds",
-            "split", "kernels", "collectives" and others, the result of `Roofline.summary`).
+            A dict with these keys:
+
+            * "name": the name of the program's function, e.g. "sample_chunk".
+            * "calls": the number of calls per iteration.
+            * "memory": bytes of the device while it runs, as `Planner.memory` returns them.
+            * "roofline": time and work of one call, as `Roofline.summary` returns them.
 
         Raises:
-            RunError: If the disk refuses the text.
-            ValueError: If the text cannot be parsed.
+            RunError: If the text cannot be written to the disk.
         """
         text = compiled.as_text()
         if hlo is not None:
@@ -195,14 +192,19 @@ class Planner:
         return {"name": program.name, "calls": program.calls, "memory": memory, "roofline": figures}
 
     def parts(self) -> dict[str, Any]:
-        """Returns the trees of arrays that stay in memory between programs, as placed shapes.
+        """Returns the arrays that stay in memory from one program to the next, as
+        ShapeDtypeStructs.
 
-        They are, by name: "base" (the transformer's frozen parameters), "quantised copy" (the
-        quantized layers that exploration samples with; empty if its format quantizes nothing),
-        "adapters" (the trainable parameters three times: as they are trained, of the old policy
-        that samples, and averaged; with full training these are whole arrays), "optimiser" (its
-        state), "text encoders", "vae", "reward networks" and "conditioning" (prompt embeddings, and
-        what the reward prepared from the prompts). Parts that a run lacks are empty trees.
+        Returns:
+            A dict of trees, which are empty where a run lacks the part:
+
+            * "base": the frozen parameters of the transformer.
+            * "quantised copy": the quantized weights that exploration samples with.
+            * "adapters": the trainable parameters in three versions: those that are trained, those
+              of the old policy that samples, and their moving average.
+            * "optimiser": the state of the optimizer.
+            * "text encoders", "vae" and "reward networks": the parameters of these networks.
+            * "conditioning": prompt embeddings, and what the reward computed from the prompts.
         """
         experiment = self.stages.experiment
         state = self.stages.state
@@ -218,27 +220,26 @@ class Planner:
         }
 
     def memory(self, stage: str, program: Program, analysis: Any) -> dict[str, Any]:
-        """Returns the bytes on a device while a program runs.
-
-        The parts of `parts` that exist then and are no arguments count too. Outside of the stage
-        "encode", text encoders count only if `model.prompt_cache_dir` is None; otherwise (also if
-        it is "") all prompts were encoded ahead and the encoders freed.
+        """Returns how many bytes of one device are in use while a program runs.
 
         Args:
-            stage: The name of its stage, one of `stages.STAGES`.
-            program: The program, whose arguments and whose `meanwhile` (latents that wait during a
-                call) are counted.
-            analysis: The result of `memory_analysis()` of the compiled program, for one device.
+            stage: The name of its stage, e.g. "explore".
+            program: The program.
+            analysis: The result of `memory_analysis()` of the compiled program.
 
         Returns:
-            Bytes by name. `peak` = `held` + `padded` + `temporaries` + `outputs` - `aliased` +
-            `code` + the sum of `resident`, and `arguments` = `held` + `repeated` + `padded` -
-            `unread`. `held` counts each argument once, `repeated` the arguments that are passed
-            more than once, `unread` the arguments that the compiler leaves out, and `padded` the
-            padding of a TPU's tiles less `unread`, at least 0. `temporaries`, `outputs` and `code`
-            (the machine code) are the compiler's figures, and `aliased` are outputs that take the
-            place of arguments. `resident` is a dict of the arrays that are in memory but no
-            arguments, by the names of `parts` and "latents"; entries of 0 bytes are left out.
+            A dict of bytes:
+
+            * "held": the arguments. An array that is passed twice counts once.
+            * "padded": what the compiler adds to the arguments, e.g. to fill a TPU's tiles.
+            * "temporaries", "outputs" and "code": what the program allocates, and its machine code.
+            * "aliased": the outputs that are written over arguments.
+            * "resident": a dict of the arrays that are in memory, but are not arguments, with the
+              names that `parts` gives them; also "latents", which wait for their scores.
+            * "peak": the sum of "held", "padded", "temporaries", "outputs", "code" and the sizes in
+              "resident", less "aliased".
+            * "arguments", "repeated" and "unread": the compiler's figure for all arguments, the
+              bytes that were passed a second time, and those that the compiler dropped, at least 0.
         """
         shapes = arrays(program.arguments)
         distinct = {id(x): x for x in shapes}
@@ -279,40 +280,43 @@ def plan(
     hlo: Path | None = None,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> dict[str, Any]:
-    """Plans an iteration. `topology.prepare` must be called before, and before JAX is imported.
+    """Predicts memory and time of one training iteration on devices that are not present.
 
-    Compiles on as many threads as this machine has CPU cores. Errors of XLA are raised as they are.
+    Compiles the programs of the iteration on all CPU cores. `topology.prepare` must be called
+    before, and before JAX is imported.
 
     Args:
-        config: The resolved configuration whose iteration is planned.
-        where: The kind and the number of the devices that the programs are compiled for.
+        config: The configuration that is planned.
+        where: The kind and the number of the devices.
         hlo: A directory for the compiled texts, `STAGE-PROGRAM.hlo`. It is created if necessary,
             and existing files are replaced. None: they are not written.
         progress: Called with "STAGE: PROGRAM" before each program is measured.
 
     Returns:
-        The plan of one device, as `solrl plan` prints it in JSON. "stages" has for each stage, in
-        the order of an iteration, its "name", its "seconds" (a roofline bound of all its calls),
-        its "peak" in bytes and its "programs" (one dict each: "name", "calls", "memory" and
-        "roofline", the result of `Planner.measure`). "usable" is 92% of the device's memory and
-        "peak" the largest peak of a stage, both in bytes, "largest" the name of that stage, "fits"
-        whether "peak" is at most "usable", and "too_large" has for each stage that does not fit a
-        list of settings that take less memory. "parts" are the bytes of the arrays that stay in
-        memory, by name. "faster" has for "explore" and "update" a setting `key=value` with which
-        the stage may take less time; it is empty if there is none. "seconds" are those of the
-        iteration, and "rollout" those of "sync", "explore" and "regenerate"; if the run
-        regenerates, "naive_scaling" is a dict of both for a run that explores in the training
-        precision instead. "assumptions" is a list of sentences. "preset", "device" (its name),
-        "devices" (on each host), "hosts", "size" (height and width in pixels), "mesh" (the size of
-        each axis by name), "exploration" (a sentence on its format) and "remat" (what the update's
-        gradient recomputes) describe what was planned.
+        A dict of JSON values. All bytes are those of one device, and all seconds roofline bounds:
+
+        * "stages": a list with a dict per stage of an iteration: "name", "seconds", "peak" (bytes)
+          and "programs", a list of results of `Planner.measure`.
+        * "seconds" and "rollout": the seconds of an iteration, and those of its stages "sync",
+          "explore" and "regenerate".
+        * "naive_scaling": both seconds for a run that explores in the training precision, as a
+          dict. Only if the run regenerates.
+        * "peak", "largest", "usable" and "fits": the largest peak of a stage and the name of that
+          stage, the bytes that arrays may take (92% of the memory), and whether the peak is within
+          them.
+        * "too_large": for each stage that does not fit, by its name, a list of settings that take
+          less memory.
+        * "faster": settings `key=value` that may save time, by the name of the stage.
+        * "parts": bytes of the arrays that stay in memory, by the names of `Planner.parts`.
+        * "assumptions": a list of sentences.
+        * "preset", "device", "devices" (per host), "hosts", "size" (height and width in pixels),
+          "mesh" (the sizes of its axes by name), "exploration" (its format, as a sentence) and
+          "remat" (what the backward pass computes again): what was planned.
 
     Raises:
-        InputError: If there are no such devices, the mesh of the configuration needs more devices
-            than these or leaves some unused, the configuration cannot be run, or `hlo` cannot be
-            written to.
-        RunError: If the disk refuses a compiled text.
-        ValueError: If a compiled text cannot be parsed.
+        InputError: If the devices do not exist, do not match the mesh of the configuration, the
+            configuration cannot be run, or `hlo` cannot be written to.
+        RunError: If a compiled text cannot be written to the disk.
     """
     planner = Planner(config, where)
     if hlo is not None:
@@ -360,32 +364,29 @@ def plan(
 
 
 def arrays(tree: Any) -> list[Any]:
-    """Returns the shapes among the leaves of a tree, in their order. Other leaves are static
-    arguments.
+    """Returns the ShapeDtypeStructs among the leaves of a tree, and leaves out all other leaves.
 
     Args:
-        tree: A tree with ShapeDtypeStructs in place of arrays.
+        tree: A tree with ShapeDtypeStructs in place of arrays, such as the arguments of a program.
     """
     return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.ShapeDtypeStruct)]
 
 
 def faster(planner: Planner, left: dict[str, int]) -> dict[str, str]:
-    """Names settings with which stages may take less time.
+    """Suggests settings with which an iteration may take less time.
 
-    For exploration in a format that the device emulates, it is the format "auto". For the update
-    with `model.gradient_checkpointing=blocks` it is "matmuls", which saves the outputs of matmuls.
-    That takes several times the memory, so it is named only where more than half of the usable
-    memory is free. Larger batches are not named, because the time per sample hardly depends on
-    them.
+    There are two: the exploration format "auto", if the device can only emulate the present one;
+    and `model.gradient_checkpointing=matmuls` in place of "blocks", if the update leaves more than
+    half of the memory free.
 
     Args:
-        planner: The planner. Its exploration format, its kind of device, the usable bytes of one
-            device and `model.gradient_checkpointing` are read.
-        left: The usable bytes less the peak of each stage, by its name. Only that of "update",
-            which must be there, decides.
+        planner: The planner, for its configuration, device and usable memory.
+        left: Bytes that each stage leaves free of the usable memory, by its name. "update" must be
+            among them.
 
     Returns:
-        The setting `key=value` by stage, "explore" or "update". Empty if there is none.
+        The settings `key=value` by the stage that they make faster, "explore" or "update". May be
+        empty.
     """
     explorer = planner.stages.experiment.explorer
     remat = planner.config.model.gradient_checkpointing
@@ -401,25 +402,19 @@ def faster(planner: Planner, left: dict[str, int]) -> dict[str, str]:
 
 
 def totals(planner: Planner, stages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Adds up the seconds of an iteration and of its rollout.
+    """Adds up the seconds of an iteration.
 
-    If the run regenerates, also estimates the family "naive_scaling", which explores in the
-    training precision with all steps and scores its candidates once: its rollout takes as many
-    batches as exploration has now, each as long as one call of "regenerate", and it scores only the
-    explored batches.
+    If the run regenerates the kept samples, it also estimates an iteration of the method
+    "naive_scaling" for comparison, which samples all candidates in the training precision and with
+    all steps, and does not regenerate.
 
     Args:
-        planner: Tells how many batches an iteration explores and regenerates on its mesh, to price
-            "naive_scaling".
-        stages: One dict per stage of the run in the order of an iteration. "name" and "seconds" are
-            read, and of "regenerate" also the roofline seconds of one call
-            (`["programs"][0]["roofline"]["seconds"]`). "score" must be among them if "regenerate"
-            is.
+        planner: The planner, which tells the number of batches.
+        stages: The stages of the iteration in order, as the list "stages" in the result of `plan`.
 
     Returns:
-        "seconds", the sum over all stages, and "rollout", that over "sync", "explore" and
-        "regenerate". If the run regenerates, also "naive_scaling": a dict with the "seconds" and
-        the "rollout" of that family.
+        A dict of "seconds" (of the iteration) and "rollout" (of its stages "sync", "explore" and
+        "regenerate"). If the run regenerates, also "naive_scaling": a dict of both for that method.
     """
     seconds = {stage["name"]: stage["seconds"] for stage in stages}
     rollout = sum(seconds.get(name, 0.0) for name in ROLLOUT)
@@ -438,16 +433,12 @@ def totals(planner: Planner, stages: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def assumptions(planner: Planner) -> Iterator[str]:
-    """Yields sentences with the assumptions of the figures, without a full stop.
+    """Yields sentences on what the figures of a plan assume, without full stops.
 
-    They are on the usable memory, the text encoders, roofline seconds, what takes no time, and the
-    reward networks; and where it applies on several image sizes, larger evaluation images, tuning
-    of GPU kernels, overlapping collectives of several devices, and a model whose configuration is
-    that of the package, because no files of it are present.
+    For example, how much memory arrays may take, and what is taken to need no time.
 
     Args:
-        planner: The planner, whose configuration, kind and number of devices and model decide which
-            sentences apply.
+        planner: The planner. Its configuration and devices decide which sentences apply.
     """
     where = planner.where
     config = planner.config
@@ -487,13 +478,10 @@ def assumptions(planner: Planner) -> Iterator[str]:
 
 
 def table(summary: dict[str, Any]) -> str:
-    """Formats a plan for a terminal, in several lines without a line feed at the end.
+    """Formats a plan for a terminal.
 
-    It has what was planned, the sizes of the parts, a table of the memory of each program, the
-    roofline figures of each program (`roofline.table`), whether the largest stage fits, settings
-    for stages that do not fit or may be faster, the seconds of an iteration, and the assumptions.
-    Sizes are in GB (10^9 bytes) of one device. Arrays that a program does not take as arguments are
-    in the column "elsewhere".
+    The lines show what was planned, the memory of the parts and of each program in GB (10^9 bytes)
+    of one device, the times of each program, whether it fits, and the assumptions.
 
     Args:
         summary: The result of `plan`.
@@ -571,11 +559,14 @@ def table(summary: dict[str, Any]) -> str:
 
 
 def rows(summary: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the programs of a plan in the order of an iteration: the name of the stage, and the
-    dict of the program with "name", "calls", "memory" and "roofline".
+    """Yields the programs of a plan in the order of an iteration.
 
     Args:
-        summary: The result of `plan`, whose "stages" and their "programs" are walked.
+        summary: The result of `plan`.
+
+    Yields:
+        Pairs of the name of the stage and the dict of the program, with "name", "calls", "memory"
+        and "roofline" (the result of `Planner.measure`).
     """
     for stage in summary["stages"]:
         for row in stage["programs"]:

@@ -26,11 +26,12 @@ def plan(
     force: bool = False,
     progress: Callable[[str], None] = lambda program: None,
 ) -> dict[str, Any]:
-    """Predicts memory and time of an iteration, by compiling the programs for the devices.
+    """Predicts memory and time of one training iteration of a preset, on devices that are not
+    present.
 
-    Call it before anything imports JAX, in a process that does not train: it sets environment
-    variables, after which JAX compiles for absent devices only. No weights are needed. The compiler
-    of the devices must be installed (`solrl_jax[plan-cuda]` or `solrl_jax[plan-tpu]`).
+    The programs are compiled for these devices, which needs their compiler (`pip install
+    'solrl_jax[plan-cuda]'` or `[plan-tpu]`), but no weights. Call it before anything imports JAX,
+    in a process that does not train: it sets environment variables with which JAX uses no device.
 
     Args:
         preset: The name of a preset, e.g. "flux1_sol_rl_hpsv2".
@@ -39,24 +40,21 @@ def plan(
         devices: The number of devices on each host, at least 1.
         hosts: The number of hosts, at least 1.
         hlo: A directory for the compiled programs as text, `STAGE-PROGRAM.hlo`. It is created if
-            necessary, and a leading `~` is expanded. None: they are not written.
-        force: Whether `hlo` may already have files `*.hlo`. Files that this plan does not write
-            again stay.
+            necessary. None: they are not written.
+        force: Whether `hlo` may contain files `*.hlo` already, which may be replaced.
         progress: Called with "STAGE: PROGRAM" before each program is measured.
 
     Returns:
-        The plan of one device, as `solrl plan` prints it in JSON: "stages" (for each its "seconds",
-        a roofline bound, its "peak" in bytes and its "programs" with kernels and collectives),
-        "seconds" of the iteration and of its "rollout", "peak", "usable" and "fits" for its memory
-        in bytes, and others that `planning.plan.plan` lists.
+        The plan as `solrl plan` prints it in JSON. Bytes are those of one device, and seconds
+        roofline bounds: "seconds" of the iteration, "rollout" (the seconds of its sampling), "peak"
+        and "usable" (bytes that are needed, and that arrays may take), "fits" (whether they fit),
+        "stages" (the same figures for each stage) and others, which `planning.plan.plan` lists.
 
     Raises:
         ConfigError: If the preset or an override is invalid.
-        InputError: If the device is unknown, `hlo` has files `*.hlo` without `force` or cannot be
-            written to, the compiler is not installed, there are no such hosts, or the configuration
-            cannot be run on them, e.g. because `mesh.fsdp` does not divide their devices.
-        RunError: If the disk refuses a compiled text.
-        ValueError: If `hlo` begins with `~USER` and there is no such user.
+        InputError: If the device is unknown, its compiler is not installed, the configuration
+            cannot be run on so many devices, or `hlo` cannot be written to.
+        RunError: If a compiled text cannot be written to the disk.
     """
     config = resolve(preset, overrides)
     if device not in TARGETS:

@@ -21,28 +21,27 @@ MESH_AUTO = "mesh=auto"
 
 
 class Record(NamedTuple):
-    """The plan of a preset with its own batch sizes, for one kind of device.
+    """The result of an earlier plan: what one preset needs on some devices.
 
     Attributes:
         model: The name of the model, `model.name`, e.g. "flux1".
-        device: The kind of device, a key of `planning.targets.TARGETS`.
+        device: The kind of device, a key of `planning.targets.TARGETS`, e.g. "h100".
         platform: "gpu" or "tpu".
-        devices: The number of devices of all hosts.
-        hosts: The number of hosts, among which `devices` are divided equally.
-        fsdp: The size of the mesh axis `fsdp` (`mesh.fsdp`): the number of devices that share the
-            parameters.
-        tensor: The size of the mesh axis `tensor` (`mesh.tensor`): the number of devices that share
-            each linear layer; 1: no tensor parallelism.
+        devices: The number of devices on all hosts together.
+        hosts: The number of hosts.
+        fsdp: The number of devices that share the parameters, `mesh.fsdp`.
+        tensor: The number of devices that share each linear layer, `mesh.tensor`; 1: no tensor
+            parallelism.
         size: Height and width of the images in pixels.
-        gradient_checkpointing: What the update recomputes, `model.gradient_checkpointing`: "none",
-            "matmuls" or "blocks". None: what "auto" chose there.
-        update_batch: The number of samples of a device in one micro-batch of the update,
+        gradient_checkpointing: What the backward pass computes again,
+            `model.gradient_checkpointing`: "none", "matmuls" or "blocks". None: it was left to
+            "auto".
+        update_batch: The samples per device in one micro-batch of the update,
             `optimizer.per_device_batch_size`.
-        rollout_batch: The largest number of samples that a device generates at once,
-            `rollout.per_device_batch_size`.
-        peak: The largest bytes of one device in any phase.
-        seconds: Roofline seconds of one iteration by the name of the phase, e.g. "explore"; may be
-            empty.
+        rollout_batch: The samples that a device generates at once, `rollout.per_device_batch_size`.
+        peak: The bytes that the iteration needs on one device at most.
+        seconds: Lower bounds of the seconds per iteration, by the name of the stage, e.g.
+            "explore". May be empty.
         source: The file of the plan in the repository.
     """
 
@@ -63,7 +62,9 @@ class Record(NamedTuple):
 
     @property
     def shards(self) -> int:
-        """The number of devices that the base is divided among, `fsdp` times `tensor`."""
+        """The number of devices that the parameters of the model are divided among: `fsdp` times
+        `tensor`.
+        """
         return self.fsdp * self.tensor
 
 
@@ -72,7 +73,7 @@ class Machine(NamedTuple):
 
     Attributes:
         platform: "gpu", "tpu" or "cpu".
-        kind: JAX's `device_kind`.
+        kind: The kind of device as JAX names it (`jax.Device.device_kind`), e.g. "NVIDIA H100".
         devices: The number of devices of one host.
         memory: The bytes of one device that JAX may use.
     """
@@ -84,13 +85,14 @@ class Machine(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """Settings for a machine.
+    """Proposed settings for a machine.
 
     Attributes:
-        settings: The proposed values of fields by their dotted names, e.g. "mesh.fsdp": 8. Empty:
-            keep the settings of the preset.
-        record: The plan that they were taken from; None for a guess, and without settings.
-        reason: One line that says where they come from.
+        settings: Values of configuration fields by their dotted names, e.g. {"mesh.fsdp": 8}.
+            Empty: nothing is proposed, and the preset stays as it is.
+        record: The earlier plan that the settings were taken from. None if they are a guess, or if
+            there are none.
+        reason: One line for the user that says where the settings come from, or why there are none.
     """
 
     settings: Mapping[str, Any]
@@ -117,8 +119,9 @@ class Proposal(NamedTuple):
 
 @functools.cache
 def load_records() -> tuple[Record, ...]:
-    """Returns the plans that the package contains (`assets/plan_records.json`), in the order of
-    their file, which is read at the first call alone.
+    """Returns the results of earlier plans that the package contains (`assets/plan_records.json`).
+
+    The file is read once per process.
     """
     return tuple(
         Record(**{**entry, "size": tuple(entry["size"])})
@@ -127,29 +130,23 @@ def load_records() -> tuple[Record, ...]:
 
 
 def propose(config: Config, machine: Machine, records: Sequence[Record]) -> Proposal:
-    """Proposes mesh, gradient checkpointing and batch sizes for a machine.
+    """Proposes mesh, gradient checkpointing and batch sizes for a machine, from earlier plans.
 
-    A plan counts if it is of the same model and platform, and its images have at least as many
-    pixels. It fits if its peak is at most the memory of a device and its shards divide the number
-    of devices. Of those that fit, the one without or with least tensor parallelism is taken; of
-    equal ones, one that does not recompute whole blocks, then that with the smallest `fsdp`, then
-    one for this kind of device, and last the one that uses most memory. If none fits, the settings
-    are a guess: the base divided among all devices, blocks recomputed, and a batch that is scaled
-    down from the plan with the least memory.
+    Considered are the plans of the same model for images at least as large. If some of them fit
+    into the machine's memory and divide its devices evenly, the settings are those of the fastest
+    one: least tensor parallelism first, then no recomputation of whole blocks, then the fewest
+    shards. If none fits, the settings are a guess that saves as much memory as possible.
 
     Args:
-        config: The configuration: its model's name, its largest training size, and
-            `train.parameters`.
+        config: The configuration to propose for. Its model and its largest image size are used.
         machine: The devices to propose for.
-        records: The plans to choose from, by default all of the package (`load_records()`).
+        records: The earlier plans to choose from.
 
     Returns:
-        The proposal, with the chosen plan as `record`, or None for a guess. `settings` has
-        `mesh.fsdp` and both batch sizes per device; from a plan also `mesh.tensor`, and
-        `model.gradient_checkpointing` if the plan names one; in a guess also
-        `model.gradient_checkpointing` and, for large images, `model.vae_tile_size`. It is empty if
-        no plan counts (as for CPUs), and if `train.parameters` is not "adapters", which no record
-        covers.
+        The proposal. Its settings are `mesh.fsdp`, `optimizer.per_device_batch_size` and
+        `rollout.per_device_batch_size`, and where they matter `mesh.tensor`,
+        `model.gradient_checkpointing` and `model.vae_tile_size`. They are empty if there is no such
+        plan, or if the configuration trains other parameters than adapters.
     """
     where = f"{machine.devices} x {machine.kind}, {machine.memory / 1e9:.3g} GB each"
     height, width = largest_training_size(config)
@@ -200,24 +197,21 @@ def propose(config: Config, machine: Machine, records: Sequence[Record]) -> Prop
 
 
 def _guess(config: Config, machine: Machine, nearest: Record, where: str) -> Proposal:
-    """Proposes settings for a machine that no plan fits.
+    """Proposes settings for a machine that no earlier plan fits, to save as much memory as
+    possible.
 
-    `mesh.fsdp` is the number of devices of the host, so that the base is divided among all, and
-    blocks are recomputed. The batch of the update is that of `nearest`, halved until the peak of
-    `nearest` times the same factor is within the memory, but even and at least 2. The batch of the
-    rollout is that of `nearest`, at most the batch of the update. Images with a side above 512
-    pixels are decoded in tiles of 512. `mesh.tensor` stays.
+    The parameters are divided among all devices of the host, the backward pass computes whole
+    blocks again, the batches are halved as often as the missing memory suggests, and images larger
+    than 512 pixels are decoded in tiles. Whether that fits is not known.
 
     Args:
-        config: The configuration. Its largest training size decides whether images are decoded in
-            tiles.
+        config: The configuration, which gives the largest image size.
         machine: The devices to guess for.
-        nearest: The plan with the least memory.
-        where: The devices in words, for the reason.
+        nearest: The plan with the least memory, from which the batch sizes are scaled down.
+        where: The devices in words, for the text of `reason`.
 
     Returns:
-        The proposal with these settings and `record` None. Nothing checked whether they fit into
-        memory.
+        The proposal, with None as its `record`.
     """
     batch = nearest.update_batch
     while batch > 2 and nearest.peak * batch / nearest.update_batch > machine.memory:
@@ -246,19 +240,18 @@ def expand_mesh_auto(
     """Replaces the override `mesh=auto` by the settings that are proposed for a machine.
 
     Args:
-        overrides: Overrides `key=value`.
-        resolve: Returns the configuration of the user's preset with the overrides that it is given.
-            It is called once, with all overrides but `mesh=auto`.
+        overrides: The user's overrides `key=value`, with or without `mesh=auto`.
+        resolve: A function that returns the configuration of the user's preset for a list of
+            overrides. It is called with all but `mesh=auto`.
         machine: The devices to propose for.
 
     Returns:
-        With `mesh=auto` among the overrides: the proposed settings followed by the other overrides,
-        which win because they come later, and one line that names the settings and where they come
-        from. A proposed setting is left out if another override names it or the configuration has
-        that value. Otherwise the overrides as they are, and None.
+        A pair. First the new list of overrides: the proposed settings, and after them the user's
+        other overrides, which win. Then one line that names the settings and their origin, for the
+        user. Without `mesh=auto` the pair is the overrides as they are and None.
 
     Raises:
-        ConfigError: If the preset or another override is invalid.
+        ConfigError: If the preset or an override is invalid.
     """
     if MESH_AUTO not in overrides:
         return list(overrides), None

@@ -23,16 +23,16 @@ LARGEST = 8  # the number of groups of kernels that are listed
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """The work of one call of a program on one device.
+    """The work of one call of a compiled program on one device, from which its methods compute
+    times.
 
     Attributes:
-        target: The kind of device, whose peak rates turn operations and bytes into seconds.
-        on_host: The number of devices per host, which decides what bytes of a collective leave the
-            host.
-        kernels: The kernels of the program.
-        collectives: Its collectives.
-        unknown_loops: The number of loops that count as one iteration, because the number of their
-            iterations is unknown.
+        target: The kind of device, with its peak rates.
+        on_host: The number of devices per host. Traffic between hosts takes the network.
+        kernels: The kernels that the program runs.
+        collectives: The collectives that the program runs.
+        unknown_loops: The number of loops whose iterations are unknown, and which count as one
+            iteration.
     """
 
     target: Target
@@ -42,8 +42,11 @@ class Roofline:
     unknown_loops: int
 
     def peak_seconds(self, kernel: Kernel) -> float:
-        """Returns the seconds of the arithmetic operations of all runs of a kernel, at the peak
-        rate of its unit. 0 for a kernel that only moves memory.
+        """Returns the seconds that a kernel needs at least for its arithmetic, over all of its
+        runs.
+
+        That is its operations at the peak rate of its arithmetic unit; 0 for a kernel that only
+        moves data.
 
         Args:
             kernel: A kernel of the program.
@@ -51,8 +54,10 @@ class Roofline:
         return kernel.times * kernel.operations / getattr(self.target.peaks, kernel.unit)
 
     def kernel_seconds(self, kernel: Kernel) -> float:
-        """Returns the seconds of all runs of a kernel: the longer of the time of its operations and
-        the time of its bytes, both at peak rates.
+        """Returns the seconds that a kernel needs at least, over all of its runs.
+
+        That is the longer of two times: its arithmetic at the peak rate of its unit, and its memory
+        traffic at the peak rate of the memory.
 
         Args:
             kernel: A kernel of the program.
@@ -62,10 +67,10 @@ class Roofline:
         )
 
     def link_seconds(self, collective: Collective) -> float:
-        """Returns the seconds of all runs of a collective, at the peak rates of links and network.
+        """Returns the seconds that a collective needs at least, over all of its runs.
 
-        The bytes that leave the host take the network, the others the links; the two times are
-        added.
+        The bytes for other hosts go over the network and all others over the links within the host,
+        both at peak rates and one after the other.
 
         Args:
             collective: A collective of the program.
@@ -77,15 +82,12 @@ class Roofline:
         )
 
     def split(self) -> dict[str, float]:
-        """Returns the seconds of one call by what limits them: "products", "attention", "memory"
-        (the kinds of kernels) and "links".
-
-        Collectives that overlap with kernels count only for the time that remains after all
-        kernels.
+        """Returns the seconds of one call, divided by what they are spent on.
 
         Returns:
-            Seconds by "products", "attention", "memory" and "links", 0 where nothing counts. Their
-            sum is the bound for one call.
+            A dict of seconds: "products" (matmuls), "attention", "memory" (kernels that only move
+            data) and "links" (collectives). Their sum is the lower bound for one call. A collective
+            that overlaps with kernels adds only the time by which it exceeds all kernels.
         """
         seconds = dict.fromkeys(KINDS, 0.0)
         for kernel in self.kernels:
@@ -95,18 +97,24 @@ class Roofline:
         return seconds | {"links": waiting + max(overlapping - sum(seconds.values()), 0.0)}
 
     def summary(self) -> dict[str, Any]:
-        """Returns all figures of one call on one device as JSON values.
+        """Returns all figures of one call on one device, as JSON values.
 
         Returns:
-            "seconds", the sum of "split"; "split", the seconds by what limits them ("products",
-            "attention", "memory" and "links"); "products_at_peak", the seconds of all operations
-            alone; "kernels", the number of runs of all kernels; "native", the number of runs of
-            each library function and Pallas kernel by its name; "operations" by arithmetic unit
-            (e.g. "bf16"), without units of 0; "memory_traffic", the bytes of main memory that are
-            read and written; "collectives", a list of groups with "kind", "overlaps", "count",
-            "sent", "crossing" and "seconds"; "largest", the at most 8 groups of kernels that take
-            longest, each with "name", "result", "source", "times", "seconds" and "at_peak"; and
-            "unknown_loops".
+            A dict with these keys:
+
+            * "seconds" and "split": the lower bound for one call, and its parts as `split` returns
+              them.
+            * "products_at_peak": the seconds of the arithmetic alone.
+            * "kernels" and "native": the number of runs of all kernels, and of each library
+              function and Pallas kernel by name.
+            * "operations": arithmetic operations by unit, e.g. {"bf16": 1e12}.
+            * "memory_traffic": bytes of main memory that are read and written.
+            * "collectives": a list of dicts with "kind", "overlaps", "count", "sent", "crossing"
+              and "seconds", one per kind of collective, and apart for those that overlap with
+              kernels.
+            * "largest": a list of the 8 longest kernels as dicts with "name", "result", "source",
+              "times", "seconds" and "at_peak" (the seconds of their arithmetic alone).
+            * "unknown_loops": the number of loops that count as one iteration.
         """
         split = self.split()
         operations = defaultdict[str, float](float)
@@ -126,12 +134,13 @@ class Roofline:
         }
 
     def _collective_rows(self) -> list[dict[str, Any]]:
-        """Returns the collectives of one call, grouped by kind and by whether they overlap.
+        """Returns the collectives of one call, grouped by kind and by whether they overlap with
+        kernels.
 
         Returns:
-            For each group, in the order of their first runs: "kind" (e.g. "all-gather"),
-            "overlaps", "count" (the number of runs), "sent" (the bytes that a device sends in all
-            runs), "crossing" (the part of "sent" that leaves the host), and "seconds".
+            One dict per group: "kind" (e.g. "all-gather"), "overlaps" (whether kernels run
+            meanwhile), "count" (the number of runs), "sent" (bytes that one device sends in all
+            runs), "crossing" (how many of them go to another host) and "seconds".
         """
         alike: defaultdict[tuple[str, bool], list[Collective]] = defaultdict(list)
         for one in self.collectives:
@@ -149,13 +158,13 @@ class Roofline:
         ]
 
     def _largest(self) -> list[dict[str, Any]]:
-        """Returns the kernels that take longest, grouped by name, result and source.
+        """Returns the kernels that take longest. Kernels of equal name, result and source are one.
 
         Returns:
-            At most `LARGEST` (8) groups, longest first: "name" (of the kernel, e.g. "__cublas$gemm
-            bf16"), "result" (type and shape of its first result), "source" (the JAX operation that
-            it comes from), "times" (the number of runs), "seconds" of all runs, and "at_peak", the
-            seconds of their operations alone.
+            At most 8 dicts, longest first: "name" (e.g. "__cublas$gemm bf16"), "result" (type and
+            shape of its first result), "source" (the JAX operation that it was compiled from),
+            "times" (the number of runs), "seconds" (of all runs) and "at_peak" (the seconds of the
+            arithmetic alone).
         """
         alike: defaultdict[tuple[str, str, str], list[Kernel]] = defaultdict(list)
         for kernel in self.kernels:
@@ -178,14 +187,13 @@ def roofline(text: str, target: Target, on_host: int = 1, hosts: int = 1) -> Roo
     """Reads the work of a program from its compiled text.
 
     Args:
-        text: The compiled text, of the program on one device.
+        text: The text that `as_text()` of the compiled program returns.
         target: The kind of device that the program was compiled for.
-        on_host: The number of devices per host. With `hosts` it also tells how many devices take
-            part in a collective that names no groups.
+        on_host: The number of devices per host.
         hosts: The number of hosts that the program runs on.
 
     Returns:
-        The kernels and collectives of one call on one device, from which its methods compute times.
+        The kernels and collectives of one call on one device.
 
     Raises:
         ValueError: If the text cannot be parsed.
@@ -201,12 +209,10 @@ def roofline(text: str, target: Target, on_host: int = 1, hosts: int = 1) -> Roo
 
 
 def table(summary: dict[str, Any]) -> str:
-    """Formats the figures of a program for a terminal, in lines without a line feed at the end.
+    """Formats the figures of a program for a terminal.
 
-    The lines are: the seconds in all and of the operations alone; the seconds by what limits them;
-    the number of runs of each library function; the collectives; and the kernels that take longest.
-    Lines by limit and of kernels also have their part of all seconds in per cent. The sources of
-    kernels are cut to their last 60 characters.
+    The lines show the seconds in all and by what they are spent on, the runs of library functions,
+    the collectives, and the kernels that take longest.
 
     Args:
         summary: The result of `Roofline.summary`.

@@ -1,4 +1,4 @@
-"""Lists the programs of an iteration, in its order: those that train, with shapes for arrays."""
+"""The programs of a training iteration, to be compiled for a plan without any arrays."""
 
 import copy
 import dataclasses
@@ -28,15 +28,16 @@ STAGES = ("encode", "sync", "explore", "regenerate", "score", "update", "evaluat
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A jitted function and its arguments.
+    """A jitted function and the arguments that training calls it with, as shapes.
 
     Attributes:
-        mesh: The mesh that the program runs on. Set it with `jax.set_mesh` while the function is
-            lowered.
-        function: The jitted function, such as `sample_chunk`, which training calls with arrays.
-        arguments: Its arguments, with placed shapes in place of arrays.
-        calls: The number of calls per iteration. 0 for an evaluation, which is no part of it.
-        meanwhile: A tree of other arrays, as placed shapes, that stay in memory during a call.
+        mesh: The mesh that the function runs on. It must be set (`jax.set_mesh`) when the function
+            is lowered.
+        function: The jitted function, e.g. `sample_chunk`.
+        arguments: Its arguments in order, with a ShapeDtypeStruct in place of every array.
+        calls: The number of calls in one training iteration. 0 for programs of an evaluation.
+        meanwhile: A tree of ShapeDtypeStructs of other arrays that are in memory during a call, but
+            are not arguments.
     """
 
     mesh: Mesh
@@ -52,21 +53,24 @@ class Program:
 
 
 class Stages:
-    """The programs of an experiment of shapes, on the mesh of the experiment.
+    """Builds the programs of a training iteration from an experiment that has shapes for arrays.
+
+    A stage is a part of an iteration: "encode" (the prompts), "sync" (quantizes the policy for
+    exploration), "explore", "regenerate", "score" and "update"; and "evaluate", apart from it.
 
     Attributes:
-        experiment: The experiment, with a ShapeDtypeStruct in place of every array.
-        mesh: The mesh of the transformer and of training.
-        rows_mesh: The same devices with samples split over all of them, for encoding and scoring.
-        state: The shapes of the training state (`rl.state.TrainState`): the trainable parameters
-            (adapters, or whole arrays with full training) as they are trained, of the old policy
-            that samples, and averaged; and the optimizer's state.
-        encoders: The parameters of the text encoders as shapes, by their folder in the pipeline,
-            e.g. "text_encoder".
-        whole: The sharding of arrays that every device of `mesh` holds completely.
-        prepared: What the reward prepares from the prompts of an iteration, as shapes.
-        conditions: The embeddings of the prompts of an iteration and of the empty prompt, as
-            shapes.
+        experiment: The experiment, as `abstract.experiment` builds it.
+        mesh: The mesh of the transformer and of the update.
+        rows_mesh: The mesh for encoding and scoring, with the same devices, but without tensor
+            parallelism: samples are split over all of them.
+        state: The training state (`rl.state.TrainState`), with ShapeDtypeStructs for arrays.
+        encoders: The parameters of the text encoders, as ShapeDtypeStructs. The keys are their
+            folders in the pipeline, e.g. "text_encoder".
+        whole: The sharding of arrays that are replicated on all devices of `mesh`.
+        prepared: What the reward computes once per iteration from the prompts, e.g. their
+            embeddings, with ShapeDtypeStructs for arrays.
+        conditions: The embeddings of the iteration's prompts and of the empty prompt, as
+            ShapeDtypeStructs.
     """
 
     def __init__(self, experiment: Experiment):
@@ -91,15 +95,14 @@ class Stages:
         )
 
     def has(self, stage: str) -> bool:
-        """Returns whether a run has programs of a stage that no other stage has.
+        """Returns whether a stage has programs of its own in the run.
 
-        "sync" needs an exploration format that quantizes, "regenerate" needs `rollout.regenerate`,
-        and "evaluate" needs evaluation images with more pixels than those of training, since its
-        programs are otherwise no larger than those of other stages. All other stages are always
-        there.
+        False for "sync" if exploration does not quantize, for "regenerate" if the run does not
+        regenerate, and for "evaluate" if it generates images no larger than those of training. True
+        for all other stages.
 
         Args:
-            stage: A name of `STAGES`.
+            stage: The name of the stage, one of `STAGES`.
         """
         if stage == "sync":
             return self.experiment.explorer.format.quantize is not None
@@ -110,9 +113,11 @@ class Stages:
         return stage != "regenerate" or self.experiment.config.rollout.regenerate
 
     def codes(self) -> Any:
-        """Returns the result of `sync` as shapes: a dict of the quantized leaves by parameter path,
-        e.g. "blocks/attn/to_q/kernel", replicated on every device. An empty dict if the exploration
-        format quantizes nothing.
+        """Returns the shapes of the quantized weights that the stage "sync" produces.
+
+        Returns:
+            A dict of ShapeDtypeStructs by parameter path, e.g. "blocks/attn/to_q/kernel",
+            replicated on all devices. Empty if exploration does not quantize.
         """
         if not self.has("sync"):
             return {}
@@ -121,16 +126,16 @@ class Stages:
         return abstract(leaves, self.mesh, self.whole)
 
     def chunks(self, groups: int) -> tuple[int, int]:
-        """Returns the numbers of batches that an iteration explores and regenerates.
+        """Returns how many batches of samples one iteration explores and regenerates.
 
         Args:
-            groups: The number of groups of devices that samples are divided among, at least 1. A
-                batch has as many samples as the groups together generate at once: `groups` times
-                `chunk` of the sampler (at most `rollout.per_device_batch_size`).
+            groups: The number of devices, or groups of devices, that a batch is divided among. Each
+                gets as many samples as a device generates at once (`rollout.per_device_batch_size`,
+                or fewer).
 
         Returns:
-            The number for the candidates of all prompts, and that for the kept ones, which is 0
-            without regeneration. A last batch that is not full counts as one.
+            A pair: the number of batches of all candidates, and that of the kept ones, which is 0
+            if the run does not regenerate.
         """
         rollout = self.experiment.config.rollout
         prompts = self.experiment.config.train.num_prompts
@@ -140,20 +145,16 @@ class Stages:
         )
 
     def programs(self, stage: str, codes: Any) -> list[Program]:
-        """Returns the programs of a stage.
-
-        "score" has two programs (decoding and scoring), of which a run may lack either, and
-        "evaluate" has those of sampling and scoring at the size of the evaluation. Check with `has`
-        whether the run has the stage.
+        """Returns the programs of a stage, in the order in which they are called.
 
         Args:
-            stage: A name of `STAGES`: "encode", "sync", "explore", "regenerate", "score", "update"
-                or "evaluate". Any other name means "update".
-            codes: The quantized copy, as placed shapes, or an empty dict. Only "explore" reads it.
+            stage: The name of the stage, one of `STAGES`. `has` tells whether the run has it.
+            codes: The quantized weights that exploration samples with, as ShapeDtypeStructs by
+                parameter path. An empty dict if it does not quantize. Other stages ignore it.
 
         Returns:
-            The programs in the order in which they are called, one except for "score" and
-            "evaluate". Those of "evaluate" have 0 calls, because they are no part of an iteration.
+            One program; at most two for "score" (decoding and scoring), and up to three for
+            "evaluate" (sampling and those two).
         """
         experiment = self.experiment
         rollout = self.experiment.config.rollout
@@ -199,14 +200,13 @@ class Stages:
         return [self._update()]
 
     def _encodings(self, count: int) -> Any:
-        """Returns the conditioning of some prompts, replicated, as shapes.
+        """Returns the shapes of the embeddings of some prompts, replicated on all devices.
 
         Args:
-            count: The number of prompts, the leading axis of every array.
+            count: The number of prompts, which is the first axis of every array.
 
         Returns:
-            The tree of embeddings that the text encoders give, with `count` as the leading axis of
-            each array.
+            The tree that the text encoders return, with ShapeDtypeStructs for arrays.
         """
         with jax.set_mesh(self.rows_mesh):
             out = encode_chunk.eval_shape(*self._encode().arguments)
@@ -215,15 +215,14 @@ class Stages:
         )
 
     def _policy(self, codes: Any) -> Any:
-        """Returns the parameters of the old policy, which samples, as placed shapes.
+        """Returns the parameters that a phase samples with, as a tree of ShapeDtypeStructs.
 
-        They are the parameters of the base with the trainable parameters attached: an adapter lies
-        beside its base weight, and a fully trained array takes the place of the base's.
+        They are those of the frozen transformer, with the trainable parameters of the old policy
+        attached.
 
         Args:
-            codes: The quantized layers by parameter path. A layer that is among them takes the
-                place of its base weight and of its trainable parameters. An empty dict gives the
-                policy in the training precision.
+            codes: Quantized weights by parameter path, each of which takes the place of the weight
+                and its adapter. An empty dict gives the policy in the training precision.
         """
 
         def policy(base, adapters, codes):
@@ -232,8 +231,10 @@ class Stages:
         return shaped(policy, self.experiment.backbone.transformer, self.state.old, codes)
 
     def _encode(self) -> Program:
-        """Returns the program that encodes a batch of prompts. Its number of calls is that for the
-        prompts of one iteration, and one more for the empty prompt.
+        """Returns the program that encodes one batch of prompts.
+
+        It is called as often as the prompts of one iteration need, and once more for the empty
+        prompt.
         """
         backbone = self.experiment.backbone
         model = self.experiment.config.model
@@ -249,15 +250,14 @@ class Stages:
         return Program(mesh, encode_chunk, (encoders, self.encoders, token_shapes), calls)
 
     def _sync(self) -> tuple[Any, ...]:
-        """Returns the arguments of `quantize_policy`, the program that merges and quantizes the
-        policy.
+        """Returns the arguments of `quantize_policy`, the program of the stage "sync".
 
-        The exploration format must quantize.
+        Exploration must quantize.
 
         Returns:
-            The mesh; the base and the trainable parameters of the old policy as placed shapes; the
-            LoRA scale alpha / rank; the paths of the layers that are quantized; and the `Quantizer`
-            with shapes for its arrays. These are the six parameters of `quantize_policy` in order.
+            The six arguments in order: the mesh, the frozen parameters, the trainable parameters of
+            the old policy, the LoRA scale alpha / rank, the paths of the weights to quantize, and
+            the `Quantizer`. Arrays are ShapeDtypeStructs.
         """
         experiment = self.experiment
         explorer = self.experiment.explorer
@@ -276,18 +276,18 @@ class Stages:
 
     @property
     def _sampler(self) -> Sampler:
-        """The sampler of regeneration, of which only the batch size per device and the latent shape
-        are used.
+        """A sampler of the run. Only its batch size per device and the shape of its latents are
+        used.
         """
         return self.experiment.explorer.calibration.sampler
 
     def _rows(self, mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Returns the shape of an array with one row per sample of a batch on all devices.
+        """Returns a ShapeDtypeStruct for an array with one row per sample of a full batch.
 
         Args:
-            mesh: The mesh over which samples are sharded. A batch has the sampler's chunk size
-                times its `row_groups` rows.
-            shape: The shape of one row, () for one number per sample.
+            mesh: The mesh that the samples are split over. A full batch gives each of its parts as
+                many samples as a device generates at once.
+            shape: The shape of one row; () for one number per sample.
             dtype: The dtype of the elements, e.g. `jnp.float32`.
         """
         rows = self._sampler.chunk * row_groups(mesh)
@@ -297,11 +297,11 @@ class Stages:
         """Returns the program that samples one batch.
 
         Args:
-            segments: The parts of a sampling run in their order: each a policy, as placed shapes,
-                with the schedule of the steps that it takes.
+            segments: The policies that sample, one after another, each with its schedule of solver
+                steps. Usually there is one.
             calls: The number of calls per iteration.
-            recorded: The number of stochastic steps whose states the program returns for training;
-                0 returns none.
+            recorded: The number of stochastic steps whose latents the program returns for training;
+                0 for none.
         """
         noise = self._rows(self.mesh, self._sampler.shape, jnp.float32)
         rows = shaped(
@@ -318,10 +318,10 @@ class Stages:
         return Program(self.mesh, sample_chunk, arguments, calls)
 
     def _score(self, calls: int) -> list[Program]:
-        """Returns the programs that decode and score one batch.
+        """Returns the programs that decode and score one batch, as far as the reward has them.
 
-        A reward that reads no images needs no decoding, and a reward outside of JAX has no program
-        for scoring. The list may be empty.
+        There is no decoding for a reward that reads no images, and no scoring program for a reward
+        outside JAX.
 
         Args:
             calls: The number of calls of each program per iteration.
@@ -341,9 +341,7 @@ class Stages:
         return [*decode, Program(mesh, score_images, arguments, calls, meanwhile=latents)]
 
     def _update(self) -> Program:
-        """Returns the program of the update on the kept samples of an iteration, which is called
-        once.
-        """
+        """Returns the program of the update on the samples of one iteration; it is called once."""
         experiment = self.experiment
         config = self.experiment.config
         backbone = experiment.backbone

@@ -29,15 +29,15 @@ CUDNN = "9.12.0"  # the oldest version that the CUDA 13 plug-in of jax 0.10 acce
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """The figures of a GPU that XLA asks for.
+    """The figures of a GPU that XLA's compiler asks for.
 
     Attributes:
         cores: The number of streaming multiprocessors of the GPU.
         clock: Their clock in GHz.
         cache: The bytes of the L2 cache.
-        shared: The bytes of shared memory of a multiprocessor.
-        threads: The largest number of threads of a multiprocessor.
-        units: The number of float32 units of a multiprocessor.
+        shared: The bytes of shared memory per multiprocessor.
+        threads: The largest number of threads per multiprocessor.
+        units: The number of float32 arithmetic units (CUDA cores) per multiprocessor.
     """
 
     cores: int
@@ -50,19 +50,22 @@ class Chip:
 
 @dataclasses.dataclass(frozen=True)
 class Peaks:
-    """Peak rates of one device: operations per second (a multiply-add is 2) for matmuls, and bytes
-    per second for `memory`, `link` and `network`.
+    """The peak rates of one device.
 
     Attributes:
-        bf16: Matmuls in BF16.
-        int8: Matmuls in INT8; equal to `bf16` where there are no units.
-        fp8: Matmuls in FP8; equal to `bf16` where there are no units.
-        fp4: Matmuls in FP4; equal to `bf16` on GPUs and to `fp8` on TPUs where there are no units.
-        fp32: Matmuls in float32. On TPUs these are six passes of BF16.
-        tf32: Float32 matmuls in lower precision. On TPUs these are three passes of BF16.
-        memory: Main memory.
-        link: Links between the devices of a host, or of a TPU slice, in one direction.
-        network: The network between hosts, the share of one device, in one direction.
+        bf16: Operations per second of BF16 matmuls, with 2 for a multiply-add. The same unit holds
+            for all matmuls below.
+        int8: INT8 matmuls. A device that has no hardware for a format has the rate of the next
+            wider one here, down to that of `bf16`.
+        fp8: FP8 matmuls.
+        fp4: FP4 matmuls.
+        fp32: Float32 matmuls at full precision.
+        tf32: Float32 matmuls at reduced precision: TF32 on GPUs, three passes of BF16 on TPUs.
+        memory: Bytes per second of main memory.
+        link: Bytes per second of the links between the devices of a host or TPU slice, in one
+            direction.
+        network: Bytes per second of the network between hosts in one direction, divided by the
+            devices of a host.
     """
 
     bf16: float
@@ -78,18 +81,19 @@ class Peaks:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """One kind of device.
+    """A kind of device that programs can be compiled for.
 
     Attributes:
-        name: Its name in commands, e.g. "h200".
+        name: Its name on the command line, e.g. "h200".
         platform: "gpu" or "tpu".
-        kind: JAX's `device_kind`, e.g. "NVIDIA H100" or "TPU v5 lite".
-        capability: The CUDA compute capability; (0, 0) on TPUs.
+        kind: Its name in JAX (`jax.Device.device_kind`), e.g. "NVIDIA H100" or "TPU v5 lite".
+        capability: The CUDA compute capability, e.g. (9, 0); (0, 0) for TPUs.
         memory: The bytes of main memory of one device.
         peaks: The peak rates of one device.
-        on_host: The largest number of devices of one host.
-        chip: The figures of a GPU that XLA's compiler asks for; None on TPUs.
-        axes: The number of axes of a TPU's torus, 2 or 3; 0 for GPUs.
+        on_host: The largest number of devices that one host has.
+        chip: The figures of a GPU that XLA's compiler asks for; None for TPUs.
+        axes: 2 or 3 for TPUs whose chips are linked in a two- or three-dimensional torus; 0 for
+            GPUs.
         cores: The number of JAX devices of one TPU chip; 1 for GPUs.
     """
 
@@ -114,20 +118,17 @@ def _gpu(
     chip: Chip,
     on_host: int = 8,
 ) -> Target:
-    """Returns a GPU as a target.
-
-    The peak of float32 is 2 operations per unit and clock, and that of TF32 half of BF16's.
+    """Returns the target of a GPU. Its float32 rates are computed from the other figures.
 
     Args:
-        name: Its name in commands.
-        kind: JAX's `device_kind`, e.g. "NVIDIA H100".
-        capability: Its compute capability.
-        memory: MiB of memory, as CUDA reports it.
-        rates: Seven peak rates of one device: teraflops in BF16, INT8, FP8 and FP4, then TB/s of
-            memory, GB/s of links and of the network.
-        chip: The figures of the GPU that XLA asks for; its clock and units also give the peak of
-            float32.
-        on_host: The largest number of devices of one host.
+        name: Its name on the command line, e.g. "h200".
+        kind: Its name in JAX (`jax.Device.device_kind`), e.g. "NVIDIA H100".
+        capability: Its CUDA compute capability, e.g. (9, 0).
+        memory: MiB of memory, as CUDA reports them.
+        rates: Seven peak rates of one device: teraflops of matmuls in BF16, INT8, FP8 and FP4, TB/s
+            of memory, GB/s of the links, and GB/s of the network.
+        chip: The figures that XLA's compiler asks for.
+        on_host: The largest number of devices that one host has.
     """
     bf16, int8, fp8, fp4, bandwidth, link, network = rates
     fp32 = 2e9 * chip.units * chip.cores * chip.clock
@@ -149,19 +150,16 @@ def _gpu(
 def _tpu(
     name: str, kind: str, memory: int, rates: tuple[int | float, ...], axes: int, cores: int = 1
 ) -> Target:
-    """Returns a TPU as a target. The figures are those of a chip, and are divided by its cores.
-
-    A host has at most 8 chips with two axes, and 4 with three. FP4 has the rate of FP8, and the
-    network that of the links.
+    """Returns the target of a TPU. All its other peak rates are derived from those of the chip.
 
     Args:
-        name: Its name in commands.
-        kind: JAX's `device_kind`, e.g. "TPU v5 lite".
+        name: Its name on the command line, e.g. "tpu-v5e".
+        kind: Its name in JAX (`jax.Device.device_kind`), e.g. "TPU v5 lite".
         memory: GB (10^9 bytes) of memory of a chip.
-        rates: Five peak rates of a chip: teraflops in BF16, INT8 and FP8, then TB/s of memory and
-            GB/s of links.
-        axes: The number of axes of the torus, 2 or 3.
-        cores: The number of JAX devices of one chip.
+        rates: Five peak rates of a chip: teraflops of matmuls in BF16, INT8 and FP8, TB/s of
+            memory, and GB/s of the links.
+        axes: 2 or 3 for chips that are linked in a two- or three-dimensional torus.
+        cores: The number of JAX devices of one chip, among which memory and rates are divided.
     """
     bf16, int8, fp8, bandwidth, link = (rate / cores for rate in rates)
     fp32 = bf16 / 6 * 1e12
@@ -241,11 +239,10 @@ TARGETS = {
 
 
 def description(target: Target) -> str:
-    """Returns a GPU as XLA's compiler takes it: a `GpuTargetConfigProto` as text, with the cuDNN
-    version `CUDNN` and CUDA 13.0.
+    """Returns the text that describes a GPU to XLA's compiler (a `GpuTargetConfigProto`).
 
     Args:
-        target: The kind of device, which must be a GPU.
+        target: A GPU.
     """
     chip = target.chip
     (major, minor) = target.capability

@@ -42,19 +42,17 @@ _MOST_CHIPS = {2: 256, 3: 8192}
 
 
 def prepare(target: Target) -> None:
-    """Sets the environment variables for compiling for a device. JAX reads them when it is
-    imported.
+    """Prepares this process for compiling for absent devices. Call it before JAX is imported.
 
-    They make JAX run on the CPU, without a compilation cache, and keep libtpu from looking for a
-    TPU. The variables of this process that have these names are replaced, for the rest of its life.
+    It sets environment variables, which stay for the rest of the process: JAX then runs on the CPU,
+    keeps no compiled programs, and does not look for TPUs.
 
     Args:
-        target: The kind of device that programs will be compiled for. It decides which compiler is
-            looked for.
+        target: The kind of device that will be compiled for.
 
     Raises:
-        InputError: If its compiler is not installed: JAX's CUDA plug-in with `ptxas` and cuDNN, or
-            libtpu. They are looked for, not loaded. No variable is set then.
+        InputError: If its compiler is not installed (JAX's CUDA plug-in with `ptxas` and cuDNN, or
+            libtpu). Then no variable is set.
     """
     installed = any(map(importlib.util.find_spec, WHEELS[target.platform]))
     if target.platform == "gpu":
@@ -68,10 +66,9 @@ def prepare(target: Target) -> None:
 
 
 def _has_assembler() -> bool:
-    """Returns whether XLA finds CUDA's assembler `ptxas`: in a wheel of NVIDIA, on the PATH, or in
-    `/usr/local/cuda/bin`.
+    """Returns whether `ptxas`, CUDA's assembler, is installed, without which XLA cannot compile.
 
-    Some compilers crash without it.
+    It is looked for in NVIDIA's Python packages, on the PATH and in `/usr/local/cuda/bin`.
     """
     nvidia = importlib.util.find_spec("nvidia")
     wheels = [Path(folder) for folder in nvidia.submodule_search_locations or ()] if nvidia else []
@@ -81,32 +78,28 @@ def _has_assembler() -> bool:
 
 
 def _has_cudnn() -> bool:
-    """Returns whether cuDNN is installed, in a wheel or in the system. It is not loaded.
-
-    JAX asks the library for its version when it traces attention. No device is needed for that.
-    """
+    """Returns whether cuDNN is installed, as a Python package of NVIDIA or in the system."""
     nvidia = importlib.util.find_spec("nvidia")
     in_wheel = nvidia is not None and importlib.util.find_spec("nvidia.cudnn") is not None
     return in_wheel or ctypes.util.find_library("cudnn") is not None
 
 
 def devices(target: Target, count: int, hosts: int) -> list[Any]:
-    """Returns devices that are not present. Programs can be compiled for them, but not run.
+    """Returns devices that are not present, which JAX can compile for, but not run on.
 
-    Starts JAX's backends, so `prepare` must have been called before.
+    `prepare` must have been called before.
 
     Args:
-        target: The kind of device, which decides the platform and the largest number on a host.
-        count: The number of devices on each host. For GPUs: from 1 to `target.on_host`. For TPUs:
-            that of 1, 4 or 8 chips (chips times `target.cores`), at most `target.on_host`.
-        hosts: The number of hosts: at least 1 for GPUs, and a power of two for TPUs.
+        target: The kind of device.
+        count: The number of devices on each host. A host has from 1 to `target.on_host` GPUs, or 1,
+            4 or 8 TPU chips (8 only with a two-dimensional torus) of `target.cores` devices each.
+        hosts: The number of hosts, at least 1; a power of two for TPUs.
 
     Returns:
-        `count` times `hosts` `jax.Device`s, host by host and then by their numbers.
+        `count` times `hosts` devices (`jax.Device`), sorted by host.
 
     Raises:
-        InputError: If `count` is more GPUs than a host has, or is no number of devices that a TPU
-            host has, or if there is no TPU slice of so many hosts.
+        InputError: If there are no hosts with so many devices, or no TPU slice of so many hosts.
     """
     import jax
     from jax.experimental.topologies import get_topology_desc
@@ -131,23 +124,23 @@ def devices(target: Target, count: int, hosts: int) -> list[Any]:
 
 
 def tpu_topology(target: Target, count: int, hosts: int) -> tuple[str, tuple[int, int, int]]:
-    """Returns the name of a TPU slice and the arrangement of a host's chips.
+    """Returns the TPU slice that consists of some hosts.
 
     Args:
-        target: The kind of TPU. Its axes, its cores per chip and the size of its hosts decide.
-        count: The number of devices on each host: 1, 4 or 8 chips times `target.cores`, at most
-            `target.on_host`.
-        hosts: The number of hosts: 1, or a power of two.
+        target: The kind of TPU.
+        count: The number of devices on each host: 1, 4 or 8 chips (8 only with a two-dimensional
+            torus) of `target.cores` devices each.
+        hosts: The number of hosts, a power of two.
 
     Returns:
-        libtpu's name of the slice, e.g. "v6e:4x4" for 2 hosts of 8 tpu-v6e, and the numbers of a
-        host's chips along the three axes. The slice is as near to a square or cube as powers of two
-        allow, with the longest axes last, but axes of length 1 behind all others.
+        A pair. First the name of the slice for libtpu, with the numbers of chips along the axes of
+        its torus, e.g. "v6e:4x4" for 2 hosts of 8 chips; they are as equal as possible. Then the
+        numbers of chips of one host along three axes, e.g. (2, 4, 1).
 
     Raises:
-        InputError: If there are no hosts with so many devices, or no slices with so many hosts: the
-            number is no power of two, the slice has more than 256 chips (8192 with three axes), or
-            hosts of one chip are combined.
+        InputError: If there are no hosts with so many devices, or no slice of so many hosts. A
+            slice has at most 256 chips, or 8192 with a three-dimensional torus, and slices of
+            several hosts need at least 4 chips per host.
     """
     sizes = {
         chips * target.cores: bounds
@@ -176,12 +169,12 @@ def tpu_topology(target: Target, count: int, hosts: int) -> tuple[str, tuple[int
 
 
 def lowered(function: Any, arguments: tuple[Any, ...]) -> Any:
-    """Lowers a jitted function for shapes that are placed on a topology's devices. Raises what JAX
-    raises.
+    """Lowers a jitted function for the devices that its arguments are placed on.
 
     Args:
-        function: The jitted function, whose mesh must be set (`jax.set_mesh`) if it reads one.
-        arguments: Its arguments, with placed ShapeDtypeStructs in place of arrays.
+        function: The jitted function. If it reads the current mesh, set it with `jax.set_mesh`.
+        arguments: Its arguments, with ShapeDtypeStructs in place of arrays. Their shardings name
+            the devices.
 
     Returns:
         The lowered program (`jax.stages.Lowered`).
@@ -190,13 +183,14 @@ def lowered(function: Any, arguments: tuple[Any, ...]) -> Any:
 
 
 def compiled(program: Any, target: Target) -> Any:
-    """Compiles a lowered program for a device, with the options of its platform: on GPUs, without
-    matmuls in Triton, which could not be tuned. Raises what XLA raises.
+    """Compiles a lowered program for a kind of device.
+
+    On GPUs, XLA may not compile matmuls with Triton, because their tile sizes could not be tuned
+    without the device.
 
     Args:
         program: The result of `lowered`.
-        target: The kind of device that the program was lowered for. Only its platform, "gpu" or
-            "tpu", is used.
+        target: The kind of device that the program was lowered for.
 
     Returns:
         The compiled program (`jax.stages.Compiled`), which cannot be run here.
