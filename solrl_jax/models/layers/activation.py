@@ -17,16 +17,19 @@ Activation: TypeAlias = Float[Array, "b s d"] | LazyActivation
 
 
 def as_lazy(x: Activation, dtype: DTypeLike | None = None) -> LazyActivation:
-    """Returns the activation as a `LazyActivation`, which later layers can extend and read in one
-    pass.
+    """Wraps an activation in a `LazyActivation`.
+
+    A lazy activation is an array [b, s, d] that is not computed until a layer reads it; that
+    layer's kernel then computes it on the fly. Further elementwise functions can be appended to it
+    before that.
 
     Args:
         x: An array [b, s, d] or a lazy activation.
-        dtype: The dtype that the values of an array are cast to when they are read. None: the dtype
-            of the array. A lazy activation keeps its dtype, whatever this is.
+        dtype: For an array: the dtype to which its values are cast when they are read; None: its
+            own dtype. Ignored if `x` is lazy.
 
     Returns:
-        `x` itself if it is a lazy activation, otherwise one whose value is `x` in `dtype`.
+        `x` itself if it is lazy, otherwise a lazy activation with the values of `x`.
     """
     if isinstance(x, LazyActivation):
         return x
@@ -34,18 +37,20 @@ def as_lazy(x: Activation, dtype: DTypeLike | None = None) -> LazyActivation:
 
 
 def concat_features(first: Activation, *others: Activation, dtype: DTypeLike) -> Activation:
-    """Concatenates activations along the feature axis, without writing the result to memory.
+    """Concatenates activations along the feature axis as one lazy activation.
+
+    A lazy activation is not computed, nor written to memory, until a layer reads it.
 
     Args:
-        first: An activation [b, s, d].
-        *others: Activations [b, s, d_i] that follow it.
-        dtype: The dtype that arrays among the activations are cast to as they are read. FP8
-            attention, for example, returns E4M3 arrays, which are read as BF16 where this is BF16.
-            It is also the dtype of the result if `first` is an array. If `first` is lazy, the
-            result has the dtype of `first`.
+        first: An activation [b, s, d], an array or a lazy activation.
+        *others: The activations [b, s, d_i] that follow it.
+        dtype: The dtype to which those activations that are arrays are cast when they are read.
+            E4M3 results of FP8 attention, for example, are read as BF16. Lazy activations keep
+            their own dtype.
 
     Returns:
-        The lazy activation [b, s, d + sum of d_i].
+        The lazy activation [b, s, d + sum of d_i]. Its dtype is that of `first` if this is lazy,
+        otherwise `dtype`.
     """
     result = as_lazy(first, dtype)
     for other in others:

@@ -13,19 +13,21 @@ EPS = 1e-6  # the epsilon of every norm in FLUX and Stable Diffusion 3
 
 
 class AdaLayerNorm(nnx.Module):
-    """adaLN-Zero (arXiv 2212.09748, section 3.2): a layer norm, and a linear layer for its
-    modulation.
+    """A layer norm whose modulation (shifts, scales, gates) is computed from a condition vector by
+    a linear layer: adaLN-Zero (arXiv 2212.09748, section 3.2).
 
-    The norm has no weights of its own, and its epsilon is 1e-6. The caller computes the vectors by
-    `vectors`, passes a shift and a scale to the call, and applies gates itself.
+    `vectors(condition)` returns all modulation vectors. The call `norm(x, shift, scale)` takes two
+    of them; gates are left to the caller. The norm has no weights of its own, and its epsilon is
+    1e-6.
 
     Args:
         d: The number of features of the tokens and of the condition.
-        num_vectors: The number of modulation vectors, for example 6: shift, scale and gate, twice.
+        num_vectors: The number of modulation vectors: for example 6 for shift, scale and gate of
+            attention and MLP.
         bias: Whether the linear layer has a bias.
-        modulate: The function (x, shift, scale) -> `x (1 + scale) + shift`. Networks round it
-            differently: `modulate` (the default) after each operation, `modulate_rounding_once`
-            at the end.
+        modulate: Computes `x (1 + scale) + shift` from (x, shift, scale). The two functions that
+            networks use differ in rounding only: `modulate` (the default) rounds after each
+            operation, `modulate_rounding_once` at the end.
         rngs: Random number generators for the initial weights.
     """
 
@@ -44,16 +46,15 @@ class AdaLayerNorm(nnx.Module):
         self.modulate = modulate
 
     def vectors(self, condition: Float[Array, "b d"]) -> list[Float[Array, "b 1 d"]]:
-        """Computes the modulation vectors of a condition.
+        """Computes the modulation vectors from the condition.
 
         Args:
-            condition: The vector that modulates the block, such as the embedded timestep and text,
-                after its SiLU.
+            condition: One vector per sample, such as the sum of embedded timestep and text, after
+                its SiLU.
 
         Returns:
-            A list of `num_vectors` arrays [b, 1, d], in the dtype of `condition` and in the order
-            of the checkpoint's linear layer. Their meaning (shift, scale or gate) is up to the
-            caller.
+            A list of `num_vectors` arrays [b, 1, d] in the order of the linear layer's output. The
+            caller knows which are shifts, scales and gates.
         """
         return jnp.split(self.linear(condition)[:, None], self.num_vectors, axis=-1)
 
@@ -63,7 +64,8 @@ class AdaLayerNorm(nnx.Module):
         shift: Float[Array, "b 1 d"],
         scale: Float[Array, "b 1 d"],
     ) -> Activation:
-        """`norm(x) (1 + scale) + shift`, computed by the layer that reads it.
+        """Returns `norm(x) (1 + scale) + shift` as a lazy activation, which is not computed until a
+        layer reads it.
 
         Args:
             x: The tokens before the norm, of any floating-point dtype.

@@ -34,28 +34,27 @@ def attention(
 ) -> Float[Array, "b t n h"]:
     """Computes `softmax(scale * q k^T + bias) v` for each head. The softmax is in float32.
 
-    The kernel depends on the platform and the shapes: Pallas on TPUs, cuDNN on GPUs, otherwise XLA.
-    Under tensor parallelism, heads are computed on different devices, and the result is gathered.
+    The kernel depends on platform and shapes: Pallas on TPUs, cuDNN on GPUs, otherwise XLA. Under
+    tensor parallelism, each device computes some of the heads, and the result is gathered.
 
     Args:
         q: Queries: batch, query positions, heads, features of a head.
-        k: Keys: batch, key positions, key heads, features. Query head `i` reads key head `i // (n /
-            kv)`.
-        v: Values, with the axes of the keys.
-        mask: The keys that queries attend to: a Boolean matrix that broadcasts to [b, n, t, s],
-            True where a query may attend to a key, or int [b], the number of keys from the first
-            on. None: all keys. A query that attends to no key of a matrix gets the mean of the
-            values, so that the outputs of padding are finite (on TPUs, the mean includes zeros that
-            pad the keys). A number of keys must be at least 1.
+        k: Keys: batch, key positions, key heads, features. There may be fewer key heads than query
+            heads: query head `i` reads key head `i // (n / kv)`.
+        v: Values, of the shape of `k`.
+        mask: Which keys queries attend to. Either a Boolean matrix that broadcasts to [b, n, t, s],
+            True where a query may attend to a key; or int [b], the number of leading keys that are
+            valid, at least 1. None: all keys. A query with no key in the matrix gets a mean of the
+            values, so that the outputs of padding are finite.
         scale: The factor of the logits. None: `h ** -0.5`.
-        softcap: A cap c turns the logits into `c tanh(logits / c)`, before the mask is applied.
-            None: no cap. With a cap, no fused kernel is used, and all scores are in memory.
-        bias: Added to the logits, broadcast to [b, n, t, s]; cuDNN reads it in the dtype of `q`.
-            Cannot be combined with `softcap`. None: no bias.
+        softcap: A number c that replaces the logits by `c tanh(logits / c)`, before the mask is
+            applied. It needs memory for all scores. None: no cap.
+        bias: Added to the logits, broadcast to [b, n, t, s]. None: no bias. Cannot be combined with
+            `softcap`.
 
     Returns:
-        The attended values [b, t, n, h] in the dtype of `q`, which is that of `k` and `v`, too.
-        They have a gradient in q, k, v and bias.
+        The attended values [b, t, n, h] in the dtype of `q`, which `k` and `v` must share.
+        Differentiable in q, k, v and bias.
 
     Raises:
         AssertionError: Both `softcap` and `bias` are given.
@@ -74,21 +73,21 @@ def attention_forward(
     v: Float[Array, "b s kv h"],
     mask: Mask | None = None,
 ) -> Float[Array, "b t n h"]:
-    """Computes `softmax(h ** -0.5 q k^T) v` for each head, for programs that take no gradient of
-    it. The softmax is in float32.
+    """Computes `softmax(h ** -0.5 q k^T) v` for each head, for programs that take no gradient. The
+    softmax is in float32.
 
-    Without a gradient, cuDNN needs neither padding for odd lengths nor a copy of the mask for each
-    head. A gradient of it is not refused, but cuDNN then fails for odd lengths and for masks.
+    It needs less memory on GPUs than `attention`, but its gradient fails there for odd lengths and
+    for masks.
 
     Args:
         q: Queries [b, t, n, h]: batch, query positions, heads, features of a head.
-        k: Keys [b, s, kv, h]: batch, key positions, key heads, features. Query head `i` reads key
-            head `i // (n / kv)`.
-        v: Values, with the axes of the keys.
-        mask: The keys that queries attend to: a Boolean matrix that broadcasts to [b, n, t, s],
-            True where a query may attend to a key, or int [b], the number of keys from the first
-            on, at least 1. None: all keys. A query that attends to no key of a matrix gets the mean
-            of the values (on TPUs, with the zeros that pad them).
+        k: Keys [b, s, kv, h]: batch, key positions, key heads, features. There may be fewer key
+            heads than query heads: query head `i` reads key head `i // (n / kv)`.
+        v: Values, of the shape of `k`.
+        mask: Which keys queries attend to. Either a Boolean matrix that broadcasts to [b, n, t, s],
+            True where a query may attend to a key; or int [b], the number of leading keys that are
+            valid, at least 1. None: all keys. A query with no key in the matrix gets a mean of the
+            values.
 
     Returns:
         The attended values [b, t, n, h], in the dtype of `q`.
@@ -97,14 +96,14 @@ def attention_forward(
 
 
 def _shard_heads(x: Array) -> Array:
-    """Shards an activation by its heads over the mesh axis `tensor`.
+    """Constrains an activation to be sharded by its heads over the mesh axis `tensor`.
 
     Args:
         x: The activation [b, t, n, h].
 
     Returns:
-        `x` with a sharding constraint: by heads if the axis divides their number n, otherwise
-        complete on every device. `x` itself if the mesh has no such axis, or one of size 1.
+        The same values: sharded if the size of the axis divides the number of heads n, otherwise
+        replicated. `x` itself if the mesh has no such axis, or one of size 1.
     """
     return tensor_parallel.shard_axis(x, 2)
 
@@ -118,22 +117,22 @@ def _attend(
     bias: Array | None,
     gradient: bool,
 ) -> Float[Array, "b t n h"]:
-    """Chooses the kernel for the platform and the shapes, and calls it.
-
-    The first that takes the operands is used: Pallas on a TPU, cuDNN on a GPU, XLA.
+    """Runs the attention kernel for the platform and shapes: Pallas on a TPU, cuDNN on a GPU, or
+    XLA where neither takes the operands.
 
     Args:
         q: queries, [b, t, n, h].
         k: keys, [b, s, kv, h].
         v: values, [b, s, kv, h].
-        mask: the keys that queries attend to: a Boolean matrix that broadcasts to [b, n, t, s], or
-            int [b], the number of keys from the first on; None: all keys.
+        mask: which keys queries attend to: a Boolean matrix that broadcasts to [b, n, t, s], or int
+            [b], the number of leading valid keys; None: all keys.
         scale: factor of the logits.
         bias: added to the logits, broadcasts to [b, n, t, s]; None: no bias.
-        gradient: whether a gradient may be taken. cuDNN then gets padded lengths and full masks.
+        gradient: whether a gradient may be taken. If so, operands are passed to cuDNN in the form
+            that its gradient requires, which takes more memory.
 
     Returns:
-        The attended values [b, t, n, h] in the dtype of `q`, complete on every device of the axis
+        The attended values [b, t, n, h] in the dtype of `q`, replicated over the mesh axis
         `tensor`.
     """
     # First complete, so that a norm before the attention sees all features, then sharded by heads.
@@ -154,15 +153,15 @@ def _attend(
 def _mask_matrix(
     mask: Mask | None, k: Float[Array, "b s kv h"]
 ) -> Bool[Array, "#b #n #t s"] | None:
-    """Returns a mask as a Boolean matrix over queries and keys.
+    """Converts a mask to a Boolean matrix over queries and keys.
 
     Args:
-        mask: None, the number of valid keys (from the first) of each sample [b], or a matrix.
-        k: the keys. Their number s is the width of the matrix; nothing else of them counts.
+        mask: None, a Boolean matrix, or int [b], the number of leading valid keys of each sample.
+        k: the keys, for their number s.
 
     Returns:
-        None and matrices are returned as they are, the same object. Numbers of keys become a matrix
-        [b, 1, 1, s], True for the valid keys.
+        [b, 1, 1, s] for numbers of keys, True for the valid ones. None and a matrix are returned
+        unchanged (the same object).
     """
     if mask is None or mask.ndim > 1:
         return mask
@@ -174,7 +173,7 @@ def _xla_attention(
 ) -> Array:
     """Attention without a fused kernel: all scores are in memory.
 
-    Operands in float16 are computed in float32.
+    Float16 operands are computed in float32.
 
     Args:
         q: queries, [b, t, n, h].
@@ -201,20 +200,19 @@ def _xla_attention(
 def cudnn_fits(
     q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct, *, biased: bool
 ) -> bool:
-    """Whether cuDNN's flash attention takes these operands and computes their gradient.
+    """Whether the program is traced for a GPU whose cuDNN flash attention takes these operands,
+    also for a gradient.
 
-    The dtype must be BF16 or FP16, and the features of a head a multiple of 8. Heads may have up to
-    128 features, the limit that all GPUs share (Hopper takes 256). Odd lengths have no gradient.
-    `_cudnn_attention` pads them to even lengths, but not if there is a bias. It is not known here
-    whether a gradient will be taken, so its conditions are always required.
+    The operands must be BF16 or FP16, and a head have a multiple of 8 features, up to 128. With a
+    bias or a mask matrix, both lengths must be even; without, `_cudnn_attention` pads odd lengths.
 
     Args:
         q: Queries [b, t, n, h], or their shape and dtype.
         k: Keys [b, s, kv, h], or their shape and dtype. Only the length s counts.
-        biased: Whether there is a bias or a mask matrix, which cuDNN reads as a bias.
+        biased: Whether there is a bias or a mask matrix (which cuDNN reads as a bias).
 
     Returns:
-        Whether the program is traced for a GPU and cuDNN takes the operands.
+        True if `_cudnn_attention` may be called.
     """
     head_dim = q.shape[-1]
     if compile_target.platform() != "gpu":
@@ -235,22 +233,23 @@ def _cudnn_attention(
     bias: Array | None,
     row_values: Float[Array, " b"] | None,
 ) -> Array:
-    """cuDNN's flash attention (arXiv 2205.14135), with its operands in the form that it requires.
+    """Calls cuDNN's flash attention (arXiv 2205.14135), with the operands in the form that it
+    requires.
 
-    cuDNN requires a bias in the dtype of `q` and, for the gradient, a mask of the full shape and
-    even lengths. Odd lengths are padded by one position, and the kernel receives the true length of
-    each row, so that it ignores the padding.
+    For a gradient, cuDNN requires even lengths and a mask of the full shape. An odd length is
+    padded by one position, which the kernel ignores.
 
     Args:
         q: Queries [b, t, n, h].
         k: Keys [b, s, kv, h].
         v: Values [b, s, kv, h].
-        mask: The keys that queries attend to: a Boolean matrix that broadcasts to [b, n, t, s], or
-            int [b], the number of keys from the first on. None: all keys.
+        mask: Which keys queries attend to: a Boolean matrix that broadcasts to [b, n, t, s], or int
+            [b], the number of leading valid keys. None: all keys.
         scale: The factor of the logits.
         bias: Added to the logits, broadcasts to [b, n, t, s]. None: no bias.
-        row_values: Any number for each row, from which the true lengths are computed, so that they
-            are sharded as the rows are. None: no gradient is taken.
+        row_values: If a gradient may be taken: one number per sample, of any value. It only carries
+            the sharding of the batch over to the lengths that are passed to the kernel. None: no
+            gradient is taken.
 
     Returns:
         The attended values [b, t, n, h], in the dtype of `q`.
@@ -295,10 +294,10 @@ def _cudnn_attention(
 def _softcapped(
     q: Array, k: Array, v: Array, mask: Array | None, scale: float, softcap: float
 ) -> Array:
-    """Attention whose logits are capped by `softcap * tanh(logits / softcap)`.
+    """Attention whose logits are replaced by `softcap * tanh(logits / softcap)`.
 
-    It is written out because no fused kernel has a soft cap. All scores are in memory, in float32.
-    A query that attends to no key gets the mean of the values.
+    All scores are in memory, in float32. A query that attends to no key gets the mean of the
+    values.
 
     Args:
         q: queries, [b, t, n, h].
@@ -307,7 +306,7 @@ def _softcapped(
         mask: Boolean matrix that broadcasts to [b, n, t, s], True where a query may attend to a
             key; None: all keys.
         scale: factor of the logits before the cap.
-        softcap: the largest magnitude of a logit, a positive number.
+        softcap: the bound of the logits' magnitude, a positive number.
 
     Returns:
         The attended values [b, t, n, h], in the dtype of `v`.

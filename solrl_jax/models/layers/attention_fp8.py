@@ -23,21 +23,21 @@ PROBABILITY_SCALE = 256.0  # the value that a probability of 1 is quantized as
 def attention_fp8(
     q: Float[Array, "b t n h"], k: Float[Array, "b s n h"], v: Float[Array, "b s n h"]
 ) -> Float[Array, "b t n h"]:
-    """Computes `softmax(h ** -0.5 q k^T) v` for each head, in FP8.
+    """Computes `softmax(h ** -0.5 q k^T) v` for each head, in FP8, without a mask. It has no
+    gradient.
 
-    There is no mask and no bias, and no program may take a gradient of it. On CPUs it is plain JAX
-    (`reference`) for heads of any size. On TPUs, on GPUs older than Hopper, and on other GPUs for
-    heads whose size is no multiple of 16 or above 128, the matmuls run in BF16, which rounds the
-    probabilities less. Under tensor parallelism, heads are computed on different devices, and the
+    The matmuls run in FP8 on GPUs from Hopper on, if a head has a multiple of 16 features, up to
+    128. On CPUs, plain JAX gives the same rounding. On all other devices and for other heads, the
+    matmuls run in BF16. Under tensor parallelism, each device computes some of the heads, and the
     result is gathered.
 
     Args:
         q: Queries in E4M3: batch, query positions, heads, features of a head.
         k: Keys in E4M3: batch, key positions, heads, features.
-        v: Values in E4M3, with the axes of the keys.
+        v: Values in E4M3, of the shape of `k`.
 
     Returns:
-        The attended values in E4M3, saturated at 448.
+        The attended values in E4M3, clipped to +-448.
     """
     if compile_target.platform() == "cpu":
         return reference(q, k, v)
@@ -50,11 +50,11 @@ def attention_fp8(
 
 
 def _cudnn_attention(q: Array, k: Array, v: Array) -> Array:
-    """Calls cuDNN's attention on queries, keys and values in E4M3.
+    """Calls cuDNN's FP8 attention, `softmax(h ** -0.5 q k^T) v` without a mask.
 
-    The logits are multiplied by `h ** -0.5`. Probabilities are quantized 256 times as large
-    (`PROBABILITY_SCALE`); every other scale is 1. There is no mask. The caller makes sure that the
-    GPU is a Hopper or newer, and that h is a multiple of 16, up to 128.
+    Needs a GPU from Hopper on, and h must be a multiple of 16, up to 128; neither is checked.
+    Probabilities are quantized after multiplication by 256 (`PROBABILITY_SCALE`), so that small
+    ones keep their precision. No other number is scaled.
 
     Args:
         q: Queries [b, t, n, h], E4M3.
@@ -80,11 +80,12 @@ def _cudnn_attention(q: Array, k: Array, v: Array) -> Array:
 
 
 def reference(q: Array, k: Array, v: Array) -> Array:
-    """Computes `softmax(h ** -0.5 q k^T) v` for each head with the rounding of cuDNN's FP8
-    attention, in plain JAX.
+    """Computes `softmax(h ** -0.5 q k^T) v` for each head in plain JAX, with the rounding of
+    cuDNN's FP8 attention.
 
-    The logits and sums are in float32. The exponentials are rounded to E4M3 before they multiply
-    the values, but not in the sum that normalises them. All scores are in memory.
+    Logits and sums are in float32. The exponentials are rounded to E4M3 for the product with the
+    values; their sum, which normalises the result, is taken before this rounding. All scores are in
+    memory.
 
     Args:
         q: queries [b, t, n, h] in E4M3: batch, positions, heads, features of a head.
@@ -92,7 +93,7 @@ def reference(q: Array, k: Array, v: Array) -> Array:
         v: values [b, s, n, h] in E4M3.
 
     Returns:
-        The attended values [b, t, n, h] in E4M3, saturated at 448.
+        The attended values [b, t, n, h] in E4M3, clipped to +-448.
     """
     q32, k32, v32 = (x.astype(jnp.float32) for x in (q, k, v))
     logits = q.shape[-1] ** -0.5 * jnp.einsum("btnh,bsnh->bnts", q32, k32)

@@ -27,17 +27,17 @@ def fits(
     mask: Bool[Array, "#b #n #t s"] | None,
     bias: Float[Array, "#b #n t s"] | None,
 ) -> bool:
-    """Whether the program is traced for TPUs and the flash kernel takes these operands.
+    """Whether the program is traced for TPUs and `flash_attention` takes these operands.
 
-    The kernel requires as many key heads as query heads, with up to 128 features or a multiple of
-    128; a mask that is the same for all queries and heads; and no bias.
+    It requires as many key heads as query heads, each with up to 128 features or a multiple of 128;
+    a mask that is the same for all queries and heads; and no bias.
 
     Args:
-        q: queries [b, t, n, h]. Their lengths may be any: the kernel's caller pads them.
+        q: queries [b, t, n, h], of any length.
         k: keys [b, s, kv, h].
         mask: Boolean matrix over batch, heads, queries and keys, True where a query may attend to a
-            key. It is accepted if its axes for heads and queries have the size 1. None: no mask.
-        bias: addition to the logits, with which the answer is False; None: no bias.
+            key. Its axes for heads and queries must have the size 1. None: all keys.
+        bias: addition to the logits. Must be None.
 
     Returns:
         True if `flash_attention` may be called with these operands.
@@ -57,19 +57,19 @@ def flash_attention(
     mask: Bool[Array, "#b 1 1 s"] | None,
     scale: float,
 ) -> Float[Array, "b t n h"]:
-    """Computes `softmax(scale * q k^T) v` over the keys of the mask. The softmax is in float32.
+    """Computes `softmax(scale * q k^T) v` for each head by JAX's Pallas kernel for TPUs. The
+    softmax is in float32.
 
-    Lengths are padded to multiples of `TILE` (128) and the result is cut to its true length. It has
-    a gradient in q, k and v. The caller has checked by `fits` that the program is traced for TPUs,
-    that there are as many key heads as query heads, and that their features are up to 128 or a
-    multiple of 128. A mesh, if one is set, has an axis `tensor`, over which heads are divided.
+    Call it only if `fits` is True. Differentiable in q, k and v. Lengths are padded to multiples of
+    128 (`TILE`), and the result is cut to its true length. Heads are divided over the mesh axis
+    `tensor`, which a mesh, if one is set, must have.
 
     Args:
         q: Queries.
         k: Keys.
         v: Values.
-        mask: True for keys that queries attend to. None: all keys. If a sample has none, its result
-            is the mean of the values and of the zeros that pad them.
+        mask: True for keys that queries attend to. None: all keys. A sample with no such key gets a
+            mean of the values and of the zeros that pad them.
         scale: The factor of the logits.
 
     Returns:
@@ -89,19 +89,19 @@ def flash_attention(
 
 
 def _attend(scale: float, *arrays: Array) -> Float[Array, "b n t h"]:
-    """The kernel with its gradient, on each device with its own rows and heads.
+    """Runs the kernel on each device with its own rows and heads, and defines its gradient.
 
-    The gradient runs the forward pass again, because the kernel does not return its statistics.
-    Float32 operands are multiplied at the highest precision, others at the default one.
+    The backward pass runs the forward pass again, because the kernel does not return the statistics
+    of its softmax. Float32 operands are multiplied at the highest precision.
 
     Args:
         scale: The factor of the logits.
-        *arrays: Four arrays: queries [b, n, t, h], keys and values [b, n, s, h], with t and s
-            multiples of 128, and int32 [b, s], 0 for keys that queries attend to and 1 for all
-            others. The last one has no gradient.
+        *arrays: Four arrays: queries [b, n, t, h], keys [b, n, s, h], values [b, n, s, h], and an
+            int32 mask [b, s], which is 0 for keys that queries attend to and 1 for all others. t
+            and s are multiples of 128.
 
     Returns:
-        The attended values [b, n, t, h], in the dtype of q.
+        The attended values [b, n, t, h], in the dtype of the queries.
     """
     # Mosaic takes no BF16 operands at a precision above the default
     precision = "highest" if arrays[0].dtype == jnp.float32 else "default"
@@ -123,14 +123,14 @@ def _attend(scale: float, *arrays: Array) -> Float[Array, "b n t h"]:
 def _kernel(
     scale: float, q: Array, k: Array, v: Array, masked: Int[Array, "b s"]
 ) -> Float[Array, "b n t h"]:
-    """Calls JAX's kernel.
+    """Calls JAX's Pallas flash attention.
 
-    The block size along each axis is the largest of `BLOCK_SIZES` that divides the length.
+    Along each axis, it uses the largest of `BLOCK_SIZES` that divides the length.
 
     Args:
         scale: The factor of the logits.
-        q: Queries [b, n, t, h], t a multiple of `TILE`.
-        k: Keys [b, n, s, h], s a multiple of `TILE`.
+        q: Queries [b, n, t, h]; t is a multiple of 128 (`TILE`).
+        k: Keys [b, n, s, h]; s is a multiple of 128.
         v: Values [b, n, s, h].
         masked: 0 for keys that queries attend to, 1 for all others.
 

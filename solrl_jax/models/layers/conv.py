@@ -64,12 +64,10 @@ class Conv(nnx.Module):
         return y if self.bias is None else y + self.bias.get_value().astype(x.dtype)
 
     def apply_upsampled(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b 2*h 2*w n_out"]:
-        """The convolution of `x` upsampled by two with nearest-neighbor interpolation, plus the
-        bias.
+        """Upsamples `x` by two with nearest-neighbor interpolation and convolves it.
 
-        For layers with a 3x3 kernel and stride 1, which is not checked. Except on CPUs, one
-        transposed convolution computes it (`conv_upsampled`), with sums of weights that are rounded
-        to the dtype of `x`.
+        For layers with a 3x3 kernel and stride 1, which is not checked. Except on CPUs, both steps
+        are one transposed convolution (`conv_upsampled`), which needs no upsampled image in memory.
 
         Args:
             x: The images before upsampling.
@@ -89,11 +87,12 @@ class Conv(nnx.Module):
 def conv_upsampled(
     x: Float[Array, "b h w n_in"], kernel: Float[Array, "3 3 n_in n_out"]
 ) -> Float[Array, "b 2*h 2*w n_out"]:
-    """A 3x3 convolution of `x` upsampled by two (nearest neighbor), as one transposed convolution.
+    """Upsamples `x` by two (nearest neighbor) and applies a 3x3 convolution, both as one transposed
+    convolution.
 
-    Each tap of the transposed convolution is the sum of the taps that meet the same pixel of `x`.
-    This takes four multiplications instead of nine, and no upsampled image in memory. On a CPU it
-    is slower.
+    Where several taps of the kernel read copies of the same pixel of `x`, their sum is one tap of
+    the transposed convolution. That takes four multiplications instead of nine, and no upsampled
+    image in memory. On a CPU it is slower than two steps.
 
     Args:
         x: The images before upsampling.
@@ -121,8 +120,7 @@ def conv_upsampled(
 class DepthwiseConv(nnx.Module):
     """A convolution with one filter per channel, stride 1 and zero padding.
 
-    Images keep their size. The sums are in float32, rounded once to the dtype of the input. The
-    bias is zero at first.
+    Images keep their size. Sums are in float32. The bias is zero at first.
 
     Args:
         channels: The number of channels.
@@ -145,7 +143,7 @@ class DepthwiseConv(nnx.Module):
             x: The images.
 
         Returns:
-            An array of the shape and dtype of `x`. The sums are in float32 and are rounded once.
+            An array of the shape and dtype of `x`.
         """
         bias = None if self.bias is None else self.bias.get_value()
         return depthwise_conv(x, self.kernel.get_value(), bias)

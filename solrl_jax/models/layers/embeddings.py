@@ -16,14 +16,14 @@ from solrl_jax.quant.matmul import matmul
 
 
 class PatchProjection(nnx.Module):
-    """A convolution whose stride equals its kernel size, computed as a matmul over flattened
-    patches.
+    """Maps each square patch of an image to one token by a linear layer. In checkpoints it is a
+    convolution whose stride is its kernel size.
 
     The initial weight has the Xavier uniform distribution, and the bias is zero.
 
     Args:
         patch: The side of a patch in pixels. Heights and widths of images are multiples of it.
-        n_in: The number of input channels.
+        n_in: The number of channels of an image.
         n_out: The number of features of a token.
         bias: Whether to add a bias.
         rngs: Random number generators for the initial weight.
@@ -86,7 +86,8 @@ def unpatch(
 
 
 class TextProjection(nnx.Module):
-    """Two linear layers with an activation between them (`PixArtAlphaTextProjection` of diffusers).
+    """An MLP that maps text embeddings to the width of a network: linear layer, activation, linear
+    layer (`PixArtAlphaTextProjection` of diffusers).
 
     Args:
         n_in: The number of features of the text embedding.
@@ -115,8 +116,8 @@ class TextProjection(nnx.Module):
 
 
 class TimestepMLP(nnx.Module):
-    """Embeds a number per sample (a timestep or a guidance scale): 256 sinusoids, then an MLP with
-    SiLU.
+    """Embeds one number per sample, a timestep or a guidance scale, as a vector: 256 sinusoids,
+    then an MLP with SiLU.
 
     Args:
         d: The number of hidden and output features.
@@ -132,20 +133,20 @@ class TimestepMLP(nnx.Module):
 
         Args:
             value: The numbers, e.g. timesteps from 0 to 1000, which need not be whole.
-            dtype: The dtype that the sinusoids, computed in float32, are cast to, and in which the
-                MLP computes.
+            dtype: The dtype in which the MLP computes and of the result. The sinusoids are computed
+                in float32.
 
         Returns:
-            The embeddings [b, d], in this dtype.
+            The embeddings [b, d].
         """
         return self.linear_2(jax.nn.silu(self.linear_1(sinusoid(value).astype(dtype))))
 
 
 def sinusoid(value: Float[Array, " b"], dim: int = 256) -> Float[Array, "b {dim}"]:
-    """Sinusoidal features of numbers.
+    """Returns the sinusoidal features of one number per sample.
 
     Args:
-        value: One number per sample, for example a timestep in 0..1000.
+        value: The numbers, for example timesteps from 0 to 1000.
         dim: The number of features, an even number.
 
     Returns:
@@ -165,12 +166,12 @@ def sinusoid(value: Float[Array, " b"], dim: int = 256) -> Float[Array, "b {dim}
 def sincos_positions(
     d: int, rows: Float[np.ndarray, " rows"], columns: Float[np.ndarray, " columns"]
 ) -> Float[Array, "rows columns {d}"]:
-    """Fixed position embeddings of a token grid.
+    """Returns fixed sinusoidal position embeddings for a grid of tokens.
 
     Args:
         d: The number of features, a multiple of 4.
-        rows: The vertical coordinate of each row of tokens, in any unit, such as 0, 1, 2, ....
-        columns: The horizontal coordinate of each column of tokens, in the same unit.
+        rows: The vertical coordinate of each row of tokens, for example 0, 1, 2, ...
+        columns: The horizontal coordinate of each column of tokens.
 
     Returns:
         Float32 features [rows, columns, d]. The first half encodes the column and the second half

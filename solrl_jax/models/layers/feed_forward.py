@@ -13,23 +13,24 @@ from solrl_jax.quant.gated_conv import gated_conv
 
 
 def silu_gate(gate: Float[Array, "..."], value: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`silu(gate) * value`, the middle of a SiLU-gated linear unit (SwiGLU, arXiv 2002.05202).
+    """Computes `silu(gate) * value`, the gate of a SwiGLU layer (arXiv 2002.05202).
 
     Args:
-        gate: The first factor before its SiLU, which is applied here.
-        value: The second factor, of the same shape.
+        gate: The factor to which SiLU is applied.
+        value: The other factor, of the same shape and dtype.
 
     Returns:
-        The product, of the shape of both factors and, if they have one dtype, in that dtype.
+        The product, of the same shape and dtype.
     """
     return jax.nn.silu(gate) * value
 
 
 class FeedForward(nnx.Module):
-    """A linear layer to four times the width, GELU (tanh form, arXiv 1606.08415), a linear layer
-    back.
+    """An MLP with hidden width `4 * d`: linear layer, GELU (tanh form, arXiv 1606.08415), linear
+    layer.
 
-    `net` is a list in PyTorch, whose index 1 is a dropout layer.
+    The module's structure follows PyTorch's list `net`, which has a dropout layer at index 1 that
+    is not built here.
 
     Args:
         d: The number of input and output features.
@@ -44,8 +45,7 @@ class FeedForward(nnx.Module):
         self.net = nnx.Dict(layers)
 
     def __call__(self, x: Activation) -> Float[Array, "b s d"]:
-        """Applies a linear layer to four times the width, GELU and a linear layer back. The input
-        is not added.
+        """Applies the MLP to each token. The input is not added.
 
         Args:
             x: The tokens [b, s, d], an array or a lazy activation.
@@ -57,11 +57,12 @@ class FeedForward(nnx.Module):
 
 
 class GatedFeedForward(nnx.Module):
-    """A SiLU-gated linear unit (arXiv 2002.05202): `w2(silu(w1(x)) * w3(x))`, without biases.
+    """A gated MLP (SwiGLU, arXiv 2002.05202): `w2(silu(w1(x)) * w3(x))` with three linear layers
+    without biases.
 
     Args:
         d: The number of input and output features.
-        hidden: The number of hidden features.
+        hidden: The number of hidden features, which `w1` and `w3` return.
         rngs: Random number generators for the initial weights.
     """
 
@@ -82,13 +83,14 @@ class GatedFeedForward(nnx.Module):
 
 
 class FusedGatedFeedForward(nnx.Module):
-    """`GatedFeedForward` whose gate and value come from one linear layer, the gate first.
+    """A gated MLP (SwiGLU) in which one linear layer computes both gate and value.
 
-    It computes `linear_out(silu(gate) * value)`, without biases.
+    It computes `linear_out(silu(gate) * value)`, where gate and value are the two halves of
+    `linear_in(x)`. There are no biases.
 
     Args:
         d: The number of input and output features.
-        hidden: The number of hidden features, which is half the output of the first linear layer.
+        hidden: The number of hidden features. `linear_in` returns twice as many.
         rngs: Random number generators for the initial weights.
     """
 
@@ -98,8 +100,8 @@ class FusedGatedFeedForward(nnx.Module):
         self.hidden = hidden
 
     def __call__(self, x: Activation) -> Float[Array, "b s d"]:
-        """Computes `linear_out(silu(gate) * value)` for each token, where `linear_in(x)` is the
-        gate, then the value. The input is not added.
+        """Computes `linear_out(silu(gate) * value)` for each token, where gate and value are the
+        two halves of `linear_in(x)`. The input is not added.
 
         Args:
             x: The tokens [b, s, d], an array or a lazy activation.
@@ -114,13 +116,13 @@ class FusedGatedFeedForward(nnx.Module):
 class GLUMBConv(nnx.Module):
     """SANA's gated MLP with a depthwise 3x3 convolution inside (arXiv 2410.10629, section 2.2).
 
-    A 1x1 convolution to `2 * hidden` channels, SiLU, the depthwise convolution, the product of its
-    first half with the SiLU of its second half, and a 1x1 convolution back, without a bias. The
-    input is not added. The class has the name of its counterpart in diffusers.
+    The steps: a 1x1 convolution to `2 * hidden` channels; SiLU; the depthwise convolution; `first
+    half * silu(second half)` of its channels; and a 1x1 convolution back to d channels, without a
+    bias. The input is not added. The name is that of diffusers.
 
     Args:
         d: The number of input and output features.
-        hidden: The number of features after the gate.
+        hidden: The number of channels after the gate.
         rngs: Random number generators for the initial weights.
     """
 
@@ -142,14 +144,14 @@ class GLUMBConv(nnx.Module):
         return self.on_tokens(x.reshape(b, h * w, d), (h, w)).reshape(b, h, w, -1)
 
     def on_tokens(self, x: Activation, grid: tuple[int, int]) -> Float[Array, "b n d"]:
-        """Applies the gated MLP with a depthwise convolution to images that are given as tokens.
+        """Applies the gated MLP to images whose pixels are given as tokens. The input is not added.
 
         Args:
             x: The pixels [b, n, d], row by row, an array or a lazy activation.
-            grid: The number of rows and of columns of the image, whose product is n.
+            grid: (rows, columns) of the image, whose product is n.
 
         Returns:
-            The output [b, n, d], to which the input is not added, in the dtype of `x`.
+            The output [b, n, d], in the dtype of `x`.
         """
         bias = self.conv_depth.bias
         assert bias is not None

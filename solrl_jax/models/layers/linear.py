@@ -14,15 +14,17 @@ from solrl_jax.quant.matmul import lazy_matmul, matmul
 
 
 class Linear(nnx.Module):
-    """`y = x W + b`. The weight `kernel` [in, out] may be an array, or any leaf that
-    `quant.matmul` accepts, such as a quantized or an adapted one.
+    """A linear layer `y = x W + b`.
+
+    The weight `kernel` [in, out] may be an array, a quantized weight, or a weight with a LoRA
+    adapter.
 
     Args:
         n_in: The number of input features.
         n_out: The number of output features.
         bias: Whether to add a bias, which is zero at first.
-        layout: The layout of the weight in PyTorch: "linear", or "pointwise" for a 1x1 convolution.
-            It matters for checkpoints only.
+        layout: The shape of the weight in PyTorch checkpoints: "linear" for [out, in], or
+            "pointwise" for the [out, in, 1, 1] of a 1x1 convolution.
         rngs: Random number generators for the initial weight, which has PyTorch's default
             distribution.
     """
@@ -35,19 +37,19 @@ class Linear(nnx.Module):
         self.bias = param(jnp.zeros(n_out), "bias") if bias else None
 
     def __call__(self, x: Float[Array, "... n_in"] | LazyActivation) -> Float[Array, "... n_out"]:
-        """Computes `x W + b` for an array of any rank or for a lazy activation.
+        """Computes `x W + b` for an array of any rank or a lazy activation.
 
         Args:
-            x: The input, with the `n_in` features in the last axis, of a floating-point dtype.
+            x: The input, of a floating-point dtype, with `n_in` features in the last axis.
 
         Returns:
-            An array with `n_out` features in the last axis, also for a lazy input. It has the dtype
-            of `x`, unless the weight is a `HalfPrecisionWeight`, which gives its own dtype.
+            An array with `n_out` features in the last axis, in the dtype of `x` (for a
+            `HalfPrecisionWeight`, in the weight's own dtype).
 
         Raises:
-            ValueError: If `x` is an array that is not of a floating-point dtype, or that does not
-                have the `n_in` features of an NVFP4 weight.
-            TypeError: If `x` does not have the `n_in` features of another weight.
+            ValueError: If `x` is not of a floating-point dtype, or has not `n_in` features and the
+                weight is in NVFP4.
+            TypeError: If `x` has not `n_in` features and the weight is not in NVFP4.
         """
         if isinstance(x, LazyActivation):
             return self.lazy(x).value
@@ -55,15 +57,17 @@ class Linear(nnx.Module):
         return y if self.bias is None else y + self.bias.get_value().astype(y.dtype)
 
     def lazy(self, x: Activation) -> LazyActivation:
-        """Applies the layer. Scales and bias are left to the layer that reads the result.
+        """Applies the layer, and returns `x W + b` as a lazy activation.
+
+        The matmul is computed now. The addition of the bias and the scales of a quantized product
+        are left to the layer that reads the result, whose kernel does them on the fly.
 
         Args:
-            x: The input [b, s, in], an array or a lazy activation. Unless the weight quantizes its
-                input, a lazy one is computed and written to memory.
+            x: The input [b, s, in], an array or a lazy activation. A lazy one is computed here.
 
         Returns:
-            The lazy activation [b, s, out], in the dtype of `x` (of the weight if that is a
-            `HalfPrecisionWeight`). The matmul itself is computed at once.
+            The lazy activation [b, s, out], in the dtype of `x` (for a `HalfPrecisionWeight`, in
+            the weight's own dtype).
         """
         x = as_lazy(x)
         y = lazy_matmul(x, self.kernel.get_value())
@@ -72,22 +76,22 @@ class Linear(nnx.Module):
         return y.map(jnp.add, self.bias.get_value().astype(x.dtype)[None, None])
 
     def activated(self, x: Activation, f: Callable[[Array], Array]) -> Activation:
-        """`f(x W + b)`, of which the layer that reads the result adds the bias and applies `f`.
+        """Applies the layer, then `f`, and returns `f(x W + b)` as a lazy activation.
+
+        The matmul is computed now. The addition of the bias and `f` are left to the layer that
+        reads the result, whose kernel does them on the fly.
 
         Args:
             x: The input [b, s, in], an array or a lazy activation.
             f: An elementwise function of arrays of any shape, for example `jax.nn.gelu`.
 
         Returns:
-            The lazy activation [b, s, out], in the dtype of `x` (of the weight if that is a
-            `HalfPrecisionWeight`). The matmul itself is computed at once.
+            The lazy activation [b, s, out], in the dtype of `x` (for a `HalfPrecisionWeight`, in
+            the weight's own dtype).
         """
         return self.lazy(x).map(f)
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the weight is a quantized leaf, of any format.
-
-        Quantized weights are used only where no gradient is taken.
-        """
+        """Whether the weight is quantized, in any format. Quantized weights have no gradient."""
         return isinstance(self.kernel.get_value(), Quantized)

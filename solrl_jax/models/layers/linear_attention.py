@@ -12,18 +12,19 @@ from solrl_jax.quant.linear_attention import linear_attention
 
 
 class CrossProjection(nnx.Module):
-    """The projections of an attention whose queries and keys may come from different sequences.
+    """The linear layers of an attention from one sequence to another: to queries, keys and values,
+    and from the attended values to the output.
 
-    The output projection `to_out`, from all heads to the width of the query sequence, always has a
-    bias. Subclasses compute the attention.
+    A base class: subclasses compute the attention itself. The output layer `to_out` always has a
+    bias.
 
     Args:
-        widths: Three numbers of features: of a token of the query sequence, of a token of the key
-            sequence, and of all heads together.
+        widths: Three numbers of features: of a token of the attending sequence, of a token of the
+            attended sequence, and of all heads together.
         heads: The number of heads, a divisor of the third width.
-        normed: Whether queries and keys are normalized (RMSNorm with epsilon 1e-5), all heads
-            together.
-        bias: Whether the projections to queries, keys and values have biases.
+        normed: Whether queries and keys are normalized (RMSNorm with epsilon 1e-5), over the
+            features of all heads together.
+        bias: Whether the layers to queries, keys and values have biases.
         rngs: Random number generators for the initial weights.
     """
 
@@ -45,7 +46,7 @@ class CrossProjection(nnx.Module):
         self.heads = heads
 
     def project(self, x: Activation, source: Activation) -> list[LazyActivation]:
-        """Computes queries of one sequence, and keys and values of another.
+        """Computes the queries of one sequence, and the keys and values of another.
 
         Normalized queries and keys are materialized; everything else stays lazy.
 
@@ -54,8 +55,9 @@ class CrossProjection(nnx.Module):
             source: The sequence that is attended to [b, l, d_source], which may be `x` itself.
 
         Returns:
-            Queries [b, n, inner], keys and values [b, l, inner] as lazy activations. inner is the
-            number of features of all heads together, which lie side by side.
+            A list [queries [b, n, inner], keys [b, l, inner], values [b, l, inner]] of lazy
+            activations, with the heads side by side; inner is the number of features of all heads
+            together. Queries and keys that are normalized are computed at once.
         """
         q = self.to_q.lazy(x)
         k = self.to_k.lazy(source)
@@ -67,33 +69,34 @@ class CrossProjection(nnx.Module):
 
 
 class LinearAttention(CrossProjection):
-    """Attention with weights `relu(q) . relu(k)` instead of a softmax (arXiv 2410.10629, equation
-    1).
+    """Linear attention of one sequence to itself, with weights `relu(q) . relu(k)` instead of a
+    softmax (arXiv 2410.10629, equation 1).
 
-    The weights of each query are normalized to the sum 1. The sums over the keys do not depend on
-    the query, so the work is linear in the number of tokens. They are computed in float32.
+    The weights of each query are divided by their sum. The work is linear in the number of tokens,
+    because the sums over the keys (of `k v^T` and of `k`) are the same for all queries. They are
+    computed in float32.
 
     Args:
-        widths: `(d, d, inner)`: the number of features of a token, twice, and of all heads
+        widths: `(d, d, inner)`: d features of a token, given twice, and inner features of all heads
             together.
         heads: The number of heads, a divisor of the third width.
-        normed: Whether queries and keys are normalized (RMSNorm with epsilon 1e-5), all heads
-            together.
+        normed: Whether queries and keys are normalized (RMSNorm with epsilon 1e-5), over the
+            features of all heads together.
         bias: Whether the projections to queries, keys and values have biases. The output projection
             always has one.
         rngs: Random number generators for the initial weights.
     """
 
     def __call__(self, x: Activation, grid: tuple[int, int]) -> Float[Array, "b n d"]:
-        """Applies linear attention of the image tokens to each other, and the output projection.
+        """Applies linear attention of the image tokens to each other, and the output layer.
 
         Args:
             x: The image tokens [b, n, d], an array or a lazy activation.
-            grid: The number of rows and of columns of the tokens. Unused: it is for layers that
-                replace this one and depend on positions (`models.layers.mhla`).
+            grid: Unused. The (rows, columns) of the tokens, for layers that replace this one and
+                depend on positions (`BlockMixing`).
 
         Returns:
-            The output [b, n, d], to which the input is not added, in the dtype of `x`.
+            The output [b, n, d] in the dtype of `x`. The input is not added.
         """
         x = as_lazy(x)
         q, k, v = self.project(x, x)
@@ -107,8 +110,8 @@ class CrossAttention(CrossProjection):
         widths: Three numbers of features: of an image token, of a text token, and of all heads
             together.
         heads: The number of heads, a divisor of the third width.
-        normed: Whether queries and keys are normalized (RMSNorm with epsilon 1e-5), all heads
-            together.
+        normed: Whether queries and keys are normalized (RMSNorm with epsilon 1e-5), over the
+            features of all heads together.
         bias: Whether the projections to queries, keys and values have biases. The output projection
             always has one.
         rngs: Random number generators for the initial weights.
@@ -117,19 +120,19 @@ class CrossAttention(CrossProjection):
     def __call__(
         self, x: Float[Array, "b n d"], text: Float[Array, "b l d"], mask: Bool[Array, "b l"]
     ) -> Float[Array, "b n d"]:
-        """Applies softmax attention from image tokens to text tokens, and the output projection.
+        """Applies softmax attention from image tokens to text tokens, and the output layer.
 
-        No gradient can be taken if the projections are quantized.
+        It has no gradient if the linear layers are quantized.
 
         Args:
-            x: The image tokens, which attend. They may be of another width than the text.
-            text: The text tokens, which are attended to, of any number per sample.
-            mask: True for text tokens, False for padding, to which nothing attends.
+            x: The image tokens, which attend.
+            text: The text tokens, which are attended to. Their width may differ from that of the
+                image.
+            mask: True for text tokens, False for padding, which is not attended to.
 
         Returns:
-            The output for each image token, to which the input is not added, in the dtype of `x`.
-            For a sample whose mask is all False, the attention is the mean of the values (on TPUs,
-            with the zeros that pad them).
+            One output per image token, in the dtype of `x`. The input is not added. A sample whose
+            mask is all False attends evenly to all values.
         """
         q, k, v = (
             y.value.reshape(*y.value.shape[:2], self.heads, -1)

@@ -29,15 +29,19 @@ EPS = 1e-6  # added to the ReLU of queries and keys, and to the denominator
 class Mhla:
     """How MHLA replaces SANA's linear attention (configuration section `model`).
 
+    MHLA divides the tokens of an image into M equal blocks. Linear attention has one sum over all
+    keys; here each block has its own, and the queries of block i read the mixture of these sums
+    with the weights of row i of a trained matrix m [M, M].
+
     Attributes:
-        blocks: The number M of equal blocks that the tokens of an image are divided into, 1 or
-            more. It must be a product of a divisor of the number of rows of tokens and a divisor of
-            the number of columns, for example 16 = 4 x 4 for 32 x 32 tokens.
-        released: Whether to follow the released code instead of the paper: m is normalized by
-            columns and is not bounded, `lepe` starts as the identity and has a bias, and each query
+        blocks: The number M of blocks, 1 or more: a divisor of the number of rows of tokens times a
+            divisor of the number of columns, for example 16 = 4 x 4 for 32 x 32 tokens.
+        released: Whether to follow the released code instead of the paper: the columns of m, not
+            its rows, sum to 1 at first, and training does not keep m in [0, 1]; the convolution
+            that is added to the attention starts as the identity and has a bias; and each query
             position has its own denominator.
-        normed: Whether queries and keys get norms (RMSNorm with epsilon 1e-5, all heads together)
-            if the checkpoint has none. Norms that a checkpoint has are kept whatever this is.
+        normed: Whether to add norms of queries and keys (RMSNorm with epsilon 1e-5, over all heads
+            together) to a checkpoint without them. Norms that a checkpoint has are always kept.
     """
 
     blocks: int
@@ -46,28 +50,24 @@ class Mhla:
 
 
 class BlockMixing(CrossProjection):
-    """Linear attention that mixes the sums over keys among blocks, plus a convolution of the
-    values.
+    """MHLA's attention: linear attention that mixes the sums over keys among blocks of the image,
+    plus a depthwise convolution of the values.
 
-    The depthwise convolution `lepe` of the values is added to the attention. When a checkpoint
-    without MHLA is loaded, the mixing matrix `mix` starts with weights that fall linearly with the
-    distance between blocks (`initial_mix`), and `lepe` as zero, so that the network starts near the
-    one that it was; in the released variant `lepe` starts as the identity, with a bias of zero.
-    These values are in the metadata of the parameters (`start`). The constructor itself leaves
-    `mix` at zero and draws `lepe`.
+    The new parameters are the matrix `mix` [M, M] for M blocks and the convolution `lepe`. When a
+    checkpoint without MHLA is loaded, they get values with which the network starts near the one
+    without MHLA: `mix` falls linearly with the distance between blocks (`initial_mix`), and `lepe`
+    is zero (or, in the released variant, the identity).
 
     Args:
-        mhla: The number of blocks, whether to follow the paper or the released code, and whether to
-            add norms where the checkpoint has none.
+        mhla: The settings of MHLA.
         layout: The number of blocks from top to bottom and from left to right, whose product is
-            `mhla.blocks`. It is the same for images of every size, because m is about places in the
-            image.
-        widths: `(d, d, inner)`: the number of features of a token, twice, and of all heads
+            `mhla.blocks`. It is the same for all image sizes.
+        widths: `(d, d, inner)`: d features of a token, given twice, and inner features of all heads
             together.
         heads: The number of heads, a divisor of the third width.
-        normed: Whether the checkpoint has norms of queries and keys. Otherwise the layer has them
-            if `mhla.normed` is set, with weights that start as 1.
-        bias: Whether the projections to queries, keys and values have biases.
+        normed: Whether the checkpoint has norms of queries and keys. If not, the layer adds them
+            where `mhla.normed` is set, with weights that start as 1.
+        bias: Whether the linear layers to queries, keys and values have biases.
         rngs: Random number generators for the initial weights.
     """
 
@@ -100,17 +100,15 @@ class BlockMixing(CrossProjection):
                 norm.scale.set_metadata(start=(np.ones, widths[2]))
 
     def __call__(self, x: Activation, grid: tuple[int, int]) -> Float[Array, "b n d"]:
-        """Applies linear attention with mixed block sums, adds the convolution of the values, and
-        projects the sum.
+        """Applies the attention with mixed sums, adds the convolution of the values, and applies
+        the output layer.
 
         Args:
             x: The image tokens [b, n, d], row by row, an array or a lazy activation.
-            grid: The number of rows and of columns of the tokens, multiples of the blocks in
-                `layout`.
+            grid: (rows, columns) of the tokens, multiples of the numbers of blocks in `layout`.
 
         Returns:
-            The output [b, n, d] in the dtype of `x`: the projected sum of the attention and of the
-            convolution `lepe`. The input is not added.
+            The output [b, n, d] in the dtype of `x`. The input is not added.
         """
         x = as_lazy(x)
         q, k, v = self.project(x, x)
@@ -122,14 +120,13 @@ class BlockMixing(CrossProjection):
 
 
 def tiling(blocks: int, grid: tuple[int, int]) -> tuple[int, int]:
-    """Divides a grid of tokens into equal blocks that are as square as possible.
+    """Chooses how to divide a grid of tokens into equal blocks that are as square as possible.
 
-    The ratio of a block's sides, in tokens, is as close to 1 as possible. If two divisions are
-    equally square, the one with fewer blocks from top to bottom is chosen.
+    If two divisions are equally square, the one with fewer blocks from top to bottom is chosen.
 
     Args:
         blocks: The number of blocks, 1 or more.
-        grid: The number of rows and of columns of tokens.
+        grid: (rows, columns) of tokens.
 
     Returns:
         The number of blocks from top to bottom and from left to right. Their product is `blocks`.
@@ -158,19 +155,20 @@ def tiling(blocks: int, grid: tuple[int, int]) -> tuple[int, int]:
 
 
 def initial_mix(layout: tuple[int, int], released: bool) -> Float[np.ndarray, "m m"]:
-    """The mixing matrix before training. It falls linearly with the distance between blocks.
+    """Returns the mixing matrix m before training. Its weights fall linearly with the distance
+    between blocks.
 
-    In the paper, m_ij is proportional to 1 - dist(i, j) / max_k dist(i, k), and rows sum to 1. In
-    the released code, the maximum is over all pairs, and columns sum to 1. Row i is that of the
-    queries of block i. Distances are Euclidean, in blocks; blocks are numbered row by row.
+    m_ij is the weight of the keys of block j for the queries of block i. It is proportional to 1 -
+    dist(i, j) / D, with the Euclidean distance in blocks, which are numbered row by row. In the
+    paper, D is the largest distance from block i, and rows sum to 1. In the released code, D is the
+    largest of all distances, and columns sum to 1.
 
     Args:
         layout: The number of blocks from top to bottom and from left to right.
         released: Whether to follow the released code instead of the paper.
 
     Returns:
-        The matrix m [M, M] for M blocks, float64 with non-negative entries. For a single block it
-        is [[1]].
+        The matrix [M, M] for M blocks, float64, non-negative. For a single block it is [[1]].
     """
     places = np.indices(layout).reshape(2, -1).T
     distance = np.linalg.norm(places[:, None] - places[None], axis=-1)
@@ -180,10 +178,11 @@ def initial_mix(layout: tuple[int, int], released: bool) -> Float[np.ndarray, "m
 
 
 def initial_filter(released: bool) -> Float[np.ndarray, "3 3 1 1"]:
-    """The filter of `lepe` before training: zero, or the identity.
+    """Returns the filter of MHLA's convolution `lepe` before training: zero, or the identity.
 
     Args:
-        released: Whether to follow the released code, where the filter is the identity.
+        released: Whether to follow the released code, whose filter is the identity, instead of the
+            paper.
 
     Returns:
         A float64 filter [3, 3, 1, 1], which is broadcast to all channels.

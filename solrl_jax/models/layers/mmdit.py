@@ -19,18 +19,19 @@ from solrl_jax.models.layers.softmax_attention import JointAttention, SelfAttent
 
 
 class JointBlock(nnx.Module):
-    """One layer of both streams (arXiv 2403.03206, figure 2b).
+    """A block with two streams, text and image, which have separate weights and attend jointly
+    (arXiv 2403.03206, figure 2b).
 
     Args:
         d: The number of features of the tokens, a multiple of `head_dim`.
         head_dim: The number of features of one attention head.
-        modulate: The function (x, shift, scale) -> `x (1 + scale) + shift`: `modulate` for FLUX.1,
-            `modulate_rounding_once` for SD3.
+        modulate: Computes `x (1 + scale) + shift` from (x, shift, scale): `modulate` for FLUX.1,
+            which rounds after each operation, or `modulate_rounding_once` for SD3.
         normed: Whether each head of queries and keys is normalized (RMSNorm).
-        dual: Whether the image stream also attends to itself, beside the joint attention (SD3.5
-            Medium).
-        last: Whether the text stream ends here: the image attends to it, but nothing is computed
-            from it (the last layer of SD3).
+        dual: Whether the image tokens also attend to each other in a second attention, beside the
+            joint one (SD3.5 Medium).
+        last: Whether the text stream ends in this block (the last one of SD3): the image still
+            attends to the text, but the text is not updated.
         rngs: Random number generators for the initial weights.
     """
 
@@ -63,12 +64,14 @@ class JointBlock(nnx.Module):
         *,
         fp8_attention: bool = False,
     ) -> tuple[Float[Array, "b l d"], Float[Array, "b n d"]]:
-        """Applies joint attention of text and image, then an MLP to each stream. Both read
-        modulated norms, and their gated results are added to the streams.
+        """Applies joint attention of text and image, then an MLP to each stream.
+
+        Attention and MLP read modulated norms; their results, times gates, are added to the
+        streams.
 
         Args:
-            text: The text tokens, the input of the layer.
-            image: The image tokens, the input of the layer.
+            text: The text tokens.
+            image: The image tokens.
             condition: The vector that modulates the block: the SiLU of the sum of the embedded
                 timestep, pooled text and, in FLUX.1-dev, guidance scale.
             rotation: Cosines and sines of the rotary angles of the l + n positions, text first: two
@@ -78,8 +81,8 @@ class JointBlock(nnx.Module):
                 from the rounded inputs.
 
         Returns:
-            The text tokens (unchanged in the `last` layer) and the image tokens after the layer,
-            each of the shape and dtype of its input. The residual sums are included.
+            The text tokens (unchanged if the block is the `last`) and the image tokens after the
+            block, each with the shape and dtype of its input.
         """
         image_vectors = self.norm1.vectors(condition)
         shift, scale, gate, shift_ff, scale_ff, gate_ff = image_vectors[:6]
@@ -112,13 +115,13 @@ class JointBlock(nnx.Module):
 
 
 class TimeTextEmbedding(nnx.Module):
-    """The condition that modulates the blocks: embedded timestep plus guidance scale plus pooled
-    text.
+    """Computes the condition vector that modulates the blocks: the sum of the embedded timestep,
+    the embedded pooled text and, if `guided`, the embedded guidance scale.
 
     Args:
         d: The number of features of the condition.
         pooled_dim: The number of features of the pooled text.
-        guided: Whether the guidance scale is embedded, too. Otherwise a guidance scale is ignored.
+        guided: Whether the guidance scale is embedded. If not, it is ignored.
         rngs: Random number generators for the initial weights.
     """
 
@@ -133,16 +136,16 @@ class TimeTextEmbedding(nnx.Module):
         pooled: Float[Array, "b e"],
         guidance: Float[Array, " b"] | None = None,
     ) -> Float[Array, "b d"]:
-        """Computes the condition, the sum of the embedded timestep, guidance scale and pooled text.
+        """Computes the condition vector of each sample.
 
         Args:
             timestep: `1000 * sigma` of each sample.
             pooled: The pooled text embedding of each prompt.
-            guidance: The guidance scale of each sample, for networks that embed it, where it is
-                multiplied by 1000 first. None leaves the term out.
+            guidance: The guidance scale of each sample, for example 3.5 (multiplied by 1000 here).
+                None: it is left out.
 
         Returns:
-            The condition in the dtype of `pooled`, before its SiLU.
+            The condition [b, d] in the dtype of `pooled`. The caller applies SiLU to it.
         """
         embedded = self.timestep_embedder(timestep, pooled.dtype)
         if self.guidance_embedder is not None and guidance is not None:

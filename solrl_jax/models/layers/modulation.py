@@ -14,8 +14,8 @@ Modulate: TypeAlias = Callable[[Array, Array, Array], Array]
 def modulate(
     x: Float[Array, "... d"], shift: Float[Array, "... d"], scale: Float[Array, "... d"]
 ) -> Float[Array, "... d"]:
-    """`x (1 + scale) + shift`, rounded after each operation, as in the released code of SANA and
-    FLUX.
+    """Computes `x (1 + scale) + shift`, rounded after each operation, as in the released code of
+    SANA and FLUX.
 
     Args:
         x: normalised activations.
@@ -23,7 +23,7 @@ def modulate(
         scale: scale of each feature, which broadcasts to `x`.
 
     Returns:
-        An array of the shape of `x`. If all three have one dtype, it has that dtype.
+        An array of the shape of `x`, in the dtype that all three share.
     """
     return x * (1 + scale) + shift
 
@@ -31,7 +31,7 @@ def modulate(
 def modulate_rounding_once(
     x: Float[Array, "... d"], shift: Float[Array, "... d"], scale: Float[Array, "... d"]
 ) -> Float[Array, "... d"]:
-    """`x (1 + scale) + shift`, computed in float32 and rounded once to the dtype of `x`.
+    """Computes `x (1 + scale) + shift` in float32, and rounds once to the dtype of `x`.
 
     Args:
         x: normalised activations.
@@ -46,9 +46,9 @@ def modulate_rounding_once(
 
 
 def silu_rounding_once(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`x sigmoid(x)`, elementwise, computed in float32 and rounded once to the dtype of `x`.
+    """Computes SiLU, `x sigmoid(x)`, in float32, and rounds once to the dtype of `x`.
 
-    For the condition vector that modulates every block: its rounding error would not average out.
+    It serves the condition vector, whose rounding error would affect every block.
 
     Args:
         x: An array of any shape and floating-point dtype.

@@ -24,8 +24,8 @@ def layer_norm(
     Args:
         x: The input, of any floating-point dtype.
         eps: Added to the variance.
-        width: The number of columns that are not padding. Kernels pad rows with zeros; padded
-            columns of the result are not meaningful. None: all columns.
+        width: The number of leading columns that are not padding: kernels pad rows with zeros, and
+            mean and variance are over the first `width` columns. None: all columns.
 
     Returns:
         The normalized input, in the dtype of `x`.
@@ -80,17 +80,18 @@ class LayerNorm(nnx.Module):
         scale: Float[Array, "b 1 d"],
         modulate: Modulate = modulate,
     ) -> Activation:
-        """`norm(x) (1 + scale) + shift`, computed by the layer that reads it.
+        """Returns `norm(x) (1 + scale) + shift` as a lazy activation, which is not computed until a
+        layer reads it.
 
-        If the norm has learned weights, the normalization itself is computed at once.
+        If the norm has learned weights, only the modulation is lazy.
 
         Args:
             x: The input, of any floating-point dtype.
             shift: The shift of each sample and feature.
-            scale: The scale of each sample and feature, before 1 is added. It is not the norm's own
-                weight, which is applied before.
-            modulate: The function (x, shift, scale) -> `x (1 + scale) + shift`, which decides how
-                it is rounded. A kernel calls it on float32 rows.
+            scale: The scale of each sample and feature, before 1 is added. (The norm's own weight
+                is another one.)
+            modulate: Computes `x (1 + scale) + shift` from (x, shift, scale), with the rounding
+                that the network needs.
 
         Returns:
             The lazy activation [b, s, d], in the dtype of `x`.
@@ -98,9 +99,10 @@ class LayerNorm(nnx.Module):
         return self._lazy(x).map(modulate, shift, scale)
 
     def scaled(self, x: Float[Array, "b s d"], factor: Float[Array, "b 1 d"]) -> Activation:
-        """Returns `norm(x) * factor` as a lazy activation, which the layer that reads it computes.
+        """Returns `norm(x) * factor` as a lazy activation, which is not computed until a layer
+        reads it.
 
-        If the norm has learned weights, the normalization itself is computed at once.
+        If the norm has learned weights, only the factor is lazy.
 
         Args:
             x: activations before the norm, of any floating-point dtype.
@@ -112,10 +114,11 @@ class LayerNorm(nnx.Module):
         return self._lazy(x).map(jnp.multiply, factor)
 
     def _lazy(self, x: Float[Array, "b s d"]) -> LazyActivation:
-        """Returns the normalised `x` as a lazy activation, which the layer that reads it computes.
+        """Returns the normalised `x` as a lazy activation, which is not computed until a layer
+        reads it.
 
-        With a learned scale, the norm is computed at once, and the lazy activation wraps the
-        result.
+        If the norm has learned weights, it is computed at once instead, and the lazy activation
+        wraps the result.
 
         Args:
             x: activations of any floating-point dtype.
@@ -140,14 +143,12 @@ def rms_norm(
 
     Args:
         x: The input, of any floating-point dtype.
-        scale: The weight, one factor per column, which broadcasts against `x`. In float32, or in a
-            dtype that float32 contains.
+        scale: The weight, one factor per column, which broadcasts against `x`.
         eps: Added to the mean of the squares.
-        width: The number of columns that are not padding, by which the sum of squares is divided.
-            Kernels pad rows with zeros. None: all columns.
-        save_squares: Whether to write the sums of squares to memory, under the checkpoint name of
-            the outputs of matmuls (`quant.leaf.MATMUL`). With the rematerialization "matmuls", the
-            gradient then does not recompute them. The result is the same.
+        width: The number of leading columns that are not padding: kernels pad rows with zeros, and
+            the mean of the squares is over `width` columns. None: all columns.
+        save_squares: Whether the backward pass reads the sums of squares from memory instead of
+            computing them again, under the rematerialization "matmuls". The result is the same.
 
     Returns:
         `scale * x / sqrt(mean of x**2 + eps)` in float32, of the shape of `x`.
@@ -169,7 +170,8 @@ class RMSNorm(nnx.Module):
         features: The size of the last axis.
         eps: Added to the mean of the squares.
         bias: Whether to add a bias.
-        offset: 1.0 if checkpoints store the weight minus one (Gemma), otherwise 0.0.
+        offset: Added to the stored weight: 1.0 for checkpoints that store the weight minus one
+            (Gemma), otherwise 0.0.
     """
 
     def __init__(self, features: int, *, eps: float, bias: bool = False, offset: float = 0.0):
@@ -196,12 +198,14 @@ class RMSNorm(nnx.Module):
     def scaled(
         self, x: Float[Array, "b s d"], factor: Float[Array, "b 1 d"] | None = None
     ) -> Activation:
-        """`norm(x) * factor`, computed by the layer that reads it. For norms without a bias, which
-        would be ignored.
+        """Returns `norm(x) * factor` as a lazy activation, which is not computed until a layer
+        reads it.
+
+        A bias of the norm is ignored.
 
         Args:
             x: Activations before the norm, of any floating-point dtype.
-            factor: One factor per feature of each sample, the same for all tokens. None: 1.
+            factor: One factor per feature of each sample, the same for all tokens. None: no factor.
 
         Returns:
             The lazy activation [b, s, d], in the dtype of `x`.
@@ -215,16 +219,17 @@ class RMSNorm(nnx.Module):
         return normed if factor is None else normed.map(jnp.multiply, factor)
 
     def per_head(self, x: LazyActivation) -> LazyActivation:
-        """Normalizes each attention head by itself, without bias and offset, which are ignored.
+        """Normalizes each attention head on its own. Bias and offset of the norm are ignored.
 
-        The weight, of the size of one head, is the same for all heads.
+        The weight has the size of one head, and is the same for all heads.
 
         Args:
-            x: Queries or keys [b, s, n * features], heads side by side; `features` is the size of
-                the weight.
+            x: Queries or keys [b, s, n * features], heads side by side; `features` is the size of a
+                head.
 
         Returns:
-            The normalized lazy activation [b, s, n * features], in the dtype of `x`.
+            The normalized activation, lazy like `x` (not computed until a layer reads it), with its
+            shape and dtype.
         """
         # on a GPU, the saved sums spare the gradient one pass over `x` (docs/kernels.md)
         save_squares = x.exact and compile_target.platform() == "gpu"

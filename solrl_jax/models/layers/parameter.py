@@ -13,27 +13,27 @@ def param(
     start: tuple[Any, ...] | None = None,
     bounds: tuple[float, float] | None = None,
 ) -> nnx.Param:
-    """Creates a parameter with the metadata that `models.loading.weights` reads.
+    """Creates a parameter with metadata about its form in PyTorch checkpoints, for
+    `models.loading.weights`.
 
-    The metadata are `torch_name`, `layout`, `start`, `bounds`, and `below_stack` (0) and
-    `first_layer` (None), in which `models.layers.stack.stack` enters the position of the parameter
-    in a stack of layers.
+    The metadata have the names of the arguments. Two more, `below_stack` and `first_layer`, are for
+    parameters in a stack of blocks, and are set by `stack`.
 
     Args:
-        value: The initial value, with the shape and the order of axes that the parameter has here.
+        value: The initial value, with the shape and the order of axes that the parameter has in
+            this package.
         torch_name: The last part of the parameter's name in PyTorch, for example "weight".
-        layout: The order of the axes in PyTorch: "same" as ours; "linear", [out, in] there and [in,
-            out] here; "pointwise", [out, in, 1, 1] there and [in, out] here; "conv", [out, in, kh,
-            kw] there and [kh, kw, in, out] here; or "conv3d", [out, in, kt, kh, kw] there and [kt,
-            kh, kw, in, out] here (`models.loading.weights.OUR_AXES`).
-        start: `(function, *arguments)`, for a parameter that checkpoints may lack. The call
-            `function(*arguments)` returns its initial value, which is broadcast to the parameter's
-            shape. None: checkpoints must hold it.
-        bounds: The smallest and the largest value that training keeps the parameter between. None:
-            unbounded.
+        layout: The order of the axes in PyTorch, and here: "same"; "linear", [out, in] there and
+            [in, out] here; "pointwise", [out, in, 1, 1] there and [in, out] here; "conv", [out, in,
+            kh, kw] there and [kh, kw, in, out] here; or "conv3d", [out, in, kt, kh, kw] there and
+            [kt, kh, kw, in, out] here.
+        start: For a parameter that a checkpoint may lack: a tuple `(function, *arguments)`. The
+            call `function(*arguments)` then gives its value, broadcast to the parameter's shape.
+            None: checkpoints must hold the parameter.
+        bounds: (smallest, largest) value to which training clips the parameter. None: unbounded.
 
     Returns:
-        A parameter that holds `value`, with these metadata.
+        A parameter that holds `value` and the metadata.
     """
     return nnx.Param(
         value,

@@ -15,19 +15,23 @@ Rotation: TypeAlias = tuple[Array | np.ndarray, Array | np.ndarray]
 def rotation_table(
     positions: Float[np.ndarray, "axes s"], axes_dims: tuple[int, ...], theta: float
 ) -> Rotation:
-    """The rotation angles of positions that have one coordinate per axis (arXiv 2104.09864, section
-    3.3).
+    """Computes the angles of rotary position embedding for positions with several coordinates
+    (arXiv 2104.09864, section 3.3).
+
+    The features of a head are divided among the axes, and each pair of features of an axis is
+    rotated by the coordinate times a frequency.
 
     Args:
-        positions: The coordinates of each of s positions, one row per axis, such as the row and the
-            column of an image token.
-        axes_dims: The number of features of a head that each coordinate rotates (even numbers), one
-            per axis. Their sum is the number of features of a head.
-        theta: The base of the rotation frequencies, `theta ** (-2 i / dim)` for pair i of an axis
-            with `dim` features.
+        positions: The coordinates of s positions, one row per axis: for example the rows and the
+            columns of image tokens.
+        axes_dims: For each axis, the number of features of a head that its coordinate rotates, an
+            even number. Their sum is the number of features of a head.
+        theta: The base of the frequencies: `theta ** (-2 i / dim)` for pair i of an axis with `dim`
+            features.
 
     Returns:
-        Cosines and sines [1, s, sum of axes_dims / 2], float32, the pairs of the first axis first.
+        (cosines, sines) of the angles, float32, each [1, s, head_dim / 2]: one per position and
+        pair of features, axis by axis.
 
     Raises:
         ValueError: `positions` and `axes_dims` have different numbers of axes.
@@ -65,20 +69,19 @@ def rotate_pairs(
 
 
 def rotate(x: LazyActivation, rotation: Rotation | None, start: int = 0) -> LazyActivation:
-    """Rotates queries or keys by the angles of their positions.
+    """Rotates queries or keys by the angles of their positions (rotary embedding).
 
     Args:
         x: Queries or keys [b, s, d], heads side by side.
-        rotation: The cosines and sines of the angles of all positions of the sequence, from 0 on:
-            two float32 arrays [b or 1, positions, head_dim / 2]. None leaves `x` as it is.
-        start: The position in the sequence of the first token of `x`, whose angles are the ones at
-            this index of `rotation`.
+        rotation: (cosines, sines) of the angles of all positions of the sequence: two float32
+            arrays [b or 1, positions, head_dim / 2]. None leaves `x` as it is.
+        start: The position of the first token of `x` in the sequence, an index into `rotation`.
 
     Returns:
-        The rotated activation [b, s, d], which stays lazy.
+        The rotated activation [b, s, d], still lazy (not computed until a layer reads it).
 
     Raises:
-        ValueError: `x` has several parts (`LazyActivation.concat`), and `rotation` is not None.
+        ValueError: `x` was made by `LazyActivation.concat`, and `rotation` is not None.
     """
     if rotation is None:
         return x

@@ -26,7 +26,7 @@ def project_qkv(
     rotation: Rotation | None,
     start: int,
 ) -> list[LazyActivation]:
-    """Queries, keys and values [b, s, d] of a sequence, heads side by side.
+    """Computes queries, keys and values of a sequence, with the heads side by side.
 
     Queries and keys are projected, then normalized, then rotated. Values are only projected.
 
@@ -35,14 +35,16 @@ def project_qkv(
         to_q: The linear layer that computes the queries of all heads from `x`.
         to_k: The linear layer that computes the keys of all heads from `x`.
         to_v: The linear layer that computes the values of all heads from `x`.
-        norm_q: The norm of each head of the queries, of the size of one head. None: no norm.
-        norm_k: The norm of each head of the keys, of the size of one head. None: no norm.
-        rotation: The cosines and sines of the rotary angles of all positions: two float32 arrays [b
-            or 1, positions, head_dim / 2]. None: no rotation.
-        start: The position of the first token of `x` in `rotation`.
+        norm_q: The norm that is applied to each head of the queries. None: no norm.
+        norm_k: The norm that is applied to each head of the keys. None: no norm.
+        rotation: (cosines, sines) of the rotary angles of all positions: two float32 arrays [b or
+            1, positions, head_dim / 2]. None: no rotation.
+        start: The position of the first token of `x` in the whole sequence, an index into
+            `rotation`.
 
     Returns:
-        A list of three lazy activations, which the attention materializes: queries, keys, values.
+        A list [queries, keys, values] of lazy activations [b, s, d], which are not computed until
+        the attention reads them.
     """
     q = to_q.lazy(x)
     if norm_q is not None:
@@ -59,25 +61,23 @@ def attend(
     key_lengths: Int[Array, " b"] | None = None,
     fp8_attention: bool = False,
 ) -> Float[Array, "b s d"]:
-    """Softmax attention over streams of tokens that form one sequence.
+    """Softmax attention over the tokens of one or more streams (such as text and image), which form
+    one sequence.
 
-    No gradient may be taken in FP8, or if a projection is quantized. If the first stream's queries
-    come from a quantized layer, a kernel without a gradient runs for all streams.
+    It has no gradient with `fp8_attention` or if the layers that made the queries are quantized.
 
     Args:
         head_dim: The number of features of one head.
-        *streams: One list [queries, keys, values] per stream, each [b, s_i, d] with heads side by
-            side, in the order of the streams in the sequence. There is at least one stream.
-        key_lengths: How many keys, from the first, each sample attends to, at least 1. None: all.
-            Ignored with FP8.
-        fp8_attention: Whether queries, keys, values and result are rounded to E4M3. The matmuls run
-            in FP8 on GPUs from Hopper on, for head sizes that are multiples of 16 up to 128, and in
-            BF16 on TPUs and other GPUs. On CPUs, plain JAX rounds as those FP8 matmuls do
-            (`attention_fp8`).
+        *streams: One list [queries, keys, values] per stream, in the order of the sequence. Each is
+            [b, s_i, d], with heads side by side.
+        key_lengths: The number of leading keys of the sequence that each sample attends to, at
+            least 1. None: all. Ignored with `fp8_attention`.
+        fp8_attention: Whether attention is computed in FP8: queries, keys, values and result are in
+            E4M3. Hardware without FP8 attention computes in BF16 from the rounded inputs.
 
     Returns:
-        The attended values [b, sum of s_i, d], heads side by side. In E4M3 if `fp8_attention` is
-        set, wherever the matmuls run, otherwise in the dtype of the first stream.
+        The attended values [b, sum of s_i, d], heads side by side: in E4M3 if `fp8_attention` is
+        set, otherwise in the dtype of the first stream.
     """
     q, k, v = (
         materialize_heads(pieces, head_dim, E4M3 if fp8_attention else None)
@@ -93,14 +93,15 @@ def attend(
 
 
 class QKVProjection(nnx.Module):
-    """The projections of one sequence to queries, keys and values.
+    """The linear layers that compute queries, keys and values of one sequence, and norms of queries
+    and keys.
 
     Args:
         d: The number of features of the tokens, and of all heads together, a multiple of
             `head_dim`.
         head_dim: The number of features of one head.
         normed: Whether each head of queries and keys is normalized (RMSNorm).
-        bias: Whether the projections have biases.
+        bias: Whether the linear layers have biases.
         eps: The epsilon of the norms, 1e-6 by default.
         rngs: Random number generators for the initial weights.
     """
@@ -124,17 +125,19 @@ class QKVProjection(nnx.Module):
     def project(
         self, x: LazyActivation, rotation: Rotation | None, start: int = 0
     ) -> list[LazyActivation]:
-        """Projects a sequence to queries, keys and values. Queries and keys are then normalized per
-        head, if the layer has norms, and rotated.
+        """Computes queries, keys and values of a sequence. Queries and keys are normalized per
+        head, if the layer has norms, then rotated.
 
         Args:
             x: The sequence [b, s, d].
-            rotation: Cosines and sines of the rotary angles of all positions: two float32 arrays [b
+            rotation: (cosines, sines) of the rotary angles of all positions: two float32 arrays [b
                 or 1, positions, head_dim / 2]. None: no rotation.
-            start: The position of the first token of `x` in `rotation`.
+            start: The position of the first token of `x` in the whole sequence, an index into
+                `rotation`.
 
         Returns:
-            Queries, keys and values [b, s, d] as lazy activations, heads side by side.
+            A list [queries, keys, values] of lazy activations [b, s, d] with the heads side by
+            side.
         """
         return project_qkv(
             x, self.to_q, self.to_k, self.to_v, self.norm_q, self.norm_k, rotation, start
@@ -149,8 +152,9 @@ class SelfAttention(QKVProjection):
             `head_dim`.
         head_dim: The number of features of one head.
         normed: Whether each head of queries and keys is normalized (RMSNorm).
-        projected: Whether there is an output projection `to_out`.
-        bias: Whether the projections have biases.
+        projected: Whether there is an output layer `to_out`. If not, the call returns the heads
+            side by side.
+        bias: Whether the linear layers have biases.
         eps: The epsilon of the norms, 1e-6 by default.
         rngs: Random number generators for the initial weights.
     """
@@ -177,22 +181,22 @@ class SelfAttention(QKVProjection):
         *,
         fp8_attention: bool = False,
     ) -> Float[Array, "b s d"]:
-        """Applies softmax attention of the tokens to each other, and the output projection if there
-        is one.
+        """Applies softmax attention of the tokens to each other, and the output layer if there is
+        one.
 
         Args:
             x: The input [b, s, d], an array or a lazy activation.
             rotation: Cosines and sines of the rotary angles of the s positions: two float32 arrays
                 [b or 1, s, head_dim / 2]. None: no rotation.
-            key_lengths: How many tokens, from the first, each sample attends to, at least 1. None:
-                all. Ignored with FP8.
+            key_lengths: The number of leading tokens that each sample attends to, at least 1. None:
+                all. Ignored with `fp8_attention`.
             fp8_attention: Whether attention is computed in FP8: queries, keys, values and result
                 are in E4M3. It has no gradient. Hardware without FP8 attention computes in BF16
                 from the rounded inputs.
 
         Returns:
-            The output [b, s, d], to which the input is not added, in the dtype of `x`. With
-            `fp8_attention` and without an output projection, it is in E4M3.
+            The output [b, s, d] in the dtype of `x`; but in E4M3 with `fp8_attention` and without
+            an output layer. The input is not added.
         """
         x = as_lazy(x)
         out = attend(
@@ -205,18 +209,18 @@ class SelfAttention(QKVProjection):
 
 
 class JointAttention(QKVProjection):
-    """Softmax attention over text and image as one sequence, text first (arXiv 2403.03206, section
-    4).
+    """Softmax attention over text and image as one sequence, text first, with separate weights for
+    the two (arXiv 2403.03206, section 4).
 
-    The weights of the text stream are those with `add` in their names.
+    The names of the text's weights contain `add`, as in diffusers.
 
     Args:
         d: The number of features of the tokens, and of all heads together, a multiple of
             `head_dim`.
         head_dim: The number of features of one head.
         normed: Whether each head of queries and keys is normalized (RMSNorm).
-        bias: Whether the projections have biases.
-        last: Whether nothing reads the text's output, so that it is not computed.
+        bias: Whether the linear layers have biases.
+        last: Whether the text's output is not needed, and so not computed.
         rngs: Random number generators for the initial weights.
     """
 
@@ -250,8 +254,8 @@ class JointAttention(QKVProjection):
         *,
         fp8_attention: bool = False,
     ) -> tuple[Float[Array, "b l d"] | None, Float[Array, "b n d"]]:
-        """Applies softmax attention over text and image as one sequence, and an output projection
-        for each of the two.
+        """Applies softmax attention over text and image as one sequence, and a separate output
+        layer for each.
 
         Args:
             text: The text tokens [b, l, d], an array or a lazy activation.
@@ -263,8 +267,8 @@ class JointAttention(QKVProjection):
                 from the rounded inputs.
 
         Returns:
-            The outputs for the text (None if this is the `last` layer) and for the image, to which
-            the inputs are not added, each in the dtype of its stream.
+            The outputs for the text (None if this is the `last` layer) and for the image, each in
+            the dtype of its stream. The inputs are not added.
         """
         text = as_lazy(text)
         image = as_lazy(image)
@@ -289,17 +293,18 @@ class JointAttention(QKVProjection):
 
 
 class ParallelAttention(nnx.Module):
-    """Self-attention and a SiLU-gated MLP side by side (arXiv 2302.05442, section 2), without
-    biases.
+    """Self-attention and a SiLU-gated MLP that read the same input (arXiv 2302.05442, section 2),
+    without biases.
 
-    One linear layer computes queries, keys, values and the MLP's gate and value. One linear layer
-    reads the results of both. Each head of queries and keys is normalized (RMSNorm).
+    A first linear layer computes queries, keys and values and the MLP's gate and value; a second
+    one maps the results of attention and MLP together to the output. Each head of queries and keys
+    is normalized (RMSNorm).
 
     Args:
         d: The number of features of the tokens, and of all heads together, a multiple of
             `head_dim`.
         head_dim: The number of features of one head.
-        hidden: The number of features of the MLP after its gate.
+        hidden: The hidden width of the MLP, after its gate.
         rngs: Random number generators for the initial weights.
     """
 
@@ -313,8 +318,8 @@ class ParallelAttention(nnx.Module):
     def __call__(
         self, x: Activation, rotation: Rotation, *, fp8_attention: bool = False
     ) -> Float[Array, "b s d"]:
-        """Applies self-attention and the MLP side by side, and projects the results of both
-        together.
+        """Applies self-attention and the MLP to the same input, and maps both results together to
+        the output.
 
         Args:
             x: The input [b, s, d], an array or a lazy activation.
@@ -325,7 +330,7 @@ class ParallelAttention(nnx.Module):
                 from the rounded inputs.
 
         Returns:
-            The output [b, s, d], to which the input is not added, in the dtype of `x`.
+            The output [b, s, d] in the dtype of `x`. The input is not added.
         """
         x = as_lazy(x)
         q, k, v, gate, value = self.to_qkv_mlp_proj.lazy(x).split_columns(*self.widths)

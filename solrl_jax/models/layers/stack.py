@@ -18,17 +18,15 @@ X = TypeVar("X")
 
 
 def _saves_kernel_outputs(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Whether a primitive is a fused kernel, whose outputs are saved for the gradient.
-
-    A policy of `jax.checkpoint`. The kernels are cuDNN's attention and all Pallas kernels, by the
-    names of their primitives.
+    """A policy for `jax.checkpoint` that saves the outputs of fused kernels (cuDNN attention and
+    Pallas) for the backward pass.
 
     Args:
-        primitive: The JAX primitive, of which only the name counts. The shapes of its operands and
-            its parameters, which `jax.checkpoint` passes too, are ignored.
+        primitive: The JAX primitive that made an output. Only its name counts.
 
     Returns:
-        True if the name begins with "dot_product_attention_fwd" or "pallas_call".
+        True, which means "save", if the name begins with "dot_product_attention_fwd" or
+        "pallas_call".
     """
     return primitive.name.startswith(("dot_product_attention_fwd", "pallas_call"))
 
@@ -46,23 +44,24 @@ REMAT = {"none": None, "matmuls": _SAVE_MATMULS, "blocks": None}
 
 
 def stack(n: int, make: Callable[[nnx.Rngs], M], rngs: nnx.Rngs, *, first: int | None = None) -> M:
-    """Builds `n` modules of one kind as a single module, to be applied by `scan_blocks`.
+    """Builds `n` modules of one kind as a single module with stacked parameters, to be applied by
+    `scan_blocks`.
 
-    In PyTorch the layers form a list, and the name of a parameter contains the index of its layer.
+    A PyTorch checkpoint stores such layers as a list, with the index of the layer in the names of
+    the parameters.
 
     Args:
         n: The number of modules, at least 1.
-        make: Builds one module from random number generators. It is traced once, so that all
-            modules have the same structure.
-        rngs: Random number generators, which are split for the modules.
-        first: For a list with layers of several kinds, the index in the list of this stack's first
-            layer. Each run of equal layers is then a stack of its own, and one container with the
-            name of the list holds all stacks, under any keys. None: the list holds only this stack.
+        make: Builds one module from random number generators. It is traced once, for all modules.
+        rngs: Random number generators. Each module gets its own part.
+        first: If the PyTorch list mixes several kinds of layers: the index in it of this stack's
+            first layer. (Such a list becomes several stacks in one container that has the name of
+            the list.) None: the list holds only this stack.
 
     Returns:
-        The module, whose parameters have a leading axis of size `n`. Two metadata of each parameter
-        tell `models.loading.weights` so: `below_stack`, the number of parts of its path within a
-        block (3 for attn/to_q/kernel), and `first_layer`, which is `first`.
+        The module, whose parameters have a leading axis of size `n`. For loading checkpoints, each
+        parameter has two metadata: `below_stack`, the number of parts of its path within a block (3
+        for attn/to_q/kernel), and `first_layer`, the value of `first`.
     """
     build = nnx.split_rngs(splits=n)(nnx.vmap(make, in_axes=(0,), out_axes=0))
     blocks = build(rngs)
@@ -73,25 +72,27 @@ def stack(n: int, make: Callable[[nnx.Rngs], M], rngs: nnx.Rngs, *, first: int |
 
 
 def scan_blocks(blocks: Any, apply: Callable[..., X], x: X, *each: Array, remat: str = "none") -> X:
-    """Applies a stack of blocks in order: `x = apply(block, x)`. Only one block is compiled.
+    """Applies a stack of blocks one after another: `x = apply(block, x, ...)`.
 
-    The weights are gathered one block at a time (`gather`).
+    It is a scan, so only one block is compiled, and sharded weights are gathered for one block at a
+    time.
 
     Args:
         blocks: A module built by `stack`, whose parameters have a leading axis of blocks.
-        apply: Called as `apply(block, x, *rows)`, returns the next `x`, of the shape and dtype of
-            its argument `x`. `block` is the module of one block.
-        x: The input of the first block: an array, or a tree of arrays for several streams.
-        *each: Arrays with one row per block. `apply` receives the block's rows after `x`.
-        remat: What the gradient recomputes, a key of `REMAT`: "none", "matmuls" (all but matmuls
-            and attention kernels) or "blocks" (everything but the input of each block). Without a
-            gradient it has no effect.
+        apply: A function `apply(block, x, *rows)` that returns the next `x`, with the same shape
+            and dtype. `block` is the module of one block.
+        x: The input of the first block: an array, or a pytree of arrays.
+        *each: Further inputs of the blocks: arrays whose leading axis is the block. `apply`
+            receives the block's entry of each as `rows`.
+        remat: What the backward pass recomputes instead of storing: "none" (nothing), "matmuls"
+            (everything except matmuls and attention kernels) or "blocks" (everything inside a
+            block; only the inputs of blocks are stored).
 
     Returns:
         The output of the last block.
 
     Raises:
-        KeyError: `remat` is not a key of `REMAT`.
+        KeyError: `remat` is another string.
     """
     graphdef, params = nnx.split(blocks)
 
@@ -106,21 +107,18 @@ def scan_blocks(blocks: Any, apply: Callable[..., X], x: X, *each: Array, remat:
 
 
 def gather(params: P) -> P:
-    """Replicates weights over the mesh of `jax.set_mesh`, so that no contraction is split over
-    devices.
+    """Replicates sharded weights over the mesh of `jax.set_mesh` (the all-gather of FSDP).
 
-    Each device then runs the same matmuls on its own rows, and the result of a row does not depend
-    on the mesh. `scan_blocks` gathers one layer at a time, which is how FSDP saves memory. If the
-    mesh has an axis `tensor` of more than one device, the weights of linear layers (matrices under
-    the name "kernel") stay sharded over it by their outputs (`quant.tensor_parallel`).
+    Each device then runs the same matmuls on its own rows, so the result of a row does not depend
+    on the mesh. Under tensor parallelism (a mesh axis `tensor` of more than one device), the
+    weights of linear layers stay sharded by their outputs over that axis.
 
     Args:
-        params: A tree of the weights of one layer, not of a stack: arrays, or quantized or adapted
-            weights (`quant.leaf.Leaf`).
+        params: A pytree of the weights of one block: arrays, quantized weights or weights with LoRA
+            adapters.
 
     Returns:
-        The same weights with sharding constraints, in a tree of the same structure. Without a mesh,
-        `params` itself.
+        The same weights with sharding constraints. Without a mesh, `params` itself.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return params
