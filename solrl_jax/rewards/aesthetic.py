@@ -27,13 +27,14 @@ TEXT_TENSORS = ("text_model.", "text_projection.", "logit_scale")
 
 
 class ImageEncoder(nnx.Module):
-    """The image half of `models.vision.clip.CLIPModel`: the vision tower and its projection.
+    """The image half of a CLIP: the vision tower and the projection of its output.
 
-    Its parameters have the same paths as there, so that it loads from the files of a whole CLIP.
+    The modules have the same names as in `models.vision.clip.CLIPModel`, so this network loads from
+    the files of a whole CLIP, whose text tensors are not read.
 
     Args:
-        c: The configuration of the CLIP: `vision_config` has the sizes of the vision tower, and
-            `projection_dim` is the length of an embedding. The text tower is left out.
+        c: The configuration of the CLIP. Of it, `vision_config` (the sizes of the vision tower) and
+            `projection_dim` (the length of an embedding) are used.
         rngs: Random number generators for the initial parameters.
     """
 
@@ -60,21 +61,23 @@ class ImageEncoder(nnx.Module):
 
 
 def aesthetic(paths: Mapping[str, str]) -> NetworkReward:
-    """Opens the predictor: a rating of about 1 to 10, whatever the prompt.
+    """Opens the LAION aesthetic predictor. An image is rated about 1 to 10; prompts have no effect.
 
-    It is an affine function of the direction of the image's embedding in OpenAI's ViT-L/14. Images
-    of any size are resized and cropped to the square that the CLIP reads. Missing files of the CLIP
-    are downloaded from the hub.
+    The image is resized and center-cropped to the square input of OpenAI's CLIP ViT-L/14. The
+    rating is an affine function of its embedding, normalized to length 1. Missing files of the
+    CLIP are downloaded from the Hugging Face hub.
 
     Args:
-        paths: The setting `reward.paths`. "aesthetic" is the converted safetensors file of the head
-            or its directory, by default `sac+logos+ava1-l14-linearMSE.safetensors` in `weights/`;
-            "aesthetic/clip" is a directory or repository of the CLIP, by default
-            openai/clip-vit-large-patch14. `sources.CARRIED` itself opens the configurations in the
-            package, without weights.
+        paths: The setting `reward.paths`: where the files are, by key. Both keys are optional.
+            "aesthetic": the converted safetensors file of the rating head or its directory, by
+            default `weights/sac+logos+ava1-l14-linearMSE.safetensors`. "aesthetic/clip": a
+            directory, or the name of a hub repository, with the CLIP, by default
+            openai/clip-vit-large-patch14. A plan passes the constant `sources.CARRIED` instead,
+            which stands for the configurations in the package, without weights.
 
     Returns:
-        The reward with the networks "encoder" and "head". It has no score beside "reward".
+        The reward with the networks "encoder" and "head", whose parameters are not read yet. Its
+        only score is "reward".
 
     Raises:
         InputError: If a file is missing and cannot be downloaded.
@@ -111,16 +114,17 @@ def aesthetic_scores(
     """Rates images, under jit.
 
     Args:
-        encoder: The `ImageEncoder`, without parameters.
-        head: The network that rates an embedding of length 1, without parameters.
+        encoder: The `ImageEncoder` as a `Component`: the structure of a network, without
+            parameters.
+        head: The network that rates one embedding vector of unit norm, as a `Component` too.
         preprocess: Converts images to normalized pixels of the size that the encoder reads.
-        params: The parameters of the two networks, under "encoder" and "head": a nested dict of
-            arrays each.
-        rows: The images in [0, 1], and one placeholder per image, which is not read because prompts
-            have no influence.
+        params: The parameters of the two networks: {"encoder": ..., "head": ...}, each value a
+            nested dict of arrays.
+        rows: A tuple: the images [b, H, W, 3] in [0, 1], and the array [b] of `placeholder_rows`,
+            which is not read.
 
     Returns:
-        "reward": the ratings in float32, one per image.
+        {"reward": the ratings, float32 [b]}.
     """
     images, _ = rows
     embedding = unit(encoder(encoder.gather(params["encoder"]))(preprocess(images)))
@@ -128,7 +132,7 @@ def aesthetic_scores(
 
 
 def placeholder_rows(prompts: Sequence[str]) -> Float[np.ndarray, " n"]:
-    """Returns one float32 zero per prompt, for a reward that does not read prompts.
+    """Returns one float32 zero per prompt: the `prepare` of a reward that does not read prompts.
 
     Args:
         prompts: The n prompts, whose texts have no effect.

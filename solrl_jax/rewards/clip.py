@@ -50,19 +50,22 @@ Preprocess = Callable[[Float[Array, "b H W 3"]], Float[Array, "b h w 3"]]
 
 
 def clipscore(paths: Mapping[str, str]) -> NetworkReward:
-    """Opens CLIPScore (arXiv 2104.08718) with OpenAI's ViT-L/14.
+    """Opens CLIPScore (arXiv 2104.08718) with OpenAI's CLIP ViT-L/14.
 
-    The score is `exp(logit_scale) / 100` times the cosine, which is about the cosine. Images of any
-    size are resized bilinearly, as PyTorch does it, and cropped to a square. Prompts are cut after
-    77 tokens. Missing files are downloaded from the hub.
+    The score of an image and its prompt is the cosine of their embeddings times
+    `exp(logit_scale) / 100`, which is close to 1. Images of any size are resized bilinearly, as
+    PyTorch does it, and center-cropped to a square. Prompts are cut after 77 tokens. Missing files
+    are downloaded from the Hugging Face hub.
 
     Args:
-        paths: The setting `reward.paths`. "clipscore" is a directory or repository of the CLIP with
-            its tokenizer, by default openai/clip-vit-large-patch14. `sources.CARRIED` itself opens
-            the configuration in the package, without weights.
+        paths: The setting `reward.paths`: where the files are, by key. "clipscore": a directory, or
+            the name of a hub repository, with the CLIP and its tokenizer; without it
+            openai/clip-vit-large-patch14. A plan passes the constant `sources.CARRIED` instead,
+            which stands for the configuration in the package, without weights.
 
     Returns:
-        The reward with the network "clip". It has no score beside "reward".
+        The reward with the network "clip", whose parameters are not read yet. Its only score is
+        "reward".
 
     Raises:
         InputError: If a file is missing and cannot be downloaded, or the tokenizer cannot be
@@ -79,20 +82,23 @@ def clipscore(paths: Mapping[str, str]) -> NetworkReward:
 
 
 def pickscore(paths: Mapping[str, str]) -> NetworkReward:
-    """Opens PickScore v1 (arXiv 2305.01569) with a fine-tuned ViT-H/14.
+    """Opens PickScore v1 (arXiv 2305.01569), a CLIP ViT-H/14 fine-tuned on human preferences.
 
-    The score is `exp(logit_scale) / 26` times the cosine, about 0.8. Images of any size are resized
-    with Pillow's bicubic kernel and cropped to a square. Prompts are cut after 77 tokens. Missing
-    files are downloaded from the hub.
+    The score of an image and its prompt is the cosine of their embeddings times
+    `exp(logit_scale) / 26`, about 0.8. Images of any size are resized with Pillow's bicubic kernel
+    and center-cropped to a square. Prompts are cut after 77 tokens. Missing files are downloaded
+    from the Hugging Face hub.
 
     Args:
-        paths: The setting `reward.paths`. "pickscore" is a directory or repository of the network,
-            by default yuvalkirstain/PickScore_v1, and "pickscore/tokenizer" one of the tokenizer,
-            by default laion/CLIP-ViT-H-14-laion2B-s32B-b79K. `sources.CARRIED` itself opens the
-            configurations in the package, without weights.
+        paths: The setting `reward.paths`: where the files are, by key. Each entry is a directory or
+            the name of a hub repository. "pickscore": the network, by default
+            yuvalkirstain/PickScore_v1. "pickscore/tokenizer": the tokenizer, by default
+            laion/CLIP-ViT-H-14-laion2B-s32B-b79K. A plan passes the constant `sources.CARRIED`
+            instead, which stands for the configurations in the package, without weights.
 
     Returns:
-        The reward with the network "clip". It has no score beside "reward".
+        The reward with the network "clip", whose parameters are not read yet. Its only score is
+        "reward".
 
     Raises:
         InputError: If a file is missing and cannot be downloaded, or the tokenizer cannot be
@@ -109,25 +115,26 @@ def pickscore(paths: Mapping[str, str]) -> NetworkReward:
 
 
 def hpsv2(paths: Mapping[str, str], config: CLIPConfig = HPS) -> NetworkReward:
-    """Opens HPS v2.1 (arXiv 2306.09341), a fine-tuned ViT-H/14 in OpenCLIP's layout.
+    """Opens HPS v2.1 (arXiv 2306.09341), a CLIP ViT-H/14 fine-tuned on human preferences.
 
-    The score is the cosine, about 0.3. It differs from that of the hpsv2 package by up to 1.1e-3,
-    where scores of different images spread over 0.26. The package lets Pillow resize 8-bit images,
-    which rounds and clips after its bicubic kernel. Here images are resized in float32 without
-    rounding, as torchvision resizes tensors. They are padded to a square with black. Prompts are
-    cut after 77 tokens. Missing files of the tokenizer are downloaded from the hub.
+    The score of an image and its prompt is the cosine of their embeddings, about 0.3. Images of any
+    size are resized bicubically in float32 and padded to a square with black. The hpsv2 package
+    resizes 8-bit images, so scores differ from its scores by up to 1.1e-3. Prompts are cut after 77
+    tokens. Missing files of the tokenizer are downloaded from the Hugging Face hub.
 
     Args:
-        paths: The setting `reward.paths`. "hpsv2" is the converted safetensors file or its
-            directory, by default `HPS_v2.1_compressed.safetensors` in `weights/`; "hpsv2/tokenizer"
-            is a directory or repository of the tokenizer, by default
-            laion/CLIP-ViT-H-14-laion2B-s32B-b79K. `sources.CARRIED` itself stands for the files in
-            the package, without weights.
+        paths: The setting `reward.paths`: where the files are, by key. "hpsv2": the converted
+            safetensors file (in OpenCLIP's layout) or its directory, by default
+            `weights/HPS_v2.1_compressed.safetensors`. "hpsv2/tokenizer": a directory, or the name
+            of a hub repository, with the tokenizer, by default
+            laion/CLIP-ViT-H-14-laion2B-s32B-b79K. A plan passes the constant `sources.CARRIED`
+            instead, which stands for the files in the package, without weights.
         config: The sizes of the network, which its file does not hold. The default is the released
             network.
 
     Returns:
-        The reward with the network "clip". It has no score beside "reward".
+        The reward with the network "clip", whose parameters are not read yet. Its only score is
+        "reward".
 
     Raises:
         InputError: If a file is missing and cannot be downloaded, or the tokenizer cannot be
@@ -150,16 +157,18 @@ def hpsv2(paths: Mapping[str, str], config: CLIPConfig = HPS) -> NetworkReward:
 
 
 def tiny_clip(paths: Mapping[str, str]) -> NetworkReward:
-    """Opens the CLIP that the package contains, with the cosine as the score, about -0.2 to 0.6.
+    """Opens the small CLIP that the package contains, for tests and trials without downloads.
 
-    Images must have the size that the CLIP itself has, 32 x 32 pixels; others raise ValueError when
-    they are scored. Prompts are cut after 24 tokens.
+    The score of an image and its prompt is the cosine of their embeddings, about -0.2 to 0.6.
+    Images must have 32 x 32 pixels; scoring others raises ValueError. Prompts are cut after 24
+    tokens.
 
     Args:
         paths: Not read, because the package contains the CLIP.
 
     Returns:
-        The reward with the network "clip". It has no score beside "reward".
+        The reward with the network "clip", whose parameters are not read yet. Its only score is
+        "reward".
     """
     folder = EMBEDDED_FOLDER / "tiny-clip"
     config = CLIPConfig.read(folder)
@@ -177,14 +186,16 @@ def _clip_reward(
 ) -> NetworkReward:
     """Opens a CLIP in the layout of transformers as a reward.
 
-    Prompts are padded or cut to `max_position_embeddings` tokens of the text tower.
+    The score is the cosine of image and prompt times `exp(logit_scale) / divisor`, where
+    `logit_scale` is a parameter of the CLIP. Prompts are padded or cut to
+    `max_position_embeddings` tokens of the text tower.
 
     Args:
         folder: The folder of the network, with its safetensors files.
         tokenizer: The folder of its tokenizer.
-        config: The sizes of the network, as its folder's `config.json` has them.
+        config: The sizes of the network, read from the `config.json` in `folder`.
         preprocess: Converts images in [0, 1] to normalized pixels of the size that the CLIP reads.
-        divisor: The score is `exp(logit_scale) / divisor` times the cosine.
+        divisor: The published scale of the score, above 0: 100 for CLIPScore, 26 for PickScore.
 
     Returns:
         The reward with the network "clip", whose parameters are not read yet.
@@ -211,19 +222,21 @@ def cosine_scores(
     params: Any,
     rows: tuple[Float[Array, "b H W 3"], dict[str, Array]],
 ) -> Scores:
-    """Computes the cosine between images and prompts in a CLIP, under jit.
+    """Computes the cosine between the CLIP embeddings of images and prompts, under jit.
 
     Args:
-        network: The CLIP (`models.vision.clip.CLIPModel`), without parameters.
+        network: The CLIP (`models.vision.clip.CLIPModel`) as a `Component`: its structure, without
+            parameters.
         preprocess: Converts images in [0, 1] to normalized pixels of the size that the CLIP reads.
-        divisor: The cosine is multiplied by `exp(logit_scale) / divisor`, where `logit_scale` is a
-            parameter of the network. None: the cosine itself.
-        params: The parameters of the network as a nested dict of arrays, under "clip".
-        rows: The images [b, H, W, 3] in [0, 1], and the tokens of the prompt of each: "ids", int32
-            [b, length], and "mask", bool [b, length], true where the text tower may attend.
+        divisor: None: the score is the cosine itself. A number: the cosine is multiplied by
+            `exp(logit_scale) / divisor`, where `logit_scale` is a parameter of the network.
+        params: {"clip": the parameters of the network, a nested dict of arrays}.
+        rows: A tuple: the images [b, H, W, 3] in [0, 1], and a dict with the tokens of the prompt
+            of each image: "ids", int32 [b, length], and "mask", bool [b, length], true where the
+            text tower may attend.
 
     Returns:
-        "reward": the scores [b] in float32.
+        {"reward": the scores, float32 [b]}.
 
     Raises:
         ValueError: If the pixels do not have the size that the CLIP reads, or if there are more

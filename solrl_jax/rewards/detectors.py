@@ -40,11 +40,11 @@ Detect = Callable[[Float[np.ndarray, "n H W 3"]], Sequence[Sequence[Detection]]]
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """The names that a detector can find. They are used to refuse prompts that ask for others.
+    """The names that a detector can find. A prompt whose metadata asks for another name is refused.
 
     Attributes:
-        classes: All classes of objects. None: unknown, so no prompt is refused for its classes.
-        colors: All colors. None: unknown, so no prompt is refused for its colors.
+        classes: All classes of objects. None: unknown, so prompts may ask for any class.
+        colors: All colors. None: unknown, so prompts may ask for any color.
     """
 
     classes: tuple[str, ...] | None = None
@@ -101,18 +101,19 @@ def open_detector(name: str) -> Detect:
 
 
 def detect_shapes(images: Float[np.ndarray, "n H W 3"]) -> list[list[Detection]]:
-    """Detects the objects of the embedded world, as the strict verdict does.
+    """Detects the colored shapes of the embedded world (synthetic images of circles, squares, ...).
 
-    Each object is returned twice, e.g. as "circle" and as "small circle". The confidence is 1. A
-    component of the image without a clear shape is no object.
+    Each shape yields two detections with the same box: one by shape, e.g. "circle", and one by size
+    and shape, e.g. "small circle". The confidence is always 1. Connected regions that have no clear
+    shape are left out.
 
     Args:
-        images: Square images of any size; n may be 0.
+        images: Square images [n, H, H, 3] in [0, 1] of any size; n may be 0.
 
     Returns:
-        For each image the detections of at most eight objects, the largest first; an empty list if
-        there are none. Boxes are squares in pixels of the image, and may reach beyond it. The color
-        is None where it is not clear.
+        One list per image with the detections of its eight largest shapes, the largest first; []
+        if it shows none. A box is a square, in pixels of the image, and may reach beyond its edge.
+        The color is None where it is not clear.
 
     Raises:
         ValueError: If the images are not square, or have not four axes.

@@ -26,13 +26,17 @@ Scores = dict[str, Float[np.ndarray, " n"]]
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """The images that this process scores with some of the rewards.
+    """The part of a series of images that this process scores, and the object that scores it.
+
+    A process has up to two shares: one for the rewards that score each image alone, and one for
+    those that compare the images of a group.
 
     Attributes:
-        scoring: The `host.Scoring` that passes them to the worker processes of this host.
-        rows: The indices of these images in the whole series, ascending.
-        gathers: Whether some of them may be on the devices of other processes, because their groups
-            were divided over the processes. Then every chunk is copied to every host.
+        scoring: Passes the images of the share to the worker processes of this host. It knows which
+            rewards to call.
+        rows: The indices of the images of the share in the whole series, ascending.
+        gathers: False: all images of the share are on this process's devices. True: some may be on
+            the devices of other processes, so every chunk must be gathered from all hosts first.
     """
 
     scoring: Scoring
@@ -41,11 +45,12 @@ class Share:
 
 
 class DividedScoring:
-    """Scores a series of images that come from the devices in chunks.
+    """Scores a series of images with the rewards outside JAX, divided over the hosts of a run.
 
-    The rows of each chunk are divided over the devices of all hosts. Every host passes the rows on
-    its devices (for rewards that compare images, those of its groups) to its own worker processes,
-    and `finish` gathers the scores of all hosts.
+    Images arrive in chunks, one call of `add` per chunk, in order. Each host scores the rows of a
+    chunk that are on its own devices, with its own worker processes. For rewards that compare the
+    images of a group, each host scores whole groups instead. `finish` returns the scores of all
+    hosts to every host.
     """
 
     def __init__(self, shares: list[Share], count: int) -> None:
@@ -63,21 +68,20 @@ class DividedScoring:
         self._error: RewardError | None = None
 
     def add(self, images: Float[Array, "b H W 3"]) -> None:
-        """Passes the images of the next chunk that this host scores to its worker processes.
+        """Starts the scoring of this host's part of the next chunk. Every host must call it.
 
-        It copies them to this host, and may wait for the scores of an earlier chunk. They are the
-        rows on this host's devices; for rewards that compare images, with several hosts, those of
-        its groups, for which the whole chunk is copied to every host.
+        It may first wait for the scores of an earlier chunk.
 
         Args:
-            images: The chunk: as many images [b, H, W, 3] in [0, 1] as `divided_scoring` was told
-                to expect (`chunk`). Those beyond the last prompt are padding and are not scored.
+            images: The next chunk [chunk, H, W, 3] in [0, 1], a global array whose rows are divided
+                over the devices of all hosts. Rows beyond the last prompt are padding and are not
+                scored.
 
         Raises:
-            RewardError: If a call of a reward failed that is not skipped (or 32 of one reward
-                failed in a row) and there is only one host. With several hosts, the error is kept,
-                further images are ignored and `finish` raises it, because until then the programs
-                of the other hosts need this one.
+            RewardError: With a single host, if an earlier call of a reward failed and
+                `HostRewards.skip` is false, or if 32 calls of one reward in a row failed. With
+                several hosts the error is kept, the images are ignored from then on, and `finish`
+                raises it, so that no host waits for one that has stopped.
         """
         first = self._num_added
         self._num_added += len(images)
@@ -102,15 +106,15 @@ class DividedScoring:
         """Waits for the scores of all hosts. Every host must call it, once.
 
         Returns:
-            A tuple of three dicts. The scores: float32 arrays [count] in the order of the prompts,
-            by "REWARD" and "REWARD/OTHER", with NaN for images without a score. The number of
-            images of all hosts that each reward could not score, by the name of the reward. What
-            the calls of all hosts cost, as "REWARD/COUNTER", e.g. {"judge/requests": 24.0}.
+            A tuple of three dicts, the same on every host:
+              1. The scores: float32 arrays [count] in the order of the prompts, by "REWARD" and
+                 "REWARD/OTHER", with NaN for images without a score.
+              2. The number of images that each reward could not score, by the name of the reward.
+              3. The counters of all calls, as "REWARD/COUNTER", e.g. {"judge/requests": 24.0}.
 
         Raises:
-            RewardError: In every host, if in any host a call failed that is not skipped, or 32 of
-                one reward failed in a row. A host without an error of its own raises that of the
-                first host that has one.
+            RewardError: On every host, if on any host a call failed and `HostRewards.skip` is
+                false, or 32 calls of one reward in a row failed.
             RunError: If another host does not answer.
         """
         results: list[dict[str, Any]] = []
@@ -152,18 +156,20 @@ class DividedScoring:
 def divided_scoring(
     host: HostRewards, prompts: Sequence[Prompt], chunk: int, placement: NamedSharding
 ) -> Iterator[DividedScoring]:
-    """A context manager with a `DividedScoring` for a series of images. Every host enters it.
+    """A context manager that yields a `DividedScoring` for one series of images.
 
-    If the body raises, the calls of this host are dropped and its worker processes end.
+    Every host of the run must enter it. If the body raises, the running calls of this host are
+    dropped and its worker processes end.
 
     Args:
-        host: The rewards outside JAX, and how their worker processes run.
-        prompts: The prompt of each image of all hosts, in order.
-        chunk: The number of images that are passed on at once. The last chunk is padded to it.
+        host: The rewards outside JAX ("host rewards"), and how their worker processes run.
+        prompts: The prompt of each image of the whole series, in order, the same on every host.
+        chunk: The number of images per call of `DividedScoring.add`. The last chunk is padded to
+            it.
         placement: The sharding of a chunk, which divides its rows over the devices of all hosts.
 
     Yields:
-        The scoring, to which the body passes every chunk in order.
+        The scoring. The body passes every chunk to `add`, in order, and then calls `finish`.
     """
     local_rows = hosts.rows_held(placement, chunk)
     rows = [

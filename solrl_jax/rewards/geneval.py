@@ -179,17 +179,16 @@ def group_by_class(detections: Sequence[Detection], threshold: float) -> Objects
 def judge(objects: Objects, request: Request) -> tuple[float, bool]:
     """Scores one image.
 
-    The partial score is the mean of these terms of all clauses of `request.include`:
+    The partial score is the mean of terms. Each clause of `request.include` adds, where n is the
+    number of detected objects of its class:
 
-      1. 1 - |n - count| / count, where n is the number of objects of the class. This is below 0
-         for more than twice the count.
-      2. A 0 if n differs from the count and the clause has a color or a position. There are no
-         further terms of the clause then.
-      3. If the clause has a color: the same with the number of objects of the class in this color
-         as n.
-      4. If the clause has a position, and the numbers are right: 1 if the relation holds for every
-         pair of an object of the clause and one of the earlier clause; a 0 and a 1 if it does not,
-         as in Flow-GRPO's code; 0 if the earlier clause was not met.
+      1. Number: 1 - |n - count| / count, which is below 0 for more than twice the count.
+      2. If n is not the count, but the clause has a color or a position: one 0, and nothing more.
+      3. Color, if the clause has one: 1 - |m - count| / count, where m is the number of objects of
+         the class in this color.
+      4. Position, if the clause has one, and its number and color are right: 1 if the relation
+         holds between every object of the clause and every object of the clause it refers to; 0 if
+         that other clause was itself not met; otherwise two terms, 0 and 1, as in Flow-GRPO's code.
 
     `request.exclude` only affects the strict verdict.
 
@@ -198,8 +197,8 @@ def judge(objects: Objects, request: Request) -> tuple[float, bool]:
         request: The objects that the image should show.
 
     Returns:
-        The partial score, at most 1; and whether every clause is met and no excluded class has as
-        many objects as its clause says.
+        A tuple: the partial score, at most 1; and the strict verdict, true if every clause is met
+        and every excluded class has fewer objects than its clause says.
     """
     terms: list[float] = []
     # The objects of each clause so far. None: the clause was not met.
@@ -234,19 +233,20 @@ def judge(objects: Objects, request: Request) -> tuple[float, bool]:
 
 
 def relations(a: Detection, b: Detection) -> set[str]:
-    """Returns the relations that `a` has to `b`.
+    """Returns the relations that `a` has to `b`, by GenEval's rule.
 
-    The offset between the centers is shortened along each axis by 0.1 times the sum of both
-    objects' sizes along it (`MIN_OFFSET`). A relation holds if what remains along its axis is more
-    than half (`MIN_AXIS_FRACTION`) of the distance between the centers.
+    The offset between the centers of the boxes is first reduced along each axis by 0.1
+    (`MIN_OFFSET`) times the sum of both boxes' sizes along it, to 0 at the least. A relation holds
+    if the reduced offset along its axis is more than half (`MIN_AXIS_FRACTION`) of the distance
+    between the centers.
 
     Args:
         a: The object whose position is described.
         b: The object that this position is relative to.
 
     Returns:
-        Some of "left of", "right of", "above" and "below": at most two, if `a` is diagonal to `b`.
-        The set is empty if nothing (less than 0.001 pixels) remains along both axes.
+        Some of "left of", "right of", "above" and "below": at most two (`a` diagonal to `b`), none
+        if the boxes overlap so much that both reduced offsets are below 0.001 pixels.
     """
     ax0, ay0, ax1, ay1 = a.box
     bx0, by0, bx1, by1 = b.box
@@ -324,15 +324,15 @@ def _parse_clauses(
 def _parse_clause(
     prompt: str, value: Mapping[str, Any], kind: str, index: int, known: Vocabulary
 ) -> Clause:
-    """Reads one clause of a request.
+    """Reads one clause of a request from the metadata of a prompt.
 
     Args:
         prompt: The prompt, for messages.
-        value: The clause: "class", a text; "count", an integer of at least 1; and, for "include",
-            possibly "color", a text, and "position", a pair of a relation and the index of an
-            earlier clause.
-        kind: "include" or "exclude".
-        index: The index of this clause in the list `kind`, from 0. A position may name only smaller
+        value: The clause, a mapping. "class": a text. "count": an integer of at least 1. Only in
+            the list "include", and optional: "color", a text, and "position", a pair of a relation
+            (e.g. "left of") and the index of an earlier clause.
+        kind: The list that the clause is in, "include" or "exclude".
+        index: The index of the clause in this list, from 0. A position may refer only to smaller
             ones.
         known: The classes and colors that the detector can find.
 
@@ -340,9 +340,9 @@ def _parse_clause(
         The clause. Its color and position are None where they are missing or null.
 
     Raises:
-        ValueError: If a key is unknown, "class" or "count" is missing, or a value is not as above
-            or is a class or color that is not in `known`. The message names the prompt and the
-            field.
+        ValueError: If there is another key, "class" or "count" is missing, or a value is not as
+            above or is a class or color that is not in `known`. The message names the prompt and
+            the field.
     """
     field = f"{kind}[{index}]"
     allowed: tuple[str, ...] = ("class", "count")

@@ -13,12 +13,14 @@ from solrl_jax.rewards.protocol import Reward, score_images
 
 
 class GroupScoring:
-    """Collects images until a group of candidates of one prompt is complete, and scores it.
+    """Scores a series of images with a groupwise reward inside JAX, one group at a time.
 
-    The memory of the host holds at most one incomplete group and one chunk. A group is scored on
-    every device alike, so its size need not be a multiple of the number of devices. With several
-    processes, all of them make the same calls with the same arguments. The scoring is compiled once
-    per size of a group; a prompt that is divided has groups of up to two sizes.
+    A group is the candidates of one prompt, or a part of them if they are more than
+    `Reward.group_size`. The constructor gets the prompts of the whole series, so the groups are
+    known; `add` passes images on and scores each group once all of its images are there; `finish`
+    returns the scores. A group is replicated on all devices, so its size need not be a multiple of
+    their number. With several processes, all must make the same calls with the same arguments. The
+    scoring is compiled once per size of a group.
     """
 
     def __init__(self, reward: Reward, prepared: Any, prompts: Sequence[int], mesh: Mesh) -> None:
@@ -50,8 +52,8 @@ class GroupScoring:
         Args:
             images: The images as a NumPy array [b, H, W, 3] in [0, 1]; None if the reward scores
                 latents alone.
-            latents: Their latents, a NumPy array [b, h, w, c]. Rows beyond the last image of the
-                series are padding, which is not scored.
+            latents: The latents of these images, a NumPy array [b, h, w, c]. Rows beyond the last
+                prompt are padding, which is not scored.
 
         Raises:
             InputError: If the reward's code raises, or returns no scores of the right names and
@@ -68,21 +70,24 @@ class GroupScoring:
             self._first += count
 
     def finish(self) -> dict[str, np.ndarray]:
-        """Returns the scores of all images so far: arrays [images] by the name of the score.
+        """Returns the scores of the whole series. To be called after the last image was added.
 
-        The names are "reward" (if a groupwise score has a weight), the name of each groupwise
-        reward and "NAME/OTHER" for its other scores. Images of an incomplete group are missing, so
-        this is called after the last image was added. The dict is empty if no group was scored.
+        Returns:
+            NumPy arrays [images] by the name of the score: the name of each groupwise reward,
+            "NAME/OTHER" for its other scores and, if any of these scores has a weight, "reward" for
+            their weighted sum. Images of a group that is still incomplete are missing at the end.
+            {} if no group was scored.
         """
         return {name: np.concatenate(parts) for name, parts in self._scores.items()}
 
     def _score(self, rows: list[tuple[Any, ...]], prompts: np.ndarray) -> None:
-        """Scores one group on all devices alike, waits for the scores and stores them.
+        """Scores one group, replicated on all devices, and stores the scores.
 
         Args:
-            rows: A pair for each candidate of the group: its image [H, W, 3] in [0, 1] (or None)
+            rows: For each candidate of the group, a pair: its image [H, W, 3] in [0, 1] (or None)
                 and its latent [h, w, c].
-            prompts: For each candidate, int32, the row of its prompt in the prepared arrays.
+            prompts: For each candidate, the index of its prompt in the arrays that `prepare`
+                returned, int32 [candidates]. They are all equal.
 
         Raises:
             InputError: If the reward's code raises, or returns no scores of the right names and

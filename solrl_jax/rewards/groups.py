@@ -20,19 +20,19 @@ ALONE = 0.5
 
 
 def group_slices(prompts: Sequence[Any], size: int) -> list[slice]:
-    """Divides a series of images into groups.
+    """Divides a series of images into groups of the same prompt.
 
     Args:
         prompts: The prompt of each image, or anything else that is equal for equal prompts, such as
-            an index. Equal ones that directly follow each other belong together; if a prompt comes
-            again later, its images there form groups of their own.
-        size: The most images in a group, at least 1. The images of a prompt are divided into as few
-            groups as possible, whose sizes differ by at most 1, so that 3 images in groups of at
-            most 2 leave a group of one.
+            an index. Only neighbors are grouped: if a prompt comes again after another one, its
+            images there form groups of their own.
+        size: The most images in a group, at least 1. More images of a prompt are divided into as
+            few groups as possible, whose sizes differ by at most 1: with size 2, three images
+            become groups of one and two.
 
     Returns:
-        The range of the images of each group. The ranges are not empty, follow each other and cover
-        all images; [] without images.
+        The range of the images of each group. The ranges follow each other and cover all images;
+        [] without images.
     """
     slices = []
     start = 0
@@ -91,23 +91,23 @@ def round_robin(prefer: Callable[[Any, Any, Any, Any], Any]) -> Callable[[Any, A
 
         Reward(params, prepare, score=round_robin(prefer), groupwise=True)
 
-    An image is scored by its win rate in its group: the mean of (p[i, j] + 1 - p[j, i]) / 2 over
-    the other images j, where p[i, j] is how much image i is preferred to j when i comes first.
+    The score of an image is its win rate in its group: the mean of (p[i, j] + 1 - p[j, i]) / 2 over
+    the other images j, where p[i, j] is how much image i is preferred to image j when i comes
+    first.
 
     Args:
         prefer: A pure function (params, first, second, prepared) -> preferences [n] in [0, 1]: how
-            much each image of `first` is preferred to the image of `second` in the same row, when
-            it comes first. The argument `params` is that of the reward. `first` and `second` are
-            images [n, H, W, 3], latents or pairs of both, as `Reward.inputs` says, and `prepared`
-            has n equal rows, because all images of a group have the same prompt.
+            much `first[k]` is preferred to `second[k]`, for each of n pairs. `params` are those of
+            the reward. `first` and `second` are images [n, H, W, 3], latents, or pairs of both,
+            according to `Reward.inputs`. `prepared` is what `Reward.prepare` returned for the
+            prompt of the group, repeated in n rows.
 
     Returns:
-        A function (params, inputs, prepared) -> {"reward": win rates [n] in [0, 1]}, which jit can
-        trace. It runs `prefer` n times, one after the other, with n pairs each: one image against
-        all images, itself included, whose result is dropped. The only image of a group scores 0.5
-        without a call. Pairs with a preference that is not finite are left out, and an image
-        without other pairs scores NaN. It raises ValueError when it is traced if the preferences do
-        not have the shape [n].
+        A function (params, inputs, prepared) -> {"reward": win rates [n] in [0, 1]} for a group of
+        n images, which jit can trace. It calls `prefer` n times in sequence, each time with one
+        image against all n. A group of one image scores 0.5 without a call. Pairs with a non-finite
+        preference are left out; an image without any other pair scores NaN. Tracing it raises
+        ValueError if the preferences do not have the shape [n].
     """
 
     def score(params: Any, inputs: Any, prepared: Any) -> dict[str, Array]:

@@ -104,16 +104,16 @@ Wait = Callable[[], Returned]
 
 
 class Workers:
-    """A pool of worker processes that use no accelerator.
+    """A pool of worker processes that call the functions of rewards, on the CPU only.
 
-    They start with the first call, and end with `close` or with the program. A process that is
-    killed, or that ends, is replaced for the next call.
+    They start with the first call, and end with `close` or with the program. A process that dies is
+    replaced for the next call.
 
     Attributes:
         count: The number of processes, at least 1.
         timeout: Seconds that one call may take, counted from when a process begins it.
-        failures_in_a_row: For each reward by name, the number of calls without any score since the
-            last call that returned some. It is counted only where failed calls are skipped.
+        failures_in_a_row: By the name of the reward, the number of its latest calls that returned
+            no score at all. Any score resets it to 0. It stays 0 where a failed call ends the run.
     """
 
     def __init__(self, count: int, timeout: float) -> None:
@@ -142,10 +142,10 @@ class Workers:
             prompts: The prompt of each image, with its metadata.
 
         Returns:
-            A function that waits for the result and returns it. The result has a problem in place
-            of scores if the function raised, returned no scores, took longer than the timeout,
-            needed too much memory or ended its process; after a `Failure` with scores it has both.
-            If the pool of processes broke, it repeats the call once.
+            A function without arguments that waits for the call and returns its `Returned`. It does
+            not raise: a call that raised, returned no scores, exceeded the timeout or its memory,
+            or lost its process has a `problem` and no `answer`. A call that raised a `Failure` with
+            some scores has both. If the whole pool broke, the call is repeated once.
         """
         texts = [str(prompt) for prompt in prompts]
         metadata = [prompt.metadata for prompt in prompts]
@@ -180,15 +180,15 @@ class Workers:
     def _schedule(
         self, arguments: tuple[Any, ...]
     ) -> tuple[ProcessPool, concurrent.futures.Future[Returned]]:
-        """Schedules `_call` in the pool, or in a new one if there is none that works.
+        """Queues one run of `_call` in the pool of processes.
 
-        Each process of a new pool may take the host's memory divided by the number of processes
-        plus 1. The pool is closed when the program ends.
+        Also creates the pool if there is none, or replaces one that no longer works. Each process
+        of a new pool may take the host's memory divided by (number of processes + 1).
 
         Args:
-            arguments: The arguments of `_call` after the timeout, in this order: the function as
-                "module:function", its options, the images, the texts of the prompts, their metadata
-                and the most pairs in one call.
+            arguments: The arguments of `_call` without its first (the timeout), in this order: the
+                function as "module:function", its options, the images, the texts of the prompts,
+                their metadata, and the most pairs in one call.
 
         Returns:
             The pool, and the future of the result of `_call`.
@@ -210,17 +210,17 @@ class Workers:
     ) -> Returned | str | None:
         """Waits for a call.
 
-        Also closes the workers if the call has no answer `GRACE` (10) seconds after its timeout:
-        then its process ended without notice.
+        Also closes the pool if the call has no answer 10 seconds (`GRACE`) after its timeout,
+        because its process then ended without notice.
 
         Args:
             pool: The process pool that runs the call.
             future: The future of the result of `_call` in this pool.
 
         Returns:
-            Its result; or a message of one line that says why there is none, such as the timeout,
-            the signal or exit code of the process, or the error of arguments that cannot be
-            pickled. None if the pool broke, which does not always end its futures.
+            The result of the call. If it has none: a text of one line that says why, such as the
+            timeout, the signal or exit code of the process, or arguments that cannot be pickled.
+            None if the whole pool broke, so that the call may be tried in a new one.
         """
         end = math.inf
         while not future.done():
@@ -265,18 +265,18 @@ def workers(count: int, timeout: float) -> Workers:
 
 
 class Scoring:
-    """Scores a series of images outside JAX.
+    """Scores a series of images with the rewards outside JAX, while the caller makes more images.
 
     `add` passes images on in order, one chunk at a time, and `finish`, called once after the last
-    image, returns all scores. Each reward scores every image.
+    image, returns all scores. The prompts of the whole series are given at the start. Each reward
+    scores every image.
 
     Attributes:
-        failed: The number of images that have no score because their call failed, so far, by the
-            name of the reward. It is 0 unless failed calls are skipped.
-        usage: What the calls cost so far: sums of the counters that the functions increased
-            (`rewards.usage.count`), as "REWARD/COUNTER", e.g. {"judge/requests": 24.0}. A reward
-            that counts something also has "REWARD/seconds_waited", the seconds that the run waited
-            for its scores.
+        failed: By the name of the reward, the number of images that have no score so far because
+            their call failed. It stays 0 where a failed call ends the run.
+        usage: Sums of the counters that the functions increased so far (`rewards.usage.count`), as
+            "REWARD/COUNTER", e.g. {"judge/requests": 24.0}. A reward that counts something also has
+            "REWARD/seconds_waited", the seconds that the run waited for its scores.
     """
 
     def __init__(
@@ -314,14 +314,13 @@ class Scoring:
                 self._column(f"{reward.name}/{other}")
 
     def add(self, images: Images) -> None:
-        """Passes on the next images.
+        """Passes on the next chunk of images, and starts the calls that score it.
 
-        At most two chunks are scored at once, which bounds the memory. If there are two already,
-        this first waits for the older one and stores its scores. For each reward that scores images
-        alone, the images are split into calls of equal size (the last may be smaller): one per
-        worker process, or more if the reward takes fewer images at once. A reward that compares
-        images gets each group that is complete now in one call, and the images of an incomplete
-        group are kept.
+        If two chunks are still being scored, it first waits for the older one and stores its
+        scores, which bounds the memory. A reward that scores images alone gets the chunk split
+        evenly over the worker processes, in calls of at most `HostReward.batch` images. A reward
+        that compares images gets each group that is complete now in one call; the images of an
+        incomplete group are kept.
 
         Args:
             images: The images [b, H, W, 3] in [0, 1]; they are cast to float32. Those beyond the
@@ -329,7 +328,7 @@ class Scoring:
 
         Raises:
             RewardError: If a call of the older chunk failed and failed calls are not skipped, or 32
-                of one reward failed in a row.
+                calls of one reward in a row failed.
         """
         images = np.asarray(images[: len(self._prompts) - self._num_added], np.float32)
         if len(self._running_chunks) > 1:
@@ -350,17 +349,16 @@ class Scoring:
         self._running_chunks.append(calls)
 
     def _start_groups(self, images: Images) -> list[tuple[HostReward, slice, Wait]]:
-        """Starts the calls of rewards that compare images, for the groups that are complete.
+        """Starts the calls of rewards that compare images, for the groups that are complete now.
 
-        Also keeps the images of an incomplete group, and removes the groups that it starts.
+        Also keeps the images of an incomplete group until its last image comes.
 
         Args:
             images: The next images, without padding, float32 [b, H, W, 3].
 
         Returns:
             For each call: the reward, the range of the group among all images, and the function
-            that waits for the result. A group is one call per reward, whatever the `batch` of the
-            reward.
+            that waits for the result. There is one call per group and reward.
         """
         rewards = [reward for reward in self._host.rewards if reward.in_groups]
         if not rewards:
@@ -390,8 +388,8 @@ class Scoring:
             "NAME/OTHER" for its other scores. NaN for images without one.
 
         Raises:
-            RewardError: If a call failed and failed calls are not skipped, or 32 of one reward
-                failed in a row.
+            RewardError: If a call failed and failed calls are not skipped, or 32 calls of one
+                reward in a row failed.
         """
         for calls in self._running_chunks:
             self._gather(calls)
@@ -405,18 +403,17 @@ class Scoring:
     def _gather(self, calls: list[tuple[HostReward, slice, Wait]]) -> None:
         """Waits for calls, and stores their scores.
 
-        A call also fails if its answer lacks a score in `HostReward.others`; none of its scores is
-        stored then. A score that is not in `others` is stored too; images of calls without it have
-        NaN. If a call has scores and a problem, its scores are stored and the call counts as
-        failed.
+        A call whose answer lacks a score of `HostReward.others` counts as failed, and none of its
+        scores is stored. Scores beyond `others` are stored too. A call that returned scores and a
+        problem (a partial failure) has its scores stored and counts as failed.
 
         Args:
-            calls: The reward of each call, the range of its images among all, and the function that
-                waits for its result.
+            calls: For each call: the reward, the range of its images among all, and the function
+                that waits for its result.
 
         Raises:
-            RewardError: If a call failed and failed calls are not skipped, or 32 of one reward
-                failed in a row. The calls after it are not waited for.
+            RewardError: If a call failed and failed calls are not skipped, or 32 calls of one
+                reward in a row failed. The calls after it are not waited for.
         """
         for reward, rows, wait in calls:
             began = time.monotonic()
@@ -453,7 +450,7 @@ class Scoring:
             self.usage[full_name] = self.usage.get(full_name, 0.0) + amount
 
     def _note_failure(self, reward: HostReward, rows: slice, problem: str, answer: Answer) -> None:
-        """Counts the images of a failed call that have no score.
+        """Counts the images of a failed call that have no score, or ends the run.
 
         Also keeps the message for `finish`, if it is the first one of the reward.
 
@@ -465,9 +462,8 @@ class Scoring:
                 without one; {} if the call has none.
 
         Raises:
-            RewardError: If failed calls are not skipped (`HostRewards.skip`), or if this is the
-                32nd call of the reward in a row without any score (`MOST_FAILURES`). `failed` stays
-                as it was then.
+            RewardError: If failed calls are not skipped (`HostRewards.skip` is false), or if this
+                is the 32nd call of the reward in a row without any score (`MOST_FAILURES`).
         """
         count = rows.stop - rows.start
         num_failed = int(np.isnan(answer["reward"]).sum()) if answer else count
@@ -503,18 +499,18 @@ class Scoring:
 def scoring(
     host: HostRewards, prompts: Sequence[Prompt], groups: Sequence[slice] | None = None
 ) -> Iterator[Scoring]:
-    """A context manager with a `Scoring`.
+    """A context manager that yields a `Scoring` for one series of images.
 
-    If the body raises, the worker processes for these settings end and all their calls are dropped.
-    Otherwise they stay for the next series of images.
+    If the body raises, the worker processes end and their calls are dropped. Otherwise the
+    processes stay for the next series.
 
     Args:
         host: The rewards outside JAX, and the number, timeout and treatment of failures of their
-            processes.
+            worker processes.
         prompts: The prompt of each image, in order.
-        groups: The ranges of the images that are compared with each other, which follow each other
-            from 0. None: the images of a prompt that directly follow each other, divided into
-            groups of at most `host.group_size`. Only rewards that compare images read it.
+        groups: For rewards that compare images: the ranges of the images that are compared with
+            each other, which follow each other from 0. None: neighboring images of the same prompt,
+            in groups of at most `host.group_size`.
 
     Yields:
         The scoring, to which the body passes the images.
@@ -529,13 +525,13 @@ def scoring(
 def trial(host: HostRewards, prompts: Sequence[Prompt], size: tuple[int, int]) -> None:
     """Scores gray images once, so that a reward that always fails is noticed early.
 
-    The scores are dropped. Also starts the worker processes, which stay; if failures are skipped,
-    also prints a line to standard error for each failed reward. Services and judges are asked in
-    earnest.
+    The scores are dropped. These are real calls: services and judges get requests. Also starts the
+    worker processes, which stay. If failures are skipped, a line per failed reward is printed to
+    standard error.
 
     Args:
         host: The rewards outside JAX, and the number, timeout and treatment of failures of their
-            processes.
+            worker processes.
         prompts: The prompts. Each gets one gray image (all values 0.5), or two if any reward
             compares images. All of them are held in memory at once.
         size: Height and width of the images in pixels.
@@ -578,14 +574,13 @@ def _set_up(memory: int) -> None:
     """Prepares a worker process, before a reward is imported in it.
 
     JAX uses the CPU only (JAX_PLATFORMS), and CUDA_VISIBLE_DEVICES="" hides NVIDIA GPUs from every
-    library, PyTorch included. A reward that needs a GPU is run as a service. Standard output goes
-    to standard error. The process gets a session of its own, so that Ctrl-C does not reach it, and
-    it ends with the run. `os._exit` is replaced: exit code 0 becomes `ENDED` (99).
+    library, PyTorch included. Standard output goes to standard error. The process gets a session of
+    its own, so that Ctrl-C does not reach it, and it ends when the run ends. If a reward ends the
+    process by `os._exit(0)`, the exit code becomes 99 (`ENDED`), so that the pool notices it.
 
     Args:
-        memory: The most bytes of data (RLIMIT_DATA) that the worker may take; less if the hard
-            limit of the system is lower. Beyond them it gets a MemoryError, and the other processes
-            of the host are not affected.
+        memory: The most bytes of data (RLIMIT_DATA) that the worker may take, or the hard limit of
+            the system if that is lower. Beyond it, allocations raise MemoryError.
     """
     limit = resource.getrlimit(resource.RLIMIT_DATA)[1]
     allowed = memory if limit == resource.RLIM_INFINITY else min(memory, limit)
@@ -639,27 +634,25 @@ def _call(
     """Calls the function of a reward, in a worker process. The first call imports it.
 
     Args:
-        timeout: Seconds after which the system ends this process with SIGALRM, also while the
-            function does not return to Python. Changes of the system's clock have no influence.
+        timeout: Seconds after which the system kills this process with SIGALRM, even inside C code.
         target: The function, as "module:function".
         options: Its keyword arguments.
         images: The images, float32 [n, H, W, 3] in [0, 1].
         prompts: The text of the prompt of each image.
         metadata: The metadata of the prompt of each image.
-        pairs_at_once: For a pairwise reward, the most pairs in one call of its function; the images
-            are then one group. 0: the function scores images.
+        pairs_at_once: 0: the function scores images. Above 0: it compares pairs; the images are one
+            group, and this is the most pairs in one call of the function.
 
     Returns:
-        The scores (`answer`): float32 arrays [n] by name, with NaN for images that have a
-        non-finite value, or None. The `problem` in one line, or None: the import or the function
-        raised, there was not enough memory, or the function returned something else than n numbers
-        or a mapping of names to n numbers with "reward". Both are set if the function raised a
-        `Failure` with the scores of some images. What the call counted (`usage`). An error becomes
-        a problem, because not every exception can be pickled.
+        A `Returned` with `answer`: float32 arrays [n] by name, with NaN for images that have a
+        non-finite value, or None without scores; `problem`: why there are none, in one line, or
+        None: the import or the function raised, memory ran out, or the returned value is neither n
+        numbers nor a mapping of names to n numbers with "reward"; and `usage`: what the function
+        counted. If the function raised a `Failure` with the scores of some images, `answer` and
+        `problem` are both set.
 
     Raises:
-        Failure: If the function raised a `Failure` whose `scores` are not n numbers or a mapping to
-            n numbers with "reward".
+        Failure: If the function raised a `Failure` whose `scores` have the wrong form.
     """
     signal.setitimer(signal.ITIMER_REAL, timeout)
     usage.take()
@@ -700,12 +693,11 @@ def _compare_pairs(
     Args:
         function: The user's function with its options bound: (first, second, prompts, metadata) ->
             one preference in [0, 1] per pair for the image of `first`, or a mapping with these as
-            "reward", whose other entries are dropped.
+            "reward".
         images: The images of the group, float32 [n, H, W, 3]. One with a non-finite value is not
             compared.
-        prompts: The prompt of each image. Those of the first image of each pair are passed on.
-        metadata: The metadata of the prompt of each image. That of the first image of each pair is
-            passed on.
+        prompts: The prompt of each image, which are equal.
+        metadata: The metadata of the prompt of each image.
         pairs_at_once: The most pairs in one call, at least 1.
 
     Returns:
@@ -714,10 +706,9 @@ def _compare_pairs(
         values. Pairs whose preference is NaN in either order are left out.
 
     Raises:
-        Failure: If the function returned no preferences or one outside of [0, 1], or raised a
-            Failure without a preference; it has no scores then. If the function raised a Failure
-            that has the preferences of some pairs, the other pairs are compared nevertheless, and
-            the Failure that is raised has the win rates as "reward".
+        Failure: Without scores, if the function returned no numbers or one outside of [0, 1], or
+            raised a Failure without any preference. With the win rates as "reward", if it raised a
+            Failure that has the preferences of some pairs; the other calls are made nevertheless.
     """
     # An image with a non-finite value is not compared, so that it costs the others nothing.
     finite = np.flatnonzero(finite_images(images))
@@ -755,9 +746,9 @@ def _compare_pairs(
 
 
 def seconds_left() -> float:
-    """Returns the seconds until the process that runs this call of a reward is ended.
+    """Returns the seconds until this process is ended by the timeout of the running call.
 
-    In a worker process this is the rest of `reward.timeout`. It is 120 (`DEFAULT_SECONDS`) in a
+    In a worker process this is what is left of `reward.timeout`. It is 120 (`DEFAULT_SECONDS`) in a
     process without a running timer, such as one that calls a reward's function directly.
     """
     return signal.getitimer(signal.ITIMER_REAL)[0] or DEFAULT_SECONDS

@@ -41,8 +41,8 @@ def http(
 ) -> Float[np.ndarray, " n"]:
     """Asks a service for scores, in one POST request. Runs in a worker process.
 
-    A service that does not answer, or answers with the status 429, 502, 503 or 504, is asked again.
-    Redirects are not followed.
+    If the service does not answer, or answers with the status 429, 502, 503 or 504, the request is
+    repeated with growing pauses (see `session`). Redirects are not followed.
 
     Args:
         images: The images [n, H, W, 3] in [0, 1]. They are sent as PNG files of 8 bits: other
@@ -50,20 +50,19 @@ def http(
         prompts: The prompt of each image.
         metadata: The metadata of each prompt, as values of JSON.
         url: The address of the service, http://HOST:PORT/PATH or https://HOST:PORT/PATH.
-        timeout: Seconds, `reward.timeout`. Each attempt may take as long to connect, and as long
-            for each wait for data; the pauses between the attempts are at most half as long
-            together, or longer if the service asks for it. The worker process is killed when the
-            whole call has taken this time.
+        timeout: Seconds that one attempt may take to connect, and to wait for the next data. It is
+            `reward.timeout`, after which the worker process is killed anyway. It also bounds the
+            number of attempts: all pauses between them together last at most half of it.
 
     Returns:
-        The scores, one per number of the answer, with NaN for null. Their number is not compared
-        with that of the images here.
+        The scores of the answer, float64, with NaN for null. Their number is not compared with that
+        of the images here.
 
     Raises:
         ValueError: If the images are not RGB, or the arguments differ in length.
         TypeError: If metadata holds something that JSON has not, such as a date.
         Failure: If there is no answer, a redirect, a status of 400 or more after the last attempt,
-            an answer of more than `MOST` (2**20) bytes, or no {"scores": [...]} with numbers and
+            an answer of more than 2**20 bytes (`MOST`), or no {"scores": [...]} with numbers and
             nulls in it.
     """
     check_arguments(url, images, prompts, metadata)
@@ -114,16 +113,15 @@ def encode_png(image: Float[np.ndarray, "H W 3"]) -> str:
 
 @functools.cache
 def session(timeout: float) -> requests.Session:
-    """Returns the connections of this process to services, which stay open for later requests.
+    """Returns an HTTP session that keeps connections open and repeats failed requests.
 
-    They are created once for each timeout. A request is repeated after 0, 1, 2, 4, ... seconds if
-    it gets no answer or one with a status of `RETRIED` (429, 502, 503, 504). If the answer has a
-    Retry-After header, its time is the pause. After the last attempt that answer is returned.
+    It is created once per process and timeout. A request is repeated after 0, 1, 2, 4, ... seconds,
+    or after the time in the Retry-After header, if it gets no answer or one with the status 429,
+    502, 503 or 504 (`RETRIED`). After the last attempt, such an answer is returned.
 
     Args:
-        timeout: Seconds, `reward.timeout`. A request is repeated as often as the pauses, without
-            those that the service asks for, take at most half of them together. It is no limit of a
-            request.
+        timeout: Seconds, `reward.timeout`. It decides the number of attempts: the pauses 0, 1, 2,
+            4, ... together take at most half of it. It does not limit a single request.
     """
     attempts = 1 + int(math.log2(1 + timeout / 2))
     retry = urllib3.Retry(
@@ -140,15 +138,14 @@ def session(timeout: float) -> requests.Session:
 
 
 def _read_body(answer: requests.Response) -> bytes:
-    """Returns the body of an answer, unpacked if it is compressed.
+    """Returns the body of an answer, decompressed if the service compressed it.
 
     Args:
         answer: An answer whose body has not been read (`stream=True`).
 
     Raises:
-        Failure: If the body is longer than `MOST` (2**20) bytes. No more than 2**16 bytes beyond
-            them are kept.
-        requests.RequestException: If the connection ends, or the body cannot be unpacked.
+        Failure: If the body is longer than 2**20 bytes (`MOST`).
+        requests.RequestException: If the connection ends, or the body cannot be decompressed.
     """
     text = b""
     for part in answer.iter_content(2**16):

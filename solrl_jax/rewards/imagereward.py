@@ -25,20 +25,23 @@ def imagereward(
 ) -> NetworkReward:
     """Opens ImageReward. The score is standardized, about -2 to 2.
 
-    Images of any size are resized with Pillow's bicubic kernel and cropped to a square. Prompts are
-    padded or cut to `config.tokens` tokens (35). Missing files of the tokenizer are downloaded from
-    the hub. Also adds BLIP's two tokens to the tokenizer of this folder, for the whole process.
+    Images of any size are resized with Pillow's bicubic kernel and center-cropped to a square.
+    Prompts are padded or cut to `config.tokens` tokens (35). Missing files of the tokenizer are
+    downloaded from the Hugging Face hub. Also adds BLIP's two special tokens to the tokenizer
+    object of this folder, which all rewards of the process share.
 
     Args:
-        paths: The setting `reward.paths`. "imagereward" is the converted safetensors file or its
-            directory, by default `ImageReward.safetensors` in `weights/`; "imagereward/tokenizer"
-            is a directory or repository of the tokenizer, by default google-bert/bert-base-uncased.
-            `sources.CARRIED` itself stands for the files in the package, without weights.
+        paths: The setting `reward.paths`: where the files are, by key. "imagereward": the converted
+            safetensors file or its directory, by default `weights/ImageReward.safetensors`.
+            "imagereward/tokenizer": a directory, or the name of a hub repository, with the
+            tokenizer, by default google-bert/bert-base-uncased. A plan passes the constant
+            `sources.CARRIED` instead, which stands for the files in the package, without weights.
         config: The sizes of the network, which its file does not hold. The default is the released
             network.
 
     Returns:
-        The reward with the network "blip". It has no score beside "reward".
+        The reward with the network "blip", whose parameters are not read yet. Its only score is
+        "reward".
 
     Raises:
         InputError: If a file is missing and cannot be downloaded, or the tokenizer cannot be
@@ -68,14 +71,16 @@ def image_reward_scores(
     """Scores images against their prompts, under jit.
 
     Args:
-        network: The BLIP with its head (`models.vision.blip.ImageReward`), without parameters.
+        network: The BLIP with its head (`models.vision.blip.ImageReward`) as a `Component`: its
+            structure, without parameters.
         preprocess: Converts images to normalized pixels of the size that the network reads.
-        params: The parameters of the network as a nested dict of arrays, under "blip".
-        rows: The images [b, H, W, 3] in [0, 1], and the tokens of the prompt of each: "ids", int32
-            [b, length], and "mask", bool [b, length], true for tokens that are no padding.
+        params: {"blip": the parameters of the network, a nested dict of arrays}.
+        rows: A tuple: the images [b, H, W, 3] in [0, 1], and a dict with the tokens of the prompt
+            of each image: "ids", int32 [b, length], and "mask", bool [b, length], true for tokens
+            that are no padding.
 
     Returns:
-        "reward": the standardized scores [b] in float32.
+        {"reward": the standardized scores, float32 [b]}.
     """
     images, tokens = rows
     model = network(network.gather(params["blip"]))
