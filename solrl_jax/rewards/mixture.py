@@ -22,29 +22,26 @@ def mixture(
     """Makes one reward of several: its "reward" is the weighted sum of their scores.
 
     It also returns every score of the parts: the reward of a part under the name of the part,
-    another score as "part/score". All scores of an image are NaN if the image (unless all parts
-    read latents alone) or its latent (unless all read images alone) has a non-finite value. The
-    scores of `host` and `group` are not computed here: the caller computes them and completes the
-    sum with `add_total`.
+    another score as "part/score". An image with a non-finite value (or latent, if a part reads
+    latents) scores NaN throughout. Rewards outside JAX and groupwise rewards cannot be computed in
+    the same program: they are only kept in the fields `host` and `group` of the result, and the
+    caller scores them and adds them with `add_total`.
 
     Args:
-        weights: The weights of scores of `parts`, by name ("part" or "part/score"). `host` and
-            `group` have the weights of their own scores. If it is empty, "reward" is not among the
+        weights: The weights of the scores of `parts`, by name ("part" or "part/score"). Scores
+            without a weight are only recorded. If it is empty, there is no "reward" among the
             returned scores.
-        parts: Rewards inside JAX by name, each with a function `score` and without `host`. Without
-            any part, the field `score` of the result is None, so that `host` or `group` is
-            required.
-        host: Rewards outside JAX, which are kept in the field `host` of the result, or None.
-        group: The `mixture` of groupwise rewards inside JAX, which is kept in the field `group`, or
-            None.
+        parts: Rewards inside JAX by name, each of which scores single images. May be empty if there
+            is a `host` or `group`; the result's `score` is None then.
+        host: Rewards outside JAX with their own weights, or None.
+        group: The `mixture` of groupwise rewards inside JAX, with its own weights, or None.
 
     Returns:
-        A reward whose `params` have one entry per part, by name. What its `prepare` returns has one
-        entry per part and per part of `group`. Its `inputs` are those of the parts if these agree,
-        "both" if they differ, and "images" without parts. Its `check`, `prepare` and `score` raise
-        InputError with the name of the part if that of a part raises, if a part prepares an array
-        without one row per prompt, or if its scores are no mapping of "reward" and its `others` to
-        real arrays [b]. `check` also calls the checks of `host` and `group`.
+        A reward. Its `params` and what its `prepare` returns are dicts by the name of the part (for
+        `prepare` also of the parts of `group`). Its `inputs` are those of the parts if they agree,
+        "both" if they differ, and "images" without parts. Its `check` also calls the checks of
+        `host` and `group`. Its `check`, `prepare` and `score` raise InputError with the name of the
+        part if that of a part raises or returns arrays of a wrong form.
 
     Raises:
         ValueError: If there are no parts, no `host` and no `group`.
@@ -107,20 +104,19 @@ def mixture(
 def add_total(
     weights: Mapping[str, float], scores: Mapping[str, Array | np.ndarray]
 ) -> dict[str, Any]:
-    """Adds a weighted sum of scores to the total with the name "reward".
+    """Adds weighted scores to the total under the name "reward".
 
     It is called twice for the same images: inside JAX with the scores computed there, and then with
     the scores computed outside JAX.
 
     Args:
-        weights: The weights of scores by name. Without any, a copy of the scores is returned as it
-            is.
-        scores: Scores by name, arrays [n]: JAX arrays or NumPy arrays. The total starts from
-            "reward", or from 0 without it.
+        weights: The weights of scores by name. Empty: the scores are returned unchanged.
+        scores: Scores by name, JAX or NumPy arrays [n]. If "reward" is among them, it is the total
+            so far; otherwise the total starts from 0.
 
     Returns:
         A new dict with the scores and, as "reward", the new total [n] in float32. A total that is
-        NaN, or whose magnitude is beyond `MAX_REWARD` (1e18), is NaN.
+        NaN, or whose magnitude is beyond 1e18 (`MAX_REWARD`), is NaN.
 
     Raises:
         KeyError: If there is a weight for a score that is not in `scores`.
@@ -136,19 +132,18 @@ def add_total(
 def _check_scores(scores: Any, others: Sequence[str], count: int) -> None:
     """Checks the names and shapes of the scores that the function `score` of a reward returned.
 
-    Values are not checked: NaN and infinities pass, and so do Booleans and integers. Further names
-    beside the expected ones pass too.
+    Values are not checked: NaN and infinities pass.
 
     Args:
-        scores: The returned value. It must map each name to `count` real numbers, an array [count].
-        others: The names that must be there beside "reward".
+        scores: The returned value: a mapping of names to arrays [count] of real numbers (integers
+            and Booleans too). Names beyond the required ones pass.
+        others: The names that are required beside "reward".
         count: The number of images.
 
     Raises:
         ValueError: If `scores` is no mapping, lacks "reward" or one of `others`, or has a complex
-            array or one of another shape, under any name. The message is one line.
-        TypeError: If a value is nothing that JAX can convert to an array, such as text (ValueError
-            for None).
+            array or one of another shape. The message is one line.
+        TypeError: If a value cannot be converted to an array, such as text.
     """
     expected = ("reward", *others)
     if not isinstance(scores, Mapping) or not {*expected} <= scores.keys():

@@ -28,33 +28,32 @@ IMAGES_PER_DEVICE = 4
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class NetworkReward(Reward):
-    """A reward that is computed by one or several networks.
+    """A reward that is computed by one or several networks, such as a CLIP.
 
-    Before `load`, `params` is None. Then it has the parameters of each network under its name in
-    `networks`. The function `score` uses `score_in_parts`. All other fields are those of `Reward`;
-    every field is passed by keyword.
+    It is a `Reward` that knows its networks before their parameters are read; `load` reads them.
+    All other fields are those of `Reward`. Every field is passed by keyword.
 
     Attributes:
-        params: The parameters by the name of the network: a nested dictionary of arrays each, or of
-            abstract arrays in a plan. None before `load`.
-        networks: The networks by the name under which `params` has their parameters, e.g. "clip".
-            They are `Component`s, which know their files and hold no parameters.
+        params: None before `load`; then the parameters, by the name of the network: a nested
+            dictionary of arrays each (of `jax.ShapeDtypeStruct`s in a plan).
+        networks: The networks by name, e.g. "clip". Each is a `Component`: the structure of a
+            network and the place of its files, without parameters.
     """
 
     params: Any = None
     networks: Mapping[str, Component]
 
     def load(self, mesh: Mesh | None, dtype: DTypeLike) -> Reward:
-        """Reads the parameters of the networks.
+        """Reads the parameters of the networks, in float32.
 
-        They are read in float32, in which the original libraries score too. For a network of which
-        the package has only the configuration (for a plan), they are abstract and no file is read.
+        A network of which the package has only the configuration (for a plan) gets abstract
+        parameters (`jax.ShapeDtypeStruct`), and no file is read.
 
         Args:
             mesh: The mesh that the parameters are placed on: large arrays are split over its axes
                 `tensor` and `fsdp`, small ones are on every device. None: JAX's default device.
-            dtype: float32, or float16 or bfloat16 for the weights of linear layers inside stacks of
-                transformer layers. All other parameters, and sums and norms of these layers, stay
+            dtype: float32, float16 or bfloat16. A 16-bit dtype is used for the weights (and
+                matmuls) of linear layers inside stacks of transformer layers only; all else stays
                 in float32.
 
         Returns:
@@ -87,14 +86,15 @@ def open_network(
         build: Constructs the network, given random number generators as the keyword argument
             `rngs`. It is only traced for its shapes.
         source: A safetensors file, or a directory with safetensors files. Nothing is checked for a
-            path in the package's directory of configurations (`storage.hub.CARRIED`).
-        locate: A function (source, abstract state of the network) -> the table of its parameters,
-            and the position of each tensor in the files by name. By default the tensors have the
-            names of transformers and diffusers, which are those of the network's modules.
+            path in the package's directory of configurations, which has no weights.
+        locate: Finds the tensors of the network in its files. The default suits files whose tensors
+            are named after the network's modules, as in transformers and diffusers. It is a
+            function (source, abstract state of the network) -> (table of parameters, position of
+            each tensor by its name).
 
     Returns:
-        The network as a `Component`: its modules, the path and shape of each parameter, and its
-        source, without values of parameters.
+        The network as a `Component`: its structure, the path and shape of each parameter, and its
+        source, without parameters.
 
     Raises:
         FileNotFoundError: If a file is missing.
@@ -110,17 +110,17 @@ def open_network(
 def score_in_parts(
     score: Callable[[Any, tuple[Array, Any]], Scores], params: Any, images: Array, prepared: Any
 ) -> Scores:
-    """Scores images, `IMAGES_PER_DEVICE` (4) per device at a time. For use under jit.
+    """Scores images in parts of 4 per device (`IMAGES_PER_DEVICE`), to bound memory, under jit.
 
-    The last part is filled up with copies of the first image of each device, so that every part has
-    the same size and a score does not depend on the part that its image is in.
+    All parts have the same size (the last one is padded), so the score of an image does not depend
+    on the part it is in.
 
     Args:
-        score: The function (params, (images, prepared)) -> scores, an array by name with one row
-            per image.
-        params: The parameters of the networks, by name.
+        score: A function (params, (images, prepared)) -> scores, an array by name with one row per
+            image.
+        params: The parameters of the networks, by name, passed on to `score`.
         images: Images [b, H, W, 3] in [0, 1]. The number b is a multiple of the mesh's devices.
-        prepared: A pytree of arrays with one row per image.
+        prepared: A pytree of arrays with one row per image: the prepared prompt of each.
 
     Returns:
         Arrays [b] by the name of the score, in the order of the images.
@@ -129,14 +129,15 @@ def score_in_parts(
 
 
 def in_half_precision(network: Component, params: Params, dtype: DTypeLike) -> Params:
-    """Casts the weights of linear layers inside stacks of layers to 16 bits.
+    """Casts the weights of linear layers inside stacks of transformer layers to 16 bits.
 
+    A stack is a list of equal layers whose parameters are stored as one array with a leading axis.
     Biases, norms, embeddings and layers outside of stacks keep their dtype.
 
     Args:
-        network: The network, whose table of parameters says which ones are such weights.
-        params: Its parameters in float32, or `jax.ShapeDtypeStruct`s, as a nested dictionary by
-            path. It is not changed. Weights that are not in it are skipped.
+        network: The network that the parameters belong to.
+        params: Its parameters in float32, or `jax.ShapeDtypeStruct`s, as a nested dictionary. It is
+            not changed.
         dtype: float16 or bfloat16.
 
     Returns:

@@ -88,8 +88,10 @@ def target(prompt: str, metadata: Metadata) -> str:
     """Returns the words that an image should show, as they are written.
 
     Args:
-        prompt: The words are between its first two double quotes (").
-        metadata: The value under "text" has the words instead, unless it is missing or null.
+        prompt: The prompt. Unless `metadata` has the words, they are the text between its first two
+            double quotes (").
+        metadata: The metadata of the prompt. A text under "text" has the words and wins over the
+            prompt.
 
     Raises:
         ValueError: If the value under "text" is no text; if there is none and the prompt has fewer
@@ -110,15 +112,15 @@ def target(prompt: str, metadata: Metadata) -> str:
 
 
 def similarity(text: str, target: str) -> float:
-    """Scores a text that was read. Spaces and case do not matter.
+    """Scores a text that was read against the words that should be there, without spaces and case.
 
     Args:
         text: The text that was read. It may be empty.
         target: The words that should be there: at least one character that is no space.
 
     Returns:
-        1 - d / len(target) without spaces, in [0, 1]. Here d is 0 if `text` contains `target`, and
-        else the smaller of their Levenshtein distance and len(target).
+        1 if `text` contains `target`. Otherwise 1 less their Levenshtein distance over the number
+        of characters of `target`, at least 0.
 
     Raises:
         ZeroDivisionError: If `target` has only spaces.

@@ -43,7 +43,7 @@ Check = Callable[[Prompt], object]
 
 
 def accept(prompt: Prompt) -> None:
-    """The check of a reward that can score any prompt: it returns None and never raises.
+    """The default `check` of a reward, which accepts every prompt.
 
     Args:
         prompt: Not read.
@@ -54,17 +54,19 @@ def accept(prompt: Prompt) -> None:
 class HostReward:
     """A reward outside JAX: a function that worker processes import and call.
 
-    The call is f(images, prompts, metadata, **options) with n images (float32 [n, H, W, 3] in [0,
-    1]), n texts and n mappings. It returns n numbers, or a mapping of names to n numbers in which
-    the reward itself has the name "reward". The number n is at most `batch`. It depends on the
-    number of images in a chunk and on the number of workers, so the score of an image must not
-    depend on the other images. Whatever the function returns for an image with a non-finite value
-    is replaced by NaN. The constructor checks nothing.
+    There are three kinds; n is the number of images or pairs in a call:
 
-    A groupwise reward is called with all images of a group of candidates of one prompt instead, and
-    their scores may depend on each other. A pairwise one is called as f(first, second, prompts,
-    metadata, **options) with n pairs of images of a group whose values are all finite, and returns
-    n preferences in [0, 1] for the image in `first`.
+      - By default it is called as f(images, prompts, metadata, **options), with images float32 [n,
+        H, W, 3] in [0, 1], n texts and n mappings. It returns n numbers, or a mapping of names to n
+        numbers in which the reward itself has the name "reward". How images are divided into calls
+        varies, so the score of an image must not depend on the other images.
+      - If `groupwise`, it is called in the same way with all images of a group of candidates of one
+        prompt, and their scores may depend on each other.
+      - If `pairwise`, it is called as f(first, second, prompts, metadata, **options) with n pairs
+        of images of a group, and returns n preferences in [0, 1] for the images in `first`.
+
+    Images with a non-finite value score NaN, whatever the function returns. The constructor checks
+    nothing.
 
     Attributes:
         name: The name of the reward in the configuration, e.g. "ocr", "module:function" or a URL.
@@ -72,14 +74,14 @@ class HostReward:
         options: Its keyword arguments.
         others: The names of the scores that it must return beside "reward"; a call without one of
             them fails. It may return more. None: they are not known before the first call.
-        batch: The most images in one call, at least 1; 16 (`MAX_BATCH`) by default. For a pairwise
-            reward, the most pairs. A groupwise one gets its group in one call in any case.
+        batch: The most images (if `pairwise`, pairs) in one call, at least 1. No effect if
+            `groupwise`.
         check: Is called with each prompt of a run (`Prompt`), and raises ValueError for one that
             the function cannot score. By default every prompt is accepted.
         groupwise: Whether the function scores the images of a group relative to each other.
-        pairwise: Whether it compares two images. Each image of a group then scores its win rate,
-            the mean preference over the other images with both orders averaged, and other scores
-            that it returns are dropped. It wins over `groupwise`.
+        pairwise: Whether it compares two images. Each image of a group then scores its win rate:
+            the mean preference over the other images, both orders averaged. It wins over
+            `groupwise`.
     """
 
     name: str
@@ -109,10 +111,10 @@ class HostRewards:
             "ocr" or "geneval/strict". Scores without a weight are only recorded.
         workers: The number of worker processes on each host, at least 1.
         timeout: Seconds that one call may take. A process that takes longer is killed.
-        skip: Whether the images of a failed call stay without a score (NaN); the run then stops
-            only when 32 calls of one reward in a row have no score. False: it stops at the first
-            failed call.
-        group_size: The most candidates of a prompt that are compared with each other.
+        skip: What a failed call does. True: its images have no score (NaN), and the run stops only
+            if 32 calls of one reward in a row have no score. False: the run stops at once.
+        group_size: For rewards that compare images: the most candidates of a prompt in a group, 24
+            (`GROUP_SIZE`) by default.
     """
 
     rewards: tuple[HostReward, ...]
@@ -125,7 +127,7 @@ class HostRewards:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Reward:
-    """A reward inside JAX, as pure functions.
+    """A reward inside JAX, as pure functions, or a weighted sum of several rewards.
 
     Two objects are equal only if they are the same object. Programs that take a reward as a static
     argument are therefore compiled anew for a copy.
@@ -134,33 +136,30 @@ class Reward:
         params: The arrays that `score` computes with: any pytree, or None.
         prepare: Turns a sequence of prompts into a pytree of arrays with one row per prompt. It
             runs on the host.
-        score: A function (params, inputs, prepared) -> `Scores`, a dict of arrays [b] with the key
-            "reward" and the keys in `others`. Its argument `inputs` is the images, the latents or
-            both, as the field `inputs` says, and `prepared` has one row per image: the row of its
-            prompt. The function is traced by jit with rows divided over the mesh, so the score of
-            an image must not depend on the other images, unless `groupwise` is set. None: nothing
-            is scored inside JAX except by `group`; `host` or `group` is required then.
-        others: Names of the scores beside "reward", which can be watched or trained on too.
-        host: Rewards outside JAX that are scored in addition. Only weighted sums have them.
-        check: Is called with a `Prompt`, and raises ValueError if the reward cannot score it. It
-            must be cheap, because it is called for every prompt of a run. By default every prompt
-            is accepted.
-        inputs: The images and latents that `score` gets. "images": images [b, H, W, 3] in [0, 1].
-            "latents": the clean latents [b, h, w, c] in float32 before decoding. "both": a pair
-            (images, latents).
-        groupwise: Whether `score` is called with all images of a group of one prompt, on every
-            device alike, and returns scores that may depend on each other: ranks or win rates
-            (`rewards.groups.round_robin`).
-        group: A weighted sum of groupwise rewards that is scored in addition, or None. Only
-            weighted sums have one.
-        group_size: The most candidates of a prompt in a group, 24 (`GROUP_SIZE`) by default. Only
-            that of the weighted sum in `group` has an effect; it is `reward.group_size` of the
-            configuration.
+        score: A function (params, inputs, prepared) -> dict of arrays [b] with the key "reward" and
+            the keys in `others`. `params` is the field; `inputs` are images or latents, as the
+            field `inputs` says; `prepared` has one row per image: that of its prompt. It is traced
+            by jit with rows divided over the mesh, so the score of an image must not depend on the
+            other images, unless `groupwise` is set. None only for a weighted sum without such
+            rewards.
+        others: Names of the scores beside "reward", which can be recorded or trained on too.
+        host: Only for weighted sums: the rewards outside JAX that belong to the sum, or None.
+        check: Is called with every prompt of a run (`Prompt`), and raises ValueError if the reward
+            cannot score it. By default every prompt is accepted.
+        inputs: What `score` gets. "images": images [b, H, W, 3] in [0, 1]. "latents": the clean
+            latents [b, h, w, c] in float32 before decoding. "both": a pair (images, latents).
+        groupwise: Whether `score` is called with a whole group, the candidates of one prompt, on
+            every device alike. The scores of a group may depend on each other, such as ranks or win
+            rates (`rewards.groups.round_robin`).
+        group: Only for weighted sums: the weighted sum of the groupwise rewards that belong to it,
+            or None.
+        group_size: Only for the weighted sum in a field `group`: the most candidates of a prompt in
+            a group (`reward.group_size` of the configuration), 24 (`GROUP_SIZE`) by default.
 
     Raises:
-        ValueError: If `inputs` has another value, `others` is not a tuple of strings, `prepare` or
-            `check` cannot be called, `score` cannot be called and `host` and `group` are None, or
-            `groupwise` is not a bool.
+        ValueError: If a field is not as described: another value of `inputs`, `others` no tuple of
+            strings, `groupwise` no bool, `prepare` or `check` no function, or `score` no function
+            while `host` and `group` are None.
     """
 
     params: Any
@@ -226,10 +225,10 @@ class Reward:
 
         Args:
             mesh: The mesh that the parameters are placed on: large arrays are split over its axes
-                `fsdp` and `tensor`, small ones are on every device
-                (`parallel.sharding.parameter_sharding`). None: the parameters stay where they are.
-            dtype: No effect here. `NetworkReward`, which overrides this method, takes it for the
-                matmuls of its networks.
+                `fsdp` and `tensor`, small ones are on every device. None: the parameters stay where
+                they are.
+            dtype: No effect here. In `NetworkReward`, which overrides this method, it is the dtype
+                of the matmuls of its networks.
 
         Returns:
             A copy of the reward with placed `params`; the reward itself if `mesh` is None.
@@ -250,20 +249,18 @@ def score_images(reward: Reward, params: Any, inputs: Any, prepared: Any, index:
     It is compiled by jit, once per reward object and set of shapes.
 
     Args:
-        reward: A reward whose `score` is not None; static.
-        params: The parameters that `reward.score` gets: `reward.params`.
+        reward: A reward whose `score` is not None; a static argument.
+        params: The parameters for `reward.score`: `reward.params`, as a traced argument.
         inputs: The images [b, H, W, 3] in [0, 1], the latents [b, h, w, c] or the pair of both, as
             `reward.select_inputs` returns them.
         prepared: The pytree that `reward.prepare` returned, one row per prompt.
-        index: For each image, int32 [b], the row of its prompt in `prepared`. Indices outside of
-            the rows are not noticed.
+        index: For each image, int32 [b], the row of its prompt in `prepared`. It must be in range.
 
     Returns:
         What `reward.score` returned: arrays [b] by the name of the score.
 
     Raises:
         ValueError: If the images are not of the shape [b, H, W, 3]. Latents are not checked.
-        AssertionError: If `reward.score` is None.
         InputError: If `reward` is a weighted sum (`mixture`) and the function `score` of a part
             raises or returns no scores.
     """
@@ -277,10 +274,10 @@ def score_images(reward: Reward, params: Any, inputs: Any, prepared: Any, index:
 
 @contextlib.contextmanager
 def reward_code(name: str, template: str = "{}") -> Iterator[None]:
-    """A context manager that runs code of a reward in the body, in this process.
+    """A context manager for a body that runs a reward's code in this process.
 
-    Standard output of the body goes to standard error, and the working directory is restored at the
-    end.
+    It turns errors of the body into InputErrors that name the reward. Standard output of the body
+    goes to standard error, and the working directory is restored at the end.
 
     Args:
         name: The name of the reward, for messages.
@@ -291,9 +288,8 @@ def reward_code(name: str, template: str = "{}") -> Iterator[None]:
 
     Raises:
         InputError: If the body raises anything but KeyboardInterrupt, even SystemExit. The message
-            is one line: "reward 'NAME': ", then the filled template. The error's own message is
-            preceded by the name of its type unless it is a ValueError, and is not repeated if it
-            begins with "reward 'NAME': " already.
+            is one line: "reward 'NAME': ", then the filled template. The error's own message begins
+            with the name of its type unless it is a ValueError.
     """
     with contextlib.chdir("."), contextlib.redirect_stdout(sys.stderr):
         try:

@@ -59,13 +59,13 @@ SERVICE = ("http://", "https://")
 
 @dataclasses.dataclass(frozen=True)
 class InJax:
-    """A reward of the package that is scored inside JAX. It has no options.
+    """The entry of a reward of the package that is scored inside JAX. It has no options.
 
     Attributes:
-        open: Opens the reward, given the setting `reward.paths` (or `sources.CARRIED` for a plan).
-            It finds and checks the files, downloads those of the hub that are missing, and reads no
-            weights. It raises ValueError (InputError among them) if a file is missing or has other
-            tensors than its network.
+        open: Opens the reward, given the setting `reward.paths`, or for a plan the constant
+            `sources.CARRIED` (the configurations in the package). It checks the files and downloads
+            those of the hub that are missing, but reads no weights. It raises ValueError
+            (InputError among them) if a file is missing or does not fit its network.
         others: The names of the scores that the reward returns beside "reward".
     """
 
@@ -75,7 +75,7 @@ class InJax:
 
 @dataclasses.dataclass(frozen=True)
 class OutsideJax:
-    """A reward of the package that worker processes score.
+    """The entry of a reward of the package that worker processes score.
 
     Attributes:
         target: The function, as "module:function".
@@ -104,14 +104,14 @@ REWARDS: dict[str, InJax | OutsideJax] = {
 
 
 class Rewards(NamedTuple):
-    """The rewards of a run. The first two are one object if `reward.eval_only` is empty.
+    """The rewards of a run, each a weighted sum.
 
     Attributes:
-        trained: The weighted sum of the scores in `reward.weights`, which is trained on.
-        evaluated: The same sum, which also computes the scores in `reward.eval_only`. These have no
-            weight.
-        explored: The weighted sum of `rollout.explore.reward`, which ranks candidates; None if it
-            is not set.
+        trained: The sum of the scores in `reward.weights`, which is trained on.
+        evaluated: The same sum for evaluations, which also records the scores in
+            `reward.eval_only` (they have no weight). The object `trained` itself if there are none.
+        explored: The sum of the scores in `rollout.explore.reward`, which ranks candidates; None if
+            it is not set.
     """
 
     trained: Reward
@@ -123,14 +123,16 @@ class Rewards(NamedTuple):
 class OpenedRewards:
     """The rewards of a configuration, with names, options, functions and files checked.
 
+    The parameters of networks are not read yet; `load` does it.
+
     Attributes:
         settings: The section "reward" of the configuration.
         dtype: The dtype of the matmuls of scoring networks: float32, float16 or bfloat16.
-        rewards: By name, in sorted order, each reward that a score in `settings.weights`,
-            `settings.eval_only` or `explore` belongs to: "geneval" for "geneval/strict". Networks
-            have no parameters yet.
-        explore: `rollout.explore.reward`: weights of the scores that rank candidates. None: the
-            trained reward ranks them.
+        rewards: The rewards by name, in sorted order: each to which a score in `settings.weights`,
+            `settings.eval_only` or `explore` belongs, e.g. "geneval" for the score
+            "geneval/strict".
+        explore: `rollout.explore.reward`: the weights of the scores that rank candidates, by name.
+            None: the trained reward ranks them.
     """
 
     settings: config.Reward
@@ -139,7 +141,7 @@ class OpenedRewards:
     explore: Mapping[str, float] | None = None
 
     def load(self, mesh: Mesh | None) -> Rewards:
-        """Reads the parameters of the rewards inside JAX, and sums all rewards.
+        """Reads the parameters of the rewards inside JAX, once each, and sums all rewards.
 
         No worker process starts.
 
@@ -148,9 +150,9 @@ class OpenedRewards:
                 and the arrays of other rewards stay where they are.
 
         Returns:
-            Three weighted sums: `trained`, which is trained on; `evaluated`, which also computes
-            the scores in `eval_only`; and `explored`, which ranks candidates, or None if `explore`
-            is None. They share the parameters, which are read once.
+            Three weighted sums: `trained`, which is trained on; `evaluated`, which also records the
+            scores in `settings.eval_only`; and `explored`, which ranks candidates, or None if
+            `explore` is None. They share the parameters.
 
         Raises:
             InputError: If the parameters of a user's reward cannot be placed on the mesh.
@@ -181,21 +183,19 @@ class OpenedRewards:
         weights: Mapping[str, float],
         watched: Sequence[str] = (),
     ) -> Reward:
-        """Returns a weighted sum that also computes other scores.
+        """Returns the weighted sum of some rewards, which also records other scores of them.
 
         Args:
             rewards: The loaded rewards by name. Only those with a score in `weights` or `watched`
-                are taken.
+                are part of the sum.
             weights: The weight of each score, by "REWARD" or "REWARD/OTHER".
-            watched: The names of scores without a weight that are computed, too.
+            watched: The names of scores that are computed without a weight.
 
         Returns:
-            The `mixture` of the rewards inside JAX that score each image alone. Its `group` is the
-            `mixture` of the groupwise ones, and its `host` has the rewards outside JAX with their
-            weights; each is None if there are none. Both have the `group_size` of the settings, and
-            `host` their `workers`, `timeout` and `on_failure`. The `others` of a reward outside
-            JAX, which it must return, are its own and all further scores of it in `weights` and
-            `watched`.
+            The sum (`mixture`). Its own `score` is that of the rewards inside JAX that score each
+            image alone; its field `group` is the sum of the groupwise ones; its field `host` has
+            the rewards outside JAX. Each is None if there are no such rewards. A reward outside JAX
+            must return its own `others` and all of its scores in `weights` and `watched`.
         """
         scores = (*weights, *watched)
         settings = self.settings
@@ -248,34 +248,32 @@ def open_rewards(
 ) -> OpenedRewards:
     """Opens the rewards of a configuration.
 
-    Names and options are checked, functions are imported and files are checked. No weights are read
-    and no request is sent. Functions are imported before files are looked for. Missing files that
-    are in the hub are downloaded. The working directory is appended to `sys.path` if a function is
-    imported.
+    Checks names, options and files, imports the functions, and downloads missing files from the
+    hub. No weights are read and no request is sent. Also appends the working directory to
+    `sys.path` if a function is imported.
 
     Args:
-        settings: The section "reward" of the configuration. Its `paths` may be `sources.CARRIED`:
-            then the networks get the released configurations that the package has, without weights.
+        settings: The section "reward" of the configuration. For a plan, its `paths` are the
+            constant `sources.CARRIED`: the networks get the released configurations that the
+            package has, without weights.
         dtype: The dtype of the matmuls of scoring networks: float32, float16 or bfloat16. It takes
             effect in `OpenedRewards.load`.
         explore: `rollout.explore.reward`: the weight of each score that ranks candidates, by name.
             None: the trained reward ranks them.
 
     Returns:
-        The opened rewards: the arguments, and a `Reward` or `HostReward` by name for each reward
-        that a score in `settings.weights`, `settings.eval_only` or `explore` belongs to. "judge"
-        and each name that begins with "judge-" is a judge, any other name of `REWARDS` a reward of
-        the package, one that begins with "http://" or "https://" a service, and any other one a
-        user's function or an entry point.
+        The arguments and, by name, a `Reward` or `HostReward` for each reward that a score in
+        `settings.weights`, `settings.eval_only` or `explore` belongs to. A name decides its kind:
+        "judge" and "judge-NAME" are judges, other names in `REWARDS` rewards of the package,
+        "http://..." and "https://..." services, and any other name a user's function
+        ("module:function") or an entry point of an installed package.
 
     Raises:
-        InputError: If `reward.paths`, `reward.weights`, `reward.eval_only`,
-            `rollout.explore.reward` or `reward.options` has an unknown name; if a reward of the
-            package that is scored inside JAX has options, or the options of another one are not
-            accepted; if a function cannot be imported or is not callable, or a package that a
-            reward needs is not installed; if the address of a service is no URL; if files of a
-            network are missing or have other tensors than its configuration; or if the question of
-            a judge cannot be read, or has a word in braces and no "{prompt}".
+        InputError: If a setting of `reward` or `rollout.explore.reward` has an unknown name; if
+            options are not accepted; if a function cannot be imported or is not callable, or a
+            package that a reward needs is not installed; if the address of a service is no URL; if
+            files of a network are missing or do not fit its configuration; or if the question of a
+            judge cannot be used.
     """
     fields = {
         "reward.weights": tuple(settings.weights),
@@ -357,9 +355,10 @@ def open_function(
 def open_plugin(name: str, options: Options) -> Reward | HostReward:
     """Opens a function of a user, which is imported in this process.
 
-    A function with a required argument (beside *args and **kwargs) is scored outside JAX. Any other
-    one is called here, and returns a `Reward`. The working directory is appended to `sys.path`
-    unless it is there.
+    The signature decides its kind. A function with a required argument is itself a scorer outside
+    JAX, called in worker processes. A function that can be called with the options alone is a
+    factory: it is called here and must return a `Reward` inside JAX. The working directory is
+    appended to `sys.path` unless it is there.
 
     Args:
         name: The name of an entry point of an installed package, or "module:function". An entry
@@ -372,8 +371,8 @@ def open_plugin(name: str, options: Options) -> Reward | HostReward:
 
     Raises:
         InputError: If the function cannot be imported, is no function, has no signature or does not
-            accept the options; or if the call raises, returns no `Reward`, or returns one that has
-            further rewards (`host` or `group`), as only weighted sums do.
+            accept the options; or if the factory raises, returns no `Reward`, or returns a weighted
+            sum (with `host` or `group`).
     """
     target = entry_points().get(name, name)
     function, signature = _import_function(name, target)
@@ -403,13 +402,13 @@ def open_plugin(name: str, options: Options) -> Reward | HostReward:
 
 
 def open_service(url: str, options: Options, timeout: float) -> HostReward:
-    """Opens a reward service. No request is sent.
+    """Opens a reward service: a program that scores images over HTTP. No request is sent.
 
     Args:
         url: The address of the service, http://HOST:PORT/PATH or https://HOST:PORT/PATH.
-        options: May have "batch", the most images in one request, an integer of at least 1; 16
-            (`MAX_BATCH`) without it.
-        timeout: Seconds that one request may take (`reward.timeout`), above 0.
+        options: May have one key, "batch": the most images in one request, an integer of at least
+            1; 16 (`MAX_BATCH`) without it.
+        timeout: Seconds that one call may take (`reward.timeout`), above 0.
 
     Returns:
         The reward, named by the address. It accepts every prompt and has no scores beside "reward".
@@ -511,22 +510,21 @@ def entry_points() -> dict[str, str]:
 def _check_names(
     settings: config.Reward, names: Sequence[str], fields: Mapping[str, Sequence[str]]
 ) -> None:
-    """Checks that settings name only known rewards and known sources of files, without an import.
+    """Checks that the configuration names only known rewards and known files. Imports nothing.
 
     Args:
-        settings: The section "reward" of the configuration, of which the keys of `paths` and
-            `options` are checked.
-        names: The names of all rewards that the configuration uses, such as "geneval". They are
-            checked. "judge", "judge-NAME" with any NAME, and any name with a colon, such as
-            "module:function" or a URL, are accepted here.
-        fields: For the message alone: the names of scores in each setting, by the setting's dotted
-            name.
+        settings: The section "reward" of the configuration, of which the keys of `paths` (files)
+            and `options` (rewards) are checked.
+        names: The names of all rewards that the configuration uses, such as "geneval". Known are
+            those in `REWARDS`, entry points, "judge", "judge-NAME", and any name with a colon, such
+            as "module:function" or a URL.
+        fields: For messages: the names of scores in each setting, by the setting's dotted name,
+            e.g. {"reward.weights": ("geneval/strict",)}.
 
     Raises:
-        InputError: If `reward.paths` has a key that is not in `SOURCES`; else if a name in `names`
-            is neither in `REWARDS`, nor an entry point, nor one of those that are accepted without
-            a check; else if `reward.options` has a key that is not in `names`. The message lists
-            the unknown names and the known ones.
+        InputError: If `reward.paths` has a key that is not in `SOURCES`, a name in `names` is not
+            known, or `reward.options` has a key that is not in `names`; the first of these that
+            applies. The message lists the unknown names and the known ones.
     """
     unknown_paths = [name for name in settings.paths if name not in SOURCES]
     if unknown_paths:
@@ -583,13 +581,13 @@ def _check_scores(
 
 
 def _field(fields: Mapping[str, Sequence[str]], names: Sequence[str]) -> str:
-    """Returns the first setting that names one of some rewards or scores, for messages.
+    """Returns the name of the first setting that uses one of some rewards or scores, for messages.
 
     Args:
-        fields: The names of the scores in each setting, by its dotted name, e.g. {"reward.weights":
-            ("geneval/strict",)}.
-        names: Names of rewards or of scores, e.g. "geneval" or "geneval/strict". At least one
-            setting has one of them, or a score of such a reward.
+        fields: The names of the scores in each setting, by the setting's dotted name, e.g.
+            {"reward.weights": ("geneval/strict",)}.
+        names: Names of rewards or of scores, e.g. "geneval" or "geneval/strict". A reward is used
+            by a setting that has any score of it. At least one setting must use one of them.
 
     Returns:
         The name of the setting, e.g. "reward.weights".
@@ -602,16 +600,16 @@ def _field(fields: Mapping[str, Sequence[str]], names: Sequence[str]) -> str:
 
 
 def _bind_check(function: Callable[..., Any], options: Options) -> Check:
-    """Returns the check of prompts of a function outside JAX.
+    """Returns the function that checks prompts for a reward outside JAX.
 
     Args:
-        function: The function. Its attribute `check`, if it has one, is called as check(text,
-            metadata, **options).
-        options: The options of the reward, which the check gets as keyword arguments, too.
+        function: The function of the reward. Its attribute `check`, if it has one, is the check,
+            called as check(text, metadata, **options).
+        options: The options of the reward, which the check gets as keyword arguments.
 
     Returns:
-        A function of a `Prompt` that calls this attribute and raises what it raises. Without the
-        attribute, or if it is None, one that accepts every prompt.
+        A function of a `Prompt` that calls the attribute `check`. Without this attribute, one that
+        accepts every prompt.
     """
     check_function = getattr(function, "check", None)
     if check_function is None:
@@ -664,7 +662,8 @@ def _check_options(
         name: The name of the reward, for messages.
         signature: The signature of the function.
         options: The keyword arguments of the call.
-        arguments: The names of its positional arguments; () if it has none.
+        arguments: The names of the positional arguments of the call, e.g. ("images", "prompts",
+            "metadata"); () without any.
 
     Raises:
         InputError: If an argument is missing, unknown or passed twice. The message has the call and

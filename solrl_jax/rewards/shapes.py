@@ -11,16 +11,17 @@ from solrl_jax.rewards.protocol import Reward, Scores
 
 
 def shapes(paths: Mapping[str, str]) -> Reward:
-    """Opens the verifier of the embedded world: partial credit in [0, 1], and "strict".
+    """Opens the verifier of the embedded world of shapes as a reward.
 
-    "strict" is 1 if the image shows exactly the objects that its caption asks for, and else 0. The
-    check of the reward accepts the captions that `data.shapes.scenes.parse` accepts.
+    "reward" is partial credit in [0, 1]. "strict" is 1 if the image shows exactly the objects that
+    its caption asks for, and else 0. The check of the reward accepts the captions that
+    `data.shapes.scenes.parse` accepts, such as "two small red circles".
 
     Args:
         paths: Not read, because the verifier has no files.
 
     Returns:
-        A reward without parameters, with the score "strict" beside "reward".
+        A reward without parameters, with the scores "reward" and "strict".
     """
     return Reward(None, prepare, score, others=("strict",), check=scenes.parse)
 

@@ -20,7 +20,7 @@ FOLDER = "weights"
 
 @dataclasses.dataclass(frozen=True)
 class Hub:
-    """A repository of the hub from which a reward's files come by default.
+    """A Hugging Face hub repository from which a reward's files come by default.
 
     An entry of `reward.paths` may name a directory or another repository instead.
 
@@ -76,16 +76,18 @@ SOURCES: dict[str, Hub | Converted] = {
 
 
 def find(name: str, paths: Mapping[str, str]) -> Path:
-    """Finds the files of a source. Also downloads the files of a `Hub` source that are missing.
+    """Finds the files of a source. Also downloads missing files of a hub repository.
 
-    For a `Hub` source, a directory of the given name is preferred to a repository of this name.
+    A source is an entry of `SOURCES`: either a repository of the hub (`Hub`), or one safetensors
+    file that `solrl convert` made (`Converted`).
 
     Args:
         name: A key of `SOURCES`, e.g. "pickscore/tokenizer".
-        paths: The setting `reward.paths`: paths or names of repositories by keys of `SOURCES`.
-            Without an entry, the repository of a `Hub` source is used, or the file of a `Converted`
-            source in the folder "weights" of the working directory. The object `CARRIED` itself
-            stands for the configurations in the package.
+        paths: The setting `reward.paths`, by the same keys: for a `Hub` source a directory or the
+            name of another repository (an existing directory wins), for a `Converted` source the
+            file or its directory. Without an entry: the repository of the source, or its file in
+            the folder "weights" of the working directory. A plan passes the constant `CARRIED`,
+            which stands for the configurations in the package.
 
     Returns:
         The directory of a `Hub` source, which has all its files, or the file of a `Converted`
@@ -94,7 +96,7 @@ def find(name: str, paths: Mapping[str, str]) -> Path:
     Raises:
         KeyError: If `SOURCES` has no such name.
         InputError: If a file is missing or cannot be downloaded, or if that of a `Converted` source
-            has no ending .safetensors. The message says where to get it and where to put it.
+            does not end in .safetensors. The message says where to get it and where to put it.
     """
     source = SOURCES[name]
     if isinstance(source, Converted):
@@ -107,15 +109,15 @@ def find(name: str, paths: Mapping[str, str]) -> Path:
 
 
 def _find_converted(name: str, source: Converted, paths: Mapping[str, str]) -> Path:
-    """Returns the safetensors file of a source. Its contents are not read.
+    """Returns the path of a converted safetensors file. Its contents are not read.
 
     Args:
         name: The key of the source in `SOURCES`, e.g. "hpsv2".
-        source: `SOURCES[name]`: the file name, and for the message the released file and its
-            address.
-        paths: The setting `reward.paths`: files, or directories with a file of the name
-            `source.file`, by the name of the source. Without an entry: `source.file` in the folder
-            "weights" of the working directory.
+        source: `SOURCES[name]`: the name of the file and, for messages, where to download the
+            original.
+        paths: The setting `reward.paths`. Under `name` it may have the file, or a directory with a
+            file of the name `source.file`. Without an entry: `source.file` in the folder "weights"
+            of the working directory.
 
     Raises:
         InputError: If the file is not there, or its name does not end in .safetensors.
@@ -134,16 +136,15 @@ def _find_converted(name: str, source: Converted, paths: Mapping[str, str]) -> P
 
 
 def _find_in_hub(name: str, source: Hub, paths: Mapping[str, str]) -> Path:
-    """Returns the directory of a source. Also downloads missing files of a repository in the hub.
+    """Returns the directory with the files of a hub repository. Also downloads missing ones.
 
-    If HF_HUB_OFFLINE is set, the local cache is searched instead.
+    If HF_HUB_OFFLINE is set, the local cache of the hub is searched instead.
 
     Args:
         name: The key of the source in `SOURCES`, e.g. "pickscore/tokenizer".
-        source: `SOURCES[name]`: the repository by default, and the files that must be there.
-        paths: The setting `reward.paths`: directories, or names of repositories (OWNER/NAME), by
-            the key of the source. Without an entry: `source.name`. A directory that exists is
-            preferred to a repository whose name is the same text.
+        source: `SOURCES[name]`: the default repository, and the files that must be there.
+        paths: The setting `reward.paths`. Under `name` it may have a directory, or the name of a
+            repository (OWNER/NAME); an existing directory wins. Without an entry: `source.name`.
 
     Returns:
         The directory, in which every file of `source.files` exists.

@@ -9,23 +9,24 @@ _counts: collections.Counter[str] = collections.Counter()
 
 
 def count(name: str, amount: float = 1) -> None:
-    """Adds to a counter of the running call of a reward's function.
+    """Adds to a counter of what the running call of a reward's function costs.
 
-    Counters belong to the process. In a process that is no worker nothing resets them.
+    For functions that worker processes call. The counts of a call are returned with its scores, and
+    summed per iteration as the metric "reward_cost/REWARD/NAME", or per evaluation as
+    "eval/reward_cost/REWARD/NAME". Outside of worker processes nothing reads or resets them.
 
     Args:
-        name: The name of the counter, e.g. "requests". The metrics of a run have the sum over all
-            calls of an iteration as "reward_cost/REWARD/NAME", and those of an evaluation as
-            "eval/reward_cost/REWARD/NAME".
+        name: The name of the counter, e.g. "requests".
         amount: The number to add. 0 makes the counter appear in the metrics.
     """
     _counts[name] += amount  # type: ignore[assignment]  # a Counter also sums floats
 
 
 def take() -> dict[str, float]:
-    """Returns the sum of each counter by its name since the last call of `take`. Resets them all.
+    """Returns the sums of the counters of this process since the last call, and resets them.
 
-    The dict is empty if nothing was counted.
+    Returns:
+        The sum of each counter by its name; {} if nothing was counted.
     """
     counts = {name: float(amount) for name, amount in _counts.items()}
     _counts.clear()

@@ -23,7 +23,7 @@ BUSY = 30.0
 
 
 def cache_key(identity: Mapping[str, Any], prompt: str, images: list[str]) -> str:
-    """Returns the key of a request: a SHA-256 hash of its arguments and `VERSION`, 64 hex digits.
+    """Returns the key under which the cache stores the scores of a request.
 
     Args:
         identity: All that a score depends on beside prompt and images, as JSON values by name: the
@@ -31,6 +31,9 @@ def cache_key(identity: Mapping[str, Any], prompt: str, images: list[str]) -> st
             influence.
         prompt: The prompt of the image or pair.
         images: A hash of the pixels of each image, in order: one, or two that are compared.
+
+    Returns:
+        A SHA-256 hash of the arguments, 64 hexadecimal digits.
 
     Raises:
         TypeError: If `identity` holds something that JSON has not.
@@ -40,10 +43,11 @@ def cache_key(identity: Mapping[str, Any], prompt: str, images: list[str]) -> st
 
 
 class Cache:
-    """The cache in a directory: one SQLite file, which several processes may use at once.
+    """The scores of a judge on disk: one SQLite file in a directory, from request keys to scores.
 
-    Entries are never removed, and there is no limit on their number. An object is used in the
-    thread that created it; calls in others raise Failure.
+    It is opened with the directory. Several processes may use the same file at once. Entries are
+    never removed, and there is no limit on their number. An object may only be used in the thread
+    that created it; calls in others raise Failure.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -114,7 +118,8 @@ class Cache:
         """Returns, and does not raise, a Failure for an error of the cache.
 
         Args:
-            error: The error. The message has it, the path of the file and a remedy.
+            error: The error of the file or of SQLite. The message has its text, the path of the
+                file and a remedy.
         """
         return Failure(
             f"its cache {self._path} cannot be used ({error}); remove it, or name another "

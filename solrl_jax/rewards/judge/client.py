@@ -33,17 +33,17 @@ MOST_MESSAGE = 200
 def find_key(settings: JudgeSettings) -> str:
     """Returns the API key of an endpoint.
 
-    It is the password in the user's netrc file (~/.netrc, or the file in the variable NETRC) for
-    the host of the endpoint, or else the value of the environment variable `api_key_env`. The
-    default variable is OPENAI_API_KEY for openai.com alone, so that its key goes to no other host,
-    and JUDGE_API_KEY for others.
+    The key is the password for the host of the endpoint in the user's netrc file (~/.netrc, or the
+    file in the variable NETRC). Without one it is the value of an environment variable: the one
+    that `api_key_env` names, or by default OPENAI_API_KEY for openai.com and its subdomains and
+    JUDGE_API_KEY for other hosts.
 
     Args:
-        settings: The options of the judge: `base_url` has the host of the endpoint, and
-            `api_key_env` the name of the variable, or None for the default variable.
+        settings: The options of the judge, of which `base_url` (the address of the endpoint) and
+            `api_key_env` (the name of the variable, or None for the default) are read.
 
     Returns:
-        The key; "none" if there is none or an empty one, which local servers accept.
+        The key; "none", which local servers accept, if there is none or an empty one.
     """
     login = requests.utils.get_netrc_auth(settings.base_url)
     if login is not None and login[1]:
@@ -106,10 +106,11 @@ class Answer:
 
 
 class Client:
-    """The connection of a process to an endpoint. All its requests run in one event loop.
+    """The connection of a process to an OpenAI-compatible endpoint.
 
-    Every request has the model and `extra` of the settings, the temperature 0 and, unless `ask`
-    leaves it out, the seed. Idle connections stay open for further requests until `close`.
+    `ask` sends one request: the message it is given, with the model, the seed and `extra` of the
+    judge's options and the temperature 0. All requests must run in one event loop. Idle connections
+    stay open for further requests until `close`.
     """
 
     def __init__(self, settings: JudgeSettings, concurrency: int) -> None:
@@ -201,15 +202,15 @@ class Client:
 
     @contextlib.contextmanager
     def _in_one_line(self) -> Iterator[None]:
-        """A context manager that turns errors of the package openai in the body into a Failure.
+        """A context manager that turns errors of a request in the body into a Failure.
 
         Yields:
             None.
 
         Raises:
-            Failure: In place of errors of the packages openai and httpx2, TimeoutError and
-                ValueError. The message is one line, with the key replaced by "***". Other errors
-                pass.
+            Failure: In place of errors of the packages openai and httpx2, TimeoutError, ValueError
+                and a Failure of the body. The message is one line, with "***" in place of the API
+                key. Other errors pass unchanged.
         """
         try:
             yield
@@ -237,10 +238,10 @@ class Client:
 
 
 class _BoundedStream(httpx2.AsyncByteStream):
-    """The body of an answer, read as it arrives. It is given up after 2**20 bytes (`MOST`).
+    """The body of an answer, read as it arrives, that is given up after 2**20 bytes (`MOST`).
 
-    Iterating over it yields the parts of the body, and raises `Failure` when they have more
-    bytes together; the part that is too much is not yielded.
+    Iterating over it yields the parts of the body. It raises `Failure` instead of yielding the part
+    that exceeds the limit.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -296,16 +297,17 @@ async def _bound_response(response: httpx2.Response) -> None:
 
 
 def _first_tokens(logprobs: Any) -> list[tuple[str, float]] | None:
-    """Returns the tokens that the first token of an answer could have been.
+    """Returns the candidates for the first token of an answer, with their log-probabilities.
 
     Args:
-        logprobs: The field "logprobs" of a choice in an answer: a dict with the list "content", of
-            which the first entry is that of the first token; or None.
+        logprobs: The field "logprobs" of a choice in a chat completion: a dict whose list "content"
+            has one entry per token of the answer. Only the first entry is read. None: there are no
+            log-probabilities.
 
     Returns:
-        Tokens and the natural logarithms of their probabilities, in the order of the answer: the
-        entries of "top_logprobs", or only the token that was chosen if there are none. None if the
-        answer has no log-probabilities. Infinite ones pass.
+        Pairs (token, natural logarithm of its probability) in the order of the answer: the entries
+        of "top_logprobs", or only the chosen token if there are none. None if the answer has no
+        log-probabilities. Infinite ones pass.
 
     Raises:
         TypeError, LookupError, AttributeError: If the field is not as OpenAI defines it, or a
@@ -331,13 +333,13 @@ def _describe_status(error: openai.APIStatusError) -> str:
     """Describes an answer with an error status in one line, e.g. "status 404 (no such model)".
 
     Args:
-        error: The error of the package openai.
+        error: The error of the package openai for a response whose status is not 2xx.
 
     Returns:
-        The status, and in parentheses the address of a redirect, else the server's message of up to
-        200 characters ("no message" if it is empty): the text "message" or "detail" of a JSON
-        object or of the object "error" in it, the text "error" or the JSON text that is the body,
-        or otherwise the body as it is. It may hold the API key.
+        The status and, in parentheses, the address of a redirect or the server's message. The
+        message is the field "message" or "detail" of the JSON body (or of the object "error" in
+        it), or a text under "error", or else the whole body; it is cut to 200 characters, and "no
+        message" if empty. It may hold the API key.
     """
     response = error.response
     location = response.headers.get("location")
@@ -362,10 +364,11 @@ def _root_cause(error: BaseException) -> str:
     """Returns the message of the first cause of an error, in one line of up to 200 characters.
 
     Args:
-        error: The error. Its causes and contexts are followed to the first one.
+        error: The error. Its `__cause__`, or else its `__context__`, is followed to the end.
 
     Returns:
-        The message, or the name of the type if it is empty. It may hold the API key.
+        The message of the last error in this chain, or the name of its type if the message is
+        empty. It may hold the API key.
     """
     while error.__cause__ is not None or error.__context__ is not None:
         error = error.__cause__ or error.__context__  # type: ignore[assignment]

@@ -23,24 +23,23 @@ SECONDS = 120.0
 
 @dataclasses.dataclass(frozen=True)
 class Support:
-    """What an endpoint supports, from the first request that it answered.
+    """What an endpoint supports, according to the first request that it answered.
 
-    Fields of the request are left out one at a time until there is an answer. If only the request
-    without any of them is answered, all of them count as not supported, although some may be.
+    `probe` sends the judge's complete request first, and reduced ones until one is answered.
+    "Answered request" below is the one that got an answer.
 
     Attributes:
-        seconds: The time from sending this request to its answer.
-        images: Whether this request had the images. The model need not have looked at them.
-        logprobs: The number of log-probabilities that were returned for the first token, at most 20
-            (`scoring.TOP`). 0 if there are none, also because the judge reads JSON and asks for
-            none.
-        schema: Whether this request had a JSON schema; None if the judge sends none.
-        seed: Whether this request had a seed.
+        seconds: The time from sending the answered request to its answer.
+        images: Whether the answered request had the images. The model need not have looked at them.
+        logprobs: The number of log-probabilities that the endpoint returned for the first token, at
+            most 20 (`scoring.TOP`). Also 0 for a judge that reads JSON, which asks for none.
+        schema: Whether the answered request had a JSON schema; None if the judge sends none.
+        seed: Whether the answered request had a seed.
         fingerprint: The field "system_fingerprint" of the answer: the endpoint's name for its
-            software and weights, which changes with them. None if it returns no such text.
+            software and weights. None if it returns no such text.
         answer: The first 40 characters of the answer.
-        problem: Why the judge could not score an image, in one line: the refusal of the complete
-            request or, if that was accepted, the fault of its answer. None if it can.
+        problem: Why the judge cannot score with this endpoint, in one line: the refusal of the
+            complete request or, if that was accepted, the fault of its answer. None if it can.
     """
 
     seconds: float
@@ -54,14 +53,13 @@ class Support:
 
 
 def probe(judge: Judge) -> Support:
-    """Sends one request as the judge does. If it is refused, leaves out one field after another.
+    """Finds out by requests what the endpoint of a judge supports.
 
-    The image is a gray square of 64 x 64 pixels; a judge that compares gets it twice. A refused
-    request is sent without the seed, then without log-probabilities, without the JSON schema,
-    without images, and at last without all of these, skipping what the judge does not send.
-
-    No attempt is repeated, the option `retries` notwithstanding. Nothing is read from the cache or
-    written to it. It starts an event loop, so it cannot be called while one runs in this thread.
+    First sends the request that the judge would send for a gray square of 64 x 64 pixels (or two of
+    them, if the judge compares). If it is refused with a status of 4xx, sends it again with one
+    thing left out: the seed; the log-probabilities; the JSON schema; the images; and at last
+    without all of them. Nothing is repeated (whatever the option `retries`), and the cache is
+    neither read nor written.
 
     Args:
         judge: The judge. The API key comes from ~/.netrc or the environment, as in a run.
@@ -71,8 +69,8 @@ def probe(judge: Judge) -> Support:
         score with this endpoint.
 
     Raises:
-        Failure: If no request was answered with a chat completion. Only a status of 4xx leads to
-            the next attempt. The message, one line, is that of the first request. All requests
+        Failure: If no request got a chat completion, or a request failed otherwise than with a
+            status of 4xx. The message, one line, is that of the first failure. All requests
             together may take 120 seconds (`SECONDS`), and each the option `request_timeout`.
         RuntimeError: If an event loop runs in this thread.
     """
@@ -146,13 +144,12 @@ def describe(support: Support) -> str:
     """Describes what an endpoint supports, in one line.
 
     Args:
-        support: The findings. Its `problem` is left out.
+        support: The findings of `probe`. Its `problem` is left out.
 
     Returns:
         E.g. "answers 'Yes' in 0.52 s; images yes, log-probabilities 20, schema yes, seed accepted,
-        fingerprint no". The number of log-probabilities is "no" for 0. "schema" is missing if the
-        judge sends none. Of the fingerprint the first 40 characters are shown, in which escape
-        sequences stand for control characters.
+        fingerprint no". "schema" is missing if the judge sends none. A fingerprint is cut to 40
+        characters.
     """
     facts: dict[str, Any] = {
         "images": support.images,

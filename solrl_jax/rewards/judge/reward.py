@@ -43,19 +43,19 @@ def judge(
 ) -> Scores:
     """Asks a judge about each image, in a worker process.
 
-    Sends one request per image that is not in the cache, and stores its scores there. Equal images
-    with equal prompts are one request. Also adds to the counters (`rewards.usage`) "cached",
-    "failures", "requests", "request_seconds", "retries", "prompt_tokens" and "completion_tokens".
-    Requests still without an answer fail when 9/10 of the seconds that are left to this call have
-    passed. The cache and the connection stay open for the next call.
+    Sends one request per image whose scores are not in the cache, and stores them there. Equal
+    images with equal prompts are one request. Requests still without an answer fail when 9/10 of
+    the seconds that are left to this call have passed. Also adds to the counters of the run
+    (`rewards.usage`): "cached", "failures", "requests", "request_seconds", "retries",
+    "prompt_tokens" and "completion_tokens". The cache and the connection stay open.
 
     Args:
         images: Images [n, H, W, 3] in [0, 1]; finite values outside are clipped. One with a
             non-finite value is not sent and scores NaN.
         prompts: The prompts of the n images.
         metadata: The metadata of the n prompts, which has no effect.
-        options: The judge (its options, question and criteria) as JSON text that `Judge.to_json`
-            wrote. It must not be one that compares images.
+        options: The `Judge` (its options, question and criteria) as JSON text from
+            `Judge.to_json`. It must not be one that compares images.
         concurrency: The most requests of this process at once, at least 1.
 
     Returns:
@@ -63,9 +63,8 @@ def judge(
         criterion.
 
     Raises:
-        Failure: If images could not be scored. It has the scores of the others, with NaN for these;
-            the scores are in the cache as well. Also, without scores, if the cache cannot be
-            opened.
+        Failure: If images could not be scored. Its `scores` are the arrays of the result, with NaN
+            for these images. Without scores if the cache cannot be opened.
         ValueError: If the images are not RGB, the numbers of arguments differ, or `options` is no
             such text.
         InputError: If the cache's directory is a file, or there is no home directory for it.
@@ -88,21 +87,22 @@ def compare(
     options: str,
     concurrency: int,
 ) -> Float[np.ndarray, " n"]:
-    """Asks a judge which of two images it prefers, in a worker process.
+    """Asks a judge which of two images it prefers, for n pairs, in a worker process.
 
-    Sends one request per pair that is not in the cache, and stores its preference there. Equal
+    Sends one request per pair whose preference is not in the cache, and stores it there. Equal
     pairs with equal prompts are one request. Requests still without an answer fail when 9/10 of the
-    seconds that are left to this call have passed. Also adds to the counters (`rewards.usage`) that
-    `judge` adds to. The cache and the connection stay open for the next call.
+    seconds that are left to this call have passed. Also adds to the same counters as `judge`
+    (`rewards.usage`). The cache and the connection stay open.
 
     Args:
-        first: Images [n, H, W, 3] in [0, 1], which are sent first; finite values outside are
-            clipped.
-        second: The n images to compare them with, row by row. They may have another size.
+        first: Images [n, H, W, 3] in [0, 1], shown to the judge first in each pair; finite values
+            outside are clipped.
+        second: The n images to compare them with: pair i is `first[i]` and `second[i]`. They may
+            have another size.
         prompts: The prompts of the n pairs.
         metadata: The metadata of the n prompts, which has no effect.
-        options: The judge (its options and question) as JSON text that `Judge.to_json` wrote, one
-            that compares images (`Judge.compares`).
+        options: The `Judge` (its options and question) as JSON text from `Judge.to_json`. It must
+            be one that compares images (`Judge.compares`).
         concurrency: The most requests of this process at once, at least 1.
 
     Returns:
@@ -110,9 +110,8 @@ def compare(
         either image has a non-finite value.
 
     Raises:
-        Failure: If pairs could not be compared. It has the preferences of the others as "reward",
-            with NaN for these; the preferences are in the cache as well. Also, without scores, if
-            the cache cannot be opened.
+        Failure: If pairs could not be compared. Its `scores` are {"reward": the preferences}, with
+            NaN for these pairs. Without scores if the cache cannot be opened.
         ValueError: If the images are not RGB, the numbers of arguments differ, or `options` is no
             such text.
         InputError: If the cache's directory is a file, or there is no home directory for it.
@@ -130,12 +129,12 @@ def compare(
 
 @dataclasses.dataclass(frozen=True)
 class _Sent:
-    """An image as it is sent: reduced and packed by `Service.encode`.
+    """An image in the form in which it is sent to the endpoint.
 
     Attributes:
         url: A data URL with the PNG or JPEG file in base64.
-        digest: The SHA-256 hash, in hexadecimal, of the size and the 8-bit pixels of the reduced
-            image. It does not depend on the format of the file, which is in `Judge.identity`.
+        digest: A SHA-256 hash of the size and the 8-bit pixels of the image after it was reduced to
+            `image_size`, in hexadecimal. It is the same for PNG and JPEG.
     """
 
     url: str
@@ -143,15 +142,16 @@ class _Sent:
 
     @property
     def part(self) -> dict[str, Any]:
-        """The image as a part of a chat message, a dict with "type" and "image_url"."""
+        """The image as a part of a message: {"type": "image_url", "image_url": {"url": ...}}."""
         return {"type": "image_url", "image_url": {"url": self.url}}
 
 
 class Service:
-    """A judge with its cache and its connection, kept open between the calls of a process.
+    """A judge with its cache and its connection, kept open between the calls of a worker process.
 
     `score_all` answers a call: it takes scores from the cache, asks the endpoint for the others and
-    stores them. The requests run in one event loop of its own, which runs only during `score_all`.
+    stores them. The requests run in an event loop that the object owns and that runs only during
+    `score_all`.
     """
 
     def __init__(self, judge: Judge, concurrency: int) -> None:
@@ -176,10 +176,11 @@ class Service:
         self._client = Client(judge.settings, concurrency)
 
     def encode(self, image: Float[np.ndarray, "H W 3"]) -> _Sent:
-        """Reduces an image to the option `image_size`, and packs it as `image_format` says.
+        """Encodes an image as the endpoint gets it.
 
-        The longest side is reduced to `image_size` pixels with Pillow's Lanczos kernel; smaller
-        images stay. The file is a PNG or a JPEG of quality 95 in memory.
+        If its longest side exceeds the option `image_size`, it is first reduced to this many pixels
+        with Pillow's Lanczos kernel. The file is a PNG, or a JPEG of quality 95, as the option
+        `image_format` says. Nothing is written to disk.
 
         Args:
             image: RGB in [0, 1], any size. Other values are clipped, and NaN becomes 0.
@@ -206,23 +207,24 @@ class Service:
     def score_all(self, sent: Sequence[tuple[_Sent, ...] | None], prompts: Sequence[str]) -> Scores:
         """Scores images or pairs of images. Returns when every request has a score or has failed.
 
-        Requests fail when 9/10 (`SHARE`) of the seconds that are left to this call (`seconds_left`)
-        have passed. Also counts the failed rows as "failures" (`rewards.usage`), 0 included.
+        Requests without an answer fail when 9/10 (`SHARE`) of the seconds that are left to this
+        call (`seconds_left`) have passed. Also counts the failed rows as "failures"
+        (`rewards.usage`).
 
         Args:
-            sent: For each row one image, or two if the judge compares; None for a row without a
-                request.
+            sent: For each row a tuple of one image, or of two if the judge compares; None for a row
+                that is not to be scored.
             prompts: The prompt of each row.
 
         Returns:
             Float32 arrays [rows] in [0, 1] by name: "reward" and, for a judge with several
-            criteria, each criterion (`Judge.others`). NaN in rows without a request.
+            criteria, each criterion (`Judge.others`). NaN in rows that are None in `sent`.
 
         Raises:
-            Failure: If a row has no score. It has the arrays, with NaN in the rows that failed, and
-                the message of the first one.
+            Failure: If a request failed. Its `scores` are the arrays, with NaN in the rows that
+                failed, and its message is that of the first one.
             ValueError: If `sent` and `prompts` differ in length.
-            Exception: Any other error of a request. All requests have ended then.
+            Exception: The first other error of a request, after all requests have ended.
         """
         results = self._runner.run(self._gather(sent, prompts))
         names = ("reward", *self._judge.others)
@@ -321,10 +323,9 @@ class Service:
         """Returns the content of the user's message: the images, then the question as text.
 
         Args:
-            images: The images as parts of a message (`_Sent.part`): none (for a probe), one, or
-                two, which are preceded by the texts "Image A:" and "Image B:". Further ones are
-                dropped.
-            prompt: Stands in place of each {prompt} in the question.
+            images: The images as parts of a message (`_Sent.part`): one; two, each preceded by the
+                text "Image A:" or "Image B:"; or none.
+            prompt: The prompt of the image, which replaces each {prompt} in the question.
 
         Returns:
             Parts as OpenAI defines them, dicts of the types "text" and "image_url".
@@ -341,9 +342,10 @@ class Service:
         """Returns the fields of a request that depend on how its answer is scored.
 
         Returns:
-            A new dict with "max_tokens", unless the option `extra` has "max_completion_tokens";
-            unless the score is "json", "logprobs" (true) and "top_logprobs" (20); and for "json"
-            with the option `structured`, "response_format", a strict JSON schema of the criteria.
+            A new dict with some of these keys. "max_tokens": unless the option `extra` has
+            "max_completion_tokens". "logprobs" (true) and "top_logprobs" (20): for the scores
+            "digits", "yes" and "preference". "response_format", a strict JSON schema of the
+            criteria: for the score "json" with the option `structured`.
         """
         settings = self._judge.settings
         fields: dict[str, Any] = {}
@@ -397,14 +399,13 @@ class Service:
 
 @functools.cache
 def _open_service(options: str, concurrency: int) -> Service:
-    """Returns the open judge of this process: its cache, its connection and its event loop.
+    """Returns the `Service` of this process for a judge.
 
-    It is opened by the first call with equal arguments and stays for the life of the process. An
-    opening that fails is tried again by the next call.
+    It is opened by the first call with these arguments and stays open for the life of the process.
 
     Args:
-        options: The judge (its options, question and criteria) as JSON text that `Judge.to_json`
-            wrote.
+        options: The `Judge` (its options, question and criteria) as JSON text from
+            `Judge.to_json`.
         concurrency: The most requests at once, at least 1.
 
     Raises:

@@ -135,20 +135,21 @@ def json_schema(criteria: Mapping[str, tuple[float, float]]) -> dict[str, object
 
 
 def _masses(tokens: Tokens, words: list[str]) -> dict[str, float]:
-    """Sums the probabilities of the tokens that are the same word.
+    """Sums the probabilities of the tokens that stand for the same word.
 
     Args:
         tokens: Pairs (token, natural logarithm of its probability) for the first token of the
-            answer. Tokens are compared with the words in lower case, without white space and the
-            marks "▁" and "Ġ" at their ends. A logarithm above 0 counts as 0.
-        words: The accepted words in lower case, at least two.
+            answer. A token stands for a word if it equals it in any case, without white space and
+            the marks "▁" and "Ġ" at its ends. A logarithm above 0 counts as 0.
+        words: The accepted answers in lower case, e.g. ["yes", "no"], at least two.
 
     Returns:
-        The probability of each word; 0 for one without a token.
+        The probability of each word, by the word; 0 for one without a token.
 
     Raises:
-        Failure: If the words together have a probability below 0.05 (`LEAST_MASS`). The message has
-            the most probable token, the words and this probability.
+        Failure: If the words together have a probability below 0.05 (`LEAST_MASS`), so that the
+            answer says nothing. The message has the most probable token, the words and this
+            probability.
     """
     mass = dict.fromkeys(words, 0.0)
     best = ("", -math.inf)
@@ -171,11 +172,11 @@ def _without_fence(text: str) -> str:
     """Returns a text without the Markdown fence (```json ... ```) around it, if there is one.
 
     Args:
-        text: Any text. White space at its ends is removed in any case.
+        text: Any text.
 
     Returns:
-        The lines between the opening line of the fence and the closing mark. A fence without a line
-        break is none.
+        The lines inside the fence, or the text itself without a fence of several lines; in both
+        cases without white space at the ends.
     """
     text = text.strip()
     if text.startswith("```") and text.endswith("```") and "\n" in text:

@@ -81,15 +81,16 @@ FREE = (
 
 
 def _check_base_url(url: str) -> str:
-    """Returns the address of an endpoint without a slash at its end.
+    """Checks the address of an endpoint, and returns it without a slash at its end.
 
     Args:
         url: The option `base_url`. It must begin with http:// or https:// and have a host, and it
-            must have no white space, query, fragment or port 0.
+            must have no white space, query, fragment, credentials or port 0.
 
     Raises:
-        ValueError: If it is no such address. As a ConfigError, whose message does not repeat the
-            address, if it holds a user name, password or token.
+        ConfigError: If it holds a user name, password or token. The message does not repeat the
+            address.
+        ValueError: If it is no such address for another reason.
     """
     expected = "expected http://HOST:PORT/v1"
     address = urllib.parse.urlsplit(url)
@@ -106,16 +107,17 @@ def _check_base_url(url: str) -> str:
 
 
 def _check_extra(extra: dict[str, Any]) -> dict[str, Any]:
-    """Returns further fields of a request unchanged.
+    """Checks the names of the further fields of a request, and returns them unchanged.
 
     Args:
-        extra: The option `extra`, by the name of the field. Only names at the top are checked.
+        extra: The option `extra`: values of JSON by the name of the field. Nested names are not
+            checked.
 
     Raises:
-        ConfigError: If a name is one of `RESERVED` ("model", "messages", "stream", "n", "seed",
-            "temperature", "max_tokens", "logprobs", "top_logprobs" and "response_format"), or
-            contains "key", "token", "secret", "pass", "auth" or "header" in any case and is not one
-            of `TOKEN_FIELDS`. The message does not repeat the value.
+        ConfigError: If the judge sets a field itself (`RESERVED`, e.g. "model", "seed" or
+            "max_tokens"), or if a name looks like a secret: it contains "key", "token", "secret",
+            "pass", "auth" or "header" and is no known field about tokens (`TOKEN_FIELDS`, e.g.
+            "min_tokens"). The message does not repeat the value.
     """
     reserved = [name for name in extra if name in RESERVED]
     if reserved:
@@ -131,14 +133,14 @@ def _check_extra(extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_variable(name: str) -> str:
-    """Returns the name of an environment variable unchanged.
+    """Checks the name of the environment variable with the API key, and returns it unchanged.
 
     Args:
         name: The option `api_key_env`.
 
     Raises:
-        ConfigError: If it is no identifier, so that it may be a key itself. The message does not
-            repeat it.
+        ConfigError: If it is no identifier, because it may then be the key itself. The message does
+            not repeat it.
     """
     if not name.isidentifier():
         raise ConfigError("api_key_env: expected the name of an environment variable, not a key")
@@ -149,29 +151,28 @@ def _check_variable(name: str) -> str:
 class JudgeSettings(Section):
     """The options of a judge, as `reward.options.NAME` has them.
 
-    Types and ranges are checked when `open_judge` reads the options; calling the class checks
-    nothing.
+    A judge is a vision-language model behind an OpenAI-compatible endpoint, which is asked a
+    question about each image. Types and ranges are checked when `open_judge` reads the options;
+    calling the class checks nothing.
 
     Attributes:
-        base_url: The address of an OpenAI-compatible endpoint, e.g. "http://127.0.0.1:8000/v1",
-            without query, fragment or credentials. Requests go to its /chat/completions. A slash at
-            its end is dropped.
+        base_url: The address of the endpoint, e.g. "http://127.0.0.1:8000/v1", without query,
+            fragment or credentials. Requests go to its /chat/completions.
         model: The name of the model at this endpoint.
         prompt: The question: "alignment", "alignment-digits", "text", "aesthetics", "rubric" or
-            "preference", which the package has, or a text file in which {prompt} stands for the
-            prompt of the image. A leading `~` is expanded.
-        score: How an answer is scored. "digits" (the expected digit), "yes" (the probability of yes
-            against no) and "preference" (that of the first of two images) use the log-probabilities
-            of the first token of the answer; "json" takes numbers from its text. None: as the
-            question of the package says; a question of yours needs one.
-        scale: Lowest and highest number of the answer, the lowest first: for "digits" (two digits,
-            0 to 9), and for "json" without criteria. None: 1 and 5. Must be None for "yes" and
-            "preference"; no effect for "json" with criteria.
-        criteria: For "json", the lowest and the highest number of each criterion by its name, which
-            is not empty and not "reward". Empty: with the question "rubric" alignment, coherence
-            and style, from 1 to 5 each; with another one a single criterion with the name "score"
-            and the range `scale`. Must be empty for the other scores.
-        structured: Whether "json" asks the endpoint to follow the schema of the criteria
+            "preference", which the package has, or the path of a text file in which {prompt} stands
+            for the prompt of the image. A leading `~` is expanded.
+        score: How an answer is scored. "digits": the expected digit. "yes": the probability of yes
+            against no. "preference": the probability that the first of two images is preferred.
+            These use the log-probabilities of the first token. "json": the mean of the numbers in
+            the answer's JSON. None: as the question of the package says; a file needs one of them.
+        scale: (lowest, highest) number of the answer, for "digits" (integers from 0 to 9) and for
+            "json" without criteria. None: (1, 5). Must be None for "yes" and "preference".
+        criteria: For "json": (lowest, highest) number of each criterion by its name, which is not
+            empty and not "reward". Empty: with the question "rubric" alignment, coherence and
+            style, from 1 to 5 each; otherwise a single criterion "score" with the range `scale`.
+            Must be empty for the other scores.
+        structured: Whether "json" asks the endpoint to follow the JSON schema of the criteria
             (`response_format`). No effect for the other scores.
         image_size: Longest side in pixels, 1 to 16384, of the images that are sent; larger ones are
             reduced, smaller ones stay. None: all stay.
@@ -181,11 +182,9 @@ class JudgeSettings(Section):
             if `extra` has max_completion_tokens; then no max_tokens is sent.
         seed: Seed of every request, from 0 to 2^31 - 1. The temperature is 0.
         extra: Further fields of the body of a request, values of JSON by name, e.g.
-            chat_template_kwargs of vLLM. Refused are the fields that the judge sets itself
-            (`RESERVED`: "model", "messages", "stream", "n", "seed", "temperature", "max_tokens",
-            "logprobs", "top_logprobs" and "response_format"), and names that may be those of
-            secrets: they contain "key", "token", "secret", "pass", "auth" or "header", and are not
-            in `TOKEN_FIELDS`, such as "min_tokens".
+            chat_template_kwargs of vLLM. Fields that the judge sets itself (`RESERVED`, e.g.
+            "model" or "seed") and names that look like secrets (with "key", "token", "auth", ...)
+            are refused.
         concurrency: Most requests at once, 1 to 4096, of all worker processes of a host together.
             Each process sends at least one.
         request_timeout: Seconds, above 0 and at most 1e6, until an unanswered request is sent
@@ -193,8 +192,9 @@ class JudgeSettings(Section):
             with all its attempts.
         retries: How often, 0 to 100, a request is sent again if there is no connection, no answer
             within `request_timeout`, or the status 408, 409, 429 or 5xx.
-        cache: Directory of the scores that were paid for (`judge.cache`). "": `solrl_jax/judge` in
-            the user's cache directory (XDG_CACHE_HOME, by default ~/.cache). None: no cache.
+        cache: Directory in which scores are stored, so that no request is paid for twice. "":
+            `solrl_jax/judge` in the user's cache directory (XDG_CACHE_HOME, by default ~/.cache).
+            None: no cache.
         api_key_env: Name of the environment variable with the API key. None: OPENAI_API_KEY for
             openai.com and its subdomains, else JUDGE_API_KEY. An entry in ~/.netrc comes first.
     """
@@ -256,11 +256,11 @@ class Judge:
 
         Args:
             text: JSON text with the keys "settings" (the options by name), "question" and
-                "criteria" ([lowest, highest] by name).
+                "criteria" (pairs [lowest, highest] by name).
 
         Raises:
             ValueError: If the text is not JSON, or an option is not accepted (pydantic's error).
-            KeyError: If a field is missing.
+            KeyError: If a key is missing.
         """
         fields = json.loads(text)
         criteria = {name: (low, high) for name, (low, high) in fields["criteria"].items()}
@@ -269,10 +269,11 @@ class Judge:
     def identity(self) -> dict[str, Any]:
         """Returns all that a score depends on beside the images and the prompt, as JSON values.
 
-        The dict has the options "model", "score", "scale", "structured", "image_format",
-        "max_tokens", "seed" and "extra" (`IDENTITY`), and "question" and "criteria". The endpoint
-        is not among them, because a model is assumed to have the same name wherever it is served.
-        `image_size` is not either, because the cache hashes the pixels after they were reduced.
+        Returns:
+            A dict with "question", "criteria" and the options in `IDENTITY`: "model", "score",
+            "scale", "structured", "image_format", "max_tokens", "seed" and "extra". The endpoint is
+            not in it: a model is assumed to have the same name wherever it is served. Nor is
+            `image_size`, because the cache hashes the pixels after they were reduced.
         """
         settings = dataclasses.asdict(self.settings)
         identity = {name: settings[name] for name in IDENTITY}
@@ -340,17 +341,16 @@ def open_judge(name: str, options: Mapping[str, Any]) -> Judge:
 def _criteria(
     score: str, settings: JudgeSettings, template: Template
 ) -> dict[str, tuple[float, float]]:
-    """Returns the range of each criterion of a judge, as a new dict.
+    """Returns the criteria of a judge: of the options, else of the question, else a default.
 
     Args:
-        score: "digits", "yes", "json" or "preference".
-        settings: The options: their `criteria` come first. `scale` must be set if `score` is
-            "json".
-        template: The question, whose criteria count if the options have none.
+        score: How answers are scored: "digits", "yes", "json" or "preference".
+        settings: The options. For "json", their `scale` must be set.
+        template: The question, with the criteria that the package gives it, if any.
 
     Returns:
-        For "json", (lowest, highest) number of each criterion by its name: from the options, else
-        from the question, else {"score": `scale`}. {} if `score` is another one.
+        For "json", a new dict with (lowest, highest) number of each criterion by its name; the
+        default is {"score": `settings.scale`}. {} for the other scores.
     """
     if score != "json":
         return {}
@@ -361,12 +361,15 @@ def _criteria(
 def _check_scale(
     field: str, score: str, scale: tuple[float, float] | None
 ) -> tuple[float, float] | None:
-    """Returns the range of the numbers of an answer; None if the way to score has no numbers.
+    """Checks the option `scale`, and returns the range of the numbers of an answer.
 
     Args:
-        field: The dotted name of the options, for messages.
-        score: "digits", "yes", "json" or "preference".
-        scale: The option `scale`. None: 1 and 5 for "digits" and "json".
+        field: The dotted name of the options, for messages, e.g. "reward.options.judge".
+        score: How answers are scored: "digits", "yes", "json" or "preference".
+        scale: The option: (lowest, highest), or None.
+
+    Returns:
+        The option; (1, 5) if it is None. For "yes" and "preference", which have no numbers, None.
 
     Raises:
         InputError: If there is a range for "yes" or "preference"; if the first number is not below
@@ -385,12 +388,12 @@ def _check_scale(
 
 
 def _check_criteria(field: str, score: str, settings: JudgeSettings) -> None:
-    """Checks that the criteria of the options fit the way to score.
+    """Checks that the option `criteria` fits the way to score.
 
     Args:
-        field: The dotted name of the options, for messages.
-        score: "digits", "yes", "json" or "preference".
-        settings: The options, whose `criteria` are checked. Empty ones pass with every score.
+        field: The dotted name of the options, for messages, e.g. "reward.options.judge".
+        score: How answers are scored: "digits", "yes", "json" or "preference".
+        settings: The options. Empty `criteria` pass with every score.
 
     Raises:
         InputError: If there are criteria and `score` is not "json"; or if a criterion has no name
