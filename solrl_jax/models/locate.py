@@ -19,29 +19,27 @@ EMBEDDED_FOLDER = Path(__file__).parents[1] / "assets" / "pipelines"
 
 
 def open_model(path: str, remat: str = "none", mhla: MhlaOverride | None = None) -> Pipeline:
-    """Opens the pipeline that `path` names, without reading its weights.
-
-    A repository of the hub that is not in the cache is downloaded, the files of its weights
-    included.
+    """Opens the pipeline that `path` names. Its weights are not read, but those of a hub repository
+    are downloaded if they are not in the hub's cache.
 
     Args:
         path: the directory of a diffusers pipeline, `embedded:NAME` for one that this package
-            carries, or OWNER/NAME of a hub repository. An existing directory goes before a
-            repository of the same name.
+            carries, or OWNER/NAME of a hub repository. If a directory with such a name exists, it
+            is used.
         remat: what the backward pass of the transformer recomputes instead of storing: "none"
             (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
             (everything inside a block; only the inputs of blocks are stored). Another value raises
             KeyError when the transformer is traced.
-        mhla: replaces the linear attention of SANA by MHLA, token-level multi-head linear attention
-            (arXiv 2601.07832). It holds the variant of MHLA and the image height and width, in
-            pixels, that its blocks are arranged for. None keeps the model's own attention.
+        mhla: for SANA: replaces its linear attention by MHLA, token-level multi-head linear
+            attention (arXiv 2601.07832). Made by `mhla_override`: the settings of MHLA, and the
+            (height, width) of images in pixels. None keeps the model's own attention.
 
     Returns:
         The pipeline, an instance of the class that its `model_index.json` names.
 
     Raises:
-        InputError: the model is missing, incomplete, not supported or not to be had from the hub;
-            `mhla` is given for another model than SANA, or the tokens of its image size do not
+        InputError: the model is missing, incomplete or not supported, or cannot be downloaded;
+            `mhla` is given for another model than SANA; or the tokens of the image size do not
             divide into its number of blocks.
     """
     folder = find_model(path)
@@ -50,19 +48,15 @@ def open_model(path: str, remat: str = "none", mhla: MhlaOverride | None = None)
 
 
 def mhla_override(model: Model) -> MhlaOverride | None:
-    """Returns the attention that a configuration sets in place of the model's own, an argument of
-    `open_model`.
+    """Returns the attention that a configuration sets instead of SANA's own, for `open_model`.
 
     Args:
-        model: the configuration section `model`. Its `attention` is "default" or "mhla";
-            `mhla_blocks` is the number of blocks, `mhla_released` says whether the released code is
-            followed instead of the paper, and `mhla_norm` whether norms of queries and keys are
-            added. `height` and `width` give the image size in pixels.
+        model: the configuration section `model`. The fields `attention`, `mhla_blocks`,
+            `mhla_released`, `mhla_norm`, `height` and `width` are read.
 
     Returns:
-        For `model.attention` "mhla", the variant of MHLA (token-level multi-head linear attention,
-        arXiv 2601.07832) with the image size (height, width) in pixels, from which the arrangement
-        of its blocks follows. None if it is "default".
+        If `attention` is "mhla", the settings of MHLA with the image size (height, width) in
+        pixels. If it is "default", None.
     """
     if model.attention == "default":
         return None
@@ -71,23 +65,20 @@ def mhla_override(model: Model) -> MhlaOverride | None:
 
 
 def find_model(path: str) -> Path:
-    """Returns the directory of a model. A repository of the hub is downloaded unless it is in the
+    """Returns the directory of a model. A hub repository is downloaded if it is not in the hub's
     cache.
 
     Args:
-        path: a directory, `embedded:NAME` for a pipeline of this package, or OWNER/NAME of a
-            repository of the hub. The prefix `embedded:` comes first, then an existing directory,
-            even if its name has the form OWNER/NAME. "~" is not expanded here.
+        path: `embedded:NAME` for a pipeline that this package carries, a directory ("~" is not
+            expanded), or OWNER/NAME of a hub repository; tried in this order.
 
     Returns:
-        The directory: `path` itself, a folder of this package, or a folder of the hub's cache. The
-        first two have a `model_index.json`; a folder of the hub's cache is not checked.
+        The directory: `path` itself, a folder of this package, or a folder of the hub's cache.
 
     Raises:
-        InputError: no embedded pipeline has this name; the directory has no `model_index.json`; the
-            repository cannot be had from the hub, for example because the name or the network is
-            wrong, or because HF_HUB_OFFLINE is set and the cache lacks it; or `path` has none of
-            the three forms.
+        InputError: there is no such model: no embedded pipeline of this name, no `model_index.json`
+            in the directory, or nothing of this name; or it cannot be downloaded, for example
+            because HF_HUB_OFFLINE is set.
     """
     if path.startswith(EMBEDDED):
         folder = EMBEDDED_FOLDER / path.removeprefix(EMBEDDED)
@@ -115,20 +106,16 @@ def pipeline_files(files: Sequence[str]) -> list[str]:
     """Selects the files of a hub repository that a pipeline needs: configurations, tokenizers and
     weights.
 
-    Repositories hold other files too: the same weights in another precision, as pickles, or in the
-    layout of another program. Those are at the top level, in a folder without a config, or have a
-    variant in their name. Of each top-level folder with a file whose name ends in "config.json",
-    these are selected: JSON files other than indices of shards, safetensors files and their indices
-    (without variants such as `model.fp16.safetensors` unless all of them are variants), and all
-    files if the name of the folder begins with "tokenizer". Deeper folders and files at the top
-    level are left out.
+    They are in the top-level folders that have a file `*config.json`. Selected are JSON files,
+    safetensors files with their indices, and all files of folders whose names begin with
+    "tokenizer". The same weights in other forms are left out: pickles, single files at the top
+    level, and variants such as `model.fp16.safetensors` where there are others.
 
     Args:
-        files: paths of all files of the repository, relative to it, with "/" between the parts.
+        files: paths of all files, relative to the repository, with "/" between the parts.
 
     Returns:
-        The selected paths, sorted. `model_index.json` is always among them, even if `files` lacks
-        it.
+        The selected paths, sorted, and `model_index.json` in any case.
     """
     folders: dict[str, list[str]] = {}
     for file in files:
@@ -148,18 +135,18 @@ def pipeline_files(files: Sequence[str]) -> list[str]:
 
 
 def _repository_files(name: str) -> list[str]:
-    """Returns the files of a hub repository that a pipeline needs: configurations, tokenizers and
-    weights (`pipeline_files`).
+    """Asks the hub for the files of a repository, and selects those that a pipeline needs
+    (`pipeline_files`).
 
-    Asks the hub for the list of files. If that fails for any reason, no error is raised, and a
-    download of the result finds what the cache has.
+    If the hub does not answer, no error is raised; the files in the hub's cache are then used as
+    they are.
 
     Args:
         name: the repository, OWNER/NAME.
 
     Returns:
-        The selected paths, sorted, relative to the repository with "/" between the parts, such as
-        "vae/config.json"; `model_index.json` alone if the hub does not answer.
+        The selected paths, sorted, relative to the repository, such as "vae/config.json". Only
+        `model_index.json` if the hub does not answer.
     """
     from huggingface_hub import HfApi
 

@@ -30,43 +30,42 @@ Conditioning = dict[str, Array]
 
 
 class Pipeline(abc.ABC):
-    """What the rest of `solrl_jax` knows about a model.
+    """Base class of all models: a text-to-image model as pure functions, without its parameters.
 
     Pipelines are compared by identity, because they are static arguments of jitted functions. Their
     attributes must not change after the constructor.
 
     Attributes:
         kind: name of the pipeline class in `model_index.json`.
-        attends_in_fp8: whether `velocity` accepts `fp8_attention`, that is, whether the
-            transformer's softmax attention has no mask and can run in FP8
-            (`models/layers/attention_fp8.py`).
-        accepts_instruction: whether `tokenize` accepts an instruction, a text for the language
+        attends_in_fp8: whether `velocity` accepts `fp8_attention`. It requires softmax attention
+            without a mask.
+        accepts_instruction: whether `tokenize` accepts an instruction: a text for the language
             model before each prompt.
-        linear_sigmas: whether diffusers' pipeline passes the sigmas `linspace(1, 1/n, n)` to its
-            scheduler, instead of using the scheduler's own.
+        linear_sigmas: whether sampling starts from the noise levels `linspace(1, 1/n, n)` for n
+            steps, as diffusers' pipeline of this model does, instead of those of its scheduler.
         folder: the directory that the pipeline was opened from.
         remat: what the backward pass of the transformer recomputes instead of storing: "none"
             (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
             (everything inside a block; only the inputs of blocks are stored). Another value raises
             KeyError when the transformer is traced.
         scheduler: contents of `scheduler/scheduler_config.json`.
-        transformer: the denoising network, a `Component`: its graph and the place of its files.
+        transformer: the denoising network, a `Component` (a network without parameters, and its
+            files).
         text_encoders: the text encoders, `Component`s by the names of their folders.
         vae: the autoencoder, a `Component` of which only the decoder is built.
         compression: side, in image pixels, of the square that one latent pixel stands for.
-        channels: channels of the latent.
-        patch: side, in latent pixels, of the square that one transformer token stands for.
+        channels: number of channels of a latent.
+        patch: side, in latent pixels, of the square that becomes one transformer token.
         default_size: height and width, in pixels, of the images that the model was made for.
-        default_max_tokens: maximum number of prompt tokens when the user gives none.
+        default_max_tokens: number of prompt tokens when the user sets none.
         embedded_guidance: whether guidance is built into the transformer, which takes the guidance
             scale as an input or was distilled with a fixed one. Otherwise guidance needs a second
             evaluation with a negative prompt.
-        largest_side: largest height or width of an image in pixels; None: unlimited.
-        vae_dtype: the only dtype that the autoencoder works in; None: any.
-        shift_terminal: the lowest sigma before the final 0 of the released schedule. After the
-            shift that depends on the resolution, the distances of all sigmas from 1 are multiplied
-            by one factor, so that the last one before 0 has this value. None: they are not
-            stretched.
+        largest_side: greatest height or width of an image in pixels; None: unlimited.
+        vae_dtype: the dtype that the autoencoder must run in; None: any.
+        shift_terminal: the last noise level before 0. After the shift that depends on the image
+            size, all noise levels sigma are stretched (1 - sigma times one factor) so that the last
+            one has this value. None: no stretching.
     """
 
     kind: ClassVar[str]
@@ -122,7 +121,7 @@ class Pipeline(abc.ABC):
         guidance: Float[Array, ""],
         fp8_attention: bool = False,
     ) -> Float[Array, "b h w c"]:
-        """Predicts the velocity `v = noise - x0`, in the dtype of `latent`. For use under jit.
+        """Predicts the velocity `noise - x0`, in the dtype of `latent`. For use under jit.
 
         Args:
             params: parameters of the transformer: nested dictionaries keyed by module name. A leaf
@@ -130,46 +129,43 @@ class Pipeline(abc.ABC):
                 blocks and, under tensor parallelism, linear layers may still be sharded; all other
                 leaves are whole.
             latent: noisy latents, in the dtype to compute in.
-            conditioning: encoded prompts by name, one row per latent, as returned by `encode_text`:
-                for example "text" [b, tokens, features].
+            conditioning: encoded prompts: arrays by name with one row per latent, as returned by
+                `encode_text`, for example "text" [b, tokens, features].
             timestep: `1000 * sigma` of each latent, where the noise level sigma lies in [0, 1].
-            guidance: guidance scale, a scalar. Networks that do not take it as an input ignore it.
+            guidance: guidance scale, a scalar. Ignored by networks that do not take it as an input.
             fp8_attention: whether attention is computed in FP8: queries, keys, values and result
                 are in E4M3. It has no gradient. Hardware without FP8 attention computes in BF16
                 from the rounded inputs. Only where `attends_in_fp8` is set.
 
         Returns:
-            The velocity, of the shape of `latent`, from one evaluation of the network.
+            The velocity, of the shape of `latent`. It is one evaluation of the network, without
+            classifier-free guidance.
 
         Raises:
-            ValueError: while tracing, if the network does not support the size of the latents, or
-                if `fp8_attention` is set for a model without FP8 attention.
-            KeyError: while tracing, if `remat` is not "none", "matmuls" or "blocks".
+            ValueError: while tracing, if the network does not support the size of the latents or
+                `fp8_attention`.
         """
 
     @abc.abstractmethod
     def tokenize(
         self, prompts: Sequence[str], max_tokens: int, instruction: str | None = None
     ) -> Tokens:
-        """Tokenizes prompts for `encode_text`.
+        """Tokenizes prompts as `encode_text` needs them.
 
         Args:
-            prompts: one or more texts; a negative prompt may be empty.
-            max_tokens: number of tokens to which each prompt is padded or cut: at least the number
-                of special tokens that the tokenizer adds to every text, and at most 4096 together
-                with the tokens of an instruction. Some models accept fewer.
-            instruction: text for the language model before each prompt, only where
-                `accepts_instruction`; other models ignore it. None: no instruction.
+            prompts: one or more texts. An empty text is allowed.
+            max_tokens: number of tokens to which each prompt is padded or cut, up to 4096, or fewer
+                for some models. The minimum is the number of special tokens that the tokenizer
+                adds.
+            instruction: text for the language model before each prompt; ignored unless
+                `accepts_instruction`. None: no instruction.
 
         Returns:
-            Arrays in host memory by name, with one row per prompt in the order of `prompts`. The
-            names depend on the model, for example "ids", int32, and "mask", bool, true on tokens:
-            both [prompts, tokens].
+            Arrays in host memory by name, with one row per prompt. The names depend on the model:
+            for example "ids", int32, and "mask", bool, true on tokens, both [prompts, tokens].
 
         Raises:
-            InputError: `max_tokens` is not possible for the model or its tokenizer; the tokenizer
-                fails; or it has no vocabulary, which only the configurations that this package
-                carries for `solrl plan` may lack.
+            InputError: `max_tokens` is out of range, or the tokenizer fails or has no vocabulary.
         """
 
     @abc.abstractmethod
@@ -177,14 +173,14 @@ class Pipeline(abc.ABC):
         """Encodes tokenized prompts for the transformer. For use under jit.
 
         Args:
-            params: parameters of each text encoder by the name of its folder, such as
-                "text_encoder". Only stacks of blocks may be sharded.
-            tokens: result of `tokenize`: arrays by name, one row per prompt.
+            params: the parameters of each text encoder by the name of its folder, such as
+                "text_encoder". Only those of stacked blocks may still be sharded.
+            tokens: the result of `tokenize`.
 
         Returns:
-            Arrays by name, with one row per prompt: the argument `conditioning` of `velocity`. The
-            names depend on the model, for example "text" [prompts, tokens, features] and "mask".
-            Floating-point arrays have the dtype of the text encoders' parameters.
+            Arrays by name, with one row per prompt, for the argument `conditioning` of `velocity`.
+            The names depend on the model: for example "text" [prompts, tokens, features] and
+            "mask".
         """
 
     @abc.abstractmethod
@@ -199,14 +195,14 @@ class Pipeline(abc.ABC):
         """
 
     def decode(self, params: Params, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
-        """Decodes latents to images in [0, 1], float32. For use under jit.
+        """Decodes latents to images in [0, 1], float32, clipped to this range. For use under jit.
 
-        The network computes in the dtype of `latent`. Values outside of [0, 1] are clipped; NaN
-        stays NaN.
+        The autoencoder computes in the dtype of `latent`. NaN stays NaN.
 
         Args:
-            params: parameters of the autoencoder, a nested dictionary by path, gathered.
-            latent: the transformer's latents, before `unscale`, which is applied here.
+            params: parameters of the autoencoder: nested dictionaries keyed by module name. They
+                are not sharded.
+            latent: the transformer's latents. `unscale` is applied here.
 
         Returns:
             The images, `compression` times as high and wide as the latents.
@@ -221,14 +217,14 @@ class Pipeline(abc.ABC):
         scale: Float[Array, ""],
     ) -> Float[Array, "b h w c"]:
         """Combines two velocities by classifier-free guidance (arXiv 2207.12598): `unconditional +
-        scale (conditional - unconditional)`. For use under jit.
+        scale * (conditional - unconditional)`. For use under jit.
 
-        A family may override it: Qwen-Image also rescales the result.
+        A model may override it: Qwen-Image also rescales the result.
 
         Args:
             conditional: the velocity for the prompt, float32.
             unconditional: the velocity for the negative prompt, float32.
-            scale: the guidance scale, above 1.
+            scale: the guidance scale, a scalar.
 
         Returns:
             The guided velocity, float32.
@@ -237,26 +233,27 @@ class Pipeline(abc.ABC):
 
     @property
     def mu(self) -> Callable[[int, int], float] | None:
-        """The formula of the resolution-dependent schedule shift, or None for that of FLUX.1.
+        """The formula by which the schedule is shifted towards noise for larger images, or None for
+        that of FLUX.1.
 
-        The schedule of a flow may be shifted towards noise for large images. This is a function
-        (number of steps, number of image tokens) that gives the natural logarithm of the shift. It
-        is None here; a family with another formula overrides the property.
+        A function (number of steps, number of image tokens) that returns mu, the natural logarithm
+        of the shift. It is None here; models with another formula override the property.
         """
         return None
 
     def size_multiples(self) -> tuple[int, int]:
-        """Returns the numbers of pixels that image heights and image widths must be multiples of.
+        """Returns the numbers of pixels that image heights and widths must be multiples of.
 
         Returns:
-            The number for heights, then that for widths. Here both are the side of one transformer
-            token, `compression * patch`; SANA with MHLA has larger ones.
+            (number for heights, number for widths). Here both are `compression * patch`, the side
+            of one transformer token.
         """
         token = self.compression * self.patch
         return token, token
 
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
-        """Returns height, width and channels of the latent of an image.
+        """Returns the shape of the latent of an image, and checks that the model supports the size
+        of the image.
 
         Args:
             height: image height in pixels.
@@ -267,7 +264,7 @@ class Pipeline(abc.ABC):
 
         Raises:
             ValueError: a side is not a positive multiple of the pixels in `size_multiples`, or
-                larger than `largest_side`.
+                exceeds `largest_side`.
         """
         rows, columns = self.size_multiples()
         if height % rows or width % columns or height <= 0 or width <= 0:
@@ -283,30 +280,30 @@ class Pipeline(abc.ABC):
         return height // self.compression, width // self.compression, self.channels
 
     def image_tokens(self, height: int, width: int) -> int:
-        """Returns how many tokens the transformer makes of an image.
+        """Returns how many tokens an image becomes in the transformer.
 
-        The size is not checked; for a size that `latent_shape` refuses, the area of the image
-        divided by that of a token is rounded down.
+        Text tokens and padding are not counted. The size is not checked.
 
         Args:
             height: image height in pixels.
             width: image width in pixels.
 
         Returns:
-            The number of image tokens. Text tokens and padding are not counted.
+            The area of the image divided by that of a token, rounded down.
         """
         return height * width // (self.compression * self.patch) ** 2
 
 
 def check_equal(folder: Path, name: str, value: int, expected: int) -> None:
-    """Checks one size of a component against the size that the other components need.
+    """Checks that a size in one network's configuration is what the other networks of the model
+    need.
 
     Args:
-        folder: the model directory. It only begins the error message.
-        name: component and field of the checked size, such as "transformer in_channels", for the
-            message alone.
-        value: the size in the component's configuration.
-        expected: the size that the other components need.
+        folder: the model directory, for the error message.
+        name: network and field of the size, such as "transformer in_channels", for the error
+            message.
+        value: the size.
+        expected: the size that the other networks need.
 
     Raises:
         ValueError: `value` is not `expected`.

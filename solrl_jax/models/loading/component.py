@@ -33,16 +33,19 @@ TensorLocator = Callable[[Path, nnx.State], tuple[list[ParameterEntry], dict[str
 
 @dataclasses.dataclass(frozen=True)
 class Component:
-    """A network without its parameters. `load` reads the parameters; `component(params)` is the
-    callable network.
+    """A network without its parameters, and the files that hold them.
+
+    `load` reads the parameters, and `component(params)` is the callable network.
 
     Attributes:
         graphdef: static structure of the network: its modules and attributes, without arrays.
-        state: abstract state with the path, shape and PyTorch layout of each parameter.
+        state: abstract state of the network: the path and shape of each parameter, with its name
+            and order of axes in PyTorch as metadata.
         source: a directory with safetensors files, or one safetensors file. It need not exist until
             the files are checked or loaded.
-        locate: a function (`source`, `state`) -> (table of the parameters, position of each of
-            their tensors in the files by the tensor's name). It reads headers of files only.
+        locate: finds the network's tensors in the files: a function `(source, state)` that returns
+            a list with a `ParameterEntry` per parameter, and a dictionary with the position
+            (`StoredTensor`) of each tensor under its name. It reads headers of files only.
     """
 
     graphdef: nnx.GraphDef
@@ -57,7 +60,8 @@ class Component:
         build: Callable[..., nnx.Module],
         locate: TensorLocator = locate_tensors,
     ) -> "Component":
-        """Makes a component of the network that `build` constructs.
+        """Makes a component of the network that `build` constructs, without computing a parameter
+        or reading a file.
 
         The construction is only traced for its shapes: no parameter is computed and no file is
         read.
@@ -65,83 +69,85 @@ class Component:
         Args:
             source: a directory with safetensors files, or one safetensors file. It need not exist
                 yet.
-            build: constructs the network. It is called with the keyword argument `rngs`, random
-                number generators, alone.
-            locate: a function (`source`, abstract state of the network) -> (table of the
-                parameters, position of each of their tensors by name). It raises ValueError for
-                tensors that are missing, unexpected or of another shape. The default expects the
-                names of PyTorch (`models.loading.weights.locate_tensors`).
+            build: constructs the network: a function with the keyword argument `rngs` alone (random
+                number generators). It is only traced for its shapes.
+            locate: finds the network's tensors in the files: a function `(source, state of the
+                network)` that returns a list with a `ParameterEntry` per parameter, and a
+                dictionary with the position (`StoredTensor`) of each tensor under its name. It
+                raises ValueError for tensors that do not fit. The default expects the tensor names
+                of PyTorch.
 
         Returns:
-            A component with the structure and the abstract state of the network, `source` and
-            `locate`.
+            The component, with the structure and the abstract state of the network.
         """
         graphdef, state = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))
         return cls(graphdef, state, source, locate)
 
     def __call__(self, params: Params) -> Any:
-        """Returns the network with parameters, a module that can be called under jit.
+        """Returns the network with given parameters, a module that can be called under jit.
 
         Args:
-            params: The parameters, a nested dictionary by path as `load` returns it. Leaves may be
-                quantized or adapted.
+            params: The parameters in the form that `load` returns: nested dictionaries keyed by
+                module name. A leaf may also be a quantized weight or a weight with its LoRA
+                adapter.
 
         Returns:
-            An `nnx.Module` of the class that the component was built from, whose parameters are the
-            values in `params`.
+            An `nnx.Module` of the class that `build` constructed, whose parameters are those in
+            `params`.
         """
         return nnx.merge(self.graphdef, params)
 
     def check_files(self) -> None:
-        """Checks that the files hold the network's tensors, without reading a tensor.
-
-        Only the headers of the files are read.
+        """Checks that the files hold the tensors that the network needs. Only the headers of the
+        files are read.
 
         Raises:
             FileNotFoundError: a file is missing.
-            ValueError: a file or an index cannot be read; or tensors are missing, unexpected,
-                stored twice, or of another shape or dtype than the network takes. The message lists
-                all such tensors.
+            ValueError: a file or an index of files cannot be read; or tensors are missing,
+                unexpected, stored twice, or of another shape or dtype than the network takes. The
+                message lists all such tensors.
         """
         self.locate(self.source, self.state)
 
     def load(self, dtype: DTypeLike, place: Placement | None = None) -> Params:
-        """Reads the parameters. Those with an initial value that the files lack are initialised.
+        """Reads the parameters from the files onto the devices.
 
-        In a run of several processes, each reads only what its own devices hold.
+        A parameter that the files may lack (for which the network declares an initial value) is
+        initialised if they do. In a run of several processes, each reads only what its own devices
+        hold.
 
         Args:
-            dtype: dtype that the parameters are cast to. Values beyond its range become infinite.
-            place: a function (path, shape) -> `NamedSharding` of a parameter, where the path is a
-                tuple such as ("layers", "mlp", "up_proj", "kernel") and the shape has the axis of
-                layers; None: all are on JAX's default device.
+            dtype: dtype to which the parameters are cast. Values beyond its range become infinite.
+            place: gives each parameter's sharding: a function `(path, shape)` that returns a
+                `NamedSharding`. The path is a tuple such as ("layers", "mlp", "up_proj", "kernel"),
+                and the shape of a stack of layers has their axis first. None: all parameters are on
+                JAX's default device.
 
         Returns:
-            The parameters as a nested dictionary by path, on the devices. A stack of layers is one
+            The parameters as nested dictionaries keyed by module name. A stack of layers is one
             parameter with a leading axis of layers.
 
         Raises:
             FileNotFoundError: a file is missing.
             OSError: a file cannot be opened or read.
-            ValueError: a file or an index cannot be read; or tensors are missing, unexpected,
-                stored twice, or of another shape or dtype than the network takes. The message lists
-                all such tensors. Nothing has been placed on a device then, except where a file ends
-                within a tensor's data.
+            ValueError: a file or an index of files cannot be read; or tensors are missing,
+                unexpected, stored twice, or of another shape or dtype than the network takes. The
+                message lists all such tensors.
         """
         table, stored = self.locate(self.source, self.state)
         return load_tensors(table, stored, dtype, place)
 
     def abstract_params(self, dtype: DTypeLike, place: Placement | None = None) -> Params:
-        """Returns what `load` would return, as a tree of ShapeDtypeStruct. No file is read.
+        """Describes what `load` would return, without reading a file.
 
         Args:
             dtype: dtype of the parameters.
-            place: a function (path, shape) -> `NamedSharding` of a parameter; None: the results
-                have no sharding.
+            place: gives each parameter's sharding: a function `(path, shape)` that returns a
+                `NamedSharding`, as for `load`. None: no shardings.
 
         Returns:
-            A nested dictionary by path. A stack of layers is one parameter with a leading axis of
-            layers.
+            Nested dictionaries keyed by module name, with a `ShapeDtypeStruct` per parameter. A
+            stack of layers is one parameter with a leading axis of layers.
         """
         params = {}
         for entry in parameter_table(self.state):
@@ -151,14 +157,16 @@ class Component:
 
     @property
     def num_parameters(self) -> int:
-        """The number of values in all parameters, all layers of a stack counted."""
+        """The number of values in all parameters. All layers of a stack are counted."""
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.state))
 
     @functools.cached_property
     def stack_paths(self) -> frozenset[tuple[str, ...]]:
-        """The path of each stack of blocks (`models.layers.stack.stack`) in the parameter tree.
+        """The path of each stack of blocks in the parameter tree, a tuple of strings such as
+        ("layers",).
 
-        The parts of a path are strings. The set is empty for a network without stacks.
+        A stack of blocks is a module whose parameters have a leading axis of blocks. The set is
+        empty for a network without stacks.
         """
         paths = set()
         for path, variable in nnx.to_flat_state(self.state):
@@ -170,19 +178,18 @@ class Component:
     def gather(self, params: Params, path: tuple[str, ...] = ()) -> Params:
         """Gathers sharded parameters into whole arrays on every device. For use under jit.
 
-        Stacks of blocks stay sharded: `scan_blocks` gathers one layer at a time. If the mesh has an
-        axis `tensor` of more than one device, linear layers stay split over it
-        (`models.layers.stack.gather`). Without a mesh, nothing changes.
+        Stacks of blocks stay sharded, because `scan_blocks` gathers one block at a time. Under
+        tensor parallelism (a mesh axis `tensor` of more than one device), linear layers stay
+        sharded over that axis. Without a mesh, nothing changes.
 
         Args:
-            params: the network's parameters, or the subtree at `path`. Leaves may be quantized or
-                adapted.
-            path: position of `params` in the network's parameter tree, a tuple of strings; () for
-                the whole tree.
+            params: the network's parameters: nested dictionaries keyed by module name. A leaf may
+                be an array, a quantized weight or a weight with its LoRA adapter.
+            path: for the recursion over subtrees: the position of `params` in the network's
+                parameter tree. Callers leave it at (), the whole tree.
 
         Returns:
-            A new tree of the structure of `params`, with a sharding constraint on each parameter
-            outside of stacks.
+            The same parameters with sharding constraints.
         """
         gathered = {}
         for name, value in params.items():

@@ -23,8 +23,8 @@ def unsupported(network: str, field: str, value: Any, accepted: str) -> ValueErr
     Args:
         network: name of the network or file that the field belongs to.
         field: name of the field.
-        value: its value. The message shows its `repr`, cut to 80 characters (`MAX_SHOWN`).
-        accepted: description of the supported values.
+        value: its value, which the message shows in Python's notation, cut to 80 characters.
+        accepted: description of the supported values, for the message.
 
     Returns:
         A ValueError with the message "NETWORK: FIELD=VALUE; accepted: ACCEPTED".
@@ -36,23 +36,22 @@ def unsupported(network: str, field: str, value: Any, accepted: str) -> ValueErr
 
 
 def with_rope_theta(network: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a transformers configuration with `rope_theta` at the top level.
+    """Returns the fields of a transformers configuration with `rope_theta` (the base of the rotary
+    frequencies) at the top level.
 
-    Transformers 4 has `rope_theta` there; transformers 5 has it inside `rope_parameters`. The
-    mapping `rope_parameters` is read if it is not empty, otherwise `rope_scaling`. Its `rope_theta`
-    replaces one at the top level. If it has none, the fields stay as they are.
+    Transformers 4 stores it there, transformers 5 inside the mapping `rope_parameters`. If that
+    mapping is missing or empty, `rope_scaling` is read in its place. A value inside the mapping
+    takes precedence over one at the top level.
 
     Args:
         network: name of the network, for the error message.
-        fields: contents of a `config.json`. They are not changed.
+        fields: contents of a `config.json`, which are not changed.
 
     Returns:
-        A new dictionary. `rope_theta` may be missing in it if it is nowhere in `fields`.
+        A new dictionary. It has no `rope_theta` if `fields` has none in any of these places.
 
     Raises:
-        ValueError: `rope_parameters`, or `rope_scaling` where that is read, is not a mapping; or
-            the kind of rotary embedding in it (`rope_type`, or `type` if there is no `rope_type`)
-            is not "default".
+        ValueError: the mapping asks for another rotary embedding than "default", or is no mapping.
     """
     name = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
     rope = fields.get(name) or {}
@@ -68,17 +67,16 @@ def with_rope_theta(network: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class ReleasedConfig:
-    """The fields of a released `config.json` that a port reads, with the names and defaults that
-    they have there.
+    """Base class: the fields of a released `config.json` that a network reads, with the names and
+    defaults that they have in diffusers or transformers.
 
-    `from_dict` checks each value against the annotation of its field; `int` means a positive
-    integer, and lists become tuples. A subclass checks everything else in `check`.
+    `from_dict` checks each value against the annotation of its field, where `int` means a positive
+    integer. A subclass declares the fields and checks everything else in `check`.
 
     Attributes:
         network: name of the network's class in diffusers or transformers.
-        model_type: `model_type` of a transformers configuration, or "" for diffusers. A
-            transformers configuration has many fields that do not matter here, and unknown ones are
-            ignored. In a diffusers configuration, every unknown field is an error, except for
+        model_type: for a network of transformers, its `model_type`; unknown fields of a file are
+            then ignored. "" for a network of diffusers; unknown fields are then errors, except
             notes, whose names begin with "_".
     """
 
@@ -87,13 +85,13 @@ class ReleasedConfig:
 
     @classmethod
     def read(cls: type[C], folder: Path) -> C:
-        """Reads the `config.json` of a component's folder.
+        """Reads and checks the `config.json` in a folder.
 
         Args:
-            folder: the folder.
+            folder: the folder of the network (of a model's transformer, for example).
 
         Returns:
-            The configuration, whose fields have been checked (`from_dict`).
+            The configuration.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -110,18 +108,18 @@ class ReleasedConfig:
 
     @classmethod
     def from_dict(cls: type[C], fields: Mapping[str, Any]) -> C:
-        """Makes a configuration from the contents of a `config.json`.
+        """Makes a configuration from the contents of a `config.json`, and checks it.
 
-        Missing fields keep their defaults. Lists become tuples at all levels. The value of a field
-        may be no integer below 1, not even where its type is float.
+        Missing fields get their defaults. Lists become tuples at all levels. Zero and negative
+        integers are errors in all fields.
 
         Args:
-            fields: the contents. `_class_name` (diffusers) or `model_type` (transformers) must be
-                that of the network where it is present. Unknown fields are ignored for
-                transformers, and for diffusers if their names begin with "_".
+            fields: the contents. If `_class_name` (diffusers) or `model_type` (transformers) is
+                among them, it must be that of the network. Unknown fields are ignored for
+                transformers; for diffusers only if their names begin with "_".
 
         Returns:
-            The configuration, whose fields have been checked.
+            The configuration.
 
         Raises:
             ValueError: a field is unknown or not supported, the network is another one, or
@@ -168,7 +166,8 @@ class ReleasedConfig:
         self.check()
 
     def check(self) -> None:
-        """Checks the values of the fields. Subclasses override it; here it does nothing.
+        """Checks the values of the fields beyond their types. A subclass overrides it; here it does
+        nothing.
 
         The constructor calls it.
 
@@ -177,31 +176,30 @@ class ReleasedConfig:
         """
 
     def require(self, condition: bool, field: str, accepted: str) -> None:
-        """Checks a field by a condition that the caller has computed.
+        """Raises the error for an unsupported value unless `condition` is true.
 
         Args:
             condition: whether the value of the field is supported.
-            field: name of the field, whose value is shown in the message.
-            accepted: description of the supported values, which ends the message.
+            field: name of the field, for the message, which also shows its value.
+            accepted: description of the supported values, for the message.
 
         Raises:
-            ValueError: the condition is false; the message names the field and its value.
+            ValueError: the condition is false.
         """
         if not condition:
             raise unsupported(self.network, field, getattr(self, field), accepted)
 
     def require_one_of(self, field: str, accepted: tuple[Any, ...]) -> None:
-        """Checks that a field has one of some values.
-
-        If the field holds a tuple, every entry must be one of them; an empty tuple passes.
+        """Checks that a field has one of the supported values. If it holds a tuple, every entry
+        must be one of them.
 
         Args:
             field: name of the field, an attribute of this configuration.
-            accepted: the supported values, which the message lists by their `repr`.
+            accepted: the supported values.
 
         Raises:
-            ValueError: the value, or an entry of the tuple, is none of them. The message names the
-                field, shows its value and lists the supported ones.
+            ValueError: a value is not supported. The message names the field and lists the
+                supported values.
         """
         value = getattr(self, field)
         values = value if isinstance(value, tuple) else (value,)
@@ -210,13 +208,13 @@ class ReleasedConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig(ReleasedConfig):
-    """The fields that the diffusion transformers of diffusers have in common
+    """Base class: the fields that the diffusion transformers of diffusers have in common
     (`transformer/config.json`).
 
     Attributes:
-        in_channels: channels of the input.
-        out_channels: channels of the output; None: as many as `in_channels`.
-        attention_head_dim: features of one attention head.
+        in_channels: number of channels of the input.
+        out_channels: number of channels of the output; None: as many as `in_channels`.
+        attention_head_dim: number of features of one attention head.
         num_attention_heads: number of attention heads.
     """
 
@@ -227,40 +225,39 @@ class TransformerConfig(ReleasedConfig):
 
     @property
     def width(self) -> int:
-        """Width of the tokens: number of heads times features per head."""
+        """Number of features of a token: `num_attention_heads * attention_head_dim`."""
         return self.num_attention_heads * self.attention_head_dim
 
     @property
     def features_out(self) -> int:
-        """Number of output channels; `out_channels` None means as many as input channels."""
+        """Number of output channels: `out_channels`, or `in_channels` if that is None."""
         return self.in_channels if self.out_channels is None else self.out_channels
 
 
 def _as_tuple(value: Any) -> Any:
-    """Converts a list to a tuple, and lists in it likewise, at all levels.
+    """Converts a list to a tuple, and the lists in it too, at all levels.
 
     Args:
-        value: a value of a JSON object.
+        value: any value of a JSON file.
 
     Returns:
-        The tuple. Any other value is returned unchanged, even an object that contains lists.
+        The tuple. A value that is not a list is returned unchanged.
     """
     return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
 def _matches(value: Any, annotation: Any) -> bool:
-    """Whether a value is of an annotated type. An integer is also a float; a bool is neither.
+    """Whether a value has an annotated type. An integer counts as a float; a bool counts as
+    neither.
 
-    A tuple matches if all its entries do, so an empty tuple matches every tuple type. Values are
-    not checked here: an `int` may be zero or negative.
+    A tuple matches if all its entries do. Only types are checked: an `int` may be negative.
 
     Args:
         value: the value of a field, with tuples in place of lists.
-        annotation: its type: int, float, str, bool, None, tuple[TYPE, ...], a union of these, or
-            another class, of which the value must be an instance (not of a subclass).
+        annotation: the type: int, float, str, bool, None, tuple[TYPE, ...] or a union of these.
 
     Returns:
-        True if the value is of the type.
+        True if the value has the type.
     """
     if isinstance(annotation, UnionType):
         return any(_matches(value, option) for option in get_args(annotation))
@@ -273,17 +270,16 @@ def _matches(value: Any, annotation: Any) -> bool:
 
 
 def _describe(annotation: Any) -> str:
-    """Describes the values of an annotated type, for error messages.
+    """Describes the values of an annotated type, for error messages: for example "a positive
+    integer" for int, or "a list of strings" for tuple[str, ...].
 
-    For example "a positive integer" for int, "a list of strings" for tuple[str, ...], "a list of
-    lists" for a tuple of anything else than int and str, and the descriptions of the options joined
-    by " or " for a union. A class that is none of the basic types is described as "None".
+    The options of a union are joined by " or ".
 
     Args:
-        annotation: int, float, str, bool, None, tuple[TYPE, ...], a union of these, or a class.
+        annotation: int, float, str, bool, None, tuple[TYPE, ...], or a union of these.
 
     Returns:
-        The description, which ends the message "NETWORK: FIELD=VALUE; accepted: ".
+        The description, for the end of the message "NETWORK: FIELD=VALUE; accepted: ".
     """
     if isinstance(annotation, UnionType):
         return " or ".join(map(_describe, get_args(annotation)))

@@ -34,15 +34,14 @@ STANDARD_NAMES = (
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """The position of a tensor in a safetensors file.
+    """Where a tensor is in a safetensors file.
 
     Attributes:
         name: name of the tensor.
         file: the safetensors file.
-        dtype: name of the dtype in safetensors, such as "BF16". Networks read BF16, F16, F32 and
-            F64 only.
+        dtype: name of the dtype in safetensors, such as "BF16".
         shape: shape of the tensor, in PyTorch's order of axes.
-        start: number of bytes in the file before the tensor's first one.
+        start: offset of the tensor's first byte from the beginning of the file.
     """
 
     name: str
@@ -52,16 +51,16 @@ class StoredTensor:
     start: int
 
     def rows(self, first: int, last: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yields rows of the leading axis in blocks, as (index of the block's first row, block).
+        """Reads rows (along the leading axis) of the tensor, and yields them in blocks of about 4
+        MiB.
 
-        A block has the stored dtype and about `BLOCK_BYTES` bytes, but at least one row. Each block
-        overwrites the memory of the one before, so use or copy it before the next one. A tensor
-        without axes counts as one row, and its block has the shape [1]. Nothing is yielded if
-        `first` is `last`.
+        Each item is a pair (index of the block's first row, block); the block is an array of one or
+        more rows in the stored dtype. Each block overwrites the memory of the one before, so use or
+        copy it first. A tensor without axes counts as one row, with a block of shape [1].
 
         Args:
             first: index of the first row, from 0 to the size of the leading axis.
-            last: index of the row after the last one, which is not read.
+            last: index after that of the last row to read.
 
         Raises:
             KeyError: the dtype is not BF16, F16, F32 or F64.
@@ -84,19 +83,20 @@ class StoredTensor:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object from a UTF-8 file. The numbers NaN, Infinity and -Infinity are accepted.
+    """Reads a JSON file that holds an object.
+
+    NaN, Infinity and -Infinity are accepted as numbers.
 
     Args:
-        path: the file. Links are followed.
+        path: the file, in UTF-8.
 
     Returns:
-        The object as a dictionary, whose values are dictionaries, lists, strings, numbers (floats
-        where they have a fraction or an exponent, otherwise ints), booleans and None.
+        The object as a dictionary.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file cannot be read, is not JSON, repeats a key, is nested too deeply, or
-            holds another value than an object; the message names the file.
+        ValueError: the file cannot be read, is not JSON, repeats a key, or does not hold an object.
+            The message names the file.
     """
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file")
@@ -110,18 +110,17 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_header(file: Path) -> list[StoredTensor]:
-    """Reads the positions of all tensors of a safetensors file from its header. No tensor is read.
+    """Lists the tensors of a safetensors file with their positions. Only the header is read.
 
     Args:
-        file: the file.
+        file: the safetensors file.
 
     Returns:
-        One entry per tensor, in the order of the header. Dtypes that the networks do not accept are
-        among them.
+        One entry per tensor, of any dtype, in the order of the header.
 
     Raises:
-        ValueError: the file is missing, damaged or of another format, or its header has more than
-            2^24 bytes (`MAX_HEADER_BYTES`).
+        ValueError: the file is missing, damaged or of another format, or its header is longer than
+            16 MiB.
     """
     try:
         if not file.is_file():
@@ -146,24 +145,23 @@ def read_header(file: Path) -> list[StoredTensor]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Returns the safetensors files of a component: one file, or those that an index of shards
-    names.
+    """Finds the safetensors files with the weights of a component: one file, or the shards that an
+    index lists.
 
-    The first of these that the folder has is used (`STANDARD_NAMES`): diffusers' index of shards,
-    diffusers' single file, `model.safetensors` of transformers, transformers' index. Without any of
-    them, there must be exactly one index, or no index and exactly one safetensors file. Variants,
-    such as `model.fp16.safetensors`, are used only if there is nothing else.
+    Where the folder has several files, the standard names of diffusers and transformers
+    (`STANDARD_NAMES`) go first, in their order; without one, there must be a single index or a
+    single file. Variants such as `model.fp16.safetensors` are used only if there is nothing else.
 
     Args:
-        folder: directory of the component.
+        folder: directory of the component (for example of the transformer).
 
     Returns:
-        Paths in `folder`; the shards of an index sorted by name.
+        The paths of the files, sorted by name.
 
     Raises:
-        FileNotFoundError: the folder or every such file is missing, there are several and none has
-            a standard name, or a shard that the index names is missing.
-        ValueError: the index cannot be read, or names a file in another folder.
+        FileNotFoundError: the folder, its weights or a shard is missing, or there are several
+            candidates without a standard name.
+        ValueError: the index cannot be read, or lists a file in another folder.
     """
     present = [p.name for p in folder.iterdir()] if folder.is_dir() else []
     names = without_variants(present)
@@ -187,18 +185,18 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _indexed_files(index: Path) -> list[Path]:
-    """Returns the files that an index of shards names, sorted by name, in the folder of the index.
+    """Returns the files that an index of shards lists, in the folder of the index and sorted by
+    name.
 
     Args:
-        index: the JSON file, whose `weight_map` maps names of tensors to names of files.
+        index: the JSON file. Its `weight_map` maps the name of each tensor to the name of its file.
 
     Returns:
-        The paths of the files, each once, all of which exist. That they are safetensors files is
-        not checked.
+        The path of each file, once. All exist.
 
     Raises:
-        FileNotFoundError: the index, or a file that it names, is missing.
-        ValueError: the file is not an index of shards, or names a file in another folder.
+        FileNotFoundError: the index, or a file that it lists, is missing.
+        ValueError: the file is not an index of shards, or lists a file in another folder.
     """
     try:
         names = sorted(set(read_json(index)["weight_map"].values()))
@@ -218,19 +216,18 @@ def _indexed_files(index: Path) -> list[Path]:
 
 
 def without_variants(names: Iterable[str]) -> list[str]:
-    """Returns the names of safetensors files and their indices, sorted, without variants if there
-    are others.
+    """Selects the safetensors files and indices of shards among the files of a folder, without
+    variants.
 
-    A variant, such as `model.fp16.safetensors`, holds the same weights in another precision, or an
-    average of them. If all files are variants, all are returned.
+    A variant such as `model.fp16.safetensors` holds the same weights in another precision, or
+    averaged ones. If all are variants, all are selected.
 
     Args:
-        names: names of all files in a folder, without directories. Other files, such as pickles and
-            configurations, are left out of the result.
+        names: names of all files in the folder, without directories.
 
     Returns:
-        The names that end in ".safetensors", and the JSON files with ".safetensors.index." in their
-        names. [] if there are none.
+        The selected names, sorted: those that end in ".safetensors", and JSON files with
+        ".safetensors.index." in their names.
     """
     weights = sorted(
         name
@@ -242,17 +239,14 @@ def without_variants(names: Iterable[str]) -> list[str]:
 
 
 def _variant(name: str) -> str:
-    """Returns the variant in a file name: `fp16` of `model.fp16-00001-of-00002.safetensors` and of
-    `model.safetensors.index.fp16.json`; "" if there is none.
-
-    The variant is what remains of the parts between dots, without the first part, the words
-    "safetensors", "index" and "json", and what follows a hyphen.
+    """Returns the variant that a file name contains, such as "fp16" for
+    `model.fp16-00001-of-00002.safetensors` and `model.safetensors.index.fp16.json`.
 
     Args:
         name: name of a safetensors file or of an index, without directories.
 
     Returns:
-        The variant. Several parts that remain are joined by dots.
+        The variant; "" if there is none.
     """
     _, *parts = name.split(".")
     variants = [part for part in parts if part not in ("safetensors", "index", "json")]

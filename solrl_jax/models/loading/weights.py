@@ -77,20 +77,23 @@ ENCODER_PREFIXES = ("encoder.", "quant_conv.", "bn.num_batches_tracked")
 
 @dataclasses.dataclass(frozen=True)
 class ParameterEntry:
-    """One parameter and the PyTorch tensors that hold it.
+    """One parameter of a network, and the PyTorch tensors that hold it.
+
+    A stack of equal layers is one parameter with a leading axis of layers here, and one tensor per
+    layer in PyTorch.
 
     Attributes:
         path: path of the parameter in our tree: names, and indices of lists, for example ("blocks",
-            "attn", "to_out", 0, "kernel"). A stack of layers has no index in it.
+            "attn", "to_out", 0, "kernel"). It has no index for the layers of a stack.
         names: PyTorch names of its tensors, such as "blocks.3.attn.to_out.0.weight": one, or one
-            per layer if the parameter is stacked.
-        layout: the order of axes in PyTorch: "same" as ours, "linear", "pointwise", "conv" or
-            "conv3d" (`OUR_AXES`).
-        shape: shape of one tensor, in our order of axes.
+            per layer.
+        layout: how the axes of a tensor differ from ours: "same", "linear", "pointwise", "conv" or
+            "conv3d" (`OUR_AXES` lists the permutations).
+        shape: shape of one tensor in our order of axes, without the axis of layers.
         stacked: whether the parameter has a leading axis of layers.
-        start: `(function, *arguments)`, whose call returns the initial value of a parameter that
-            files may lack (`models.layers.parameter.param`); None: files must hold it.
-        bounds: smallest and largest value that training keeps the values between; None: unbounded.
+        start: for a parameter that files may lack: `(function, *arguments)`, whose call returns its
+            initial value. None: files must hold it.
+        bounds: (smallest, largest) value to which training clips the parameter; None: unbounded.
     """
 
     path: tuple[Any, ...]
@@ -103,9 +106,7 @@ class ParameterEntry:
 
     @property
     def key(self) -> str:
-        """The path as text, joined by slashes: "blocks/attn/to_out/0/kernel". A stack of layers has
-        one key, without the index of a layer.
-        """
+        """The path as text, joined by slashes, such as "blocks/attn/to_out/0/kernel"."""
         return "/".join(map(str, self.path))
 
     @property
@@ -116,22 +117,22 @@ class ParameterEntry:
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """The shape of the parameter in our order of axes, with the axis of layers first if it is
-        stacked.
+        """The shape of the whole parameter in our order of axes: with the axis of layers first if
+        it is stacked.
         """
         return (len(self.names), *self.shape) if self.stacked else self.shape
 
 
 def parameter_table(state: nnx.State) -> list[ParameterEntry]:
-    """Returns the table of a network's parameters.
+    """Lists the parameters of a network with their PyTorch names.
 
     Args:
-        state: state of the network, abstract or not. Its parameters carry the metadata of
-            `models.layers.parameter.param`.
+        state: state of the network, whose parameters were made by `models.layers.parameter.param`.
+            Arrays may be abstract.
 
     Returns:
-        One entry per parameter, a stack of layers counted once, in the order of
-        `nnx.to_flat_state`: path, PyTorch names, order of axes, shape of one layer.
+        One entry per parameter, in the order of `nnx.to_flat_state`. A stack of layers has one
+        entry per parameter of a layer.
     """
     table = []
     for path, variable in nnx.to_flat_state(state):
@@ -170,23 +171,24 @@ def parameter_table(state: nnx.State) -> list[ParameterEntry]:
 def locate_tensors(
     source: Path, state: nnx.State, unused: tuple[str, ...] = ()
 ) -> tuple[list[ParameterEntry], dict[str, StoredTensor]]:
-    """Finds the tensors of a network in released files, from the headers of the files alone.
+    """Finds the tensors of a network in released files, and checks that they fit. Only the headers
+    of the files are read.
 
-    A parameter with an initial value may be missing, but only with all of its layers. The names in
-    the files may lack the prefix "text_model." or "model." if the network has it in all names, and
-    T5's token table may have either of its names. Stored positions 0, 1, 2, ... of CLIP and T5's
-    second token table are accepted, too, although they add nothing (`REDUNDANT`).
+    Differences between versions of transformers are accepted: the prefix "text_model." or "model."
+    may be missing in all names, T5's token table has two possible names, and some redundant tensors
+    may be present (`REDUNDANT`). A parameter with an initial value may be missing as a whole.
 
     Args:
-        source: the directory of a component, or one safetensors file.
-        state: abstract state of the network.
-        unused: prefixes of the names of tensors that the files may hold and the network does not
-            use, such as "encoder.".
+        source: the directory of a network, or one safetensors file.
+        state: abstract state of the network, whose parameters were made by
+            `models.layers.parameter.param`.
+        unused: prefixes of tensor names that the files may hold although the network does not use
+            them, such as "encoder.".
 
     Returns:
-        The two arguments of `load_tensors`: the table of the network's parameters, with the names
-        that the files use; and the position of every tensor in the files by name, unused ones
-        included.
+        The first two arguments of `load_tensors`: a list with one entry per parameter, which has
+        the tensor names in the files; and a dictionary with the position of every tensor in the
+        files, by name.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -217,19 +219,17 @@ locate_decoder_tensors = functools.partial(locate_tensors, unused=ENCODER_PREFIX
 def _without_optional_prefix(
     table: list[ParameterEntry], stored_names: set[str]
 ) -> list[ParameterEntry]:
-    """Returns the table with the PyTorch names that the files use: without the prefix "text_model."
-    or "model." that they leave out (`OPTIONAL_PREFIXES`).
+    """Removes the prefix "text_model." or "model." from the PyTorch names of a table if the files
+    leave it out.
 
-    A prefix is removed if all names of the table have it and no name in the files does. Only the
-    first such prefix is removed.
+    A prefix is removed if all names in the table have it and no name in the files does.
 
     Args:
-        table: the parameters of a network, which are not changed.
+        table: the parameters of a network. The list is not changed.
         stored_names: the names of all tensors in the files.
 
     Returns:
-        A new table in the order of `table`, whose entries have `names` without the prefix. `table`
-        itself if no prefix is removed.
+        A new table with the shorter names, or `table` itself if no prefix is removed.
     """
     for prefix in OPTIONAL_PREFIXES:
         in_table = all(name.startswith(prefix) for entry in table for name in entry.names)
@@ -245,18 +245,17 @@ def _without_optional_prefix(
 
 
 def _with_aliases(table: list[ParameterEntry], stored_names: set[str]) -> list[ParameterEntry]:
-    """Returns the table with the PyTorch names that the files use: T5's token table is called
-    "encoder.embed_tokens.weight" where they hold only this name of it (`ALIASES`).
+    """Renames T5's token table in a table of parameters if the files have it under its other name.
 
-    A tensor that the files hold under our name, "shared.weight", keeps it, even if they hold the
-    other name too.
+    The network calls it "shared.weight". It is renamed to "encoder.embed_tokens.weight" if the
+    files hold only that name (`ALIASES`).
 
     Args:
-        table: the parameters of a network, which are not changed.
+        table: the parameters of a network. The list is not changed.
         stored_names: the names of all tensors in the files.
 
     Returns:
-        A new table in the order of `table`, in which such a tensor has its other name.
+        A new table in the same order.
     """
     renamed = {
         ours: other
@@ -275,22 +274,24 @@ def match_tensors(
     source: str,
     ignored: Callable[[str], bool],
 ) -> dict[str, StoredTensor]:
-    """Compares the headers of safetensors files with the tensors that a network needs.
+    """Checks that safetensors files hold exactly the tensors that a network needs. Only the headers
+    of the files are read.
 
     Args:
-        files: safetensors files.
-        expected: shape of each tensor that the network needs, in PyTorch's order of axes, by name.
-        source: the directory or file, as text, that begins the error message.
-        ignored: given the name of a tensor that is not expected, whether the files may hold it all
-            the same.
+        files: the safetensors files.
+        expected: shape of each tensor that the network needs, in PyTorch's order of axes, by the
+            tensor's name.
+        source: the directory or file, for the beginning of the error message.
+        ignored: a function (name of a tensor that is not expected) that returns whether the files
+            may hold it.
 
     Returns:
-        The position of every tensor in the files, by name, ignored ones included.
+        The position of every tensor in the files, by name.
 
     Raises:
         ValueError: a file is missing or cannot be read; or tensors are missing, unexpected, of
-            another shape, stored twice (even ignored ones), or expected but of a dtype other than
-            BF16, F16, F32 and F64. The message lists all such tensors.
+            another shape, stored twice, or of a dtype other than BF16, F16, F32 and F64. The
+            message lists all such tensors.
     """
     stored: dict[str, StoredTensor] = {}
     problems = []
@@ -327,28 +328,26 @@ def load_tensors(
     dtype: DTypeLike,
     place: Placement | None = None,
 ) -> Params:
-    """Reads the parameters of a table. Each tensor goes at once to the devices that hold a part of
-    it.
+    """Reads parameters from released files onto the devices.
 
-    With `place`, host memory holds no more than `CHUNK_BYTES` (256 MiB) at a time, or the parts of
-    one tensor if those are larger, and a process reads only those rows of a file that its own
-    devices hold. Without `place`, it holds one whole parameter at a time, with all layers of a
-    stack.
+    With `place`, parameters go to the devices in chunks of about 256 MiB (`CHUNK_BYTES`), and a
+    process reads only the rows that its own devices hold. Without it, one whole parameter at a time
+    is in host memory.
 
     Args:
-        table: parameters to read, with the names that the files use.
-        stored: position of each tensor in the files, by its PyTorch name. A parameter with an
-            initial value may be missing.
-        dtype: dtype that the parameters are cast to. Values beyond its range become infinite.
-        place: a function (path, shape) -> `NamedSharding` of a parameter; the shape has the axis of
-            layers. None: all are on JAX's default device.
+        table: the parameters to read, with the tensor names in the files.
+        stored: position of each tensor in the files, by its name. A parameter with an initial value
+            is initialised if its tensors are missing here.
+        dtype: dtype to which the parameters are cast. Values beyond its range become infinite.
+        place: gives each parameter's sharding: a function `(path, shape)` that returns a
+            `NamedSharding`. The shape of a stack of layers has their axis first. None: all
+            parameters are on JAX's default device.
 
     Returns:
-        The parameters as a nested dictionary by path, on the devices. A stack of layers is one
-        parameter with a leading axis of layers.
+        The parameters as nested dictionaries keyed by the parts of their paths.
 
     Raises:
-        KeyError: a tensor without an initial value is not in `stored`.
+        KeyError: a parameter has no initial value, and its tensor is not in `stored`.
         OSError: a file cannot be opened or read.
         ValueError: a file ends within a tensor.
     """
@@ -364,24 +363,23 @@ def load_parameter(
     dtype: np.dtype,
     place: Placement | None,
 ) -> jax.Array:
-    """Reads one parameter, or initialises it if the files lack it.
+    """Reads one parameter onto the devices, or initialises it if the files lack it.
 
-    A parameter with an initial value is initialised if `stored` lacks its first name; the initial
-    value is broadcast to its shape. With `place`, a parameter that is stacked or has our order of
-    axes in the files goes to the devices in chunks of about 256 MiB (`CHUNK_BYTES`).
+    With `place`, a large parameter goes to the devices in chunks of about 256 MiB (`CHUNK_BYTES`).
 
     Args:
         entry: the parameter.
-        stored: position of each tensor in the files, by its PyTorch name.
-        dtype: dtype that the values are cast to.
-        place: a function (path, shape) -> `NamedSharding`, called with `entry.path` and
-            `entry.full_shape`; None: the parameter is on JAX's default device.
+        stored: position of each tensor in the files, by its name. A parameter with an initial value
+            is initialised if its first tensor is missing here.
+        dtype: dtype to which the values are cast.
+        place: gives the parameter's sharding: a function `(entry.path, entry.full_shape)` that
+            returns a `NamedSharding`. None: the parameter is on JAX's default device.
 
     Returns:
-        The parameter, of shape `entry.full_shape`, on the devices.
+        The parameter, of shape `entry.full_shape`.
 
     Raises:
-        KeyError: a tensor without an initial value is not in `stored`.
+        KeyError: the parameter has no initial value, and its tensor is not in `stored`.
         OSError: a file cannot be opened or read.
         ValueError: a file ends within the tensor.
     """
@@ -423,21 +421,21 @@ def _load_rows(
     sharding: NamedSharding,
     rows: slice,
 ) -> jax.Array:
-    """Reads some rows of every device's shard of a parameter.
+    """Reads some rows of the shard of every device, and waits until the devices have them.
 
-    Waits until the devices have them, so that the host's copies are freed.
+    A shard is the part of the parameter that a device holds, and a row is an index of its leading
+    axis.
 
     Args:
         entry: the parameter.
-        stored: position of each tensor in the files, by its PyTorch name.
-        dtype: dtype that the values are cast to.
+        stored: position of each tensor in the files, by its name.
+        dtype: dtype to which the values are cast.
         sharding: sharding of the whole parameter.
-        rows: which rows of the leading axis to read, counted within a shard and the same for every
-            shard. `slice(None)`: all. It is ignored for a parameter without axes.
+        rows: which rows of each shard to read, counted from the beginning of the shard.
+            `slice(None)`: all.
 
     Returns:
-        An array with `sharding` that holds these rows of every shard, one shard after another. Its
-        leading axis has the number of rows times the number of shards along it.
+        An array with `sharding`, in which the shard of each device consists of these rows only.
 
     Raises:
         KeyError: a tensor of these rows is not in `stored`.
@@ -463,18 +461,17 @@ def _load_rows(
 def _write_rows(
     array: jax.Array, chunk: jax.Array, start: jax.Array | np.int32, sharding: NamedSharding
 ) -> jax.Array:
-    """Writes, on each device, the shard of `chunk` into the shard of `array`, in place. Compiled by
-    jit.
+    """Writes a chunk of rows into the shard of every device, in place. Compiled by jit.
 
     Args:
-        array: the parameter. Its buffer is donated, so it cannot be used afterwards.
-        chunk: some consecutive rows of each device's shard, as many for each, one shard after
-            another, with `sharding`.
-        start: row of each device's shard at which the rows of the chunk are written.
-        sharding: sharding of both arrays. Static under jit.
+        array: the whole parameter. Its buffer is donated, so it cannot be used afterwards.
+        chunk: the rows to write, as returned by `_load_rows`: the same number for each device's
+            shard.
+        start: index of the first row to overwrite in each device's shard.
+        sharding: sharding of `array` and of `chunk`. Static under jit.
 
     Returns:
-        The parameter with the rows of the chunk in place of its own, with `sharding`.
+        The parameter with the new rows.
     """
     spec = sharding.spec
     write = jax.shard_map(
@@ -488,18 +485,16 @@ def _write_rows(
 
 
 def _local_shards(entry: ParameterEntry, sharding: NamedSharding) -> dict[Region, list[jax.Device]]:
-    """Returns the regions of a parameter that devices of this process hold, each with its devices.
-
-    A region that is replicated has several devices. For a parameter without axes, the only region
-    is the empty tuple.
+    """Returns the parts of a parameter that the devices of this process hold.
 
     Args:
-        entry: the parameter, whose whole shape counts, with the axis of layers if it is stacked.
-        sharding: its sharding, over devices of this and possibly of other processes.
+        entry: the parameter.
+        sharding: sharding of the whole parameter, over devices of this and possibly of other
+            processes.
 
     Returns:
-        The devices of this process by region. A region has one range of indices per axis. The
-        dictionary is empty if no device of this process holds a part.
+        For each part, the devices of this process that hold it (several if it is replicated). A
+        part is a tuple with one `range` of indices per axis, the axis of layers included.
     """
     shape = entry.full_shape
     shards: dict[Region, list[jax.Device]] = {}
@@ -515,19 +510,19 @@ def read_regions(
     dtype: np.dtype,
     regions: Sequence[Region],
 ) -> list[np.ndarray]:
-    """Reads regions of one parameter into host memory. Each tensor is read once for all regions.
-
-    Values beyond the range of `dtype` become infinite, without a warning.
+    """Reads rectangular parts of one parameter into host memory. Each tensor in the files is read
+    once for all parts.
 
     Args:
         entry: the parameter.
-        stored: position of each tensor in the files, by its PyTorch name.
-        dtype: dtype that the values are cast to.
-        regions: rectangular parts of the parameter: one range of indices per axis, with step 1, in
-            our order of axes. The first axis of a stacked parameter is that of the layers.
+        stored: position of each tensor in the files, by its name.
+        dtype: dtype to which the values are cast. Values beyond its range become infinite.
+        regions: the parts to read: tuples with one `range` of indices (step 1) per axis of the
+            parameter, in our order of axes. The first axis of a stacked parameter is that of the
+            layers.
 
     Returns:
-        One array per region, in the order of `regions` and in our order of axes.
+        One array per part, in the order of `regions`.
 
     Raises:
         KeyError: a tensor of a region is not in `stored`.
@@ -551,18 +546,16 @@ def read_regions(
 def _read_tensor(
     tensor: StoredTensor, layout: str, targets: list[tuple[Region, np.ndarray]]
 ) -> None:
-    """Copies regions of one tensor into arrays. Reads a few rows of the file at a time.
-
-    It reads the rows from the first to the last one that any region needs. Values beyond the range
-    of the arrays' dtype become infinite, without a warning.
+    """Reads rectangular parts of one tensor into given arrays. A few rows of the file are read at a
+    time.
 
     Args:
-        tensor: position of the tensor.
-        layout: order of axes in the file: "same" as ours, "linear", "pointwise", "conv" or
+        tensor: where the tensor is in its file.
+        layout: how the tensor's axes differ from ours: "same", "linear", "pointwise", "conv" or
             "conv3d" (`OUR_AXES`).
-        targets: one or more pairs of a region of one layer (one range of indices per axis, in our
-            order of axes) and the array of its shape to fill in place. All arrays have one dtype,
-            to which the values are cast.
+        targets: one or more pairs (part, array to fill). A part is a tuple with one `range` of
+            indices per axis, in our order of axes without the axis of layers. The arrays have one
+            dtype, to which the values are cast; values beyond its range become infinite.
 
     Raises:
         OSError: the file cannot be opened or read.
@@ -596,17 +589,15 @@ def _read_tensor(
 
 
 def to_torch_order(parameter: np.ndarray, layout: str) -> np.ndarray:
-    """Returns a view of one layer of a parameter in PyTorch's order of axes.
-
-    It shares the memory of `parameter`. The layout "pointwise" adds two axes of size 1 at the end.
+    """Returns a view of an array in PyTorch's order of axes. It shares the memory of the array.
 
     Args:
         parameter: the values of one layer, in our order of axes.
-        layout: order of axes of the parameter in PyTorch: "same" as ours, "linear", "pointwise",
-            "conv" or "conv3d" (`OUR_AXES`).
+        layout: how PyTorch's axes differ from ours: "same", "linear", "pointwise" (two axes of size
+            1 are added at the end), "conv" or "conv3d" (`OUR_AXES`).
 
     Returns:
-        The view, which is `parameter` itself for "same".
+        The view; `parameter` itself for "same".
     """
     if layout == "same":
         return parameter
@@ -615,17 +606,16 @@ def to_torch_order(parameter: np.ndarray, layout: str) -> np.ndarray:
 
 
 def region_in_torch(region: Region, layout: str) -> Region:
-    """Returns the region of the PyTorch tensor that holds a region of one layer of our parameter.
-
-    The layout "pointwise" adds the ranges of two axes of size 1 at the end.
+    """Converts the indices of a rectangular part of a parameter to PyTorch's order of axes.
 
     Args:
-        region: one range per axis of our parameter, without an axis of layers.
-        layout: order of axes of the parameter in PyTorch: "same" as ours, "linear", "pointwise",
-            "conv" or "conv3d" (`OUR_AXES`).
+        region: the part: a tuple with one `range` of indices per axis, in our order of axes without
+            the axis of layers.
+        layout: how PyTorch's axes differ from ours: "same", "linear", "pointwise" (two axes of size
+            1 are added at the end), "conv" or "conv3d" (`OUR_AXES`).
 
     Returns:
-        One range per axis of the PyTorch tensor, in its order.
+        A tuple with one `range` per axis of the PyTorch tensor.
     """
     if layout == "same":
         return region
