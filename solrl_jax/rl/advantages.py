@@ -33,23 +33,21 @@ def advantages(
 ) -> Float[Array, "p k"]:
     """Computes advantages: `A = clip((r - mean of its prompt) / (std + 1e-4), -clip, clip)`.
 
-    A reward that is NaN, infinite or larger than 1e18 in magnitude takes no part in the statistics
-    and gets advantage 0. So does a reward that is tied with the mean of its prompt up to rounding:
-    they differ by at most 4e-6 times the largest magnitude among the rewards of the prompt.
+    A reward that is NaN, infinite or above 1e18 in magnitude is left out of mean and standard
+    deviation and gets advantage 0. A reward that equals the mean of its prompt up to rounding (4e-6
+    times the largest magnitude among the prompt's rewards) also gets advantage exactly 0.
 
     Args:
         rewards: The rewards of the K kept samples of each prompt, one row per prompt, K at least 1.
-        clip: The largest absolute advantage, in standard deviations. Above 0.
-        global_std: True: the standard deviation is over the finite rewards of all prompts, about
-            their common mean. False: over the finite rewards of the prompt, about its mean. It is
-            the population's.
-        mode: "all" returns A. "positive_only" returns 0 where A is negative, and "negative_only" 0
-            where it is positive. "one_only" returns 1 where A is positive, else 0. "binary" returns
-            the sign of A (-1, 0 or 1).
+        clip: The largest absolute value of A. Above 0.
+        global_std: Which population standard deviation divides: True, that of the rewards of all
+            prompts about their common mean; False, that of the rewards of the prompt.
+        mode: What is returned in place of A: "all" returns A itself, "positive_only" max(A, 0),
+            "negative_only" min(A, 0), "one_only" 1 where A is positive and else 0, and "binary" the
+            sign of A (-1, 0 or 1).
 
     Returns:
-        One advantage per reward, float32, in the shape of `rewards`. All are finite; all advantages
-        of a prompt without a finite reward are 0.
+        One finite advantage per reward, float32, in the shape of `rewards`.
 
     Raises:
         ValueError: If `mode` is another one, `rewards` does not have two axes, or `clip` is not
@@ -79,16 +77,15 @@ def advantages(
 
 
 def optimality(advantages: Float[Array | np.ndarray, "..."], clip: float) -> Float[Array, "..."]:
-    """The probability that a sample is one to imitate: `q = clip(A / clip / 2 + 1/2, 0, 1)`.
+    """The probability that a sample is one to imitate: `q = clip(A / (2 clip) + 1/2, 0, 1)`.
 
-    It is rounded to a multiple of 1/4096, which at a clip of 5 is 0.0024 standard deviations.
-    Rewards on different meshes differ in their last bits, which must not decide how a gradient in
-    BF16 is rounded.
+    q is rounded to a multiple of 1/4096, so that the last bits of a reward, which differ between
+    meshes, do not change the training.
 
     Args:
-        advantages: Advantages of any shape. 0 becomes 1/2, and NaN stays NaN.
-        clip: The largest absolute advantage, above 0 (not checked): A = clip becomes 1, and
-            A = -clip becomes 0.
+        advantages: The advantages A, of any shape. NaN stays NaN.
+        clip: The bound to which the advantages were clipped (`algorithm.adv_clip_max`), above 0: A
+            = -clip becomes 0, A = 0 becomes 1/2, and A = clip becomes 1.
 
     Returns:
         The probabilities in [0, 1], float32, in the shape of `advantages`.

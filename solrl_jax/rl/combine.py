@@ -25,26 +25,28 @@ def ranking_values(
     weights: Mapping[str, float],
     prompts: int,
 ) -> Values:
-    """Returns the values by which the candidates of each prompt are ordered, larger being better.
+    """Returns the values by which the candidates of each prompt are ordered; a larger value is
+    better.
 
     Args:
-        combine: `reward.combine`. "sum": the result is the score "reward". "advantages": it is the
-            `weighted_advantages` of the scores in `weights`.
-        scores: The scores of the samples (`Samples.scores`), flat arrays: each score by its name,
-            and their weighted sum as "reward". The samples are ordered by prompt, with equally many
-            of each.
-        weights: The weight of each score by its name (`reward.weights` or
-            `rollout.explore.reward`). "sum" does not use it, since "reward" is weighted already.
+        combine: How several scores become one value (`reward.combine`). "sum": the weighted sum of
+            the scores, which `scores` holds as "reward". "advantages": each score is first centred
+            and divided by its standard deviation within the prompt, and these are summed with
+            `weights` (`weighted_advantages`).
+        scores: Flat arrays by the name of the score, and "reward" for their weighted sum. Each has
+            one entry per sample: first all candidates of the first prompt, and so on, equally many
+            per prompt.
+        weights: The weight of each score by its name. Used for "advantages" only.
         prompts: p, the number of prompts.
 
     Returns:
-        One row per prompt and one column per candidate. Candidates that cannot be ordered have a
-        value that is not finite.
+        The values [prompts, candidates]. That of a candidate without a finite reward (with
+        "advantages": with a score that is not finite) is not finite.
 
     Raises:
         KeyError: If `scores` lacks "reward" (with "sum") or a name in `weights` (with
             "advantages").
-        ValueError: If the prompts do not divide the samples.
+        ValueError: If the number of samples is not a multiple of `prompts`.
     """
     if combine == "sum":
         return scores["reward"].reshape(prompts, -1)
@@ -53,30 +55,27 @@ def ranking_values(
 
 
 def weighted_advantages(scores: Mapping[str, Values], weights: Mapping[str, float]) -> Values:
-    """The weighted sum of the advantages of each score over the candidates of a prompt.
+    """The weighted sum of several scores, each standardised within its prompt.
 
-        A_j = (r_j - mean of r_j) / std of r_j            per score j and prompt
+        A_j = (r_j - mean of r_j) / std of r_j            for score j, over the prompt's candidates
         A   = sum over j of w_j A_j
 
-    Mean and population standard deviation are over the candidates of the prompt all of whose scores
-    are finite and at most 1e18 in magnitude; only these get a value. There is no constant beside
-    the standard deviation, so multiplying a score by a positive number changes nothing, and nothing
-    to the last bit if the number is a power of two. Instead, differences that are rounding count as
-    ties: a score that differs from its mean by at most 4e-6 (`TIE`) times the largest magnitude
-    among the scores of the prompt has `A_j` 0, and so have all where the standard deviation is 0. A
-    sum that cancels up to 4e-6 of its terms is 0.
+    The standard deviation is the population's; where it is 0, A_j is 0. A candidate with a score
+    that is not finite (or above 1e18 in magnitude) is left out of all means and deviations and has
+    no value. Differences that may be rounding count as 0: of a score from its mean up to 4e-6 times
+    the largest magnitude of the score in the prompt, and of A from 0 up to 4e-6 times the sum of
+    |w_j A_j|.
 
     Args:
-        scores: The scores by name, one row per prompt and one column per candidate. Names that
-            `weights` lacks are ignored.
-        weights: The weight of each score by its name, any finite number; at least one.
+        scores: Each score by its name, [prompts, candidates]. Names that `weights` lacks are
+            ignored.
+        weights: The weight w_j of each score by its name, any finite number; at least one.
 
     Returns:
-        The sums A in float64, in the shape of a score, not clipped. NaN for candidates without a
-        value.
+        The sums A [prompts, candidates], float64, not clipped. NaN for a candidate without a value.
 
     Raises:
-        KeyError: If there is no score of a name in `weights`.
+        KeyError: If `scores` lacks a name in `weights`.
     """
     counted = np.all([np.abs(scores[name]) <= MAX_REWARD for name in weights], axis=0)
     total = np.zeros(counted.shape)
@@ -90,15 +89,17 @@ def weighted_advantages(scores: Mapping[str, Values], weights: Mapping[str, floa
 
 
 def _standardised(scores: Values, counted: Bool[np.ndarray, "p n"]) -> Values:
-    """Centres a score on the mean of its prompt and divides it by its standard deviation there.
+    """Subtracts from a score its mean over the prompt and divides it by its population standard
+    deviation over the prompt.
 
     Args:
-        scores: The values of one score, one row per prompt and one column per candidate.
-        counted: Which candidates take part. The others may have any score, also NaN.
+        scores: One score, [prompts, candidates].
+        counted: True for the candidates that take part. The others may have any score, also NaN.
 
     Returns:
-        The standardised scores, float64; 0 for ties with the mean and for candidates that do not
-        take part.
+        The standardised scores [prompts, candidates], float64. They are 0 for candidates that do
+        not take part, and where a score equals the mean up to 4e-6 times the largest magnitude in
+        the prompt.
     """
     number = np.maximum(counted.sum(1, keepdims=True), 1)
     r = np.where(counted, scores, 0.0).astype(np.float64)
@@ -122,28 +123,29 @@ def combined_advantages(
 ) -> Float[Array, "p k"]:
     """The advantages of the kept samples, from the values that order them.
 
-    With "sum" they are those of `advantages`: the value minus the mean of its prompt, divided by a
-    standard deviation and clipped. With "advantages" they are
+    With "sum" the values are rewards, and the result is that of `advantages`: reward minus mean of
+    the prompt, divided by a standard deviation and clipped. With "advantages" the values A are
+    standardised already, and the result is
 
         clip(A, -clip, clip)              without `global_std` (MixGRPO)
-        clip(A / std of A, -clip, clip)   with it (GDPO)
+        clip(A / std, -clip, clip)        with it (GDPO)
 
-    where the population standard deviation is over all finite A of the iteration, about 0, which is
-    the mean of A for each prompt. If it is 0, so are the advantages.
+    where std is the root mean square of all finite A of the iteration; if it is 0, so is the
+    result.
 
     Args:
-        combine: `reward.combine`: "sum" or "advantages", which says what the values are.
-        values: The `ranking_values` of the kept samples, A in the formulas, one row per prompt.
+        combine: `reward.combine`, "sum" or "advantages": what the values are.
+        values: The values of the kept samples, [prompts, kept] (`ranking_values`).
         clip: The largest absolute advantage, above 0.
-        global_std: `algorithm.global_std`. With "sum", whether the standard deviation is over all
-            samples instead of those of a prompt; with "advantages", whether A is divided by one at
-            all.
+        global_std: `algorithm.global_std`. With "sum": True divides by the standard deviation over
+            all prompts, False by that of the prompt. With "advantages": whether A is divided by
+            std.
         mode: `algorithm.adv_mode`, applied last: "all" changes nothing, "positive_only" and
             "negative_only" replace advantages of the other sign by 0, "one_only" returns 1 where
             they are positive, else 0, and "binary" their sign.
 
     Returns:
-        One finite advantage per sample, float32. It is 0 where the value is not finite.
+        One finite advantage per sample [prompts, kept], float32; 0 where the value is not finite.
 
     Raises:
         ValueError: With "sum", if there is no such mode, `values` does not have two axes, or `clip`

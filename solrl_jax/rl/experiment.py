@@ -106,17 +106,17 @@ class Experiment:
         return {}
 
     def with_size(self, size: Size) -> "Experiment":
-        """The same experiment with images of another size.
+        """Returns the same experiment for images of another size.
 
-        Also stores the result in this object: a later call with the same size returns the same
-        object. What its explorer has measured is kept in it, and is therefore measured once.
+        The result is cached in this object, so its explorer and what that has measured are cached,
+        too.
 
         Args:
             size: Height and width in pixels. Whether the model supports them is not checked here.
 
         Returns:
-            This object if it has that size already, else one that shares everything but the size
-            and the explorer.
+            This object if it has that size already. Otherwise an experiment that shares everything
+            but the size and the explorer; the same object for the same size.
         """
         if size == self.size:
             return self
@@ -125,17 +125,17 @@ class Experiment:
         return self._by_size[size]
 
     def for_iteration(self, iteration: int) -> "Experiment":
-        """The same experiment with images of the size of an iteration, by `with_size`.
+        """Returns the experiment for images of the size that an iteration trains on.
 
-        Every cycle of iterations, one for each configured training size, goes through all sizes in
-        a new random order, which depends on the run's seed alone. A resumed run needs no further
-        state for that.
+        The size changes from iteration to iteration: n iterations in a row use each of the n
+        configured training sizes once, in a random order that is drawn anew for the next n. The
+        order depends on the run's seed alone.
 
         Args:
             iteration: The number of the iteration, from 1.
 
         Returns:
-            The experiment of that size.
+            The experiment of that size (`with_size`).
 
         Raises:
             InputError: If the number is not from 1 to 2**31 - 1.
@@ -167,19 +167,21 @@ class Experiment:
         return attach(self.backbone.transformer, trained, self.scale)
 
     def schedule(self, steps: int, noise_start: int | None = 0) -> Schedule:
-        """The configured schedule and solver with any number of steps, for images of `self.size`.
+        """The configured sigmas, solver and guidance with any number of steps, for images of
+        `self.size`.
 
         Args:
             steps: The number of solver steps, at least 1. The full schedule has
                 `rollout.num_steps`.
-            noise_start: The first step of the full schedule, counted from 0, that adds noise;
-                `rollout.sde_window_size` steps from there do, or all that follow if that is None.
-                None: no step does. It has no effect where `rollout.noise_level` is 0.
+            noise_start: Where noise is added, if `rollout.noise_level` is above 0: at
+                `rollout.sde_window_size` steps of the full schedule from step `noise_start`
+                (counted from 0) on; without a window size, at all steps from there on. The last
+                step never adds noise. None: no step does.
 
         Returns:
-            The schedule, as arrays on the host. With fewer steps than the full schedule it adds the
-            same noise between the same sigmas; with more, its noise is its own. The last step never
-            adds noise.
+            The schedule, as arrays on the host. One with fewer steps than the full schedule adds
+            the noise that a seed has on the full one between the same sigmas. One with more steps
+            draws other noise.
         """
         pipeline = self.backbone.pipeline
         tokens = pipeline.image_tokens(*self.size)
@@ -203,15 +205,12 @@ class Experiment:
             trained: The trainable parameters of the policy by path. An empty mapping gives the
                 base.
             steps: The number of solver steps, at least 1.
-            noise_start: The first step of the full schedule (`rollout.num_steps` steps, counted
-                from 0) that adds noise; `rollout.sde_window_size` steps from there do, or all that
-                follow if that is None. None: no step does.
+            noise_start: The first step that adds noise, or None for no noise, as for `schedule`.
 
         Returns:
-            A sampler of one segment that records no steps, with attention in the training
-            precision. Its chunk is `rollout.per_device_batch_size`, or, if that is smaller, the
-            number of candidates of an iteration divided by the number of groups of devices that
-            share samples (the mesh axes `data` and `fsdp`), rounded up.
+            A sampler that uses the policy for all steps and does not keep intermediate latents
+            (`recorded` is 0). Each device generates `rollout.per_device_batch_size` samples at
+            once, or its share of the candidates of an iteration, if that is smaller.
 
         Raises:
             ValueError: If the model does not support the size of the images.
@@ -263,14 +262,17 @@ class Experiment:
         )
 
     def for_exploration(self, prompt_batch: PromptBatch) -> PromptBatch:
-        """Returns encoded prompts that are prepared for the reward that ranks candidates.
+        """Returns encoded prompts with what the reward that ranks candidates needs to score them.
+
+        A reward turns prompts into arrays once (`Reward.prepare`), such as token ids of its own
+        text tower. Those of `exploration_reward` take the place of those of `reward`.
 
         Args:
             prompt_batch: The prompts, prepared for `reward`. It is not changed.
 
         Returns:
-            The prompts with what `exploration_reward` prepared for them, or `prompt_batch` itself
-            if `reward` ranks the candidates as well.
+            The same prompts and embeddings, prepared for `exploration_reward`; `prompt_batch`
+            itself if there is none, because `reward` then ranks the candidates.
         """
         if self.exploration_reward is None:
             return prompt_batch
@@ -280,20 +282,21 @@ class Experiment:
     def encode_prompts(
         self, prompts: Sequence[Prompt], reward: Reward | None = None
     ) -> PromptBatch:
-        """Encodes prompts, and prepares them for a reward.
+        """Computes the embeddings of prompts, and prepares the prompts for a reward.
 
-        Also loads the text encoders if there is no cache of prompts or it lacks one, writes to that
-        cache, and leaves the encoders loaded. The negative prompt of classifier-free guidance is
-        the empty one. Prompts are padded or cut to `model.max_sequence_length` tokens. Every
-        process of a run must call it.
+        Embeddings come from the cache of prompts if that has them; otherwise this loads the text
+        encoders, leaves them loaded, and writes to the cache. Every process of a run must call it.
 
         Args:
-            prompts: The prompts, as text or with metadata for the reward, at least one.
-            reward: The reward that will score their samples. None: they will not be scored.
+            prompts: The prompts, as text or with metadata for the reward, at least one. They are
+                padded or cut to `model.max_sequence_length` tokens.
+            reward: The reward that will score images of these prompts. None: they will not be
+                scored.
 
         Returns:
-            The prompts, their embeddings and that of the negative prompt on every device, and what
-            the reward prepared for them (None without a reward).
+            The prompts, their embeddings and that of the empty prompt (the negative prompt of
+            classifier-free guidance) on every device, and the arrays that the reward made of the
+            prompts (`Reward.prepare`; None without a reward).
 
         Raises:
             InputError: If the tokenizer fails or cannot make `model.max_sequence_length` tokens, if
@@ -454,21 +457,20 @@ def build(config: Config, *, force: bool = False) -> Experiment:
 
 
 def fit_prompt_counts(config: Config, num_train: int, num_test: int) -> tuple[Config, list[str]]:
-    """Reduces `train.num_prompts` and `eval.num_prompts` to the prompts that there are.
+    """Reduces `train.num_prompts` and `eval.num_prompts`, the prompts of one iteration and of one
+    evaluation, to the numbers of prompts that the sets have.
 
-    The new `train.num_prompts` is the largest number with which the configuration is valid: the
-    terms of an iteration must divide among its optimizer steps, and some objectives need whole
-    pairs.
+    `train.num_prompts` becomes the largest number up to `num_train` that passes the checks of the
+    configuration, such as that the samples of an iteration divide among its optimizer steps.
 
     Args:
-        config: A valid configuration. Of its prompt sets only the names are read, for the lines.
+        config: A valid configuration.
         num_train: The number of distinct training prompts, at least 1.
         num_test: The number of distinct test prompts, at least 1.
 
     Returns:
-        The configuration with the numbers reduced, `config` itself if neither is too large, and one
-        line of text for each setting that was reduced, with its old and its new value. Applied to
-        its own result, the function changes nothing.
+        The configuration with the numbers reduced (`config` itself if neither is too large), and a
+        list with one line of text for each number that was reduced, for a warning.
 
     Raises:
         ConfigError: If the configuration is invalid with each number of training prompts up to
@@ -494,17 +496,15 @@ def fit_prompt_counts(config: Config, num_train: int, num_test: int) -> tuple[Co
 
 
 def _with_train_prompts(config: Config, most: int) -> Config:
-    """Returns a configuration with the largest `train.num_prompts`, at most `most`, with which its
-    checks pass.
+    """Returns a configuration with the largest `train.num_prompts`, from `most` down to 1, with
+    which its checks pass.
 
     Args:
-        config: The configuration. Its own `train.num_prompts` is not read, all other settings are
-            kept.
+        config: The configuration, of which all other settings are kept.
         most: The largest number of prompts to try, at least 1.
 
     Raises:
-        ConfigError: If the checks fail with every number from 1 to `most`. The error for `most`
-            itself is raised.
+        ConfigError: If the checks fail with every number. The error for `most` itself is raised.
     """
     first_error: ConfigError | None = None
     for count in range(most, 0, -1):
@@ -520,14 +520,13 @@ def _with_train_prompts(config: Config, most: int) -> Config:
 def _check_scoring(
     reward: Reward, prompts: Sequence[Prompt], pipeline: Pipeline, size: Size
 ) -> None:
-    """Checks that a reward can score images of a size.
+    """Checks that a reward can score images of a size, by trying it.
 
-    The part of the reward inside JAX is only traced, for two images and twice the given prompts.
-    Rewards outside JAX score one grey image per prompt, for which worker processes are started.
+    The parts of the reward inside JAX are only traced, for a batch of two images. The part outside
+    JAX scores one grey image per prompt, for which its worker processes are started.
 
     Args:
-        reward: The reward, with its parameters loaded. Its parts inside JAX, groupwise ones too,
-            and outside JAX are all tried.
+        reward: The reward, with its parameters loaded.
         prompts: One prompt of the run, in a list.
         pipeline: Gives the shape of the latents of an image of that size.
         size: Height and width of the images in pixels.
@@ -558,8 +557,9 @@ def _check_transitions(config: Config, pipeline: Pipeline) -> None:
     Args:
         config: The configuration of the run. Its objective must be importable, if it is
             `module:function`.
-        pipeline: If it embeds its guidance scale, classifier-free guidance is
-            `rollout.true_cfg_scale`, otherwise `rollout.guidance_scale`.
+        pipeline: The pipeline of the model. It says which field is the classifier-free scale:
+            `rollout.true_cfg_scale` if its network takes the guidance scale as an input (FLUX.1),
+            else `rollout.guidance_scale`.
 
     Raises:
         InputError: If such an objective is combined with a classifier-free scale above 1.
@@ -577,22 +577,22 @@ def _check_transitions(config: Config, pipeline: Pipeline) -> None:
 def select_parameters(
     config: Config, pipeline: Pipeline, device: DeviceInfo
 ) -> tuple[Targets, tuple[str, ...]]:
-    """Finds the parameters of a transformer that are trained, and those that are quantized.
+    """Finds the parameters of the transformer that are trained, and the layers that may be
+    quantized.
 
     Args:
-        config: `train.parameters` and `lora.target_modules` name the parameters to train,
-            `model.quantization` has the rules for quantizing, and `rollout.explore.precision` is
-            the exploration format, which only decides whether it is an error that no layer is left.
-            `rollout.true_cfg_scale` is checked.
+        config: `train.parameters` and `lora.target_modules` name the parameters to train, and
+            `model.quantization` has the rules for quantizing. If `rollout.explore.precision`
+            quantizes, at least one layer must be left by the rules.
         pipeline: The pipeline of the model, of which only shapes and names are used; no weight
             needs to be loaded.
         device: The kind of device, which decides what the exploration format "auto" means.
 
     Returns:
-        The paths of the trained parameters, and the sorted paths, such as
-        `transformer_blocks/attn2/to_k/kernel`, of the linear layers that no rule of
-        `model.quantization` keeps in the training precision. The latter are returned for formats
-        that quantize nothing, too.
+        A pair: the trained parameters as `Targets` (the paths with LoRA adapters, and those trained
+        in full), and the sorted paths of the linear layers that no rule of `model.quantization`
+        keeps in the training precision, such as `transformer_blocks/attn2/to_k/kernel`. The latter
+        are returned even if the format quantizes nothing.
 
     Raises:
         InputError: If `rollout.true_cfg_scale` is not 1 for a pipeline without embedded guidance;

@@ -17,13 +17,14 @@ Rewards = Float[np.ndarray, "p n"]
 class RankCorrelations:
     """Rank correlations of two rewards within prompts. 1 means the same order, -1 the reverse one.
 
+    A correlation is defined for a prompt if each of the two rewards has at least two distinct
+    values in it.
+
     Attributes:
-        spearman: The mean of Spearman's rho over the prompts for which it is defined. NaN if it is
-            undefined for all.
-        kendall: The mean of Kendall's tau-b over the prompts for which it is defined, which are
-            those of rho. NaN if it is undefined for all.
-        per_prompt: (rho, tau-b) of each prompt. Both are NaN where one of the two rewards does not
-            have two distinct values.
+        spearman: The mean of Spearman's rho over the prompts for which it is defined; NaN without
+            any.
+        kendall: The mean of Kendall's tau-b over the same prompts; NaN without any.
+        per_prompt: (rho, tau-b) of each prompt; (NaN, NaN) where they are not defined.
     """
 
     spearman: float
@@ -70,16 +71,18 @@ def overlap(
 ) -> Float[np.ndarray, " p"]:
     """The share of the truly best (or worst) candidates that the proxy finds, per prompt.
 
-    The Top-4 match of the paper is `top=4, within=K/2`: it tells whether the extremes are among the
-    candidates that are kept. A non-finite reward is neither best nor worst. Of equal rewards, the
-    candidate with the lower index counts as the better one.
+    That is: of the `top` candidates with the best true rewards, the share that is among the
+    `within` candidates with the best proxy rewards. The paper's Top-4 match has `top=4` and
+    `within=K/2`, where K is the number of kept candidates of a prompt. Candidates with a non-finite
+    reward are on neither list. Of equal rewards, the one with the lower index counts as the better
+    one.
 
     Args:
         proxy: The proxy rewards, one row per prompt.
         true: The true rewards of the same candidates, in the shape of `proxy`.
         top: How many of the truly best (or worst) candidates are looked for.
-        within: The number of candidates that the proxy chooses: its `within` best (or worst).
-        best: Whether the best end is meant; otherwise the worst end.
+        within: How many of the best (or worst) candidates by proxy they may be among.
+        best: True compares the best candidates, False the worst.
 
     Returns:
         One share in [0, 1] per prompt, float64. With only f < `top` finite true rewards, it is the
@@ -96,16 +99,17 @@ def mean_true_rank(
 ) -> Float[np.ndarray, " p"]:
     """The mean true rank of the candidates that the proxy ranks best (or worst), per prompt.
 
-    Rank 1 is the truly best. Equal rewards are ranked by index, the lower one as the better, as
-    selection does. Of N candidates, a perfect proxy scores (within + 1) / 2 at the best end and
-    N - (within - 1) / 2 at the worst.
+    Rank 1 is the truly best. Of equal rewards, the one with the lower index counts as the better
+    one. With N candidates, a perfect proxy scores (within + 1) / 2 at the best end and N - (within
+    - 1) / 2 at the worst.
 
     Args:
-        proxy: The proxy rewards. A candidate whose proxy reward is not finite is never among the
-            best or worst ones.
-        true: The true rewards. A candidate whose true reward is not finite is left out.
+        proxy: The proxy rewards, one row per prompt. A candidate whose proxy reward is not finite
+            is never among the best or worst ones.
+        true: The true rewards, in the shape of `proxy`. A candidate whose true reward is not finite
+            is left out of the mean.
         within: How many of the best (or worst) candidates by proxy are averaged.
-        best: Whether the best end is meant; otherwise the worst end.
+        best: True averages the best candidates by proxy, False the worst.
 
     Returns:
         One mean rank per prompt, float64; NaN where no candidate is left.
@@ -127,13 +131,13 @@ def regret(proxy: Rewards, true: Rewards, top: int, within: int) -> Float[np.nda
     regret is small where others are nearly as good, for example because a reward saturates.
 
     Args:
-        proxy: The proxy rewards, one row per prompt.
-        true: The true rewards. A candidate whose proxy or true reward is not finite cannot be
-            chosen; the truly worst candidate takes the place of each one that is missing.
-        top: How many candidates are chosen, at least 1. With fewer finite true rewards, all of
-            them.
-        within: The number of candidates that the proxy chooses from the best end, among which the
-            `top` best count.
+        proxy: The proxy rewards, one row per prompt. A candidate with a non-finite one is not
+            chosen.
+        true: The true rewards, in the shape of `proxy`. Non-finite ones are left out. If fewer than
+            `top` of the proxy's candidates have a finite one, the smallest true reward of the
+            prompt counts for each that is missing.
+        top: How many candidates are chosen, at least 1; all if fewer have a finite true reward.
+        within: How many of the best candidates by proxy the `top` are chosen from.
 
     Returns:
         One number in [0, 1] per prompt: 0 if all its true rewards are equal, and NaN for a prompt
@@ -159,12 +163,13 @@ def regret(proxy: Rewards, true: Rewards, top: int, within: int) -> Float[np.nda
 
 
 def _extremes(rewards: Rewards, count: int, best: bool) -> Bool[np.ndarray, "p n"]:
-    """Marks the best (or worst) candidates of each prompt. Non-finite rewards are never marked.
+    """Marks the `count` best (or worst) candidates of each prompt. Non-finite rewards are never
+    marked.
 
     Args:
-        rewards: One row per prompt. Of equal rewards, the lower index is the better one.
-        count: How many candidates of each prompt are marked. All finite ones are, if there are
-            fewer.
+        rewards: One row per prompt. Of equal rewards, the one with the lower index counts as the
+            better one.
+        count: How many candidates of each prompt are marked; all, if fewer have a finite reward.
         best: True marks the best candidates, False the worst.
 
     Returns:

@@ -21,10 +21,11 @@ from solrl_jax.rl.trainable.trainable import Trainable, attach
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Explorer:
-    """Exploration as `config.Explore` describes it, with its options applied.
+    """How candidates are explored: gives the schedule, the quantized policy and the sampler.
 
-    An option measures the base when its measurement is first needed, and once per object. The
-    schedules and quantizers that were asked for are kept.
+    The options of `rollout.explore` change the configured schedule and the quantizer. Some measure
+    something on the base policy for that, for example the inputs of its layers. That happens when a
+    method first needs it; the object keeps the result.
 
     Attributes:
         explore: The section `rollout.explore` of the configuration: the number of steps and the
@@ -55,10 +56,11 @@ class Explorer:
 
     @cached_property
     def settings(self) -> tuple[ExplorationSetting, ...]:
-        """The settings that the monitor chooses from, in the order in which exploration gets more
-        faithful. Index 0 is the configured format and number of steps. Then come that format with
-        all steps of the regeneration, and with all steps FP8 and the training precision, each if it
-        has more bits per weight than the configured format. Equal settings are listed once.
+        """The settings that the monitor chooses from, each more faithful than the one before: the
+        configured format and number of steps (index 0); the same format with all steps of the
+        regeneration; FP8 with all steps; the training precision with all steps. A setting is left
+        out if it equals an earlier one, and FP8 also if it has no more bits per weight than the
+        configured format.
         """
         return setting_ladder(
             self.format,
@@ -78,10 +80,10 @@ class Explorer:
         )
 
     def schedule(self, steps: int, noise_start: int = 0) -> Schedule:
-        """Returns the schedule to explore on.
+        """Returns the schedule to explore on: the configured one, changed by the active options.
 
-        The first call with some arguments lets the active options change the configured schedule,
-        which may sample from the base. The result is kept.
+        The first call with given arguments may sample from the base, for options that measure. The
+        result is kept.
 
         Args:
             steps: The number of solver steps, at least 1.
@@ -89,8 +91,8 @@ class Explorer:
                 `rollout.noise_level` is above 0.
 
         Returns:
-            A schedule of that many steps; if `explore.sigmas` is "first" and it has not fewer steps
-            than the regeneration, the full schedule. Equal arguments give one and the same object.
+            A schedule of that many steps; equal arguments give the same object. With
+            `explore.sigmas` "first", more steps than the regeneration has are reduced to those.
 
         Raises:
             numpy.linalg.LinAlgError: If an option measures values that are not finite.
@@ -105,18 +107,18 @@ class Explorer:
         return self._schedules[steps, noise_start]
 
     def quantizer(self, precision: str) -> Quantizer | None:
-        """Returns how linear layers are quantized.
+        """Returns how linear layers are quantized: the quantizer of a format, changed by the active
+        options.
 
-        The first call with a format lets the active options change the quantizer, which may measure
-        on the base. They measure on the schedule of the configured number of steps, whatever the
-        setting. The result is kept.
+        The first call with a format may measure on the base, for options that need it; the samples
+        for that take `explore.num_steps` steps. The result is kept.
 
         Args:
             precision: The name of a format, a key of `quant.formats.FORMATS`.
 
         Returns:
-            How a weight is quantized in the format, with the active options; one and the same
-            object per format. None for a format that quantizes nothing.
+            The function that quantizes a weight, and the arrays that options add to it; the same
+            object for the same format. None for a format that quantizes nothing.
 
         Raises:
             KeyError: If `precision` is no key of `FORMATS`; "auto" is none.
@@ -129,14 +131,17 @@ class Explorer:
         return self._quantizers[precision]
 
     def _make_quantizer(self, precision: str) -> Quantizer | None:
-        """Applies the active options, in the order of the registry, to the quantizer of a format.
+        """Makes the result of `quantizer` for one format.
+
+        The active options are applied to the quantizer of the format one after another, in the
+        order of their registry.
 
         Args:
             precision: The name of a format, a key of `quant.formats.FORMATS`.
 
         Returns:
-            How a weight is quantized in the format, with the active options. None for a format that
-            quantizes nothing.
+            The function that quantizes a weight, and the arrays that options add to it. None for a
+            format that quantizes nothing.
 
         Raises:
             KeyError: If `precision` is no key of `FORMATS`; "auto" is none.
@@ -170,10 +175,10 @@ class Explorer:
         jax.block_until_ready(self.quantizer(self.format.name))
 
     def policy(self, adapters: Trainable, precision: str) -> Params:
-        """Returns the parameters of the policy that explores ("sync" in the paper).
+        """Merges the adapters of a policy into the base and quantizes it ("sync" in the paper).
 
-        The first call with a format lets the active options measure on the base what its quantizer
-        needs, for which the base is sampled from. The results are kept.
+        The first call with a format may sample from the base, for options that measure
+        (`quantizer`).
 
         Args:
             adapters: The trainable parameters by path of the policy that explores, usually the old
@@ -181,12 +186,13 @@ class Explorer:
             precision: The name of a format, a key of `quant.formats.FORMATS`.
 
         Returns:
-            A tree of the structure of the base. If the format quantizes, the linear layers of
-            `quantized` are new `Quantized` leaves of the trained weights: with the adapter merged
-            in, or of the array that is trained in full. All other parameters, and all parameters
-            for formats that do not quantize, stay in the training precision: an adapted one is a
-            `LowRank` leaf around the base's array, one that is trained in full is the trained array
-            in the dtype of the base, and one that is not trained is the base's array itself.
+            The parameters of the policy, a tree of the structure of the base:
+
+            * At the paths in `quantized`, if the format quantizes: new `Quantized` leaves, in which
+              adapters are merged.
+            * At other trained paths: `LowRank` leaves (the base's array and the adapter, unmerged),
+              or the arrays that are trained in full, in the dtype of the base.
+            * Elsewhere: the arrays of the base.
 
         Raises:
             KeyError: If `precision` is no key of `FORMATS`, or the base has no parameter of a path
@@ -206,19 +212,20 @@ class Explorer:
     ) -> Sampler:
         """Returns the sampler that candidates are explored with.
 
-        Also allocates the quantized policy on the devices, which is freed with the sampler.
+        This allocates the quantized policy on the devices, which is freed with the sampler.
 
         Args:
             adapters: The trainable parameters by path of the policy that explores, usually the old
                 one.
-            setting: The format and the number of steps. Its recipe plays no part: this explorer
-                applies its own options.
+            setting: Its `precision` and `steps` are the format and the number of solver steps. Its
+                `recipe` is ignored: the options are those of this explorer.
             noise_start: The first step of the full schedule, counted from 0, that adds noise, if
                 `rollout.noise_level` is above 0.
 
         Returns:
-            The sampler of the calibration (its decoder, latent shape and chunk size) with the name
-            "explore" and the segments of this policy. It records no steps.
+            A sampler named "explore" with this policy and its schedule. Decoder, latent shape and
+            number of samples per device are those of `calibration.sampler`. It keeps no
+            intermediate latents.
 
         Raises:
             KeyError: If the format of the setting is no key of `FORMATS`, or the base has no
@@ -238,16 +245,20 @@ class Explorer:
         )
 
     def segments(self, segment: Segment, exact: Params, precision: str) -> tuple[Segment, ...]:
-        """Returns the segments that candidates are explored in.
+        """Divides the solver steps of exploration into segments, as the active options ask.
+
+        A segment is a policy and the consecutive solver steps that it takes. Options may add one,
+        for example first steps with the unquantized policy.
 
         Args:
             segment: The policy that explores, with all steps of the schedule.
-            exact: The parameters of the policy that regenerates, in the training precision.
-            precision: The name of the format of `segment`. Options change the segments only if it
+            exact: The parameters of the same policy in the training precision, for options that use
+                them.
+            precision: The name of the format of `segment`. Options are applied only if it
                 quantizes.
 
         Returns:
-            At least one segment, in the order in which they are followed. Together they have the
+            At least one segment, in the order in which they are sampled. Together they have the
             steps of `segment`. Without active options, `segment` alone.
 
         Raises:

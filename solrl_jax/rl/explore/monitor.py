@@ -30,20 +30,21 @@ FINER = ("fp8",)
 def setting_ladder(
     form: Format, steps: int, full_steps: int, training_precision: str
 ) -> tuple[ExplorationSetting, ...]:
-    """Lists the settings that the monitor chooses from, the most faithful one last.
+    """Lists the settings that the monitor chooses from, each more faithful than the one before.
 
-    The configured setting is followed by the same format with all steps, and then by finer formats
-    with all steps: FP8, if it has more bits per weight than the configured format, and the training
-    precision, if that has.
+    They are the configured format with the configured steps; the same format with all steps; FP8
+    with all steps, if it has more bits per weight than the configured format; and the training
+    precision with all steps, on the same condition.
 
     Args:
-        form: The configured exploration format, whose name and bits per weight count.
+        form: The configured exploration format.
         steps: The configured number of exploration steps.
         full_steps: The number of steps of the regeneration.
         training_precision: The name of the training precision, "bf16" or "fp32".
 
     Returns:
-        The settings in that order, each once, with the recipe "". At least one.
+        The settings in that order, without repetitions; at least one. Their recipe is "" (the
+        options of the run).
     """
     finer = [
         name
@@ -59,22 +60,26 @@ def setting_ladder(
 
 
 def next_setting(history: Sequence[tuple[int, float]], floor: float, last: int) -> int:
-    """Chooses the setting of the next iteration.
+    """Chooses the exploration setting of the next iteration, as an index in the `setting_ladder`.
 
-    The index rises by one when the median of the last 3 correlations with that setting is below
-    `floor`. It falls by one, as a trial, when that median is at least `floor` and the setting has
-    had 10 correlations. If the index rises again from a setting that was returned to as a trial,
-    the next trial comes after twice as many.
+    Starting at 0, the rules are applied after each iteration of the history:
+
+    * If the median of the last 3 correlations with the present setting is below `floor`, the index
+      rises by one.
+    * If that median is at least `floor` and the present setting has had 10 correlations, the index
+      falls by one, as a trial. If it then has to rise again, that trial has failed, and the next
+      one comes after 20 correlations, then 40, and so on.
 
     Args:
-        history: For each iteration so far, from the first: the index of its setting and the
-            Spearman correlation that it reported. Non-finite correlations are left out. If the
-            setting is not the one that the rules gave, it replaces that.
+        history: For each iteration so far, from the first: the index of the setting that it
+            explored with (followed even where the rules give another one), and the Spearman
+            correlation of proxy and regenerated rewards that it reported. Non-finite correlations
+            are left out.
         floor: The smallest acceptable correlation, `rollout.explore.min_rank_correlation`.
-        last: The index of the most faithful setting, beyond which the index does not rise.
+        last: The index of the most faithful setting, the largest result.
 
     Returns:
-        The index of the setting in the `setting_ladder`, from 0 to `last`. 0 for an empty history.
+        The index of the setting, from 0 to `last`. 0 for an empty history.
     """
     index = 0
     patience = FIRST_RETURN

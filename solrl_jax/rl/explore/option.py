@@ -24,20 +24,19 @@ from solrl_jax.rl.sampler import Sampler, Segment
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Calibration:
-    """The base policy and a few prompts, on which options are measured when a measurement is first
-    needed.
+    """The base policy and a few samples of it, on which exploration options measure what they need.
 
-    Measurements depend on the base and the configuration alone, so a resumed run repeats those that
-    it began with.
+    Nothing is encoded or sampled until an option measures. Measurements depend on the base and the
+    configuration alone, so a resumed run repeats those of its start.
 
     Attributes:
         backbone: The networks with the base parameters, and the mesh.
         sampler: The sampler of the base policy with the steps of the regeneration. Its decoder is
             not used for measurements.
         prompts: The prompts that are measured on, usually the first 16 for training.
-        prompt_batch: Returns the prompts with their embeddings. It is called only when something is
-            measured.
-        seed_batch: The samples to measure on: one per prompt, in the order of the prompts.
+        prompt_batch: Returns the prompts with their embeddings.
+        seed_batch: The samples to measure on: for each prompt, in order, the index of the prompt
+            and one seed.
         micro_batch: The largest number of samples that a device differentiates at once.
     """
 
@@ -77,10 +76,13 @@ class Calibration:
 
 
 class ExplorationOption(abc.ABC):
-    """Changes the schedule, the quantizer or the segments of exploration.
+    """One exploration option: a field of `rollout.explore` that changes how candidates are
+    explored.
 
-    Every method but `active` has a default that changes nothing. Options have no state. They are
-    called only if `active` returns True for the configuration.
+    An option may change three things: the schedule (sigmas and solver coefficients), the quantizer
+    (how a weight is quantized), and the segments (which policy takes which solver steps). Each has
+    a method that gets what the options before it have made and returns its own; by default it
+    changes nothing. Options have no state. They are called only if `active` returns True.
     """
 
     @abc.abstractmethod
@@ -96,7 +98,8 @@ class ExplorationOption(abc.ABC):
         """
 
     def measures(self, explore: Explore, full_steps: int, quantizes: bool) -> bool:
-        """Returns whether the option needs a measurement on the base policy.
+        """Returns whether `schedule` or `quantizer` of this option samples or differentiates the
+        base.
 
         Args:
             explore: The section `rollout.explore` of the configuration, which has the option's own
@@ -105,8 +108,7 @@ class ExplorationOption(abc.ABC):
             quantizes: Whether the exploration format quantizes weights.
 
         Returns:
-            Whether `schedule` or `quantizer` of this option samples or differentiates the base.
-            False by default.
+            True if it does for this configuration. False by default.
         """
         return False
 
@@ -153,17 +155,19 @@ class ExplorationOption(abc.ABC):
     def segments(
         self, explore: Explore, segments: tuple[Segment, ...], exact: Params
     ) -> tuple[Segment, ...]:
-        """Returns the segments to explore in. It is called only for formats that quantize.
+        """Returns the segments to explore in: consecutive solver steps, each with its policy.
+
+        It is called only for formats that quantize.
 
         Args:
             explore: The section `rollout.explore` of the configuration, which has the option's own
                 field.
             segments: The segments as the options before this one have left them, at least one, in
                 order.
-            exact: The parameters of the unquantized policy that regenerates.
+            exact: The parameters of the same policy, unquantized, with which it regenerates.
 
         Returns:
-            The segments with this option, in the order in which they are followed. By default
+            The segments with this option, in the order in which they are sampled. By default
             `segments` itself.
         """
         return segments
@@ -171,9 +175,8 @@ class ExplorationOption(abc.ABC):
     def abstract_quantizer(
         self, explore: Explore, weights: dict[str, jax.ShapeDtypeStruct], quantizer: Quantizer
     ) -> Quantizer:
-        """Returns the quantizer with shapes in the place of arrays, for plans and reports.
-
-        Nothing is measured.
+        """Returns what `quantizer` would return, with `jax.ShapeDtypeStruct`s in place of the
+        arrays that it would measure. For plans and reports; nothing is measured.
 
         Args:
             explore: The section `rollout.explore` of the configuration, which has the option's own

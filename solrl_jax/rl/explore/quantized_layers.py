@@ -30,7 +30,7 @@ Shaped = Array | jax.ShapeDtypeStruct
 
 @dataclasses.dataclass(frozen=True)
 class LinearLayer:
-    """The report on the linear layers of one parameter.
+    """What exploration does with one parameter that is a linear layer or a stack of them.
 
     Attributes:
         path: The path of the kernel, such as `transformer_blocks/attn2/to_k/kernel`. A stack of
@@ -38,9 +38,10 @@ class LinearLayer:
         layers: The number of layers in the stack; 1 if it is not a stack.
         n_in: The number of inputs of one layer.
         n_out: The number of outputs of one layer.
-        kept: Why the parameter stays in the training precision: "skip NAME" if NAME of
-            `modules_to_not_convert` is a part of its path, "min_dim WIDTH" if it is at most that
-            wide, or the name of a format that quantizes nothing. "" if it is quantized.
+        kept: Why the parameter stays in the training precision, or "" if it is quantized. "skip
+            NAME": NAME of `modules_to_not_convert` is a part of its path. "min_dim WIDTH": the
+            larger of its inputs and outputs is at most WIDTH. Otherwise the name of an exploration
+            format that quantizes nothing.
         bytes_before: The bytes of the parameter in the training precision, all layers together.
         bytes_after: The bytes that it takes during exploration, all layers together.
         errors: For each layer, |quantized - exact| / |exact| in the Frobenius norm. Empty if it was
@@ -58,17 +59,16 @@ class LinearLayer:
 
 
 def quantized_paths(params: Params, rules: Quantization, form: Format) -> tuple[str, ...]:
-    """Finds the linear layers that the rules leave to be quantized.
+    """Finds the linear layers that may be quantized: all but those that a rule keeps in the
+    training precision.
 
-    A layer stays in the training precision if a name in `modules_to_not_convert` is a part of its
-    path, or if the larger of its numbers of inputs and outputs (of all layers together that `fused`
-    joins) is at most `min_width_ratio` times the width of the network, which `why_kept` explains.
+    Two rules keep layers: one whose path contains a name in `modules_to_not_convert`, and a narrow
+    one (`min_width_ratio`, explained in `why_kept`).
 
     Args:
         params: The parameters of the network, or their shapes.
-        rules: The section `model.quantization` of the configuration, which has these three fields.
-        form: The exploration format, which does not change the paths. If it quantizes nothing, the
-            result may be empty.
+        rules: The section `model.quantization` of the configuration.
+        form: The exploration format. It only decides whether an empty result is an error.
 
     Returns:
         The paths of the kernels, joined by "/", sorted, such as
@@ -77,8 +77,8 @@ def quantized_paths(params: Params, rules: Quantization, form: Format) -> tuple[
         `transformer_blocks/0-12/attn/to_k/kernel`.
 
     Raises:
-        ValueError: If a name or a pattern of `fused` matches no linear layer, if there is none, or
-            if the format quantizes and the rules keep every layer.
+        ValueError: If a name or a pattern of the rules matches no linear layer, if there is none,
+            or if the format quantizes and the rules keep every layer.
     """
     reasons = why_kept(params, rules)
     if all(reasons.values()) and form.quantize:
@@ -89,23 +89,23 @@ def quantized_paths(params: Params, rules: Quantization, form: Format) -> tuple[
 
 
 def why_kept(params: Params, rules: Quantization) -> dict[str, str]:
-    """Applies the rules to every linear layer.
+    """Says for each linear layer which rule, if any, keeps it in the training precision.
 
-    The names in `modules_to_not_convert` are tried first, then the width. A layer is kept for its
-    width if the larger of its numbers of inputs and outputs (of all fused layers together) is at
-    most `min_width_ratio` times the width of the network. To find that width, each weight is
-    measured by the larger of its inputs and outputs; the smallest of these among the stacked layers
-    counts, or among all layers if nothing is stacked.
+    A layer is kept if its path contains a name in `modules_to_not_convert`. It is also kept if it
+    is narrow: if its width, the larger of its numbers of inputs and outputs, is at most
+    `min_width_ratio` times the width of the network, which is the smallest width of the layers in
+    stacked blocks (of all layers if nothing is stacked).
 
     Args:
         params: The parameters of the network, or their shapes. At least one linear layer.
         rules: The section `model.quantization` of the configuration: `modules_to_not_convert`,
-            `min_width_ratio` and `fused`, expressions of layers that are measured as one.
+            `min_width_ratio`, and `fused`, regular expressions of the paths of layers that the
+            released implementation has as one, such as keys and values. Their outputs count
+            together.
 
     Returns:
-        By path, sorted, the rule that keeps a layer in the training precision: "skip NAME" with the
-        first name that is a part of the path, or "min_dim WIDTH" with the largest width that is
-        kept; "" if none does.
+        By path, sorted: "skip NAME" with the first name that is in the path; "min_dim WIDTH" with
+        the largest width that is kept; or "" for a layer that is not kept.
 
     Raises:
         ValueError: If a name or an expression of the rules matches no linear layer, or there is
@@ -155,11 +155,12 @@ def report(
             the training precision.
         form: The exploration format, from which the bytes follow. If it quantizes nothing, all
             layers are kept.
-        explore: The section `rollout.explore` of the configuration, whose options may store arrays
-            beside the codes. None: no options.
+        explore: The section `rollout.explore` of the configuration. Its options may store further
+            arrays for each quantized weight, which count in the bytes. None: no options.
 
     Returns:
-        One entry per parameter (a layer or a stack of layers), sorted by path, without errors.
+        One entry per parameter (a layer or a stack of layers), sorted by path. `errors` is empty;
+        `with_errors` adds it.
 
     Raises:
         ValueError: If a name or an expression of the rules matches no linear layer, or there is
@@ -304,17 +305,17 @@ def table(layers: Sequence[LinearLayer], form: Format) -> str:
 
 
 def _line(layer: LinearLayer, form: Format, width: int) -> str:
-    """Formats one line of the `table`: the path, the shape, the sizes and what becomes of the
-    layer.
+    """Formats the line of one parameter in `table`.
 
     Args:
         layer: The entry of the parameter.
-        form: The exploration format, whose name stands for a quantized layer.
+        form: The exploration format, whose name is shown for a quantized layer.
         width: The number of columns for the path.
 
     Returns:
-        The line. For a quantized parameter with errors it ends with the smallest and the largest,
-        for one that is not quantized with the reason.
+        The path; the shape as "LAYERS x IN -> OUT"; the megabytes before and after; and, for a
+        quantized parameter, the format with the smallest and the largest error of its layers (if
+        they were measured), else "stays: REASON".
     """
     shape = f"{layer.layers} x {layer.n_in} -> {layer.n_out}"
     if layer.kept:
@@ -346,18 +347,17 @@ def _linear_kernels(params: Params) -> dict[str, Any]:
 
 
 def _widths(kernels: Mapping[str, Shaped], fused: Sequence[str]) -> dict[str, int]:
-    """The larger of the number of inputs and of outputs of each linear layer.
+    """The width of each linear layer: the larger of its numbers of inputs and outputs.
 
     Args:
         kernels: The kernels [in, out] or [layers, in, out] by path, as arrays or shapes.
         fused: Regular expressions of whole paths, for layers that are one layer in the released
             implementation, such as keys and values. Layers of the same module (the path without its
-            last two parts) that match one pattern count as one layer with all their outputs. The
-            first pattern that matches counts.
+            last two parts) that match the same pattern count as one layer with all their outputs. A
+            layer that matches several patterns counts for the first.
 
     Returns:
-        The width of each layer, by path. Each of several fused layers has the width of the joined
-        one.
+        The widths by path. Layers that are fused all have the width of the joined layer.
     """
 
     def group(path: str) -> Any:

@@ -57,8 +57,9 @@ def quantize_policy(
         mesh: The mesh, which must also be the ambient mesh; static. The codes are sharded over it
             as the weights are.
         base: The parameters of the base.
-        adapters: The trainable parameters of the policy by path. An adapter is merged, a whole
-            array takes the place of the base's; other layers are quantized as they are in the base.
+        adapters: The trainable parameters of the policy by path: an adapter is merged into the
+            base's array, and an array that is trained in full takes its place. A layer without
+            either is quantized as it is in the base.
         scale: The factor of the product of LoRA factors, alpha / rank; static.
         paths: The paths of the linear layers to quantize, as a tuple; static.
         quantizer: The function that quantizes each weight, and its extra arrays by path.
@@ -92,9 +93,6 @@ def sync_policy(
 ) -> Params:
     """Returns the parameters of a policy with some linear layers merged and quantized.
 
-    Other adapted layers keep the array of the base and the adapter beside it, unmerged, so nothing
-    is rounded and no weight is copied.
-
     Args:
         backbone: The base and its mesh, which is made the ambient mesh.
         adapters: The trainable parameters of the policy by path.
@@ -103,9 +101,9 @@ def sync_policy(
         quantizer: The function that quantizes each weight, and its extra arrays by path.
 
     Returns:
-        A tree of the structure of the base, with `Quantized` leaves at `paths`, `LowRank` leaves at
-        other adapted weights, and whole arrays, in the dtype of the base, at other parameters that
-        are trained in full.
+        A tree of the structure of the base. At `paths` it has `Quantized` leaves; at other trained
+        paths `LowRank` leaves (the base's array and the adapter, unmerged) or the arrays that are
+        trained in full, in the dtype of the base; elsewhere the arrays of the base, not copied.
 
     Raises:
         KeyError: If the base has no parameter of a path in `paths` or `adapters`.

@@ -53,17 +53,16 @@ Bases: TypeAlias = dict[str, Float[Array | np.ndarray, "... n_in r"]]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Corrected(Quantized):
-    """A quantized weight matrix [in, out] with an unquantized low-rank branch.
+    """A quantized weight W [in, out] with an unquantized low-rank branch: `remainder + U (U^T W)`.
 
-    It may have a leading axis of layers; `matmul` takes a single matrix.
+    All arrays may have a leading axis of layers; `matmul` takes a single matrix.
 
     Attributes:
-        output_axes: A class attribute: by field, the axis that may be sharded over the mesh axis
-            `tensor`. That is the last axis, the outputs, of `basis_weight`, and of `remainder` if
-            that is an array; a leaf there has axes of its own.
+        output_axes: A class attribute for sharding: the axis of the outputs of each field that has
+            one, which is the last one.
         remainder: `W - U U^T W`, a leaf in a low-precision format.
-        basis: U, orthonormal columns in the training precision.
-        basis_weight: `U^T W`, in the training precision.
+        basis: U, orthonormal columns [in, r] in the training precision.
+        basis_weight: `U^T W` [r, out], in the training precision.
     """
 
     output_axes: ClassVar[Mapping[str, int]] = {"remainder": -1, "basis_weight": -1}
@@ -73,16 +72,14 @@ class Corrected(Quantized):
     basis_weight: Float[Array, "... r n_out"]
 
     def matmul(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
-        """Multiplies inputs by the weight w that the leaf represents.
-
-        The part of `x` along the basis is multiplied by `basis_weight` in the dtype of `x`, the
-        rest of `x` by the quantized remainder.
+        """Multiplies inputs by the weight: `(x U) (U^T W)` plus the low-precision matmul of the
+        rest `x - x U U^T` with the remainder.
 
         Args:
             x: Inputs of a floating-point dtype.
 
         Returns:
-            An approximation of `x @ w` in the dtype of `x`. The outputs may stay sharded over the
+            An approximation of `x W` in the dtype of `x`. The outputs may stay sharded over the
             mesh axis `tensor`.
         """
         basis = self.basis.astype(x.dtype)
@@ -101,20 +98,19 @@ class Corrected(Quantized):
 def correct(
     quantize: Callable[[Array], Any], w: Float[Array, "n_in n_out"], basis: Float[Array, "n_in r"]
 ) -> Corrected:
-    """Quantizes a weight except for its part along some input directions.
+    """Splits a weight into its part along some input directions, which is kept as it is, and the
+    rest, which is quantized.
 
-    It is used under jit, on the ambient mesh. All values are complete on every device: sharded
-    values would be summed in parts, and a sum whose last bit is rounded differently can change a
-    code.
+    It is used under jit on the ambient mesh, and replicates `w` on every device, so that the codes
+    do not depend on the mesh.
 
     Args:
         quantize: Turns a float32 matrix [in, out] into a leaf of the low-precision format.
-        w: The weight [in, out], float32.
+        w: The weight W [in, out], float32.
         basis: The directions U of the inputs, orthonormal columns in the training precision.
 
     Returns:
-        The quantized remainder, the basis as it is given, and the part of the weight along it in
-        the dtype of the basis.
+        The leaf with the quantized `W - U U^T W`, U itself, and `U^T W` in the dtype of U.
     """
     exact = basis.astype(jnp.float32)
     w = sharding.replicate(w)
@@ -240,21 +236,21 @@ class Correction(ExplorationOption):
         quantizer: Quantizer,
         schedule: Schedule,
     ) -> Quantizer:
-        """Measures the principal inputs of the layers on the base, and wraps the quantizer in
-        `correct`.
+        """Measures the principal input directions of each layer on the base, and returns a
+        quantizer that splits each weight along them (`correct`).
 
         Args:
             explore: The section `rollout.explore` of the configuration. `correction_rank` is the
                 number of directions.
             calibration: The base policy and the samples to measure on.
             paths: The parameter paths of the quantized linear layers.
-            quantizer: The quantizer of the format. Its function quantizes the remainder; its extra
-                arrays are dropped.
+            quantizer: The quantizer of the format, whose function quantizes the rest of each
+                weight. Its `extra_arrays` are ignored.
             schedule: The schedule that is explored on, whose sigmas are measured.
 
         Returns:
-            The quantizer, with one extra array per path: the basis [..., in, min(correction_rank,
-            in)], in the dtype of the backbone.
+            The quantizer. For each path it has one extra array, the directions [..., in,
+            min(correction_rank, in)] in the dtype of the backbone.
 
         Raises:
             numpy.linalg.LinAlgError: If an input of a layer is not finite.
@@ -268,18 +264,19 @@ class Correction(ExplorationOption):
     def abstract_quantizer(
         self, explore: Explore, weights: dict[str, jax.ShapeDtypeStruct], quantizer: Quantizer
     ) -> Quantizer:
-        """Wraps the quantizer in `correct`, with the shapes of the bases in the place of arrays.
+        """Returns what `quantizer` would return, with the shapes of the measured directions in
+        their place.
 
         Args:
             explore: The section `rollout.explore` of the configuration. `correction_rank` is the
                 number of directions.
             weights: The shapes of the quantized weights [..., in, out] by parameter path.
-            quantizer: The quantizer of the format. Its function quantizes the remainder; its extra
-                arrays are dropped.
+            quantizer: The quantizer of the format, whose function quantizes the rest of each
+                weight. Its `extra_arrays` are ignored.
 
         Returns:
-            The quantizer, with the shape of one basis per path: [..., in, min(correction_rank, in)]
-            in the dtype of the weight.
+            The quantizer. For each path it has the shape [..., in, min(correction_rank, in)], in
+            the dtype of the weight.
         """
 
         def basis(w: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -294,23 +291,24 @@ class Correction(ExplorationOption):
 def principal_inputs(
     calibration: Calibration, paths: tuple[str, ...], rank: int, schedule: Schedule
 ) -> Bases:
-    """Measures the directions in which the inputs of linear layers have most energy.
+    """Measures the principal directions of the inputs of linear layers, those with the largest sum
+    of squares (the largest eigenvectors of X^T X, not centred).
 
-    Samples with the base, then differentiates it three times per batch and sigma (orthogonal
-    iteration on three times as many directions as are returned).
+    Samples from the base, noises the samples to each sigma of the schedule, and finds the
+    directions of all layers' inputs X by three passes of orthogonal iteration, for which the
+    network is differentiated.
 
     Args:
         calibration: The base and the samples to measure on.
         paths: The paths of the kernels of the linear layers, such as
             `transformer_blocks/attn2/to_k/kernel`.
-        rank: The number of directions, at least 1. A layer has at most as many as inputs.
+        rank: The number of directions, at least 1. A layer with fewer inputs has as many directions
+            as inputs.
         schedule: The base is sampled on it, and inputs at all of its sigmas are measured.
 
     Returns:
-        By path, the directions as orthonormal columns, the one with most energy first, in the dtype
-        of the backbone, on every device. A weight [in, out] has directions [in, rank], a stack of
-        layers [layers, in, out] has directions [layers, in, rank], with `in` in place of a larger
-        rank.
+        By path, the directions as orthonormal columns [in, rank] (for a stack of layers [layers,
+        in, rank]), the largest first, in the dtype of the backbone, on every device.
 
     Raises:
         KeyError: If the base has no parameter of a path.
@@ -349,12 +347,14 @@ def principal_inputs(
 
 
 def _random_directions(base: Params, paths: tuple[str, ...], count: int) -> dict[str, np.ndarray]:
-    """Draws the directions that the iteration starts from, which are the same in every run.
+    """Draws random orthonormal directions that the orthogonal iteration starts from.
+
+    They are drawn from a constant seed, so they are the same in every run.
 
     Args:
         base: The parameters of the transformer, whose shapes decide the sizes.
-        paths: The paths of the linear layers. The draws depend on their order.
-        count: The number of directions. A layer has at most as many as inputs.
+        paths: The paths of the linear layers.
+        count: The number of directions. A layer with fewer inputs has as many directions as inputs.
 
     Returns:
         By path, orthonormal columns [..., in, count], float32, on the host.
@@ -399,25 +399,25 @@ def input_moments(
     clean: SeedBatch,
     schedule: Schedule,
 ) -> Bases:
-    """Computes `X^T X U` for the inputs X of each linear layer at every sigma of a schedule.
+    """Computes `X^T X U` for each linear layer, where X are its inputs for all samples at all
+    sigmas of a schedule.
 
-    X are the inputs for all samples at all sigmas, with one noise for each sample and sigma. It is
-    compiled and needs the mesh of the backbone as the ambient one.
+    Each sample is noised to each sigma. The network is differentiated with `Probe` leaves as
+    weights, whose gradient is `X^T X U`. The mesh of the backbone must be the ambient one.
 
     Args:
-        backbone: The networks, which predict the velocities that are differentiated; static.
-        batch_size: How many samples are noised to one sigma at a time. It divides their number;
+        backbone: The networks; static.
+        batch_size: How many samples go through the network at once. It divides their number;
             static.
         base: The parameters of the transformer.
         conditioning: The prompt embeddings, one row per prompt.
-        bases: The directions U of each linear layer, float32.
-        clean: The samples, one prompt and one seed each, whose field `noise` holds their clean
-            latents here.
+        bases: By path, the directions U of each linear layer [..., in, r], float32.
+        clean: The samples: prompt and seed of each, and its clean latents in the field `noise`.
         schedule: The sigmas to which the samples are noised, with the timesteps that the network is
             given there.
 
     Returns:
-        `X^T X U` by path, in the shape of the directions U, float32, on every device.
+        `X^T X U` by path, in the shape of U, float32, on every device.
     """
     flat = flatten(base)
     steps = schedule.steps

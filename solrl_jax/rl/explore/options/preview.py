@@ -52,19 +52,19 @@ class Preview(ExplorationOption):
         return explore.num_steps < full_steps
 
     def schedule(self, explore: Explore, calibration: Calibration, schedule: Schedule) -> Schedule:
-        """Returns the schedule with the first sigmas and the fitted steps.
+        """Returns the schedule with the first sigmas of the full one and the fitted steps.
 
-        Also samples with the base on the full schedule and on the result, unless the full schedule
-        itself is returned.
+        This samples from the base, unless the full schedule itself is returned.
 
         Args:
             explore: The section `rollout.explore` of the configuration, which plays no part here.
-            calibration: The base policy and the samples that the steps are fitted to.
-            schedule: The schedule that is replaced. Only its number of steps counts.
+            calibration: The base policy, its full schedule, and the samples that the steps are
+                fitted to.
+            schedule: The schedule that is replaced by one of as many steps.
 
         Returns:
-            A schedule of as many steps as `schedule`, with the guidance of the full one and without
-            noise. If the full schedule does not have more steps, it is returned as it is.
+            The schedule, with the guidance of the full one and without noise. If `schedule` has at
+            least as many steps as the full one, the full schedule itself.
 
         Raises:
             numpy.linalg.LinAlgError: If the base predicts values that are not finite.
@@ -96,12 +96,12 @@ def first_sigmas(
 
     Args:
         full: The sigmas of the full schedule, including the final 0.
-        steps: The number of steps of the selection, at least 1. Half of them, rounded down, are the
+        steps: The number of steps of the selection, at least 1. The first `steps // 2` are the
             first steps of the full schedule.
 
     Returns:
-        The sigmas, including the first of `full` and the final 0; `full` itself if it does not have
-        more steps.
+        The `steps` + 1 sigmas, including the first of `full` and the final 0. `full` itself if it
+        has at most `steps` steps.
     """
     last = len(full) - 1
     if steps >= last:
