@@ -49,14 +49,15 @@ class Conditions:
 
 @dataclasses.dataclass(frozen=True)
 class PromptBatch:
-    """Prompts that have been encoded for the network and prepared for the reward.
+    """Prompts with everything that sampling and scoring need of them.
 
     Attributes:
         prompts: The p prompts, with their metadata. Row i of all arrays belongs to the prompt with
             index i.
-        conditions: The embeddings of the prompts and of the negative prompt.
-        prepared: What `Reward.prepare` returned for the prompts: a tree of arrays with one row per
-            prompt. None without a reward.
+        conditions: The embeddings of the prompts and of the negative prompt, for the network.
+        prepared: What the reward needs of the prompts, such as token ids of its own text tower: the
+            result of `Reward.prepare`, a tree of arrays with one row per prompt. None without a
+            reward.
     """
 
     prompts: tuple[Prompt, ...]
@@ -110,13 +111,15 @@ class Samples:
             the name "reward". Samples that could not be scored have NaN. Empty if nothing was
             scored.
         images: The images in [0, 1], float32. None unless they were asked for.
-        states: The latents before the first recorded step and after each of them, float32. None if
-            no step was recorded.
+        states: The intermediate latents for objectives that train on solver steps, float32: those
+            before the first recorded step and after each recorded step (`Sampler.recorded`). None
+            if no step was recorded.
         failed: For each reward outside JAX by its name, the number of samples that it could not
             score, also 0. Empty without such rewards.
-        usage: What rewards outside JAX cost: the sums of their counters (`rewards.usage.count`) by
-            "REWARD/COUNTER", and as "REWARD/seconds_waited" the seconds that the run waited for a
-            reward that counts anything. Empty if none does.
+        usage: What rewards outside JAX cost, by "REWARD/COUNTER": the sum of each counter that a
+            reward reports, such as requests or tokens, and for these rewards also
+            "REWARD/seconds_waited", the seconds that the run waited for it. Empty if no reward
+            reports a counter.
     """
 
     latents: Float[np.ndarray, "b h w c"]
@@ -164,13 +167,12 @@ def prepare(
 ) -> PromptBatch:
     """Encodes prompts once, for any number of samples of each.
 
-    Also loads the text encoders if the backbone has no cache of prompts or it lacks one, writes to
-    that cache, and leaves the encoders loaded. Every process of a run must call it.
+    Embeddings come from the backbone's cache of prompts if that has them; otherwise this loads the
+    text encoders, leaves them loaded, and writes to the cache. Every process of a run must call it.
 
     Args:
-        backbone: Its tokenizers and text encoders encode the prompts, or its cache of prompts has
-            them.
-        reward: The reward that the prompts are prepared for. None: they will not be scored.
+        backbone: The model, with its tokenizers, text encoders and cache of prompts.
+        reward: The reward that will score images of these prompts. None: they will not be scored.
         prompts: The prompts, at least one. They are encoded with the backbone's instruction, if it
             has one.
         max_tokens: The number of tokens that prompts are padded or truncated to.
@@ -178,8 +180,8 @@ def prepare(
             default is the empty prompt.
 
     Returns:
-        The prompts, their embeddings and that of the negative prompt on every device, and what the
-        reward's `prepare` returned for them (None without a reward).
+        The prompts, their embeddings and that of the negative prompt on every device, and the
+        arrays that the reward made of the prompts (`Reward.prepare`; None without a reward).
 
     Raises:
         InputError: If the tokenizer fails or cannot make `max_tokens` tokens, if a file of a text
@@ -208,29 +210,27 @@ def generate(
     """Generates one sample per row of `seed_batch` and scores it against its prompt.
 
     The samples are generated in chunks of a fixed size; a shorter last one is padded. A chunk is
-    scored, and copied to the host, while the devices compute the next one. A reward inside JAX that
-    compares candidates (`Reward.group`) scores each of its groups once the chunk with the last
-    candidate of the group has been copied. Every process of a run must call it with the same
-    arguments, and each gets all samples.
+    scored, and copied to the host, while the devices compute the next one. Every process of a run
+    must call it with the same arguments, and each gets all samples.
 
     Args:
         backbone: The networks, and the mesh that they are on.
-        sampler: The policy, the schedule, the decoder, the chunk size and the number of recorded
-            steps.
+        sampler: How to sample: the policy, the schedule, the decoder, the chunk size and the number
+            of recorded steps.
         prompt_batch: The prompts that `seed_batch.prompt` points to. They must have been prepared
             for `reward`.
         seed_batch: The samples to generate, at least one, as arrays on the host. With rewards that
-            compare candidates, all rows of one prompt must follow each other.
+            compare the candidates of a prompt, all rows of one prompt must follow each other.
         reward: Scores the images or the latents, inside JAX, in worker processes or both. None:
             nothing is scored, and images are decoded only with `keep_images`.
         keep_images: Whether the result has the images too; otherwise its `images` are None.
-        progress: Called with the number of samples of a chunk when the chunk has been queued on the
-            devices. The numbers add up to the number of samples. The default does nothing.
+        progress: Called for each chunk, when it has been queued on the devices, with its number of
+            samples. The default does nothing.
 
     Returns:
         The samples, in the order of `seed_batch`: latents, scores by name (empty without a reward),
-        images if they are kept, states if the sampler records steps, and the failures and costs of
-        rewards outside JAX.
+        images if they are kept, intermediate latents if the sampler records steps, and the failures
+        and costs of rewards outside JAX.
 
     Raises:
         RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop". With "skip",
@@ -356,27 +356,29 @@ def _sample_parts(
     start: int,
     stop: int,
 ) -> list[tuple[Float[Array, "b h w c"], Float[Array, "b states h w c"] | None]]:
-    """Generates the samples `start` to `stop` of `seed_batch`, as the parts of one scored chunk.
+    """Generates the samples `start` to `stop` of `seed_batch`, in parts that fit the devices.
 
-    A part is what all devices sample at once: the sampler's chunk times the number of groups of
-    devices that share samples. A shorter last part is padded with copies of its first sample.
+    A part is what all devices sample at once: `sampler.chunk` samples per device, where the devices
+    along the mesh axis `tensor` count as one because they work on the same samples. For scoring,
+    these devices hold samples of their own, so as many parts as that axis has devices are scored
+    together.
 
     Args:
         backbone: The networks, and the mesh that they sample on.
-        sampler: Gives the shape of one latent, the number of samples per device and how many of the
-            first steps with noise are recorded (`sampler.recorded`). Its segments are not used.
+        sampler: Gives the shape of one latent, the number of samples per device, and how many of
+            the first steps with noise are recorded. Its segments are not used.
         segments: The segments of `sampler`, with their schedules placed on the mesh.
         conditions: The embeddings of the prompts that `seed_batch.prompt` points to, and of the
             negative prompt.
         seed_batch: The samples to generate. Its noise is used where it is given.
         start: The index of the first sample in `seed_batch`.
-        stop: The index after the last sample, at most one scored chunk later.
+        stop: The index after the last sample; at most as many as are scored together.
 
     Returns:
-        The latents of each part, and its recorded states: the latents before each recorded step and
-        after the last one, one more than steps; None if nothing is recorded. Both are float32 on
-        the mesh. There are as many parts as the mesh axis `tensor` has devices. Parts that would
-        lie beyond `stop` are replaced by the first part.
+        One pair per part, as many as are scored together: its latents, and the latents before the
+        first recorded step and after each of them (None if nothing is recorded). Both are float32
+        on the mesh. A part with too few samples is filled up with copies of its first one, and a
+        part without any is the first part again.
     """
     mesh = backbone.mesh
     samples_per_part = sampler.chunk * sharding.row_groups(mesh)
@@ -397,15 +399,15 @@ def _sample_parts(
 
 
 def _join_parts(parts: list[Any], scoring_mesh: jax.sharding.Mesh) -> Any:
-    """Concatenates the parts of a chunk, and shards its samples over all devices of a mesh.
+    """Concatenates arrays along their first axis, the samples, and shards it over all devices of a
+    mesh.
 
     Args:
-        parts: The arrays of each part with one row per sample, as trees of equal structure. At
-            least one part.
-        scoring_mesh: The mesh that the chunk is scored on, whose axis `tensor` has size 1.
+        parts: Trees of equal structure, each with the arrays of some samples; at least one.
+        scoring_mesh: The mesh that the samples are scored on, whose axis `tensor` has size 1.
 
     Returns:
-        One such tree, with the rows of all parts in order.
+        One such tree, with the samples of all parts in order.
     """
     if len(parts) == 1:
         joined = parts[0]
@@ -420,18 +422,20 @@ def _fetch_chunk(
     groups: GroupScoring | None,
     keep_images: bool,
 ) -> dict[str, Any]:
-    """Copies the arrays of a chunk to the host. Also passes its images to rewards that are not
-    scored chunk by chunk inside JAX.
+    """Copies the arrays of a chunk to the host. Also hands its images to the rewards outside JAX,
+    and its images and latents to rewards that compare the candidates of a prompt.
 
     Waits until the devices have computed the chunk. Every process of a run must call it.
 
     Args:
         chunk: The arrays of the chunk on the devices: "latents", "states" if steps are recorded,
             "images" if they were decoded, and one array of scores by the name of each score.
-            "images" is removed from it, in place, unless images are kept.
-        scoring: The rewards outside JAX; the chunk must then have "images". None: there are none.
-        groups: The groupwise rewards inside JAX. None: there are none.
-        keep_images: Whether the images are copied too.
+            "images" is removed from this dict if the host does not need them.
+        scoring: Collects images for the rewards outside JAX; the chunk must then have "images".
+            None: there are none.
+        groups: Collects samples for rewards inside JAX that compare candidates. None: there are
+            none.
+        keep_images: Whether the result has the images too.
 
     Returns:
         NumPy arrays by the names in `chunk`, with "images" only if `keep_images`. Rows of padding

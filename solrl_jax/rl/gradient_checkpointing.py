@@ -30,23 +30,20 @@ SHARE = 0.75
 def open_for_training(
     config: Config, mesh: Mesh, memory: float, open_pipeline: Callable[[str], Pipeline]
 ) -> Pipeline:
-    """Opens the pipeline whose transformer recomputes in its gradient what the configuration says.
+    """Opens a pipeline with the gradient checkpointing that the configuration asks for.
 
-    "auto" is "matmuls" (results of matmuls are kept for the gradient) where the base and the
-    residuals, by `saved_residual_bytes`, take at most 75 % of the memory of a device, and "blocks"
-    (only the inputs of blocks are kept) elsewhere. It depends on shapes and on `memory` alone. It
-    is never "none", because on a GPU it takes longer to write and read what lies between matmuls
-    than to compute it again.
+    "auto" chooses "matmuls" (the results of matmuls are kept for the backward pass) if the base and
+    the kept values need at most 75 % of the memory of a device (`saved_residual_bytes`), and
+    otherwise "blocks" (only the inputs of blocks are kept).
 
     Args:
         config: The configuration of the run. `model.gradient_checkpointing` is "none", "matmuls",
-            "blocks" or "auto". Image sizes and attention are checked; the batch and the trained
-            parameters matter for "auto".
-        mesh: The mesh of the run. Only "auto" reads it.
-        memory: The bytes of memory of one device of the mesh. Only "auto" reads them.
-        open_pipeline: Opens the pipeline without its weights, given what its transformer recomputes
-            in the gradient: "none", "matmuls" or "blocks". It is called twice if "auto" turns out
-            to be "blocks".
+            "blocks" or "auto".
+        mesh: The mesh of the run. Used for "auto" only.
+        memory: The bytes of memory of one device of the mesh. Used for "auto" only.
+        open_pipeline: ("none", "matmuls" or "blocks") -> the pipeline with that gradient
+            checkpointing, without its weights. It is called a second time if "auto" turns out to be
+            "blocks".
 
     Returns:
         The pipeline, without its weights.
@@ -65,19 +62,20 @@ def open_for_training(
 
 
 def saved_residual_bytes(config: Config, pipeline: Pipeline, mesh: Mesh) -> float:
-    """Estimates the bytes on one device for the base and the residuals saved for the gradient.
+    """Estimates the bytes on one device for the base and for the values that the forward pass keeps
+    for the gradient (residuals).
 
-    For parameters that are trained in full it adds four float32 copies, divided over devices as the
-    base is, and a gradient, which is not divided. The copies of adapters are not counted. The
-    forward pass is traced, which takes seconds. Nothing is computed or allocated.
+    For parameters that are trained in full, four float32 copies and a gradient are added. The
+    copies of adapters are not counted. The forward pass is traced, which takes seconds; nothing is
+    computed or allocated.
 
     Args:
-        config: The configuration of the run. Images have its largest training size. The batch is
-            `optimizer.per_device_batch_size`, or the terms that one device has per optimizer step,
-            if these are fewer.
+        config: The configuration of the run. The forward pass has images of its largest training
+            size, as many as a device differentiates at once (`optimizer.per_device_batch_size` or,
+            if fewer, its share of an optimizer step).
         pipeline: The pipeline, with the gradient checkpointing to be estimated.
-        mesh: The mesh of the run. The base is divided over its axes `fsdp` and `tensor`; residuals
-            are not divided.
+        mesh: The mesh of the run. The base and the copies are divided over its axes `fsdp` and
+            `tensor`, the gradient and the residuals are not.
 
     Returns:
         The bytes, as a float.

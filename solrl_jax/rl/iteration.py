@@ -76,12 +76,11 @@ class Selection:
         seeds: The seed of each candidate, the two words of a threefry key.
         proxy: The reward of each explored candidate; NaN where it has none.
         ranking: The values by which the candidates were selected: `proxy`, or with
-            `reward.combine=advantages` the weighted sums of the advantages of their scores. Not
-            finite where a candidate has none.
+            `reward.combine=advantages` the weighted sums of their scores, each standardised within
+            its prompt. Not finite where a candidate has none.
         chosen: The indices of the kept candidates of each prompt, ascending.
-        usable: Whether a prompt had at least K candidates with a finite value in `ranking`, one
-            bool per prompt. Prompts without are not trained on, and their entries of `chosen` are 0
-            to K - 1.
+        usable: For each prompt, whether it is trained on: whether at least K of its candidates have
+            a finite value in `ranking`. If not, its row of `chosen` is the padding 0 to K - 1.
     """
 
     prompts: Sequence[Prompt]
@@ -106,14 +105,13 @@ def iterate(
 ) -> tuple[TrainState, IterationResult]:
     """Runs one iteration: algorithm 1 of Sol-RL, in its order.
 
-    `state` is donated to the update: its arrays are deleted, so use the returned state from here
-    on. If an error comes before the update, `state` stays usable. The new state depends on the
-    arguments alone, up to rounding, not on the devices or the chunk size. Every process of a run
-    must call it with the same arguments.
+    Every process of a run must call it with the same arguments. The update donates `state`: its
+    arrays are deleted, so use the returned state from here on. If an error comes before the update,
+    `state` stays usable. The result does not depend on the devices or the chunk size, up to
+    rounding.
 
-    Also encodes the prompts, which may load text encoders and write to the cache of prompts, and
-    measures on the base what the exploration options need, if that has not been done for this image
-    size.
+    The first iteration of an image size may also sample from the base, for exploration options that
+    measure. Encoding the prompts may load text encoders and write to the cache of prompts.
 
     Args:
         experiment: The parts of the run that do not change.
@@ -245,10 +243,13 @@ def policy_batch(
 ) -> PolicyBatch:
     """Puts the kept samples on every device, in the order in which they are trained on.
 
-    A sample whose value is not finite has weight 0. For an objective that trains on pairs, each
-    best sample is followed by its worst one, which takes the seed of the best one so that both are
-    noised in the same way. A pair has weight 0 if its values differ by at most 4e-6 (`TIE`) times
-    the larger magnitude, or if it is one sample twice. All other samples have weight 1.
+    For an objective that trains on pairs, the best sample of a prompt is followed by the worst, the
+    second best by the second worst, and so on; both get the seed of the better one, so that they
+    are noised in the same way.
+
+    Samples that must not be trained on have weight 0, all others 1. Weight 0 have samples whose
+    value is not finite, and pairs whose two values are equal up to rounding (4e-6 of the larger
+    magnitude).
 
     Args:
         experiment: `algorithm.trains_on` decides whether samples are paired,
@@ -258,14 +259,13 @@ def policy_batch(
         selection: The candidates and which of them are kept, which gives the seeds.
         samples: The kept samples, prompt by prompt, each prompt in the order of `selection.chosen`.
         values: What orders the kept samples of a prompt, in the order of `selection.chosen`: their
-            rewards, or with `reward.combine=advantages` the weighted sums of the advantages of
-            their scores. NaN for prompts that are not usable.
+            rewards, or with `reward.combine=advantages` the weighted sums of their standardised
+            scores. NaN for prompts that are not usable.
         advantage: The advantages of these samples, in the shape of `values`.
 
     Returns:
         The batch for `update`, on every device. Without pairs it has the samples in the order of
-        `samples`. With pairs it has twice as many samples as pairs, the better one of each pair
-        first, prompt by prompt.
+        `samples`. With pairs, rows 2 i and 2 i + 1 are the better and the worse sample of pair i.
     """
     algorithm = experiment.config.algorithm
     flat_values = values.reshape(-1)
@@ -306,14 +306,14 @@ def reward_metrics(
     """The metrics of an iteration that come from its rewards, and the size of its images.
 
     Args:
-        experiment: The experiment of the iteration. Its size of images is reported. Of its
-            configuration, `reward.combine` decides what ranks the samples, and `rollout.regenerate`
-            whether the kept samples are counted beside the candidates.
+        experiment: The experiment of the iteration, whose image size is reported. Its
+            `reward.combine` says what ranks the samples, and `rollout.regenerate` whether the kept
+            samples were generated anew.
         selection: The candidates and which of them are kept.
         rewards: The rewards of the kept samples in the order of `selection.chosen`, NaN for prompts
             that are not usable.
         values: What orders the kept samples, in the shape of `rewards`: the rewards themselves, or
-            with `reward.combine=advantages` the weighted sums of the advantages of their scores.
+            with `reward.combine=advantages` the weighted sums of their standardised scores.
         kept: The kept samples, regenerated if the run regenerates, with their scores.
         explored: All explored candidates with their scores, prompt by prompt.
 
@@ -324,17 +324,15 @@ def reward_metrics(
           samples.
         * "kept/spread": The largest minus the smallest of `rewards` of a prompt, mean over prompts.
         * "size/height", "size/width": The size of the images in pixels.
-        * "nonfinite_rewards": The number of non-finite rewards among the candidates plus that among
-          the regenerated samples. If nothing is regenerated, the kept samples are candidates and
-          count once.
+        * "nonfinite_rewards": The number of non-finite rewards of the candidates and, if they were
+          generated anew, of the kept samples.
         * "reward_failures/NAME": For each reward outside JAX, the number of samples that it could
           not score in exploration and regeneration together.
         * "reward_cost/NAME/COUNTER": For each reward outside JAX that counts what it costs, such as
           requests or tokens, the sum over exploration and regeneration (`Samples.usage`).
-        * "fidelity/spearman", "fidelity/kendall": The mean rank correlations within prompts of
-          proxy reward and reward over the kept samples; with `reward.combine=advantages`, of the
-          sums of advantages over the kept samples before and after regeneration. Without
-          regeneration both are the same, and the correlations are 1 where they are defined.
+        * "fidelity/spearman", "fidelity/kendall": The rank correlations between what ordered the
+          kept samples in exploration and `values`, mean over prompts. Without regeneration both are
+          the same, and the correlations are 1 where they are defined.
 
         Means leave out values that are not finite, and are NaN without any.
     """

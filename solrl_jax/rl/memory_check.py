@@ -32,15 +32,16 @@ WHOLE_COPIES = 1
 
 @dataclasses.dataclass(frozen=True)
 class _Request:
-    """The memory that a field of the configuration asks for at least: `value` times `unit` bytes.
+    """The smallest memory that the value of a configuration field needs: `value` times `unit`
+    bytes.
 
     Attributes:
         field: The dotted name of the field, e.g. "lora.rank".
         value: The value of the field, a count.
         unit: The bytes per unit of the value.
-        size: Height and width of the images that are stored, in pixels, for the message. None: it
-            has no images.
-        memory: The bytes of memory that there are.
+        size: Height and width in pixels of the images or latents that take the memory, for the
+            message. None: it is not for images.
+        memory: The bytes of memory that there are, which must not be exceeded.
         owner: Whose memory it is, for the message: "this host" or "a device".
     """
 
@@ -55,11 +56,13 @@ class _Request:
 def refuse_what_cannot_fit(config: Config, pipeline: Pipeline, targets: Targets) -> None:
     """Checks that no single array of a run is larger than the memory for it.
 
-    The host's memory must hold the float32 latents of all candidates of an iteration, those of an
-    evaluation, and the images of its grid. A device must hold six float32 copies of all adapters,
-    one batch of images, and the copies of parameters that are trained in full (seven, six of which
-    are divided over the axes `fsdp` and `tensor`). An array of exactly the memory passes. All
-    processes of a run must call it.
+    All processes of a run must call it. What must fit, in float32:
+
+    * In the memory of this host: the latents of all candidates of an iteration; the latents of an
+      evaluation; the images of its grid.
+    * In the memory of a device: six copies of all adapters; one batch of images; of the parameters
+      that are trained in full, one copy, and six more divided over the mesh axes `fsdp` and
+      `tensor`.
 
     Args:
         config: The configuration of the run, whose counts, image sizes, adapter rank and mesh
@@ -183,12 +186,11 @@ def _requests(
 def device_memory() -> int:
     """Finds the memory of one device.
 
-    With several hosts, every process must call it. The first local device of each process stands
-    for its others.
+    With several hosts, every process must call it. Each looks at its first local device only.
 
     Returns:
-        The bytes that the device's allocator may use in all, free or not; on a CPU, those of the
-        machine. With several hosts, the smallest number of all processes.
+        The bytes that JAX's allocator may use on a device, free or not; on a CPU, the memory of the
+        machine. With several hosts, the smallest of all.
     """
     stats = jax.local_devices()[0].memory_stats() or {}
     return min(hosts.everyones(stats.get("bytes_limit") or hosts.memory()))

@@ -34,14 +34,13 @@ class Velocities(NamedTuple):
     """The velocities `noise - x0` that three policies predict at the same latents, float32.
 
     Attributes:
-        trained: The prediction of the policy that is trained. Only its gradient is used.
+        trained: The prediction of the policy that is trained, the only one with a gradient.
         old: The prediction of the old policy, which generated the samples.
-        reference: The prediction of the base model, without adapters or trained arrays. At terms
-            where it was not evaluated (`algorithm.kl_fraction` below 1), the prediction of the
-            trained policy, without gradient.
-        reference_weight: The weight of each term's distance to the reference: 0 where it was not
-            evaluated, and the inverse of the evaluated fraction elsewhere, so that a mean over
-            terms is unbiased. None means 1 for every term.
+        reference: The prediction of the base model, without adapters or trained arrays. With
+            `algorithm.kl_fraction` below 1 it is evaluated for some samples only; the others have a
+            copy of `trained` without gradient.
+        reference_weight: The weight of each sample in the KL term: 1 / (evaluated fraction) where
+            the reference was evaluated, else 0, so that the mean is unbiased. None means 1 for all.
     """
 
     trained: Latents
@@ -51,17 +50,17 @@ class Velocities(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A recorded step of an SDE, drawn from a Gaussian with the mean `a x + b x0_hat`.
+    """A recorded step of an SDE solver, a draw from the Gaussian N(a x + b x0_hat, std^2).
 
-    `x` are the latents that the step started from, `TrainingTarget.x`, and `x0_hat = x - sigma v`
-    the clean latents that a velocity v predicts there.
+    x is where the step started (`TrainingTarget.x`), and `x0_hat = x - sigma v` the clean latents
+    that a policy with velocity v predicts there. So each policy gives the step another mean.
 
     Attributes:
         after: The latents that the step ended at.
-        a: The coefficient of `x` in the mean.
-        b: The coefficient of `x0_hat` in the mean.
+        a: The coefficient of x in the mean.
+        b: The coefficient of x0_hat in the mean.
         std: The standard deviation of the Gaussian, above 0.
-        length: By how much sigma fell, above 0.
+        length: The sigma before the step minus that after it, above 0.
     """
 
     after: Latents
@@ -75,11 +74,12 @@ class TrainingTarget(NamedTuple):
     """The samples that one micro-batch is trained on.
 
     For an objective that trains on pairs, row 2 i is the better sample of a pair and row 2 i + 1
-    the worse one, at the same noise and sigma. Samples of weight 0 have zeros as clean latents.
+    the worse one, at the same noise and sigma. Samples that do not count (weight 0) have zeros in
+    place of their latents.
 
     Attributes:
-        x: The latents at which the velocities are predicted: the noised sample
-            `(1 - sigma) x0 + sigma noise`, or a recorded state of the trajectory.
+        x: The latents at which the velocities are predicted: the noised sample `(1 - sigma) x0 +
+            sigma noise`, or a recorded state of the trajectory.
         x0: The clean latents of the samples, at sigma 0.
         sigma: The noise level of `x`, in (0, 1].
         optimality: The probability q in [0, 1] that the sample is one to imitate. `2 q - 1` is the
@@ -96,10 +96,11 @@ class TrainingTarget(NamedTuple):
 
 @runtime_checkable
 class Objective(Protocol):
-    """A pure function that jit traces, from velocities and samples to losses.
+    """A loss: a pure function of velocities and samples, which is traced under jit.
 
-    Its attribute `trains_on`, if it has one, is "samples" (the default), "pairs" or "transitions".
-    `isinstance` accepts any callable: it does not check the arguments.
+    Its attribute `trains_on`, if it has one, says what its samples are: "samples" (the default:
+    noised samples), "pairs" (of a better and a worse sample at the same noise), or "transitions"
+    (recorded solver steps). `isinstance` accepts any callable: it does not check the arguments.
     """
 
     def __call__(
@@ -116,8 +117,9 @@ class Objective(Protocol):
                 losses, such as `beta`, `kl_coef` and `clip_range`.
 
         Returns:
-            One loss per sample, and metrics by name with one value per sample. The means over the
-            samples of weight 1 are trained on and written to the run's metrics.
+            One loss per sample, whose mean is minimized, and metrics by name with one value per
+            sample, whose means are written to the run's metrics. Samples of weight 0 are left out
+            of the means.
         """
         ...
 
@@ -185,16 +187,15 @@ def along(values: PerSample, x: Latents) -> Float[Array, " b *ones"]:
 
 
 def distance_to_reference(velocities: Velocities) -> PerSample:
-    """The KL term of an objective: the mean over dimensions of the squared distance between the
-    velocities of the trained and the reference policy, times `reference_weight`.
+    """The KL term of an objective: `mean((v - v_ref)^2)` over the dimensions of a sample, times
+    `velocities.reference_weight`.
 
-    The reference has no gradient. With `algorithm.kl_fraction` below 1, terms at which the
-    reference was not evaluated are 0 and the others are scaled up, so the mean over all terms of an
-    update has the same expectation.
+    With `algorithm.kl_fraction` below 1, it is 0 for samples for which the reference was not
+    evaluated, and scaled up for the others, so its mean over samples has the same expectation.
 
     Args:
-        velocities: What the trained and the reference policy predict, and the reference's weights.
-            The prediction of the old policy plays no part.
+        velocities: The velocities of the trained (v) and the reference policy (v_ref, which gets no
+            gradient), and the weights of the reference. The old policy plays no part.
 
     Returns:
         One value per sample, at least 0.
@@ -220,15 +221,15 @@ def distance_to_old(velocities: Velocities) -> PerSample:
 
 
 def step_divergence(distance: PerSample, target: TrainingTarget) -> PerSample:
-    """The Kullback-Leibler divergence of a recorded step under two policies, as the mean over
-    dimensions: `mean((m - m_other)^2) / (2 std^2)`.
+    """The Kullback-Leibler divergence of a recorded step between two policies, as the mean over
+    dimensions: `mean((m_1 - m_2)^2) / (2 std^2)`.
 
-    Both are Gaussians with the standard deviation `std` and a mean `m = a x + b (x - sigma v)`, so
-    the squared distance of the means is that of the velocities times `(b sigma)^2`.
+    Both policies make the step a Gaussian with the standard deviation `std`. Their means `m = a x +
+    b (x - sigma v)` differ by `b sigma` times the difference of their velocities.
 
     Args:
-        distance: The mean over dimensions of the squared distance between the velocities of the two
-            policies: `distance_to_reference` or `distance_to_old`.
+        distance: `mean((v_1 - v_2)^2)`, the squared distance of the two velocities as the mean over
+            dimensions: the result of `distance_to_reference` or `distance_to_old`.
         target: The recorded steps (`step`, with b and `std`) and their sigmas.
 
     Returns:
@@ -286,20 +287,21 @@ def _true_velocity(target: TrainingTarget) -> Latents:
 
 
 def log_ratio(velocity: Latents, old: Latents, target: TrainingTarget) -> PerSample:
-    """The log-ratio of the probabilities of a recorded step under two policies.
+    """The log-ratio of the probabilities of a recorded step under two policies: `ln p(after | x) -
+    ln p_old(after | x)`.
 
-    It is `ln p(after | x) - ln p_old(after | x)`, as the mean over dimensions of the log-densities
-    of two Gaussians with the same standard deviation, not the sum (Flow-GRPO, arXiv 2505.05470).
-    It is exactly 0 where the velocities are equal.
+    Both densities are Gaussians with the same standard deviation. As in Flow-GRPO (arXiv
+    2505.05470), their logarithms are averaged over the dimensions of a sample, not summed. The
+    result is exactly 0 where the velocities are equal.
 
     Args:
-        velocity: The velocity that the policy predicts at `target.x`.
-        old: The velocity that the old policy predicts there.
+        velocity: The velocity that the policy of p predicts at `target.x`.
+        old: The velocity that the policy of p_old predicts there.
         target: The recorded steps: the latents x and `after`, the coefficients a and b, `std` and
             sigma.
 
     Returns:
-        One log-ratio per sample, above 0 where the policy makes the step more probable.
+        One log-ratio per sample, above 0 where the first policy makes the step more probable.
 
     Raises:
         AssertionError: If `target.step` is None, that is, nothing was recorded.

@@ -11,10 +11,11 @@ from solrl_jax.rl.generate import Samples
 
 
 class PhaseTimer:
-    """Measures the wall time of phases that follow each other.
+    """Measures the wall time of phases that follow each other: `start` begins one, `stop` ends the
+    last.
 
-    A profiler trace that is being written shows the phases by name. The first timer of a process
-    also registers a listener with JAX, which counts the seconds of all later compilations.
+    The phases also appear by name in a profiler trace that is being recorded. The first timer of a
+    process registers a listener with JAX, which counts the seconds of all later compilations.
 
     Attributes:
         seconds: The wall time in seconds of each phase that has ended, by name, in the order of
@@ -58,19 +59,21 @@ class PhaseTimer:
         jax.block_until_ready(arrays)
 
     def report(self, pool: Samples, kept: Samples | None) -> dict[str, float]:
-        """The metrics of an iteration that are times.
+        """Returns the metrics of an iteration that are times or images per second.
 
         Args:
-            pool: All explored candidates, scored. Their number gives the images per second.
-            kept: The regenerated samples, scored, whose number gives the images per second. None if
-                nothing was regenerated.
+            pool: All explored candidates, whose number gives the images per second of exploration.
+            kept: The regenerated samples, whose number gives those of regeneration. None if nothing
+                was regenerated.
 
         Returns:
-            The wall time of each ended phase in seconds ("seconds/PHASE"), their sum ("seconds"),
-            the seconds of all compilations in this process since the timer was made
-            ("seconds/compile", which are part of the times of the phases), and the images per
-            second of exploration ("images_per_second/explore") and, unless `kept` is None, of
-            regeneration ("images_per_second/regenerate").
+            Floats by name:
+
+            * "seconds/PHASE": the wall time of each phase that has ended; "seconds": their sum.
+            * "seconds/compile": the time of all compilations in this process since the timer was
+              made. It is part of the times of the phases, not beside them.
+            * "images_per_second/explore" and, unless `kept` is None,
+              "images_per_second/regenerate".
 
         Raises:
             KeyError: If no phase "explore" has ended, `kept` is given and no phase "regenerate"

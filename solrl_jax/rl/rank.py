@@ -42,9 +42,10 @@ COLUMNS = {
 
 @dataclasses.dataclass(frozen=True)
 class Pools:
-    """The rewards of the same candidates, regenerated and explored in several ways. With
-    `reward.combine=advantages`, the weighted sums of the advantages of their scores take the place
-    of rewards.
+    """The rewards of the same candidates, regenerated and explored in several ways.
+
+    With `reward.combine=advantages`, the weighted sums of their scores, each standardised within
+    its prompt, take the place of rewards.
 
     Attributes:
         prompts: The text of each prompt, one for each row of the arrays.
@@ -176,9 +177,9 @@ def explore_and_regenerate(
 ) -> Pools:
     """Computes the rewards of the candidates of some test prompts, regenerated and explored.
 
-    All candidates are generated `1 + len(settings)` times. The exploration options of each recipe
-    are measured once, when they are first needed. Regenerated candidates are scored by the run's
-    reward, explored ones by `rollout.explore.reward` if the run has it.
+    All candidates are generated once by regeneration, and once per setting by exploration, each
+    from its same seed. Regenerated candidates are scored by the run's reward, explored ones by
+    `rollout.explore.reward` if the run has it.
 
     Args:
         experiment: The run, for images of its size. Each prompt has `rollout.candidates`
@@ -187,14 +188,13 @@ def explore_and_regenerate(
             means the base.
         prompts: The number of test prompts, counted from the first, at least 1. If there are fewer,
             all.
-        settings: How candidates are explored. A setting that is listed twice is explored twice.
-        progress: Called with the phase ("regenerate" or "explore"), the number of samples of one
-            pass over all candidates, and the number of further samples that are done, as they are
-            generated.
+        settings: How candidates are explored: format, steps, and a recipe of exploration options.
+        progress: Called with the phase ("regenerate" or "explore"), the number of candidates, and
+            the number of further candidates that are done, as they are generated.
 
     Returns:
         The texts of the prompts, the rewards after regeneration, and the rewards after exploration
-        by setting, one array per distinct setting.
+        by setting.
 
     Raises:
         ConfigError: If the recipe of a setting does not exist, or the configuration is not valid
@@ -265,8 +265,8 @@ def pool_rewards(
 ) -> Float[np.ndarray, "p n"]:
     """Generates candidates and returns the values that order them.
 
-    These are their rewards, or with `reward.combine=advantages` the weighted sums of the advantages
-    of their scores over all candidates of a prompt.
+    These are their rewards, or with `reward.combine=advantages` the weighted sums of their scores,
+    each standardised over all candidates of its prompt.
 
     Args:
         experiment: The run, which has the networks, the rewards and the number of candidates per
@@ -278,8 +278,8 @@ def pool_rewards(
         seed_batch: The candidates, from `draw_candidates`.
         progress: Called with the name of the sampler, the number of candidates, and the number of
             further candidates that are done: with 0 at the start, then once per chunk.
-        explored: Whether `rollout.explore.reward` scores the candidates, if the run has it.
-            Otherwise, and by default, the reward that is trained on does.
+        explored: Which reward scores the candidates: False (the default), the one that is trained
+            on; True, `rollout.explore.reward`, if the run has it.
 
     Returns:
         One row per prompt, one column per candidate. NaN where a candidate could not be scored.
@@ -333,19 +333,18 @@ def with_recipe(experiment: Experiment, recipe: str) -> Experiment:
 
 
 def summarise(pools: Pools, setting: ExplorationSetting, kept: int) -> dict[str, Any]:
-    """Computes how well a setting ranks the candidates, as a dict for a JSON record.
+    """Computes how well an exploration setting ranks the candidates, as a dict for a JSON record.
 
     Args:
-        pools: The rewards of the candidates, regenerated and explored.
+        pools: The rewards of the candidates, regenerated (true) and explored (proxy).
         setting: The exploration setting to judge, a key of `pools.proxies`.
-        kept: How many candidates of each prompt a run keeps, one half from each end. The half is
-            rounded down, but is at least 1.
+        kept: How many candidates of each prompt a run keeps. The figures look at kept / 2 of them
+            (rounded down, at least 1) at each end.
 
     Returns:
         A dict with the setting ("explore", which is the recipe, "precision", "steps"), the counts
-        "candidates" (per prompt), "kept", "top_k" (4) and "prompts", the means over prompts that
-        are listed here, and "per_prompt", a list with one dict per prompt of its text ("prompt")
-        and its own figures:
+        "candidates" (per prompt), "kept", "top_k" (4) and "prompts", these means over prompts, and
+        "per_prompt", a list with the text ("prompt") and the figures of each prompt:
 
         * "spearman", "kendall": The rank correlations of proxy and true rewards.
         * "top_k_match": The share of the truly best 4 candidates among the kept / 2 best by proxy.
@@ -401,15 +400,16 @@ def summarise(pools: Pools, setting: ExplorationSetting, kept: int) -> dict[str,
 
 
 def table(results: Sequence[dict[str, Any]], settings: Sequence[ExplorationSetting]) -> str:
-    """Formats results for a terminal: a header, one line per setting, and a line with the true
-    ranks of a perfect proxy.
+    """Formats results for a terminal.
 
-    If there is a single setting, one line per prompt comes before it. Names and prompts are cut
-    after 46 characters.
+    The table has a header, one line per setting, and a last line with the numbers of kept and of
+    all candidates and the true ranks of a perfect proxy. If there is a single setting, one line per
+    prompt comes before its own. The columns are the figures of `COLUMNS`, such as "spearman".
 
     Args:
         results: The results of `summarise`, at least one.
-        settings: The setting of each result, in the order of `results`, for the names of the lines.
+        settings: The setting of each result, in the order of `results`, which names its line. Names
+            and prompts are cut after 46 characters.
 
     Returns:
         The lines, joined by line feeds.

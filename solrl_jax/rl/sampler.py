@@ -15,7 +15,7 @@ from solrl_jax.models.loading.weights import Params
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """A policy and the solver steps that it is followed for.
+    """A policy, and the consecutive solver steps of a trajectory that it takes.
 
     A segment is a pytree: the arrays of the policy and the schedule are its leaves.
 
@@ -24,9 +24,9 @@ class Segment:
             replaced by an array that was trained in full, by a base weight with its LoRA adapter
             (`LowRank`), or by a quantized weight (`Quantized`).
         schedule: The solver steps: sigmas, timesteps, solver coefficients and guidance.
-        fp8_attention: Whether softmax attention runs in FP8 (`models.layers.attention_fp8`). Models
-            without it (`Pipeline.attends_in_fp8`: SANA, Qwen-Image and Z-Image) raise ValueError
-            when the program is traced. It is static: programs are compiled for either value.
+        fp8_attention: Whether softmax attention runs in FP8. Models without it (SANA, Qwen-Image
+            and Z-Image) raise ValueError when the program is traced. Static: programs are compiled
+            for either value.
     """
 
     policy: Params
@@ -41,15 +41,16 @@ class Sampler:
     Attributes:
         name: The name of the phase as progress reports it, e.g. "explore", "regenerate" or
             "evaluate".
-        segments: The segments of the trajectory, from noise to clean latents, one after another.
-            Nearly always there is one.
+        segments: The solver steps from noise to clean latents, divided into consecutive segments
+            with a policy each. Nearly always there is one.
         decoder: Decodes latents to images, for rewards or to be kept.
         shape: Height, width and channels of one latent.
         chunk: The number of samples that one device generates at once, at least 1; a batch with
             fewer is padded to it. Devices along the mesh axis `tensor` work on the same samples and
             count as one.
-        recorded: How many stochastic steps are recorded, from the first one on. The latents before
-            and after each of them are kept. 0 records nothing.
+        recorded: How many steps that add noise are recorded, from the first such step on: the
+            latents before and after each are returned with the samples, to be trained on. 0 records
+            nothing.
     """
 
     name: str

@@ -22,7 +22,7 @@ from solrl_jax.rl.trainable.trainable import Trainable
 
 @dataclasses.dataclass(frozen=True)
 class Sensitivity:
-    """What quantizing one group of linear layers does.
+    """How well exploration still ranks candidates if only one group of linear layers is quantized.
 
     Attributes:
         group: The name of the group: a module of the blocks between slashes, such as "/attn/", or
@@ -63,13 +63,13 @@ def group_of(path: str) -> str:
 def measure(
     experiment: Experiment, adapters: Trainable, prompts: int, progress: Progress
 ) -> tuple[float, list[Sensitivity]]:
-    """Measures the rank correlation with each group of linear layers quantized alone.
+    """Measures the rank correlation of exploration with each group of linear layers quantized
+    alone.
 
     The candidates of some test prompts are regenerated, explored with nothing quantized, and
-    explored once per group with the configured format. All explorations take the configured number
-    of exploration steps and use the configured options. The run's reward scores all of them, even
-    if `rollout.explore.reward` names another one. The names and the width in the rules of
-    `model.quantization` are ignored: every linear layer is in a group.
+    explored once per group with the configured format. All are scored by the run's reward. Every
+    linear layer is in a group, also those that the rules of `model.quantization` keep from being
+    quantized.
 
     Args:
         experiment: The run, with the format, the number of steps and the options of
@@ -138,12 +138,13 @@ def measure(
 
 
 def proposed(exact: float, groups: Sequence[Sensitivity], floor: float) -> list[str]:
-    """Proposes the groups that should stay in the training precision.
+    """Proposes the groups that should stay in the training precision, so that the correlation stays
+    at least `floor`.
 
-    Groups are quantized in the order of their loss of correlation per share of multiplications, the
-    smallest first, each if the sum of the losses so far stays at most `exact - floor`. A group that
-    does not fit is skipped, and later ones may still fit. Losses are assumed to add up; a group
-    that raises the correlation has loss 0.
+    The loss of a group is `exact` minus its own correlation, at least 0, and losses are assumed to
+    add up. Groups with the smallest loss per share of multiplications are quantized first, as long
+    as the sum of their losses is at most `exact - floor`; a group that would exceed it is skipped,
+    and the next ones are still tried.
 
     Args:
         exact: The Spearman correlation with nothing quantized.
@@ -152,8 +153,8 @@ def proposed(exact: float, groups: Sequence[Sensitivity], floor: float) -> list[
         floor: The smallest acceptable correlation. Above `exact`, all groups are proposed.
 
     Returns:
-        The names of the proposed groups, such as "/attn/" or "proj_out/", sorted: a value for
-        `model.quantization.modules_to_not_convert`.
+        The names of the groups that are not quantized, such as "/attn/" or "proj_out/", sorted: a
+        value for `model.quantization.modules_to_not_convert`.
     """
     # An infinite loss sorts last and never fits, whereas a NaN has no place in an order.
     loss = {

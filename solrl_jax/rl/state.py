@@ -26,14 +26,14 @@ from solrl_jax.rl.trainable.trainable import Adapter, Targets, Trainable, flatte
 class TrainState:
     """The state of training: three sets of trainable parameters, and the state of the optimizer.
 
-    Each set maps the path of a parameter to its LoRA adapter {"a": ..., "b": ...} or, if the
-    parameter is trained in full, to a whole array. All three have the same paths. They are float32,
-    except that the whole arrays in `old` have the dtype of the base, in which they are used.
+    Each set is a dict from the path of a parameter to its LoRA adapter {"a": ..., "b": ...} or, if
+    the parameter is trained in full, to the whole array. All three have the same paths. They are
+    float32, except that the whole arrays in `old` have the dtype of the base.
 
     Attributes:
         step: The number of optimizer steps taken, an int32.
-        adapters: The trained parameters ("default" in the paper): adapters and, in spite of the
-            name, whole arrays too.
+        adapters: The trained parameters ("default" in the paper): LoRA adapters, and also the
+            arrays that are trained in full.
         old: The parameters of the old policy, which generates the samples.
         ema: The exponential moving average of the trained parameters, which is evaluated.
         opt_state: The state of the optimizer that `make_optimizer` returns.
@@ -77,16 +77,16 @@ def read_start(lora: Lora, adapted: Collection[str], table: Table) -> dict[str, 
     """Reads the adapters that a run starts from.
 
     Args:
-        lora: The LoRA section of the configuration. `path` is a LoRA file or directory, or None;
-            `rank` and `alpha` are what it must have; `skip_text_encoders` says whether adapters of
-            text encoders in it are left out, which are an error otherwise.
+        lora: The LoRA section of the configuration: `path` is a LoRA file or directory, or None;
+            `rank` and `alpha` are those that the file must have; with `skip_text_encoders`,
+            adapters of text encoders in the file are ignored, otherwise they are an error.
         adapted: The paths of the parameters that have an adapter in the run.
-        table: The table of all parameters of the network (`Backbone.parameter_table`), with which
-            names in the file are turned into paths.
+        table: The network's parameters with their names in released files
+            (`Backbone.parameter_table`), by which names in the LoRA file are turned into paths.
 
     Returns:
-        The adapters {"a": [..., in, rank], "b": [..., rank, out]} by path, float32, on some of the
-        paths in `adapted`. Empty if `path` is None.
+        The adapters {"a": [..., in, rank], "b": [..., rank, out]} by path, float32. The file need
+        not have all paths in `adapted`. Empty if `path` is None.
 
     Raises:
         InputError: If the file is missing, unreadable, not plain LoRA or not of this network, if it
@@ -132,17 +132,18 @@ def init_state(
 
     Args:
         key: The key from which the factors A of the initial adapters are drawn, a typed key of JAX.
-        base: The parameters of the base, a nested dictionary. Whole arrays start as copies of them.
+        base: The parameters of the base, a nested dictionary. Parameters that are trained in full
+            start as copies of them.
         targets: The paths of the parameters that are trained, with adapters and in full.
         lora: The LoRA section of the configuration, of which `rank` is the rank of all adapters.
         optimizer: The optimizer section of the configuration, for which the state of the optimizer
             is made.
         mesh: The mesh that the state is placed on: small arrays on every device, others divided
             over `fsdp` and, for the outputs of linear layers, `tensor`.
-        start: Adapters by path, from `read_start`, that all three policies start with in place of
-            the initial ones. They have the rank of the run. Their unused ranks (a column of A and a
-            row of B that are both zero) are filled with those of the initial adapters, which does
-            not change the policy. None: there are none.
+        start: Adapters by path, from `read_start`, for all three policies. Other paths get initial
+            adapters (A random, B zero), and so do unused ranks of these (a column of A and a row of
+            B that are both zero), which could not be trained otherwise. None: all adapters are
+            initial.
 
     Returns:
         The state on the mesh with step 0. The three policies have separate buffers.
@@ -195,17 +196,18 @@ def _fresh(
     optimizer: Optimizer,
     start: Mapping[str, Adapter],
 ) -> TrainState:
-    """Computes the state before the first step. It is used under jit.
+    """Computes the state before the first step, for `init_state`. It is used under jit.
 
     Args:
         key: The key from which the factors A of the initial adapters are drawn.
-        base: The parameters of the base, a nested dictionary. Whole arrays start as copies of them.
+        base: The parameters of the base, a nested dictionary. Parameters that are trained in full
+            start as copies of them.
         targets: The paths of the parameters that are trained, with adapters and in full.
         lora: The LoRA section of the configuration, of which `rank` is the rank of all adapters.
         optimizer: The optimizer section of the configuration, for which the state of the optimizer
             is made.
-        start: Adapters by path that replace the initial ones, except for their unused ranks. Empty:
-            all adapters are initial ones, which change nothing.
+        start: Adapters by path to start from. Other paths, and unused ranks of these, get initial
+            adapters (A random, B zero), which change nothing. May be empty.
 
     Returns:
         The state with step 0, whose three sets of parameters are equal but in dtype.

@@ -33,14 +33,15 @@ def awm(
 ) -> tuple[PerSample, dict[str, PerSample]]:
     """Trains to fit good samples better than the old policy does, and bad ones worse.
 
-        l     = mean((v - (noise - x0))^2)
-        log p = -sigma ((l + 1e-10)^(1/4) - 1e-10^(1/4)) 4
-        R     = p / p_old                            A = 2 q - 1, in [-1, 1]
+        l     = mean((v - (noise - x0))^2)                       l_old is that of v_old
+        log R = 4 sigma ((l_old + 1e-10)^(1/4) - (l + 1e-10)^(1/4))
+        A     = 2 q - 1, in [-1, 1]
         loss  = max(-A R, -A clip(R, 1 - c, 1 + c))
                 + kl_coef mean((v - v_ref)^2) + mean((v - v_old)^2)
 
-    Means are over the dimensions of a sample. The distance to v_ref is `distance_to_reference`:
-    with `kl_fraction` below 1, it is 0 or scaled up for a sample.
+    R is the ratio p / p_old of likelihoods. Means are over the dimensions of a sample. With
+    `kl_fraction` below 1, mean((v - v_ref)^2) is 0 for samples without a reference and scaled up
+    for the others (`distance_to_reference`).
 
     Args:
         velocities: What the trained (v), the old (v_old) and the reference policy (v_ref) predict.
@@ -71,12 +72,11 @@ def awm(
 def _error_near(
     error_old: PerSample, v: Latents, v_old: Latents, target: TrainingTarget
 ) -> PerSample:
-    """The flow-matching loss of `v`, so accurate that the ratio to the old policy is too.
+    """The flow-matching loss of `v`, accurate also where it is close to that of `v_old`.
 
-    It is computed from the difference of the two losses, so that it equals `error_old` exactly
-    where the velocities are equal. That sum cancels where `v` fits much better than `v_old`, and
-    can then round below 0, where the fourth root is NaN. Where the loss of `v` is less than half of
-    `error_old`, it is therefore computed by itself.
+    There it is `error_old` plus the difference of the two losses, so that it equals `error_old`
+    exactly for equal velocities. Where the loss of `v` is less than half of `error_old`, it is
+    computed directly, because the sum could round below 0.
 
     Args:
         error_old: The flow-matching loss of `v_old`.

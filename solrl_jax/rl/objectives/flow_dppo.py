@@ -33,9 +33,9 @@ def flow_dppo(
         loss   = (0 if masked else -A R) + kl_coef mean((m - m_ref)^2) / (2 std^2)
         m      = a x + b (x - sigma v)               the mean of the step
 
-    The KL term (eq. 17) is divided by the whole variance of the step, and not by that per unit of
-    sigma as in Flow-GRPO. The distance to m_ref follows from `distance_to_reference`: with
-    `kl_fraction` below 1, it is 0 or scaled up for a sample.
+    So a sample gives no gradient in the direction in which its step has already moved too far from
+    the old policy. With `kl_fraction` below 1, the KL term is 0 for samples without a reference and
+    scaled up for the others (`distance_to_reference`).
 
     Args:
         velocities: What the trained (v), the old (v_old) and the reference policy (v_ref) predict;

@@ -30,8 +30,8 @@ def flow_grpo(
                + kl_coef mean((m - m_ref)^2) length / (2 std^2)
         m    = a x + b (x - sigma v)                 the mean of the step
 
-    The distance to m_ref follows from `distance_to_reference`: with `kl_fraction` below 1, it is 0
-    or scaled up for a sample.
+    With `kl_fraction` below 1, the KL term is 0 for samples without a reference and scaled up for
+    the others (`distance_to_reference`).
 
     Args:
         velocities: What the trained (v), the old (v_old) and the reference policy (v_ref) predict;

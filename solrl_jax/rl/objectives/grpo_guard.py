@@ -28,16 +28,15 @@ def grpo_guard(
 ) -> tuple[PerSample, dict[str, PerSample]]:
     """Makes the steps to good samples more probable, and those to bad ones less probable.
 
-        log R = std (log p(after | x) - log p_old(after | x) + mean((m - m_old)^2) / (2 std^2))
-              = mean((after - m_old) (m - m_old)) / std
+        log R = mean((after - m_old) (m - m_old)) / std
         A     = adv_clip_max (2 q - 1)
         loss  = max(-A R, -A clip(R, 1 - c, 1 + c)) / length
                 + kl_coef mean((m - m_ref)^2) length / (2 std^2)
         m     = a x + b (x - sigma v)                the mean of the step
 
-    The second form of log R is computed: it is exactly 0 where the velocities are equal. The
-    distance to m_ref follows from `distance_to_reference`: with `kl_fraction` below 1, it is 0 or
-    scaled up for a sample.
+    log R is the normalised log-ratio of the paper, `std (log p(after | x) - log p_old(after | x) +
+    mean((m - m_old)^2) / (2 std^2))`. With `kl_fraction` below 1, the KL term is 0 for samples
+    without a reference and scaled up for the others (`distance_to_reference`).
 
     Args:
         velocities: What the trained (v), the old (v_old) and the reference policy (v_ref) predict;

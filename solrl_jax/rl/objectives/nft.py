@@ -23,9 +23,10 @@ SMALLEST_DENOMINATOR = 1e-5
 def nft(
     velocities: Velocities, target: TrainingTarget, algorithm: AlgorithmConfig
 ) -> tuple[PerSample, dict[str, PerSample]]:
-    """The objective of Sol-RL: the loss of DiffusionNFT (`nft_loss`), which pulls the policy
-    towards samples of high optimality and pushes it away from others, mirrored about the old
-    policy.
+    """The objective of Sol-RL, the loss of DiffusionNFT: `nft_loss` with the configured
+    coefficients.
+
+    It pulls the policy towards samples of high optimality and pushes it away from the others.
 
     Args:
         velocities: The velocities that the trained (v), the old (v_old) and the reference policy
@@ -33,9 +34,10 @@ def nft(
             `kl_coef` is 0.
         target: The noised samples that are trained on, their clean samples, their sigmas, and the
             optimality q in [0, 1] of each.
-        algorithm: `beta` is how far the positive and the negative policy lie from the old one,
-            `kl_coef` the weight of the distance to the reference, and `adv_clip_max` a factor of
-            the loss without that distance.
+        algorithm: `beta` is the mixing weight of DiffusionNFT, above 0: the positive and the
+            negative policy are `v_old + beta (v - v_old)` and `v_old - beta (v - v_old)`. `kl_coef`
+            is the weight of the distance to the reference, and `adv_clip_max` multiplies the rest
+            of the loss.
 
     Returns:
         One loss per sample, and metrics with one value per sample: "loss/policy" (the loss without
@@ -62,26 +64,27 @@ def nft_loss(
 ) -> tuple[PerSample, dict[str, PerSample]]:
     """The forward-process loss of DiffusionNFT (arXiv 2509.16117, eq. 5).
 
-    It pulls the policy towards good samples and pushes it away from bad ones, mirrored about the
-    old policy.
+    It pulls the policy towards good samples and pushes it away from bad ones: for a bad sample (q =
+    0) the fitted velocity is the mirror image of v about v_old.
 
         v_pos = beta v + (1 - beta) v_old         v_neg = (1 + beta) v_old - beta v
         l(u)  = mean((x - sigma u - x0)^2) / max(mean|x - sigma u - x0|, 1e-5)
         loss  = adv_clip_max (q l(v_pos) + (1 - q) l(v_neg)) / beta + kl_coef mean((v - v_ref)^2)
 
-    The denominator of l has no gradient. It weights a sample by its error, which replaces a
-    hand-made weight on sigma. Means are over the dimensions of a sample. The distance to v_ref is
-    `distance_to_reference`: with `kl_fraction` below 1, it is 0 or scaled up for a sample.
+    The denominator of l has no gradient. Means are over the dimensions of a sample. With
+    `kl_fraction` below 1, mean((v - v_ref)^2) is 0 for samples without a reference and scaled up
+    for the others (`distance_to_reference`).
 
     Args:
         velocities: What the trained (v), the old (v_old) and the reference policy (v_ref) predict.
             Only v has a gradient.
-        target: The noised samples that are trained on, with their optimality q.
+        target: The noised samples x that are trained on, with their clean latents x0, their sigma
+            and their optimality q.
         beta: The mixing weight of the paper, above 0: the share of v in v_pos, and how far v_neg
             lies on the other side of v_old.
         kl_coef: The weight of the distance to the reference. With 0 the reference is not computed.
-        adv_clip_max: The largest advantage (`algorithm.adv_clip_max`), by which advantages were
-            divided to give q. It scales the first term, and not the KL term.
+        adv_clip_max: The factor of the first term, `algorithm.adv_clip_max`: advantages were
+            divided by it to give q.
 
     Returns:
         One loss per sample, and metrics with one value per sample: "loss/policy" (the first term),
