@@ -69,7 +69,7 @@ def parse_reference(path: str, where: str) -> Reference:
         path: The text, which begins with "hub:". An empty split or column counts as none, so
             "hub:OWNER/DATASET::COLUMN" names a column of the default split. A column may have
             colons.
-        where: Begins every message: the setting and its value, e.g. "prompts.train='hub:a/b'".
+        where: The start of messages: the setting and its value, e.g. "prompts.train='hub:a/b'".
 
     Returns:
         The parts, with None for a split or column that is not named.
@@ -92,7 +92,7 @@ def fetch_files(reference: Reference, where: str) -> list[Path]:
     Args:
         reference: The data set (OWNER/DATASET) and the name of its split; a split of None is
             "train" if there is one, else the only split. The column is not read.
-        where: Begins every message: the setting and its value, e.g. "prompts.train='hub:a/b'".
+        where: The start of messages: the setting and its value, e.g. "prompts.train='hub:a/b'".
 
     Returns:
         The local files in the order of their names, at least one.
@@ -124,32 +124,26 @@ def fetch_files(reference: Reference, where: str) -> list[Path]:
 
 
 def find_splits(files: Sequence[str], card: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Finds which files of a data set hold which split.
+    """Finds which files of a data set hold which split, much as the library `datasets` does.
 
-    Only files whose names end in .parquet, .json, .jsonl, .ndjson, .jsonlines, .csv, .tsv or .txt
-    (`DATA_ENDINGS`) count, without those that describe the data set (`METADATA_FILES`, such as
-    dataset_infos.json) and those whose paths begin with ".".
+    Only prompt files count: .parquet, .json, .jsonl, .ndjson, .jsonlines, .csv, .tsv and .txt
+    (`DATA_ENDINGS`), without hidden files and those that describe the data set, such as
+    dataset_infos.json (`METADATA_FILES`).
 
-    1. If the card has entries with `data_files` under `configs`, one of them decides: the first
-    with `default: true` or the name "default", else the first. It gives patterns of whole paths
-    ("*" stands for characters but "/", "**" also for folders) by split. Splits without a matching
-    file are left out.
-
-    2. If there is no such entry, or it has no pattern, the names of the files decide. First the
-    format with most files is chosen (among equal ones the first of `DATA_ENDINGS`), and files of
-    other formats are left out. Then a file "NAME-00000-of-00002.parquet" belongs to the split NAME,
-    and another file to the split that the last known word of its path stands for, such as "val" for
-    "validation" (`SPLIT_WORDS`). Files that name no split are left out if others name one; if no
-    file does, all belong to "train".
+    If the data set's card declares its files by split (`configs` with `data_files`), the declared
+    patterns decide; splits without a matching file are left out. Otherwise the names of the files
+    of the most frequent format decide: "NAME-00000-of-00002.parquet" belongs to the split NAME, and
+    another file to the split that its path mentions, e.g. "val" for "validation". If no file
+    mentions a split, all belong to "train"; if only some do, the others are left out.
 
     Args:
         files: The paths of all files of the repository, with "/" between the parts.
-        card: The metadata of the data set's card (the YAML at the top of README.md) by name. It may
-            be empty; only "configs" is read.
+        card: The metadata of the data set's card, the YAML at the top of README.md, by name. Only
+            "configs" is read. It may be empty.
 
     Returns:
         The sorted paths of the files by the name of their split, e.g. {"test": ["data/test.csv"]};
-        at least one path each. An empty dict if there are none.
+        at least one path each. {} if there are no prompt files.
     """
     data = [
         file
@@ -178,13 +172,14 @@ def find_splits(files: Sequence[str], card: Mapping[str, Any]) -> dict[str, list
 
 
 def _compile(pattern: str) -> re.Pattern[str]:
-    """Translates a pattern of a card to a regular expression, as the hub's client does.
+    """Translates a glob pattern of a data set's card to a regular expression.
+
+    The rules are those of the hub's client: "*", "?" and "[...]" do not match a "/". The part "**"
+    matches any number of folders, also none (at the end of the pattern at least one part).
+    "**.csv" is read as "**/*.csv".
 
     Args:
-        pattern: The pattern, from the top of the repository. "*", "?" and "[...]" match characters
-            of one part, but no "/". The part "**" matches any number of parts, also none, except
-            that at the end it matches at least one. "**.csv" is read as "**/*.csv", and "**"
-            elsewhere within a part as "*".
+        pattern: The pattern of a path, from the top of the repository, e.g. "data/**/train-*".
 
     Returns:
         The expression, which matches the whole path of a file, with "/" between its parts.
@@ -193,14 +188,14 @@ def _compile(pattern: str) -> re.Pattern[str]:
 
 
 def _split_of(file: str) -> str | None:
-    """Returns the split that the path of a file names, or None if it names none.
+    """Returns the split that the path of a file mentions, or None if it mentions none.
 
-    It is NAME for "NAME-00000-of-00002.ENDING". Otherwise the last word of the path, folders
-    included and in any case, that is in `SPLIT_WORDS` decides; "val" and "dev", for instance, stand
+    For "NAME-00000-of-00002.ENDING" it is NAME. Otherwise the path is split into words, and the
+    last one in `SPLIT_WORDS` decides, in any case of letters; "val" and "dev", for instance, stand
     for "validation".
 
     Args:
-        file: The path in the repository.
+        file: The path in the repository, folders included.
     """
     shard = SHARD.search(file)
     if shard:
@@ -210,18 +205,19 @@ def _split_of(file: str) -> str | None:
 
 
 def _declared_splits(card: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Returns the splits that the card of a data set declares in `configs`.
+    """Returns the splits that the card of a data set declares, as patterns of file names.
+
+    A card has a list `configs`. Of its entries with `data_files`, one counts: the first with
+    `default: true` or the name "default", or else the first. Files that it declares without a split
+    belong to "train".
 
     Args:
-        card: The metadata of the card by name. Only "configs" is read: a list of mappings, of which
-            those with the key "data_files" count.
+        card: The metadata of the card by name. Only "configs" is read.
 
     Returns:
-        By the name of each split, patterns of whole paths such as "data/train-*", from the top of
-        the repository (the entry's `data_dir` comes first) and without parts "." and "..". They are
-        those of one entry: the first with `default: true` or the name "default", else the first.
-        Data files without splits belong to "train". An empty dict if there is no such entry, or no
-        split of it has text for a path.
+        By the name of each split, glob patterns of whole paths from the top of the repository, e.g.
+        {"train": ["data/train-*"]}. The entry's `data_dir` is put in front. {} if no files are
+        declared.
     """
     configs = card.get("configs")
     if not isinstance(configs, list):
@@ -260,7 +256,7 @@ def _choose_split(splits: Mapping[str, list[str]], reference: Reference, where: 
         splits: The sorted paths of the files of each split, by its name.
         reference: The name of the split is its field `split`. None: "train" if there is one, or the
             only split.
-        where: Begins every message: the setting and its value, e.g. "prompts.train='hub:a/b'".
+        where: The start of messages: the setting and its value, e.g. "prompts.train='hub:a/b'".
 
     Returns:
         The sorted paths of the files in the repository, at least one.
@@ -300,7 +296,7 @@ def _list_files(name: str, where: str) -> dict[str, int]:
 
     Args:
         name: The data set, OWNER/DATASET.
-        where: Begins every message: the setting and its value, e.g. "prompts.train='hub:a/b'".
+        where: The start of messages: the setting and its value, e.g. "prompts.train='hub:a/b'".
 
     Returns:
         The size in bytes of each file by its path in the repository. Sizes that the hub does not
@@ -336,11 +332,11 @@ def _snapshot(name: str, files: Sequence[str], where: str) -> Path:
     Args:
         name: The data set, OWNER/DATASET.
         files: The paths of the files in the repository.
-        where: Begins every message: the setting and its value, e.g. "prompts.train='hub:a/b'".
+        where: The start of messages: the setting and its value, e.g. "prompts.train='hub:a/b'".
 
     Returns:
-        The local directory of the newest revision. Without the hub it is that in the cache, where
-        some of the files may be missing.
+        The local directory of the newest revision, which has the files. If the hub cannot be
+        reached, the directory in the cache, where some of the files may be missing.
 
     Raises:
         InputError: If the hub cannot be reached or refuses, and the cache has no revision.

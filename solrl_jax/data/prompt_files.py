@@ -43,13 +43,12 @@ def split_column(path: str) -> tuple[Path, str | None]:
     """Splits the name of a column from a path such as "prompts.csv:caption".
 
     Args:
-        path: A path, with or without a colon and a column at its end. It has no column if a file of
-            this whole name exists, if nothing follows the last colon, or if the part before it does
-            not end, in any case, with an ending of `ENDINGS` (.json, .jsonl, .ndjson, .jsonlines,
-            .csv, .tsv or .parquet).
+        path: FILE or FILE:COLUMN. Only a FILE that ends in .json, .jsonl, .ndjson, .jsonlines,
+            .csv, .tsv or .parquet (`ENDINGS`) can have a column. If a file of the whole name
+            exists, colon included, that file is meant.
 
     Returns:
-        The file, which need not exist, and the name of the column or None.
+        The file, which need not exist, and the name of the column, or None without one.
     """
     file, colon, column = path.rpartition(":")
     has_column = colon and column and Path(file).suffix.lower() in ENDINGS
@@ -67,7 +66,7 @@ def read_rows(file: Path, column: str | None, where: str) -> list[Row]:
         column: The name of the column, or the key of JSON objects, that holds the prompts. None:
             the first of "prompt", "Prompt", "Prompts", "caption" and "text" (`PROMPT_COLUMNS`) that
             the header or the first object has. No effect for text files.
-        where: Begins every message: the setting and its value, e.g. "prompts.train='a.csv'".
+        where: The start of messages: the setting and its value, e.g. "prompts.train='a.csv'".
 
     Returns:
         The rows in the order of the file. Blank lines are left out. A blank file has no rows,
@@ -104,7 +103,7 @@ def read_file(file: Path, where: str, expected: str) -> str:
 
     Args:
         file: The file. Links are followed.
-        where: Begins every message: the setting and its value, e.g. "prompts.train='a.csv'".
+        where: The start of messages: the setting and its value, e.g. "prompts.train='a.csv'".
         expected: A description of the file that is expected, for the message if there is none.
 
     Returns:
@@ -144,7 +143,7 @@ def _read_lines(text: str, where: str) -> list[Row]:
 
     Args:
         text: The content of the file.
-        where: Begins every message: the setting and its value, e.g. "prompts.train='a.csv'".
+        where: The start of messages: the setting and its value, e.g. "prompts.train='a.csv'".
 
     Returns:
         One row without metadata per line that is not blank.
@@ -187,7 +186,7 @@ def _read_json(text: str, column: str | None, where: str) -> list[Row]:
         text: The content of the file.
         column: The key of the prompt in objects. None: the first of "prompt", "Prompt", "Prompts",
             "caption" and "text" that the first object has.
-        where: Begins every message: the setting and its value, e.g. "prompts.train='a.csv'".
+        where: The start of messages: the setting and its value, e.g. "prompts.train='a.csv'".
 
     Returns:
         One row per item or line, in order; none for an empty list. The position is "item N" or
@@ -218,7 +217,7 @@ def _parse_lines(text: str, where: str) -> list[tuple[str, Any]]:
 
     Args:
         text: The content of the file.
-        where: Begins every message: the setting and its value, e.g. "prompts.train='a.csv'".
+        where: The start of messages: the setting and its value, e.g. "prompts.train='a.csv'".
 
     Returns:
         The position (e.g. "line 3") and the value of each line that is not blank. Any value of JSON
@@ -244,7 +243,7 @@ def _rows_of_objects(items: list[tuple[str, Any]], column: str | None, where: st
             the prompt and metadata, or a text without metadata. Objects are not changed.
         column: The key of the prompt in all objects. None: the first of "prompt", "Prompt",
             "Prompts", "caption" and "text" that the first object has, or "prompt" if it has none.
-        where: Begins every message: the setting and its value, e.g. "prompts.train='a.csv'".
+        where: The start of messages: the setting and its value, e.g. "prompts.train='a.csv'".
 
     Returns:
         One row per item. All keys of an object but `column` are metadata.
@@ -273,27 +272,24 @@ def _rows_of_objects(items: list[tuple[str, Any]], column: str | None, where: st
 def _read_table(text: str, ending: str, column: str | None, where: str) -> list[Row]:
     """Reads a CSV or TSV file with a header.
 
-    Values may be in quotation marks, with a doubled mark for one inside (CSV's rules). If a TSV
-    file breaks these rules, all its quotation marks are ordinary characters. A row may have fewer
-    values than the header; the missing ones are "". If two columns have the same name, the later
-    one is read.
-
     Args:
-        text: The content of the file.
+        text: The content of the file. Values may be in quotation marks, with a doubled mark for one
+            inside. If a TSV file breaks this rule, its quotation marks are ordinary characters.
         ending: ".csv", whose values are separated by commas, or ".tsv" by tabs.
         column: The column of the prompt. None: the first of "prompt", "Prompt", "Prompts",
             "caption" and "text" that the header has.
-        where: Begins every message: the setting and its value, e.g. "prompts.train='a.csv'".
+        where: The start of messages: the setting and its value, e.g. "prompts.train='a.csv'".
 
     Returns:
-        One row per row of the table after the header, without blank ones. The metadata are the
-        texts of the other columns, by the names in the header without white space around them. A
-        blank file has no rows.
+        One row per row of the table after the header, without blank ones; none for a blank file.
+        The metadata are the texts of the other columns, by the names in the header. Values that are
+        missing at the end of a row are "". Of two columns with the same name, the later one is
+        read.
 
     Raises:
-        InputError: If a CSV file breaks the rules of quotation marks, a value is longer than
-            131,072 characters, there is no column of the prompt, a row has more values than the
-            header, or a row has no text in the column of the prompt.
+        InputError: If a CSV file breaks the rule of quotation marks, a value is longer than 131,072
+            characters, there is no column of the prompt, a row has more values than the header, or
+            a row has no text in the column of the prompt.
     """
     delimiter = DELIMITERS[ending]
     try:
@@ -355,7 +351,7 @@ def _read_parquet(file: Path, column: str | None, where: str) -> list[Row]:
         file: The path of the file.
         column: The column of the prompt. None: the first of "prompt", "Prompt", "Prompts",
             "caption" and "text" that the table has.
-        where: Begins every message: the setting and its value, e.g. "prompts.train='a.csv'".
+        where: The start of messages: the setting and its value, e.g. "prompts.train='a.csv'".
 
     Returns:
         One row per row of the table. The other columns that are not left out are metadata.
@@ -421,16 +417,16 @@ def _is_json_type(kind: Any) -> bool:
 
 
 def _find_column(names: list[str], column: str | None, where: str) -> str:
-    """Returns the column of the prompts.
+    """Returns the name of the column that holds the prompts.
 
     Args:
         names: The names of all columns of the table.
         column: The column that the user named. None: the first of "prompt", "Prompt", "Prompts",
             "caption" and "text" (`PROMPT_COLUMNS`) that is in `names`.
-        where: Begins every message: the setting and its value, e.g. "prompts.train='a.csv'".
+        where: The start of messages: the setting and its value, e.g. "prompts.train='a.csv'".
 
     Raises:
-        InputError: If it is not there. The message lists `names`.
+        InputError: If there is no such column. The message lists `names`.
     """
     for name in PROMPT_COLUMNS if column is None else (column,):
         if name in names:
@@ -445,14 +441,14 @@ def _find_column(names: list[str], column: str | None, where: str) -> str:
 
 
 def _row_of_table(values: dict[str, Any], column: str, position: str, where: str) -> Row:
-    """Returns a row of a table.
+    """Returns a row of a table as a `Row`.
 
     Args:
-        values: The values of the row by column. The prompt is removed from this dict, which becomes
-            the metadata of the row.
+        values: The values of the row by column. The prompt is removed from this dict, and the dict
+            itself becomes the metadata of the result.
         column: The column of the prompt.
-        position: The place of the row in the file, for messages.
-        where: Begins every message: the setting and its value, e.g. "prompts.train='a.csv'".
+        position: The place of the row in the file, for messages, e.g. "line 3".
+        where: The start of messages: the setting and its value, e.g. "prompts.train='a.csv'".
 
     Raises:
         InputError: If the row has no such column, or its value there is no text or blank.

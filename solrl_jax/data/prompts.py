@@ -47,31 +47,30 @@ class Prompt(str):
 
 
 def load_prompts(path: str, field: str, *, distinct: bool = True) -> list[Prompt]:
-    """Reads the prompts of a file, in order. Blank lines are skipped.
+    """Reads the prompts of a file, in order.
 
-    A text file has one prompt per line. Files that end in .json, .jsonl, .ndjson, .jsonlines, .csv,
-    .tsv or .parquet, in any case, are parsed: the prompt is under "prompt", "Prompt", "Prompts",
-    "caption" or "text", or in the column that the path names, and everything else is metadata (in
-    Parquet, columns whose types JSON has not are left out). White space around a prompt is removed.
+    A text file has one prompt per line; blank lines are skipped. Files that end in .json, .jsonl,
+    .ndjson, .jsonlines, .csv, .tsv or .parquet are parsed: the prompt is under "prompt", "Prompt",
+    "Prompts", "caption" or "text", or in the column that the path names, and everything else is
+    metadata. White space around a prompt is removed.
 
     Args:
-        path: A file, "FILE:COLUMN" with the column or key of the prompts, "embedded:NAME" for a set
-            that is shipped with the package, or "hub:OWNER/DATASET[:SPLIT][:COLUMN]" for a data set
-            of the hub, which is downloaded unless it is in the hub's cache.
+        path: A file; "FILE:COLUMN" with the column or key of the prompts; "embedded:NAME" for a set
+            that is shipped with the package; or "hub:OWNER/DATASET[:SPLIT][:COLUMN]" for a data set
+            of the Hugging Face hub, which is downloaded unless it is in the hub's cache.
         field: The setting that names the file, e.g. "prompts.train", for messages.
-        distinct: Whether a prompt that is repeated is returned only once, at its first place, with
-            the metadata of its first row. If a file that is no table (.csv, .tsv, .parquet) and no
-            data set of the hub repeats a prompt, the metadata must be the same each time, also with
-            `distinct=False`, which returns all.
+        distinct: True: a repeated prompt is returned once, at its first place, with the metadata of
+            its first row. False: all are returned. In text, JSON and JSON-lines files, in both
+            cases, a prompt that is repeated with other metadata is an error.
 
     Returns:
         The prompts with their metadata, in the order of the file; at least one.
 
     Raises:
         InputError: If the file does not exist, cannot be read, holds no prompt or more than 2**20;
-            if an entry has no prompt, or one with control characters or more than 20,000 characters
-            (`check_text`); if a file that is no table repeats a prompt with other metadata; or if a
-            data set of the hub is not available or has no such split.
+            if an entry has no prompt, or one with control characters or more than 20,000
+            characters; if a prompt is repeated with other metadata (see `distinct`); or if a data
+            set of the hub is not available or has no such split.
     """
     where = f"{field}={path!r}"
     if path.startswith(HUB):
@@ -103,7 +102,7 @@ def _read_prompts(file: Path, column: str | None, where: str) -> list[Prompt]:
             as text with one prompt per line.
         column: The column or key of the prompts; None: the first of "prompt", "Prompt", "Prompts",
             "caption" and "text" that is there. No effect for text files.
-        where: Begins every message: the setting and its value, e.g. "prompts.train='a.csv'".
+        where: The start of messages: the setting and its value, e.g. "prompts.train='a.csv'".
 
     Returns:
         The prompts with their metadata in the order of the file; [] for a file without any.
@@ -124,7 +123,7 @@ def _hub_prompts(path: str, where: str) -> list[Prompt]:
 
     Args:
         path: "hub:OWNER/DATASET[:SPLIT][:COLUMN]".
-        where: Begins every message: the setting and its value, e.g. "prompts.train='a.csv'".
+        where: The start of messages: the setting and its value, e.g. "prompts.train='a.csv'".
 
     Returns:
         The prompts of all files of the split, in the order of the files' names.
@@ -217,7 +216,7 @@ def _embedded_file(path: str, where: str) -> Path:
 
     Args:
         path: The name of the set with the prefix "embedded:", e.g. "embedded:shapes-train".
-        where: Begins every message: the setting and its value, e.g. "prompts.train='a.csv'".
+        where: The start of messages: the setting and its value, e.g. "prompts.train='a.csv'".
 
     Returns:
         The .txt or .jsonl file of this name in the package.

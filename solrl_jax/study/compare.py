@@ -30,22 +30,23 @@ Evaluated: TypeAlias = Float[np.ndarray, " e"]
 
 @dataclasses.dataclass(frozen=True)
 class Course:
-    """The course of a finished run, at its e evaluations and in its i iterations.
+    """The course of a finished run: its e evaluations, and its i training iterations.
 
     Attributes:
         seed: The seed of the run.
         iterations: The iteration of each evaluation, ascending: 0, every `eval.every` iterations,
             and the last one.
-        cost: The counted seconds of all iterations up to each evaluation; 0 at the first. NaN where
-            the format of an iteration has no price.
+        cost: The cost of the run up to each evaluation, in seconds of counted work (`study.cost`);
+            0 at the first. NaN from an iteration on whose number format has no price.
         scores: The held-out scores at each evaluation by name, "reward" first. NaN where a score
             was not finite.
-        network_evaluations: The number of network evaluations of exploration and regeneration in
-            all iterations.
-        fidelity: Rank fidelity of each iteration by name: "spearman", the rank correlation of proxy
-            and regenerated rewards; and "best" and "worst", the mean true ranks, among the kept
-            candidates, of the proxy's best and worst half of them (1 is the best rank). Empty for a
-            run that does not regenerate.
+        network_evaluations: The number of network evaluations for exploration and regeneration in
+            the whole run.
+        fidelity: How well the cheap (explored) reward ranks candidates, for each iteration, by the
+            name of the measure. "spearman": its rank correlation with the regenerated reward.
+            "best" and "worst": the mean rank by the regenerated reward (1 is the best) of the
+            better and the worse half of the kept candidates by the explored one. Empty for a run
+            that does not regenerate.
     """
 
     seed: int
@@ -62,10 +63,10 @@ class Course:
 
 
 def read_course(run: Run, prices: Prices) -> Course:
-    """Reads the course of a finished run from its record (`metrics.jsonl`) and its ledger.
+    """Reads the course of a finished run from its metrics (`metrics.jsonl`) and its ledger.
 
-    An iteration is priced by the exploration format and the number of exploring steps in the first
-    row of its ledger. Rows of the record with the same iteration are merged; later ones win.
+    The cost of an iteration is computed from the number format and the number of steps of its
+    exploration, which its ledger says.
 
     Args:
         run: The run, trained and evaluated to the end.
@@ -75,7 +76,7 @@ def read_course(run: Run, prices: Prices) -> Course:
         The scores and costs at the run's evaluations, and the rank fidelity of its iterations.
 
     Raises:
-        InputError: If the record has no finite held-out reward at an evaluation, or if the ledger
+        InputError: If the metrics have no finite held-out reward at an evaluation, or if the ledger
             of an iteration is missing, cannot be read or has another number of rows than
             `train.num_prompts` times `rollout.candidates`.
     """
@@ -127,15 +128,16 @@ def read_course(run: Run, prices: Prices) -> Course:
 
 
 def _score_names(row: Mapping[str, Any], run: Run) -> list[str]:
-    """Returns the names of the scores of an evaluation, "reward" first.
-
-    The others are those that the row also has a standard error of ("eval/NAME/standard_error"), in
-    the order of the row. If only one reward is trained on, its own score equals "reward" and is
-    left out.
+    """Returns the names of the scores that an evaluation recorded, "reward" first.
 
     Args:
-        row: The row of the evaluation in the record, values by name.
-        run: The run. If its `reward.weights` name a single reward, that name is left out.
+        row: The metrics of the evaluation by name. A score NAME is recorded if there is a key
+            "eval/NAME/standard_error".
+        run: The run. If it trains on a single reward, that reward's own score is left out, because
+            it equals "reward".
+
+    Returns:
+        The names, after "reward" in the order of `row`.
     """
     suffix = "/standard_error"
     names = [
@@ -149,22 +151,22 @@ def _score_names(row: Mapping[str, Any], run: Run) -> list[str]:
 
 
 def true_ranks(table: Any, candidates: int, kept: int) -> tuple[float, float]:
-    """Returns the mean true ranks, among the kept candidates, of the proxy's best and worst K/2.
+    """Returns how the better and the worse half of the candidates, by proxy reward, truly rank.
 
-    Rank 1 is the best. A perfect proxy has (K/2 + 1) / 2 and (3 K/2 + 1) / 2; a random one has (K +
-    1) / 2 twice. Candidates that are not kept have no true reward in the ledger, and neither they
-    nor candidates with a non-finite reward are counted.
+    The proxy reward is that of the cheaply explored image, the true reward that of the regenerated
+    one. For K kept candidates per prompt, true rank 1 is the best and K the worst. A perfect proxy
+    gives (K/2 + 1) / 2 and (3 K/2 + 1) / 2; a random one gives (K + 1) / 2 twice.
 
     Args:
-        table: The ledger of an iteration, whose rows are grouped by prompt. Its
-            "regenerated_reward" is the true reward, and "proxy_reward" that of the explored image.
+        table: The ledger of an iteration, whose rows are grouped by prompt, with the columns
+            "proxy_reward" and "regenerated_reward". Rows where either is missing or not finite are
+            left out.
         candidates: The number of candidates per prompt.
-        kept: The number K of kept candidates per prompt. Of an odd number, the half is rounded
-            down.
+        kept: The number K of kept candidates per prompt. If it is odd, the halves are rounded down.
 
     Returns:
-        The mean ranks of the best and of the worst, each averaged over prompts; NaN if no candidate
-        was regenerated.
+        The mean true rank of the better half and that of the worse half, each averaged over
+        prompts; NaN if no candidate was regenerated.
     """
 
     def column(name: str) -> np.ndarray:
@@ -179,10 +181,10 @@ def true_ranks(table: Any, candidates: int, kept: int) -> tuple[float, float]:
 def compare(
     courses: Mapping[str, Sequence[Course]], compared: Sequence[tuple[str, str]]
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """Computes the estimates of a study.
+    """Computes the estimates of a study: of each arm, and of the differences of compared arms.
 
     An estimate is a pair of floats: the mean of one value per seed, and its standard error (NaN for
-    one seed).
+    one seed). Rewards are held-out rewards; costs are seconds of counted work.
 
     Args:
         courses: The finished runs of each arm by its name. Arms without any are left out of the
@@ -191,22 +193,29 @@ def compare(
             its arms has no finished run.
 
     Returns:
-        Two values; rewards are held-out rewards, costs the counted work in seconds.
+        A tuple of two values.
 
-        First, a dict per arm, by name in the order of `courses`: "seeds" (a list), "iterations"
-        (the last one), "scores" (an estimate of each score at the end, by name), "gain" (the
-        estimate of the last reward minus the first), "cost" (the mean), "network_evaluations" (of
-        its first run), "at_equal_cost" (a dict: "cost", the smallest of all runs of all arms, and
-        "reward", the estimate there) and "fidelity" (how well exploration ranks: by the name of a
-        figure, the estimates in the "first" and the "last" quarter of the iterations).
+        The first is a dict by the name of the arm, of dicts with the keys:
+          * "seeds": the list of seeds;
+          * "iterations": the number of the last one;
+          * "scores": by name, the estimate of each score at the end;
+          * "gain": the estimate of the last reward minus the first;
+          * "cost": the mean cost of a run;
+          * "network_evaluations": their number in the first run;
+          * "at_equal_cost": {"cost": the cost of the cheapest run of all arms, "reward": the
+            estimate of the reward there};
+          * "fidelity": by the name of a measure of `Course.fidelity`, {"first": ..., "last": ...},
+            the estimates over the first and the last quarter of the iterations.
 
-        Second, one dict per pair, in the order of `compared`: "arm", "against", "seeds" (a list of
-        those that both have; without any, all figures are NaN), "final" (the estimate of the
-        difference of the last rewards), "final_share" (that, divided by the other's mean reward),
-        "cost_share" (the mean ratio of the costs), "at_equal_cost" (a dict: "cost", the smallest of
-        the pair's runs, and "reward", the estimate of the difference there) and "speed_up" (by
-        "25", "50", "75" and "100" per cent of the other's gain, the estimate of how many times the
-        arm's cost the other needed to get there).
+        The second is a list with one dict per pair. "Other" is the arm compared with:
+          * "arm" and "against": the names of the arm and of the other; * "seeds": the list of seeds
+          that both have; without any, all figures are NaN; * "final": the estimate of the arm's
+          last reward minus the other's; * "final_share": that, divided by the other's mean last
+          reward; * "cost_share": the mean of the arm's cost divided by the other's; *
+          "at_equal_cost": {"cost": the cost of the cheapest run of both, "reward": the estimate of
+            the arm's reward minus the other's there};
+          * "speed_up": by "25", "50", "75" and "100" per cent of the other's gain, the estimate of
+            the other's cost to reach that reward divided by the arm's.
     """
     finished = {arm: list(runs) for arm, runs in courses.items() if runs}
     costs = [course.cost[-1] for runs in finished.values() for course in runs]
@@ -223,21 +232,26 @@ def compare(
 def _arm_estimates(courses: Sequence[Course], common_cost: float) -> dict[str, Any]:
     """Returns the estimates of one arm.
 
+    An estimate is a pair of floats: the mean of one value per seed, and its standard error.
+
     Args:
         courses: The finished runs of the arm, at least one, evaluated after the same iterations on
             the same scores.
-        common_cost: The cost in counted seconds that all arms reach, the smallest whole cost of any
-            run.
+        common_cost: The cost at which all arms of the study are compared, in seconds of counted
+            work: that of the cheapest run.
 
     Returns:
-        "seeds", a list of them; "iterations", the number of the last one; "scores", by name the
-        estimate (mean over seeds, standard error) of each held-out score at the end; "gain", the
-        estimate of the last reward minus the first; "cost", the mean counted seconds of a run;
-        "network_evaluations" of the first run; "at_equal_cost", a dict with "cost" (`common_cost`)
-        and "reward", the estimate of the reward there; and "fidelity", for each measure by name
-        ("spearman", "best", "worst") a dict with the estimates over the "first" and the "last"
-        quarter of the iterations (empty for an arm that does not regenerate; NaN for the last
-        quarter of fewer than 4 iterations).
+        A dict with the keys:
+          * "seeds": the list of seeds;
+          * "iterations": the number of the last one;
+          * "scores": by name, the estimate of each held-out score at the end;
+          * "gain": the estimate of the last reward minus the first;
+          * "cost": the mean cost of a run in seconds of counted work;
+          * "network_evaluations": their number in the first run;
+          * "at_equal_cost": {"cost": `common_cost`, "reward": the estimate of the reward there};
+          * "fidelity": by the name of a measure ("spearman", "best", "worst"), {"first": ...,
+            "last": ...}, the estimates over the first and the last quarter of the iterations. NaN
+            for a last quarter of fewer than 4 iterations; {} for an arm that does not regenerate.
     """
 
     def quarter(values: np.ndarray, end: str) -> float:
@@ -266,22 +280,25 @@ def _arm_estimates(courses: Sequence[Course], common_cost: float) -> dict[str, A
 
 
 def _pair_estimates(courses: Sequence[Course], others: Sequence[Course]) -> dict[str, Any]:
-    """Returns the differences between an arm and another one, over the seeds that both have.
+    """Returns the estimates of the differences between an arm and another one.
 
-    Differences are taken seed by seed. Without a common seed all values are NaN.
+    Differences are taken seed by seed, over the seeds that both have; without any, all figures are
+    NaN. An estimate is a pair of floats: the mean of one value per seed, and its standard error.
 
     Args:
         courses: The finished runs of the arm that is compared, one per seed.
-        others: The finished runs of the arm that it is compared with, one per seed.
+        others: The finished runs of the other arm, one per seed.
 
     Returns:
-        "seeds" that both have; "final", the estimate (mean over seeds, standard error) of the arm's
-        last held-out reward minus the other's; "final_share", that difference divided by the other
-        arm's mean last reward; "cost_share", the mean ratio of the whole costs, the arm's by the
-        other's; "at_equal_cost", a dict with "cost", the smallest whole cost of these runs, and
-        "reward", the estimate of the difference there; and "speed_up", by "25", "50", "75" and
-        "100" per cent of the other arm's gain, how many times the arm's cost the other one needed
-        to reach that reward, with its standard error.
+        A dict with the keys:
+          * "seeds": the list of common seeds;
+          * "final": the estimate of the arm's last held-out reward minus the other's;
+          * "final_share": that difference, divided by the other's mean last reward;
+          * "cost_share": the mean of the arm's cost divided by the other's;
+          * "at_equal_cost": {"cost": the cost of the cheapest of these runs, "reward": the estimate
+            of the arm's reward minus the other's there};
+          * "speed_up": by "25", "50", "75" and "100" per cent of the other's gain, the estimate of
+            the other's cost to reach that reward divided by the arm's.
     """
     by_seed = {other.seed: other for other in others}
     pairs = [(course, by_seed[course.seed]) for course in courses if course.seed in by_seed]
@@ -337,21 +354,22 @@ def at_cost(course: Course, cost: float) -> float:
 
 
 def speed_up(pairs: Sequence[tuple[Course, Course]], part: float) -> Estimate:
-    """Returns the ratio of the costs at which two arms reach the same reward.
+    """Returns how many times faster one arm reaches a reward than another one.
 
-    The reward is that of the second arm after a part of its gain, and the curves are means over
-    seeds. The standard error is the jackknife's, which leaves out one seed after another.
+    The reward is the start of the second arm plus `part` of its gain over training. Costs are read
+    off the mean curves over seeds (reward over cost). The standard error is the jackknife's, which
+    leaves out one seed after another.
 
     Args:
-        pairs: Pairs of a run of the first arm and the run of the second arm with that seed. All
+        pairs: Pairs of a run of the first arm and the run of the second arm with the same seed. All
             runs of an arm have equal evaluations.
-        part: The part of the second arm's gain, in [0, 1].
+        part: The fraction of the second arm's gain, in [0, 1].
 
     Returns:
-        The cost of the second arm divided by that of the first (above 1 where the first is faster),
-        and its standard error. Both are NaN without pairs; the standard error is NaN for one pair.
-        The ratio is NaN if an arm does not reach the reward, or if the second arm gains nothing; if
-        that happens with a seed left out, the standard error alone is NaN.
+        A tuple: the cost of the second arm divided by that of the first (above 1 where the first is
+        faster), and its standard error. The ratio is NaN without pairs, if an arm does not reach
+        the reward, or if the second arm gains nothing. The standard error is NaN for fewer than two
+        pairs, or if the ratio is NaN with some seed left out.
     """
 
     def mean_curve(courses: Sequence[Course]) -> tuple[Evaluated, Evaluated]:
@@ -378,12 +396,12 @@ def speed_up(pairs: Sequence[tuple[Course, Course]], part: float) -> Estimate:
 
 
 def reached(cost: Evaluated, reward: Evaluated, level: float) -> float:
-    """Returns the cost at which a curve first reaches a reward.
+    """Returns the cost at which a curve of reward over cost first reaches a reward.
 
     Args:
         cost: The costs of the curve's points in counted seconds, ascending. Straight lines connect
             the points.
-        reward: Their rewards.
+        reward: The rewards of the curve's points.
         level: The reward to reach. A reward that equals it counts as reaching it.
 
     Returns:

@@ -30,9 +30,10 @@ class Prices:
         network: The seconds of one evaluation of the network for one image, by the name of the
             number format, e.g. "bf16" and "nvfp4".
         scored: The seconds to decode and score one image.
-        trained: The seconds of one term of the update for one image: three predictions and a
-            gradient.
-        synced: The seconds to merge and quantize the policy, once per iteration.
+        trained: The seconds of one training term: the loss of one image at one noise level, which
+            takes three predictions of the network and a gradient.
+        synced: The seconds to make the low-precision copy of the policy for exploration (merge its
+            adapters and quantize it), once per iteration.
     """
 
     name: str
@@ -42,23 +43,23 @@ class Prices:
     synced: float
 
     def of_iteration(self, config: Config, precision: str, steps: int) -> float:
-        """Returns the seconds of an iteration; NaN if a format that it computes in has no price.
+        """Returns the price of one iteration in seconds: the sum of its counted work.
 
-        Exploration, regeneration, the decoding and scoring of both, the update, and the sync if
-        `precision` differs from the training precision are counted. The
-        `rollout.explore.exact_steps` of the exploring steps have the price of the training
-        precision, `rollout.precision`. Not counted are text encoders, the low-rank branch of
-        `rollout.explore.correction_rank`, the gain of attention in FP8, and a second network
-        evaluation for classifier-free guidance. A reward that only ranks candidates
-        (`rollout.explore.reward`) has the price of the trained one. The update is that of adapters.
-        With `algorithm.kl_fraction` below 1 it saves predictions of the reference, at the price of
-        the training precision. Images have the size of the plan's preset.
+        Counted are exploration, regeneration, the decoding and scoring of both, the update (of
+        adapters) and, if exploration has a precision of its own, the sync. Exploring steps in the
+        training precision (`rollout.explore.exact_steps`) have its price, and
+        `algorithm.kl_fraction` below 1 saves predictions of the reference. Left out are text
+        encoders, classifier-free guidance, `rollout.explore.correction_rank`, attention in FP8 and
+        `rollout.explore.reward`. The image size is that of the plan which the prices come from.
 
         Args:
             config: The configuration, from which the numbers of prompts, candidates, kept
-                candidates and steps of regeneration are.
-            precision: The format that the iteration explores in, a key of `network`.
+                candidates, regeneration steps and training terms are read.
+            precision: The number format that the iteration explores in, a key of `network`.
             steps: The number of its exploring steps per candidate.
+
+        Returns:
+            The seconds; NaN if a number format of the iteration has no price.
         """
         rollout = config.rollout
         prompts = config.train.num_prompts
@@ -83,14 +84,13 @@ class Prices:
 
 
 def evaluations(config: Config, steps: int) -> int:
-    """Returns the number of network evaluations of an iteration's exploration and regeneration.
+    """Returns the number of network evaluations for an iteration's exploration and regeneration.
 
-    A second evaluation for classifier-free guidance and those of the update are not counted.
+    Those of the update, and the second evaluation of classifier-free guidance, are not counted.
 
     Args:
-        config: The configuration, from which the numbers of prompts, of candidates, of kept
-            candidates and of steps of regeneration are. Without regeneration only exploration
-            counts.
+        config: The configuration, from which the numbers of prompts, candidates, kept candidates
+            and regeneration steps are read. Without regeneration only exploration counts.
         steps: The number of exploring steps per candidate.
     """
     rollout = config.rollout
@@ -100,18 +100,17 @@ def evaluations(config: Config, steps: int) -> int:
 
 
 def prices_of(plan: Mapping[str, Any]) -> Prices:
-    """Returns the prices of a plan for one device.
+    """Returns the prices of one model on one device, from the plan of an iteration.
 
-    The seconds of a stage are divided by the number of samples, of samples and steps, or of samples
-    and terms that an iteration of the preset has, though whole batches were planned. Overrides of
-    the plan are not in its JSON, so they must not change these numbers. A plan without a stage
-    "sync" has 0 seconds for it. If exploration has the training precision, the price of
-    regeneration counts for both.
+    A plan has the seconds of each stage of an iteration of a preset. They are divided by the
+    preset's numbers of samples, steps and training terms, so the plan must not have been made with
+    overrides of these numbers.
 
     Args:
-        plan: The plan, as `solrl plan` prints it in JSON: "preset" (its name), "device",
-            "exploration" (whose first word is the format) and "stages" (each with "name" and
-            "seconds").
+        plan: The plan, as `solrl plan` prints it in JSON, with the keys "preset" (its name),
+            "device", "exploration" (a text whose first word is the number format) and "stages" (a
+            list of dicts with "name" and "seconds"). Without a stage "sync" its price is 0. If
+            exploration has the training precision, its price is that of regeneration.
 
     Raises:
         ConfigError: If there is no such preset.

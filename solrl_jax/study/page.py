@@ -48,18 +48,17 @@ def write(
 
 
 def refuse_foreign(folder: Path, logs: Iterable[Path] = ()) -> None:
-    """Checks that no file that a study would replace was written by something else.
-
-    A directory whose `study.json` is that of a study passes, whatever else is in it.
+    """Checks that a study would not replace files that something else wrote.
 
     Args:
-        folder: The directory of the study. Its `study.json`, `study.md` and `study.png` are
-            checked.
-        logs: Further files that are replaced. They are not checked if the directory has a file
-            `.lock`, which a study makes that trains there: they are its own then.
+        folder: The directory of the study, whose `study.json`, `study.md` and `study.png` are
+            replaced. If its `study.json` is that of a study, everything is accepted.
+        logs: Further files that are replaced: the logs of runs. They are not checked if the
+            directory has a file `.lock`, because a study has then trained there.
 
     Raises:
-        InputError: If one of these files exists and `study.json` is no study's or cannot be read.
+        InputError: If one of these files exists and `study.json` is missing, cannot be read or is
+            no study's.
     """
     replaced = (
         *(folder / name for name in (DATA, PAGE, FIGURE)),
@@ -204,7 +203,7 @@ def brief_repr(value: Estimate | None, sign: str = "", digits: int = 3) -> str:
 
     Args:
         value: The mean and the standard error, or None if they are unknown.
-        sign: "+" to print the sign of a positive mean; "" prints only that of a negative one.
+        sign: "+": a positive mean is printed with its sign. "": only a negative one is.
         digits: The number of decimal places of both.
 
     Returns:
@@ -302,15 +301,15 @@ def draw(path: Path, courses: Mapping[str, Sequence[Course]], sweeps: Sweeps, se
 
 
 def _band(panel: Any, x: np.ndarray, y: np.ndarray, look: tuple[str, str], label: str) -> None:
-    """Draws the mean of curves, with a band of its standard error on both sides.
+    """Draws the mean of several curves, with a band of one standard error on both sides.
 
-    Points are marked if there are at most 10. The band has no width for a single curve.
+    Points are marked if there are at most 10. A single curve has no band.
 
     Args:
-        panel: The matplotlib axes, which are drawn on.
+        panel: The matplotlib axes to draw on.
         x: The x value of each point, [x], for all curves.
         y: The curves, [seeds, x].
-        look: A colour and a line style of matplotlib.
+        look: A pair: the colour and the line style, as matplotlib names them.
         label: The name in the legend.
     """
     color, style = look

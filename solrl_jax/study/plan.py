@@ -29,11 +29,11 @@ Seeds = Annotated[tuple[Seed, ...], Field(min_length=1)]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quick(Section):
-    """The changes of a quick study.
+    """The changes that make a study quick, so that a plan can be tried.
 
     Attributes:
         seeds: The seeds of every arm, at least one and no two equal, in place of the plan's.
-        overrides: Overrides `key=value` that come after the plan's and the arm's, so that they win.
+        overrides: Overrides `key=value` of every arm. They win over the plan's and the arm's.
     """
 
     # The seeds of every arm.
@@ -44,21 +44,21 @@ class Quick(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(Section):
-    """The arms of a study, at least one, and their comparisons. All fields are required.
+    """The arms of a study and their comparisons. All fields are required.
 
     Attributes:
         what: One sentence about the study, for its page.
-        preset: The preset of all arms.
+        preset: The name of the preset that all arms start from.
         overrides: Overrides `key=value` of every arm.
-        arms: The further overrides of each arm, which win over `overrides`, by its name. A name
-            begins with an ASCII letter or digit; letters, digits, "_", "." and "-" may follow, up
-            to 60 characters.
+        arms: By the name of each arm, at least one, its further overrides, which win over
+            `overrides`. A name has up to 60 ASCII letters, digits, "_", "." and "-", of which the
+            first is a letter or digit.
         seeds: The seeds that every arm is trained with, from 0 to 2**31 - 1, at least one and no
             two equal.
-        compared: Pairs of an arm and the arm that it is compared with.
-        sweeps: By the dotted name of a setting, arms that differ in it. Each is a panel of the
-            figure.
-        quick: The seeds and overrides of a quick study, which is small enough to try the plan.
+        compared: Pairs (arm, the arm that it is compared with).
+        sweeps: By the dotted name of a setting, the names of arms that differ in it. Each setting
+            gets a panel of the figure.
+        quick: The seeds and overrides of the quick version of the study.
     """
 
     # One sentence about the study, for its page.

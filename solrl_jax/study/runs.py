@@ -27,12 +27,14 @@ def log_of(run: Run) -> Path:
 
 
 def finished(run: Run) -> bool:
-    """Returns whether the directory of a run holds this very run, trained and evaluated to the end.
+    """Returns whether a run is finished: trained and evaluated to the end in its directory.
 
     Args:
-        run: The run. False if its directory is no run directory, has another configuration, or if
-            its record has no held-out reward of the last iteration. A reward that was not finite
-            counts as one.
+        run: The run.
+
+    Returns:
+        False if its directory is no run directory, was made with another configuration, or has no
+        held-out reward of the last iteration in its metrics (a reward that was not finite counts).
 
     Raises:
         InputError: If the `config.yaml` in the directory cannot be read.
@@ -100,19 +102,20 @@ def _train(
 ) -> str | None:
     """Trains one run in a process of its own, and waits for it.
 
-    Its output replaces the file `ARM-SEED.log`. The process has a session of its own, so that
-    Ctrl-C does not reach it directly. Variables of this process's environment win over those that
-    are set here: the directory of compiled programs, and the numbers of threads.
+    Its output replaces the file `ARM-SEED.log`. The process does not get a Ctrl-C of the terminal;
+    the caller ends it. It gets an equal part of the CPU's threads, and a directory of compiled
+    programs, unless this process's environment has the variables for them (NPROC, OMP_NUM_THREADS,
+    JAX_COMPILATION_CACHE_DIR).
 
     Args:
         run: The run, whose arguments `solrl train` is called with.
-        out: The directory of the study, in which all runs share compiled programs (`out/programs`).
+        out: The directory of the study. All runs share the compiled programs in `out/programs`.
         processes: The number of runs that train at once and share the CPU cores.
-        started: The process is appended to this list.
+        started: A list that the process is appended to, so that the caller can end it.
 
     Returns:
-        Why the run failed: the signal that ended it, or the last line of its output without "solrl:
-        ". None if it succeeded.
+        None if it succeeded. Otherwise why the run failed: the signal that ended it, or the last
+        line of its output.
 
     Raises:
         RunError: If the disk refuses the output.

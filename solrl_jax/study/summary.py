@@ -23,18 +23,21 @@ def summarise(
         runs: All runs of the study, finished or not, at least one of each arm. Their directories
             are read.
         prices: The seconds of each kind of work.
-        failed: Why runs failed, by their names ARM-SEED. Only used for runs that are not finished.
+        failed: By their names ARM-SEED, why runs failed. Only used for runs that are not finished.
 
     Returns:
-        Two values: the content of `study.json`, and the courses of the finished runs by arm (an
-        empty list for an arm without any). The content has "plan" (a dict with "name", "what",
-        "preset", "arms", the overrides of each, and "seeds"), "setting" (texts by name:
-        "evaluation", "cost" and "trained on"), "prices" (the fields of `prices`), "arms" (the
-        estimates of each arm by its name) and "compared" (a list with those of each pair, both from
-        `compare.compare`), "missing" (the reason for each run that is not finished, by its name),
-        and "runs" (for each finished run by its name ARM-SEED, lists of the values of "iterations",
-        "cost" and each score at its evaluations, and of each measure of fidelity in its
-        iterations). Unknown numbers are NaN.
+        A tuple: the content of `study.json`, and the courses of the finished runs by arm (an empty
+        list for an arm without any). The content is a dict with the keys:
+          * "plan": a dict with "name", "what", "preset", "arms" (the overrides of each) and
+            "seeds";
+          * "setting": texts by name: "evaluation", "cost" and "trained on";
+          * "prices": the fields of `prices`;
+          * "arms" and "compared": the two results of `compare.compare`, estimates of each arm by
+            its name and a list of those of each pair;
+          * "missing": by the name of each run that is not finished, the reason;
+          * "runs": by the name of each finished run, lists of numbers: "iterations", "cost" and
+            each score at its evaluations, and each measure of fidelity in its iterations.
+        Unknown numbers are NaN.
 
     Raises:
         InputError: If the files of a run are incomplete or cannot be read.
@@ -82,14 +85,13 @@ def _setting(done: Sequence[Run], prices: Prices) -> dict[str, str]:
     """Describes how the finished runs were evaluated, priced and trained.
 
     Args:
-        done: The finished runs, whose `run.json` is read. Several different descriptions are joined
-            by semicolons.
+        done: The finished runs, whose `run.json` is read.
         prices: The seconds of each kind of work.
 
     Returns:
-        Texts by name: "evaluation" and "trained on" (devices, versions of JAX and Python), which
-        are "no run is finished" without runs and contain "unknown" or "None" for facts that a run
-        did not record; and "cost", which names the prices.
+        A dict of three texts. "evaluation": how held-out rewards were measured. "trained on": the
+        devices and the versions of JAX and Python. If runs differ in these, their descriptions are
+        joined by semicolons; without runs they are "no run is finished". "cost": the prices.
 
     Raises:
         InputError: If the `run.json` of a run is damaged.

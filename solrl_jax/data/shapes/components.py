@@ -15,17 +15,19 @@ _NEIGHBOURS = ((-1, 0), (1, 0), (0, -1), (0, 1))
 
 
 def label_components(pixel_colour: Int[Array, "h w"]) -> Int[Array, "h w"]:
-    """Labels each 4-connected component of equal colour by its largest flat index.
+    """Labels each 4-connected component of equal colour.
 
-    The background is labelled too. The number of rounds is fixed: 4 in an image 32 wide, and one
-    more for each doubling of the longer side. A component with very long winding arms may therefore
-    stay in several pieces, each with a label of its own.
+    The label of a component is the largest flat index (`row * w + column`) of its pixels. Labels
+    spread in a fixed number of rounds (4 in an image 32 wide, one more for each doubling of the
+    longer side), so a component with very long winding arms may stay in several pieces, each with a
+    label of its own.
 
     Args:
-        pixel_colour: The index of each pixel's colour, -1 for the background.
+        pixel_colour: The index of each pixel's colour, -1 for the background. The background is
+            labelled too.
 
     Returns:
-        For each pixel the flat index `row * w + column` of the last pixel of its component, int32.
+        The label of each pixel, int32 [h, w].
     """
     labels = jnp.arange(pixel_colour.size).reshape(pixel_colour.shape)
     connected = [pixel_colour == _shift(pixel_colour, dy, dx, -2) for dy, dx in _NEIGHBOURS]
@@ -51,13 +53,13 @@ def largest_components(
     Among components of equal area, the one with the larger label comes first.
 
     Args:
-        labels: The label of the component of each pixel, a flat index of the image.
-        covered: Whether the pixel has a colour; others do not count.
+        labels: The label of each pixel's component, from `label_components`.
+        covered: Which pixels count: those of a colour, not those of the background.
         count: The number k of components to return, at least 1.
 
     Returns:
-        Areas in pixels and labels, int32 [k] each. An area of 0 or less means that there are no
-        more components; its label has no meaning.
+        Areas in pixels and labels, int32 [k] each. If the image has fewer components, the further
+        areas are 0 or less, and their labels have no meaning.
     """
     counts = covered.ravel().astype(jnp.int32)
     remaining = jnp.zeros(labels.size, jnp.int32).at[labels.ravel()].add(counts)
@@ -74,10 +76,13 @@ def largest_components(
 
 
 def dilate(mask: Bool[Array, "k h w"]) -> Bool[Array, "k h w"]:
-    """Returns masks with the eight neighbours of each of their pixels.
+    """Grows each mask by one pixel in all eight directions.
 
     Args:
-        mask: Boolean masks, one per component. Nothing is true beyond the edges of the image.
+        mask: Boolean masks, one per component.
+
+    Returns:
+        Masks that are true where `mask` is true at the pixel or at one of its eight neighbours.
     """
     rows = mask | _shift(mask, -1, 0, 0) | _shift(mask, 1, 0, 0)
     return rows | _shift(rows, 0, -1, 0) | _shift(rows, 0, 1, 0)

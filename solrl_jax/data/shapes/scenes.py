@@ -82,14 +82,13 @@ class Scene:
     """The objects that a caption describes.
 
     Attributes:
-        groups: One group, or two.
+        groups: One group of equal objects, or two. Two groups differ in colour or shape, have at
+            most 4 objects together, and neither is "three large ..." (there would be no room).
         relation: "above", "below", "left of" or "right of" (`RELATIONS`): where the first group is
             relative to the second. None for one group.
 
     Raises:
-        ValueError: If the grammar does not allow the scene: no group or more than two, one group
-            with a relation, two without one, two of the same colour and shape, two with more than 4
-            objects together, or three shapes that are called large beside a second group.
+        ValueError: If the fields are not as described.
     """
 
     groups: tuple[Group, ...]
@@ -107,11 +106,11 @@ class Scene:
             raise ValueError(f"{self}: not a scene of the embedded world; expected {GRAMMAR}")
 
     def _is_valid(self) -> bool:
-        """Whether the grammar has this scene.
+        """Whether the fields obey the rules of the embedded world. The constructor checks it.
 
-        It has one group without a relation, or two with a known relation. Two groups must differ in
-        colour or shape, have at most 4 (`MAX_OBJECTS`) objects together, and none may consist of
-        three shapes that are called large. A single group may.
+        One group has no relation; two groups have a known one. Two groups differ in colour or
+        shape, have at most 4 (`MAX_OBJECTS`) objects together, and neither has three objects called
+        large.
         """
         if len(self.groups) == 1:
             return self.relation is None
@@ -153,8 +152,8 @@ def _parse_group(text: str) -> Group:
     """Parses the caption of one group, e.g. "two small red circles".
 
     Args:
-        text: The caption, in lower case with single spaces: "a", "one", "two" or "three"; possibly
-            "small" or "large"; a colour; and a shape, with an "s" for two or three.
+        text: The caption, in lower case with single spaces: "a", "one", "two" or "three"; then,
+            optionally, "small" or "large"; a colour; and a shape, with an "s" for two or three.
 
     Returns:
         The group. Its size is None if the caption has none.

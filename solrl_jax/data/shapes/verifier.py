@@ -94,21 +94,19 @@ class Verdict(NamedTuple):
 
 
 class Detections(NamedTuple):
-    """The objects in n images as the strict verdict sees them.
+    """The objects in n images, with a definite colour and shape each.
 
-    The k entries of an image are its 8 largest components (connected sets of pixels of one colour),
-    the largest first. An entry is an object if its area is at least 8 pixels of an image 32 wide;
-    otherwise colour, shape and size are -1, and centre and diameter have no meaning.
+    The k = 8 entries of an image are its largest components (connected sets of pixels of one
+    colour), the largest first. Lengths are scaled as if the image had the area 32 x 32 pixels, its
+    true size notwithstanding. A component of fewer than 8 such pixels is no object: its colour,
+    shape and size are -1, and its centre and diameter have no meaning.
 
     Attributes:
-        colour: Index into `scenes.COLOURS`; -1 where the object is too pale or far from every
-            colour, or where there is no object.
-        shape: Index into `scenes.SHAPES`; -1 where the object is like no shape, or where there is
-            no object.
-        size: Index into `scenes.SIZES`; -1 where there is no object.
-        centre: (x, y) of the centre of the bounding box, in pixels of an image 32 wide, with y
-            growing downwards.
-        diameter: Side of the square bounding box, in pixels of an image 32 wide.
+        colour: Index into `scenes.COLOURS`; -1 also where an object has no clear colour.
+        shape: Index into `scenes.SHAPES`; -1 also where an object has no clear shape.
+        size: Index into `scenes.SIZES`.
+        centre: (x, y) of the centre of the bounding box in scaled pixels, with y growing downwards.
+        diameter: Side of the square bounding box in scaled pixels.
     """
 
     colour: Int[Array, "*n k"]
@@ -121,23 +119,24 @@ class Detections(NamedTuple):
 class _Components(NamedTuple):
     """Measurements of the k = 8 largest components of one image, the largest first.
 
-    A component is a connected set of pixels of one colour. The cover of a pixel is the share of it,
-    in [0, 1], that the component covers, as its RGB value between the background and the colour
-    says. Lengths and areas are in pixels of an image of the area 32 x 32. Where the image has fewer
-    components, `area` and `present` are 0 or less, and the other measurements have no meaning.
+    A component is a connected set of pixels of one colour. Its cover of a pixel, in [0, 1], is the
+    share of the pixel that it fills, seen from the pixel's mixture of the colour and the
+    background. Lengths and areas are scaled as if the image had the area 32 x 32 pixels. Where the
+    image has fewer components, `area` and `present` are 0 or less, and the other entries have no
+    meaning.
 
     Attributes:
         area: The number of pixels with a cover above one half.
-        present: How far the component is large enough to be an object, in [0, 1].
-        colour: How far the component has each colour of `scenes.COLOURS`, in [0, 1].
+        present: Whether the component is large enough to be an object, as a soft value in [0, 1].
+        colour: Whether the component has each colour of `scenes.COLOURS`, soft, in [0, 1].
         colour_distance: Distance from each colour, in RGB with channels in [0, 1].
         peak: Cover of the most covered pixel, in [0, 1].
         iou: Intersection over union with an ideal circle, square and triangle (`scenes.SHAPES`).
-        shape: How far the component has each shape, in [0, 1].
+        shape: Whether the component has each shape, soft, in [0, 1].
         diameter: Side of the bounding box, which is a square.
         centre: (x, y) of the centre of the bounding box.
-        specks: Area of all components that have fewer than 8 pixels (too small for an object) or
-            are not among the k largest.
+        specks: Area of all components that are no objects: those of fewer than 8 pixels, and those
+            that are not among the k largest.
     """
 
     area: Float[Array, " k"]
@@ -159,7 +158,8 @@ def parse_targets(captions: Sequence[str]) -> Targets:
         captions: n captions; n may be 0.
 
     Returns:
-        int32 arrays with one row per caption, [n, 2] for the two groups and [n] for the relation.
+        `Targets` with one row per caption: int32 [n, 2] for each field of its two groups, and int32
+        [n] for the relation.
 
     Raises:
         ValueError: If a caption does not follow the grammar of `scenes`.
@@ -187,8 +187,8 @@ def verify(images: Float[Array, "n h w 3"], targets: Targets) -> Verdict:
     """Judges each image against the objects that its caption asks for. Compiled for each shape.
 
     Args:
-        images: Finite RGB in [0, 1], of any floating-point dtype and size. Lengths are scaled as if
-            an image had the area 32 x 32.
+        images: Finite RGB in [0, 1], of any floating-point dtype and size. Thresholds of areas and
+            lengths scale with the size of the image.
         targets: The objects that the captions of the images ask for, one row per image.
 
     Returns:
@@ -207,13 +207,13 @@ def detect(images: Float[Array, "n h w 3"]) -> Detections:
     """Finds the objects in images, whatever their captions ask for. Compiled for each shape.
 
     Args:
-        images: Finite RGB in [0, 1], of any floating-point dtype and size. Lengths are scaled as if
-            an image had the area 32 x 32.
+        images: Finite RGB in [0, 1], of any floating-point dtype and size. Thresholds of areas and
+            lengths scale with the size of the image.
 
     Returns:
-        The 8 largest components of each image (connected sets of pixels of one colour), the largest
-        first, in arrays [n, 8]. Those smaller than 8 pixels of an image 32 wide are no objects and
-        have the colour, shape and size -1.
+        Arrays [n, 8] with the 8 largest components of each image (connected sets of pixels of one
+        colour), the largest first. Those that are too small for an object have the colour, shape
+        and size -1.
     """
 
     def detect_one(image: Float[Array, "h w 3"]) -> Detections:
@@ -228,14 +228,15 @@ def detect(images: Float[Array, "n h w 3"]) -> Detections:
 def _measure(image: Float[Array, "h w 3"]) -> _Components:
     """Finds the components of one image, connected sets of pixels of one colour, and measures them.
 
-    The mask of a component is soft: it includes the background pixels around it, as far as its
-    colour covers them. Lengths are scaled as if the area of the image were 32 x 32 pixels.
+    The mask of a component is soft at its edge, where pixels are mixtures of its colour and the
+    background.
 
     Args:
-        image: RGB in [0, 1], float32.
+        image: RGB in [0, 1], float32 [h, w, 3].
 
     Returns:
         The measurements of the 8 largest components, the largest first, and the area of all others.
+        Lengths and areas are scaled as if the image had the area 32 x 32 pixels.
     """
     unit = math.sqrt(image.shape[0] * image.shape[1]) / scenes.BASE
     # One plane per channel, because arrays whose last axis is three long are slow.
@@ -288,11 +289,11 @@ def _measure(image: Float[Array, "h w 3"]) -> _Components:
 
 
 def _classify_pixels(offset: list[Float[Array, "h w"]]) -> Int[Array, "h w"]:
-    """Returns the index of each pixel's colour; -1 where a colour covers at most half of the pixel.
+    """Returns the index of each pixel's colour, or -1 for the background.
 
-    The colour is the one whose line to the background in RGB is nearest to the pixel's value; among
-    equally near ones the first. The nearest colour would be wrong: a pixel at an edge is a mixture
-    with the background, which is close to some paler colour.
+    A pixel at an edge is a mixture of a colour and the background, so its RGB value lies on the
+    line between both. It gets the colour whose line is nearest (among equally near ones the first),
+    and -1 if it is more than half background.
 
     Args:
         offset: The image minus the background, one plane per channel (red, green, blue).
@@ -389,19 +390,20 @@ def _ramp(x: Array, low: float, high: float) -> Array:
 
 
 def _score(components: _Components, target: Targets) -> Float[Array, ""]:
-    """Returns the soft score of one image in [0, 1].
+    """Returns the soft score of one image: the weighted mean of up to five terms in [0, 1].
 
-    It is the weighted mean of these terms, with the weights 0.4, 0.12, 0.12, 0.26 and 0.1
-    (`_WEIGHTS`). A caption without a relation has no fourth term.
+    Numbers of objects are sums over the components of how much each one fits, in [0, 1]. The
+    completeness of a group is its number of objects over the number that the caption asks for, at
+    most 1.
 
-      1. "objects": 1 less the relative error of the number of objects of a group, at least 0; the
-         mean over the groups. Numbers are sums of soft memberships.
-      2. "colours": the same for the objects of the group's colour, whatever their shape.
-      3. "shapes": the same for the objects of the group's shape, whatever their colour.
-      4. "relation": how far the middles of the groups lie as asked, in (0, 1), times the
-         completeness of either group: its number of objects over the asked one, at most 1.
-      5. "alone": `exp(-n)` times the mean completeness of the groups, where n is the number of
-         further objects plus the area of specks over 20.
+      1. "objects" (weight 0.4): for each group, 1 less the relative error of its number of objects,
+         at least 0; the mean over the groups.
+      2. "colours" (0.12): the same, counting objects of the group's colour, whatever their shape.
+      3. "shapes" (0.12): the same, counting objects of the group's shape, whatever their colour.
+      4. "relation" (0.26, only for captions with one): how well the mean positions of both groups
+         fulfil it, in (0, 1), times the completeness of each group.
+      5. "alone" (0.1): `exp(-n)` times the mean completeness of the groups, where n is the number
+         of objects that belong to no group plus a twentieth of the area of specks.
 
     Args:
         components: Measurements of the components of the image.
@@ -455,11 +457,11 @@ def _score(components: _Components, target: Targets) -> Float[Array, ""]:
 def _strict_verdict(components: _Components, target: Targets) -> Bool[Array, ""]:
     """Whether one image shows exactly the objects that its caption asks for.
 
-    Every group must have its number of objects of the right colour, shape and, if it is given,
-    size. There must be no further object, and less than 8 pixels of specks (components that are too
-    small for an object or not among the 8 largest; in an image 32 wide). With the relation "above",
-    for instance, the centre of every object of the first group must be above those of all of the
-    second, and the mean centres of both groups must be farther apart vertically than horizontally.
+    Every group must have exactly its number of objects of its colour, shape and, if given, size.
+    There must be no further object, and less than 8 pixels (of an image scaled to the area 32 x 32)
+    in components that are no objects. For the relation "above" the centre of every object of the
+    first group must be above that of every object of the second, and the mean centres of the groups
+    must be farther apart vertically than horizontally; likewise for the others.
 
     Args:
         components: Measurements of the components of the image.
@@ -492,17 +494,17 @@ def _strict_verdict(components: _Components, target: Targets) -> Bool[Array, ""]
 def _classify_components(
     components: _Components,
 ) -> tuple[Int[Array, " k"], Int[Array, " k"], Int[Array, " k"]]:
-    """Returns the indices of each component's colour, shape and size, int32 [k] each.
+    """Returns the colour, shape and size of each component as indices, int32 [k] each.
 
     Args:
-        components: Measurements of the k components of one image.
+        components: Measurements of the k components of one image. Small ones are classified too.
 
     Returns:
-        The colour, an index into `scenes.COLOURS`: the nearest one, or -1 if it is 0.3 or more away
-        in RGB or no pixel is covered by more than 0.6. The shape, an index into `scenes.SHAPES`:
-        the one of the largest intersection over union, or -1 if this is at most 0.6. The size: 0
-        (small), or 1 (large) for a diameter above 8.5 pixels in an image 32 wide; it is never -1.
-        Components of any area are classified.
+        A tuple. The colour, an index into `scenes.COLOURS`: the nearest one, or -1 if it is 0.3 or
+        more away in RGB or no pixel has a cover above 0.6. The shape, an index into
+        `scenes.SHAPES`: that of the largest intersection over union, or -1 if this is at most 0.6.
+        The size, an index into `scenes.SIZES`: 1 (large) for a diameter above 8.5 pixels of an
+        image scaled to the area 32 x 32, else 0 (small).
     """
     near = components.colour_distance.min(-1) < _COLOUR_STRICT
     coloured = near & (components.peak > _PEAK_STRICT)
@@ -516,13 +518,15 @@ def _classify_components(
 def _displacement(
     member: Float[Array, "k 2"], centre: Float[Array, "k 2"], relation: Int[Array, ""]
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Returns how far the middles of the two groups are apart.
+    """Returns how far the mean positions of the two groups are apart.
 
     Args:
-        member: How far each component belongs to each group, in [0, 1]. The middle of a group is
-            the mean of the centres with these weights; (0, 0) for a group without members.
+        member: How much each of the k components belongs to each group, in [0, 1]. The position of
+            a group is the mean of the centres with these weights; (0, 0) for a group without
+            members.
         centre: (x, y) of the centre of each component, in any unit, with y growing downwards.
-        relation: Index into `scenes.RELATIONS`. With -1 the result has no meaning.
+        relation: Index into `scenes.RELATIONS`: the relation that the first group should have to
+            the second. With -1 the result has no meaning.
 
     Returns:
         The distance along the axis of the relation, positive if the groups lie as asked, and the
