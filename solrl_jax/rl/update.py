@@ -56,8 +56,8 @@ class PolicyBatch:
         prompt: The row of each sample's prompt in `conditioning`.
         seeds: The seeds that training noise and sigmas are drawn from: the two words of a key each.
         conditioning: The prompt embeddings. Every leaf has a leading axis of p prompts.
-        states: The states before the first recorded step and after each of them, float32. None if
-            the objective trains on noised latents.
+        states: The recorded latents of each sample's trajectory, float32: before the first recorded
+            step and after each of them. None if the objective trains on noised latents.
     """
 
     latents: Float[Array, "b h w c"]
@@ -71,7 +71,7 @@ class PolicyBatch:
 
 @dataclasses.dataclass(frozen=True)
 class _Problem:
-    """What the loss of a micro-batch reads beside the trained parameters.
+    """What the loss of a micro-batch needs beside the trained parameters.
 
     Attributes:
         backbone: The networks, which predict velocities, and the mesh.
@@ -84,9 +84,10 @@ class _Problem:
         schedule: The schedule that the samples were generated on, whose sigmas and recorded steps
             are trained at.
         objective: The function (velocities, target, algorithm) -> (losses, metrics), one value per
-            term.
-        chosen: The indices of the steps of the schedule at which each sample is trained, one row
-            per sample and one column per slot.
+            sample of a micro-batch.
+        chosen: Where each of the b samples is trained: the indices of the steps of `schedule`, one
+            row per sample and one column ("slot") for each of the `config.num_train_sigmas` times
+            that it is trained.
     """
 
     backbone: Backbone
@@ -109,13 +110,15 @@ def update(
     schedule: Schedule,
     objective: Objective | None = None,
 ) -> tuple[TrainState, Metrics]:
-    """Takes the optimizer steps of one iteration. The EMA and the old policy follow.
+    """Takes the optimizer steps of one iteration, and then updates the old policy. The EMA is
+    updated after each optimizer step.
 
-    A term of the loss is a pair of a sample and a sigma. Each sample is trained at
-    `config.num_train_sigmas` sigmas of its schedule, drawn without replacement from its seed, with
-    fresh noise; or at as many of its recorded steps. Gradients are averaged over all terms of an
-    optimizer step whose samples have weight 1. A micro-batch whose loss or gradient is not finite
-    contributes nothing and is counted.
+    Each sample is trained at `config.num_train_sigmas` sigmas of its schedule, drawn without
+    replacement from its seed: noised anew to that sigma, or (for objectives that train on
+    transitions) at the recorded step that starts there. Each such pair of a sample and a sigma is a
+    term of the loss. The terms are divided among the optimizer steps, each of which minimizes their
+    mean. Terms of samples of weight 0 do not count, and neither do those of a micro-batch whose
+    loss or gradient is not finite.
 
     Args:
         backbone: The networks and the mesh, which must also be the ambient mesh; static.
@@ -132,10 +135,13 @@ def update(
 
     Returns:
         The new state, placed as the old one, and the metrics of the iteration as float32 scalars:
-        "loss" and those of the objective by its names (e.g. "loss/policy"), as means over terms of
-        weight 1, and "grad_norm" (before clipping), all as means over the optimizer steps;
-        "skipped_micro_batches", the number of micro-batches that contributed nothing; and
-        "old_decay", the weight with which the old policy was kept.
+
+        * "loss" and those of the objective by its names (e.g. "loss/policy"): means over the terms
+          that count.
+        * "grad_norm": the norm of the gradient before clipping, mean over the optimizer steps.
+        * "skipped_micro_batches": the number of micro-batches whose loss or gradient was not
+          finite.
+        * "old_decay": the weight with which the old policy was kept (`old_decay`).
 
     Raises:
         InputError: While tracing, if an objective `module:function` cannot be imported.
@@ -167,12 +173,13 @@ def update(
 
 
 def old_decay(step: Int[Array, ""], decay_type: int) -> Float[Array, ""]:
-    """The weight of the old policy when it is blended with the trained one after an iteration.
+    """The weight d with which the old policy is kept after an iteration: `old = d old + (1 - d)
+    trained`.
 
     Args:
         step: The number of optimizer steps taken so far, t.
-        decay_type: `algorithm.decay_type`. 0 gives 0; 1 gives min(0.001 t, 0.5); 2 gives 0 up to
-            t = 75 and then min(0.0075 (t - 75), 0.999); 3 gives min(0.001 t, 0.3).
+        decay_type: `algorithm.decay_type`. 0 gives 0; 1 gives min(0.001 t, 0.5); 2 gives 0 up to t
+            = 75 and then min(0.0075 (t - 75), 0.999); 3 gives min(0.001 t, 0.3).
 
     Returns:
         The weight in [0, 1), float32. With 0 the old policy becomes the trained one.
@@ -201,7 +208,7 @@ def blend(kept: Trainable, new: Trainable, decay: Float[Array, ""]) -> Trainable
 def _optimizer_step(
     problem: _Problem, state: TrainState, terms: Int[Array, " terms"]
 ) -> tuple[TrainState, Metrics]:
-    """Takes one optimizer step on the mean loss over `terms`, and one step of the EMA.
+    """Takes one optimizer step on the mean loss over some terms, and one step of the EMA.
 
     Parameters that are trained in full are clipped to the bounds of their parameter, if it has any.
     After step t, the decay of the EMA is min((1 + t) / (10 + t), `algorithm.ema_decay`).
@@ -209,8 +216,8 @@ def _optimizer_step(
     Args:
         problem: The inputs of the loss beside the trained parameters.
         state: The state before the optimizer step.
-        terms: The numbers of the terms of the loss. Term t is sample t mod b of the b samples, at
-            the step of the schedule that column t div b of `problem.chosen` has for it.
+        terms: The numbers of the terms of the loss. With b samples, number t is sample t mod b at
+            the step `problem.chosen[t mod b, t div b]` of the schedule.
 
     Returns:
         The state after the step, whose old policy is unchanged, and the metrics of the step as
@@ -246,27 +253,27 @@ def _accumulate(
     micro: int,
     mesh: Mesh,
 ) -> tuple[Trainable, Metrics]:
-    """Accumulates the gradient of the loss over all terms, one micro-batch at a time per group.
+    """Accumulates the gradient of the loss over all terms, one micro-batch at a time per group of
+    devices.
 
-    A group is the devices that share samples. Micro-batches are the same on every mesh, and the
-    sums do not depend on the order of their terms (`parallel.sums`), so the gradient does not
-    depend on the mesh. The gradients of adapters are summed within each group, and only the sums
-    are communicated. The sums of whole arrays would take several times the memory of the network on
-    each device. They are therefore divided over all devices, which receive their shares of each
-    micro-batch, and the gradient is divided as the weights are.
+    A group is the devices along the mesh axis `tensor`, which share samples; different groups take
+    different micro-batches at the same time. The sums do not depend on the order of their terms
+    (`parallel.sums`), so the gradient does not depend on the mesh.
 
     Args:
         loss: (trainable, terms, valid) -> (loss, metrics) of one micro-batch. `valid` is 0 for
             terms that pad the last micro-batches, else 1.
         adapters: The trained parameters, by which the loss is differentiated.
         terms: The numbers of all terms of the optimizer step, which `loss` gets in parts.
-        micro: The number of terms of one micro-batch, which a group takes at once.
+        micro: The number of terms of one micro-batch.
         mesh: The mesh of the run, which must be the ambient one.
 
     Returns:
-        The gradient, in the structure and the shapes of `adapters`, and the metrics, "loss" and
-        "skipped_micro_batches" summed over all micro-batches. A micro-batch whose loss or gradient
-        is not finite adds zeros to all of them and 1 to the last.
+        The gradient, in the structure and the shapes of `adapters`, and sums over all
+        micro-batches: the metrics of `loss`, its value as "loss", and the number of micro-batches
+        whose loss or gradient is not finite as "skipped_micro_batches". These add nothing to the
+        other sums. The gradient of adapters is on every device; that of arrays that are trained in
+        full is sharded as they are.
     """
     whole = {path: value for path, value in adapters.items() if not isinstance(value, dict)}
     groups = sharding.row_groups(mesh)
@@ -314,15 +321,16 @@ def _accumulate(
 
 
 def _divide_over_groups(x: Float[Array, " groups *shape"]) -> Float[Array, " groups padded_size"]:
-    """Redistributes `x` from one row per group to columns divided over all groups.
+    """Flattens each row of `x` and reshards it, from one row per group of devices to a share of the
+    columns of all rows per group.
 
     Args:
         x: One row per group of devices that share samples (the axes `data` and `fsdp` of the
             ambient mesh).
 
     Returns:
-        The rows flattened and padded with zeros to a multiple of the number of groups. The first
-        axis is complete on every device, the second one divided over the groups.
+        The flat rows, padded with zeros to a multiple of the number of groups. Every device has all
+        rows, and the columns are divided over the groups.
     """
     flat = x.reshape(len(x), -1)
     # The constraint on the first axis keeps the partitioner from splitting other axes of `x`.
@@ -346,8 +354,8 @@ def _micro_batch_loss(
     Args:
         problem: The samples, the policies and the objective.
         adapters: The trained parameters by path, with which the trained policy is evaluated.
-        terms: The number of each term: its slot in `problem.chosen` times the number of samples,
-            plus its sample.
+        terms: The numbers of the terms. With b samples, number t is sample t mod b at the step
+            `problem.chosen[t mod b, t div b]` of the schedule.
         valid: 0 for terms that pad the micro-batch, else 1.
         total: The total weight of the terms of the optimizer step, by which sums are divided; at
             least 1.
@@ -398,12 +406,13 @@ def reference_terms(
 ) -> Int[Array, " n"]:
     """Draws the terms of a micro-batch at which the reference policy is evaluated.
 
-    Every subset of n of the m terms is equally probable. Micro-batches are the same on every mesh,
-    so the draw is, too.
+    Every subset of n of the m terms is equally probable. The draw depends on the arguments alone,
+    not on the mesh.
 
     Args:
         seeds: The seed of the sample of each term, the two words of a key.
-        slot: The slot of each term, which tells apart the terms of one sample.
+        slot: Which of the times that its sample is trained each term is, counted from 0. It gives
+            terms of one sample different random numbers.
         fraction: The fraction of the terms, in (0, 1]. n is `fraction * m` rounded up.
 
     Returns:
@@ -422,17 +431,19 @@ def _target(
     slot: Int[Array, " m"],
     clean: Callable[[Array], Array],
 ) -> tuple[Float[Array, " m"], TrainingTarget]:
-    """The samples of a micro-batch, noised anew or at a recorded step.
+    """Makes the training targets of a micro-batch: samples that are noised anew, or their recorded
+    steps.
 
     The noise of a term depends on the seed of its sample and on its slot alone.
 
     Args:
-        problem: The samples, their schedule, and the step of it for each sample and slot. If the
+        problem: The samples, their schedule, and the steps at which each sample is trained. If the
             batch has recorded states, the targets are recorded steps; otherwise the clean latents
             are noised.
         row: The index of the sample of each term.
-        slot: The slot in `problem.chosen` of each term.
-        clean: Replaces the latents of samples of weight 0 by zeros.
+        slot: The column of `problem.chosen` that has the step of each term.
+        clean: A function of latents, one row per term, that replaces those of samples of weight 0
+            by zeros.
 
     Returns:
         The timestep in (0, 1000] that the network is given for each term, and the training target.

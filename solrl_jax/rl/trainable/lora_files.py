@@ -85,15 +85,16 @@ def export_diffusers(
 ) -> None:
     """Writes a file that `load_lora_weights` of the diffusers pipelines reads.
 
-    The file appears whole, by a rename; an earlier one stays if an error is raised. It is read back
-    and compared before. Layers whose two factors are zero are left out.
+    The file appears whole, by a rename, after it has been read back and compared; an earlier one
+    stays if an error is raised. Layers whose two factors are zero are left out.
 
     Args:
         path: The file to write. It ends in .safetensors and is replaced if it exists. Missing
             parent directories are created.
         adapters: The trainable parameters by path, which must all be LoRA adapters.
         settings: Rank and alpha of the adapters, which the header of the file records.
-        table: The table of all parameters of the network (`Backbone.parameter_table`).
+        table: The network's parameters with their names in released files
+            (`Backbone.parameter_table`), which become the names in the LoRA file.
         dtype: The dtype of the tensors in the file, e.g. `jnp.float32` (the default) or
             `jnp.bfloat16`.
         fold: Whether B is multiplied by alpha / rank and alpha is written as the rank, for readers
@@ -136,7 +137,8 @@ def export_peft(
         folder: The directory to write. Missing parent directories are created.
         adapters: The trainable parameters by path, which must all be LoRA adapters.
         settings: Rank and alpha of the adapters, which `adapter_config.json` records.
-        table: The table of all parameters of the network (`Backbone.parameter_table`).
+        table: The network's parameters with their names in released files
+            (`Backbone.parameter_table`), which become the names in the LoRA file.
         dtype: The dtype of the tensors in the file, e.g. `jnp.float32` (the default) or
             `jnp.bfloat16`.
 
@@ -165,27 +167,26 @@ def import_lora(
 ) -> tuple[dict[str, Adapter], LoraSettings]:
     """Reads a LoRA file of diffusers, kohya, ai-toolkit or ComfyUI, or a LoRA directory of PEFT.
 
-    Names and shapes are checked before any factor is read. A linear layer that the file does not
-    mention gets no adapter. Where the file has only some layers of a stack, both factors of the
-    others are zero, which changes nothing; an export leaves them out again. A fused layer of the
-    file is split by its outputs among several linear layers, which share its factor A. A modulation
-    of two parts under its authors' name has shift and scale exchanged, since diffusers has the
-    scale first.
+    Names and shapes are checked before any factor is read. Layers under the names of the model's
+    authors are converted to those of diffusers: a fused layer, such as queries, keys and values in
+    one, is split among several, which share its factor A.
 
     Args:
         path: The file, or a directory with one: `adapter_model.safetensors`,
             `pytorch_lora_weights.safetensors`, or else its only .safetensors file.
-        table: The table of all parameters of the network that the adapters are for.
-        skip_text_encoders: Whether adapters of text encoders in the file are left out. They cannot
+        table: The network's parameters with their names in released files
+            (`Backbone.parameter_table`), by which names in the LoRA file are turned into paths.
+        skip_text_encoders: Whether adapters of text encoders in the file are ignored. They cannot
             be used here, so otherwise such a file is refused.
 
     Returns:
-        The adapters by path in sorted order, {"a": [..., in, rank], "b": [..., rank, out]} in
-        float32, and their rank and alpha. The alpha of a layer is that of its key `alpha` or of the
-        file's configuration (there times sqrt(rank) with `use_rslora`), or the rank if there is
-        neither. If the layers of the file differ in rank or alpha, smaller factors are padded with
-        zeros to the largest rank, the scale alpha / rank of every layer is multiplied into its
-        factor B, and alpha equals the rank.
+        A pair: the adapters by path in sorted order, {"a": [..., in, rank], "b": [..., rank, out]}
+        in float32, and the rank and alpha that all of them have.
+
+        A linear layer that the file does not mention has no adapter; where the file has only some
+        layers of a stack, the factors of the others are zero. If the layers of the file differ in
+        rank or alpha, they are made equal without changing their effect: factors are padded with
+        zeros to the largest rank, each B is multiplied by its alpha / rank, and alpha is the rank.
 
     Raises:
         InputError: If the path or the file cannot be read; if keys belong to no linear layer of the
@@ -251,13 +252,15 @@ def import_lora(
 
 
 def _scale_first(b: np.ndarray, n_in: int) -> np.ndarray:
-    """Exchanges the halves of a modulation's outputs if it has two parts, shift and scale.
+    """Exchanges the halves of the outputs of a modulation layer that computes shift and scale.
 
-    The model's authors have the shift first, diffusers the scale.
+    The model's authors have the shift first, diffusers the scale. A modulation with more parts,
+    such as gates too, has the same order in both and is not changed.
 
     Args:
-        b: The factor B, [outputs, rank].
-        n_in: The number of inputs, which is the width of the network.
+        b: The factor B of the layer, [outputs, rank].
+        n_in: The number of inputs, which is the width of the network. A layer of two parts has 2 *
+            n_in outputs.
 
     Returns:
         The factor with its halves exchanged; `b` itself unless it has 2 * n_in outputs.
@@ -321,15 +324,16 @@ def _listed(keys: Sequence[str]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Slot:
-    """Where the adapter of one linear layer of a file lies in our parameters.
+    """One linear layer of the network: where its adapter lies in our parameters, and its sizes.
 
     Attributes:
-        path: The path of our parameter, such as `transformer_blocks/attn/to_q/kernel`.
-        layer: The index of the layer in a stack, as a tuple of one; () where nothing is stacked.
-        layers: The number of layers in the stack, as a tuple of one; () where nothing is stacked.
+        path: The path of our parameter, such as `transformer_blocks/attn/to_q/kernel`. All layers
+            of a stack have the same one.
+        layer: The index of the layer in its stack, as a tuple of one; () if it is not stacked.
+        layers: The number of layers in the stack, as a tuple of one; () if it is not stacked.
         n_in: The number of inputs of the layer.
         n_out: The number of outputs of the layer.
-        ones: The trailing axes that the factors have in the file: (1, 1) for a 1x1 convolution,
+        ones: The trailing axes that the factors have in a LoRA file: (1, 1) for a 1x1 convolution,
             else ().
     """
 
@@ -364,14 +368,15 @@ class _Slot:
 
 
 def _slots(table: Table) -> dict[str, _Slot]:
-    """The slot of every linear layer of a network, also of its 1x1 convolutions.
+    """Lists the linear layers of a network, its 1x1 convolutions included.
 
     Args:
-        table: The table of all parameters of the network.
+        table: The network's parameters with their names in released files.
 
     Returns:
-        The slots by the module name of diffusers, such as `transformer_blocks.0.attn.to_q`, in the
-        order of the table. A stack has one slot per layer.
+        For each layer, by its module name in diffusers, such as `transformer_blocks.0.attn.to_q`,
+        where its adapter lies in our parameters. Each layer of a stack has an entry. They are in
+        the order of the table.
     """
     slots = {}
     for e in table:
@@ -409,14 +414,15 @@ def _lora_adapters(adapters: Trainable) -> dict[str, Adapter]:
 def _to_modules(
     adapters: Mapping[str, Adapter], settings: LoraSettings, table: Table
 ) -> dict[str, Tensors]:
-    """Converts adapters to the matrices of each released module, in PyTorch's order of axes.
+    """Converts adapters to the matrices of each layer of the released network, in PyTorch's order
+    of axes.
 
     Layers in which both factors are zero are left out.
 
     Args:
         adapters: The adapters {"a": [..., in, rank], "b": [..., rank, out]} by path.
         settings: Its rank is the one that all adapters must have. Alpha plays no part.
-        table: The table of all parameters of the network.
+        table: The network's parameters with their names in released files.
 
     Returns:
         By module name of diffusers, {"lora_A.weight": [rank, in], "lora_B.weight": [out, rank]} in
@@ -461,15 +467,15 @@ def _save(
     dtype: Any,
     metadata: dict[str, str],
 ) -> None:
-    """Writes tensors to a file and checks them by reading them back.
+    """Writes the tensors of a LoRA to a file and checks them by reading them back.
 
     The file is written even if the values are then refused, so `file` should be a temporary one.
 
     Args:
         file: The path to write to, usually temporary.
-        target: Where the file will appear in the end, for error messages.
+        target: The path that error messages name, where the file will appear in the end.
         modules: The two matrices "lora_A.weight" and "lora_B.weight" of each module, by its name.
-        prefix: What precedes the module name in a key.
+        prefix: What precedes the module name in a key, such as "transformer.".
         dtype: The dtype of the tensors in the file.
         metadata: Further entries of the header, beside `format: pt`.
 
@@ -508,15 +514,14 @@ def _save(
 
 
 def _find_file(path: Path) -> Path:
-    """The file of tensors at a path.
+    """Finds the safetensors file of a LoRA.
 
     Args:
-        path: That file, or a directory with it.
+        path: The file, or a directory with it.
 
     Returns:
-        The path itself if it is a file. In a directory, the one of `adapter_model.safetensors` and
-        `pytorch_lora_weights.safetensors` that is there; without either, the only file that ends in
-        .safetensors.
+        The path itself if it is a file. In a directory, `adapter_model.safetensors` or
+        `pytorch_lora_weights.safetensors`; without either, the only file that ends in .safetensors.
 
     Raises:
         InputError: If there is no such path, or the directory has both of these names, or neither
@@ -580,14 +585,14 @@ def _opened(file: Path) -> Iterator[tuple[Shapes, Any]]:
 def _check_shapes(
     file: Path, shapes: Shapes, layers: Mapping[str, FileLayer], slots: Mapping[str, _Slot]
 ) -> dict[str, int]:
-    """Checks the shapes of all factors.
+    """Checks the shapes of all factors of a LoRA file against the network.
 
     Args:
         file: The path of the file, for messages.
         shapes: The shapes of its tensors, by key.
-        layers: The linear layers of the file with the keys of their tensors, by their name in the
-            file without the prefix of a program.
-        slots: The slot of every linear layer of the network, by its diffusers name.
+        layers: The linear layers of the file and the keys of their tensors, by the name of the
+            layer in the file (without a prefix such as "transformer.").
+        slots: The linear layers of the network with their sizes, by their diffusers name.
 
     Returns:
         The rank of each layer, by the names in `layers`.

@@ -139,8 +139,9 @@ class FileLayer:
     Attributes:
         modules: The diffusers modules that it stands for: one, or several fused ones, whose outputs
             follow one another in this order.
-        aliased: Whether the name is one of the model's authors, so that a modulation of two parts
-            has the shift before the scale. diffusers has the scale first.
+        aliased: Whether the file has the name that the model's authors use, and not that of
+            diffusers. A modulation layer of shift and scale then has the shift first; in diffusers
+            the scale is first.
         keys: The keys of its tensors in the file, by part: "a", "b" and, if the file has one,
             "alpha". `parse_keys` adds them one by one, so parts may be missing.
     """
@@ -152,13 +153,14 @@ class FileLayer:
 
 @dataclasses.dataclass(frozen=True)
 class ParsedKeys:
-    """The keys of a LoRA file, each in one of five groups.
+    """The keys of a LoRA file, sorted into five groups: linear layers, text encoders, DoRA, biases,
+    unknown.
 
     Attributes:
-        layers: The linear layers with their keys, by the name in the file without the prefix of a
-            program (kohya's prefix stays).
-        layout: The program whose prefix the keys have, a value of `PREFIXES`, or "no prefix"; for
-            messages.
+        layers: The linear layers with their keys, by the name of the layer in the file, without a
+            prefix such as "transformer." (kohya's "lora_unet_" stays).
+        layout: The program that wrote the file, by the prefix of its keys: "diffusers", "PEFT",
+            "ComfyUI", "kohya" or "no prefix". Used in messages.
         text_encoders: Keys of text encoders, sorted.
         dora: Keys of the magnitudes of DoRA, sorted.
         biases: Keys of trained biases and of whole weights, sorted.
@@ -175,7 +177,8 @@ class ParsedKeys:
 
 
 def parse_keys(keys: Iterable[str], modules: Collection[str]) -> ParsedKeys:
-    """Sorts the keys of a LoRA file by the linear layers that they belong to.
+    """Sorts the keys of a LoRA file by the linear layers that they belong to. Nothing is refused
+    here.
 
     Args:
         keys: The keys of the tensors in the file. They are iterated twice, so an iterator will not
@@ -183,9 +186,8 @@ def parse_keys(keys: Iterable[str], modules: Collection[str]) -> ParsedKeys:
         modules: The diffusers names of all linear layers of the network.
 
     Returns:
-        The keys in groups: those of linear layers by the name of the layer, and lists of those of
-        text encoders, of DoRA, of biases and of unknown ones. Nothing is refused here: a layer may
-        lack a part.
+        The layers of the file, each with the keys of its tensors (a layer may lack a part), and the
+        keys of text encoders, of DoRA, of biases and unknown ones as lists.
     """
     names = _file_names(modules)
     parsed = ParsedKeys({}, _layout(keys), [], [], [], [])
@@ -214,18 +216,19 @@ def parse_keys(keys: Iterable[str], modules: Collection[str]) -> ParsedKeys:
 
 
 def _file_names(modules: Collection[str]) -> dict[str, tuple[tuple[str, ...], bool]]:
-    """Returns the diffusers modules that each accepted name of a linear layer in a file stands for.
+    """Lists the names that a linear layer may have in a LoRA file, with what each stands for.
+
+    Every layer may have its diffusers name, the name that the model's authors use (`LAYOUTS`), and
+    either of these in kohya's form: "lora_unet_" and the name with "_" for each dot. A name with
+    several meanings has the first in this order.
 
     Args:
         modules: The diffusers names of all linear layers of the network.
 
     Returns:
-        By name, ((diffusers modules), whether the name is one of the model's authors). The names
-        are those of diffusers, those of the authors in all `LAYOUTS` whose modules the network has,
-        and both in kohya's form: "lora_unet_" and the name with "_" for each dot. They have neither
-        another program's prefix nor the ending of a tensor such as ".lora_A.weight". A name of
-        diffusers stands for itself; a fused one for several modules, in the order of their outputs.
-        A name with several meanings has the first: diffusers, then the order of `LAYOUTS`.
+        By name, without a prefix such as "transformer." or an ending such as ".lora_A.weight", a
+        pair: the diffusers modules that it stands for (one, or those of a fused layer in the order
+        of their outputs), and whether it is the authors' name.
     """
     names: dict[str, tuple[tuple[str, ...], bool]] = {
         module: ((module,), False) for module in modules
@@ -242,10 +245,11 @@ def _file_names(modules: Collection[str]) -> dict[str, tuple[tuple[str, ...], bo
 
 
 def _indices(pattern: str, modules: Collection[str]) -> list[str]:
-    """Finds the numbers for which a pattern names a module.
+    """Finds the numbers for which a pattern of module names has a module.
 
     Args:
-        pattern: A module name in which at most one `#` stands for a number.
+        pattern: A module name in which at most one `#` stands for a number, such as
+            "transformer_blocks.#.ff.net.2".
         modules: The diffusers names of all linear layers of the network.
 
     Returns:
@@ -260,15 +264,14 @@ def _indices(pattern: str, modules: Collection[str]) -> list[str]:
 
 
 def _without_prefix(name: str) -> str:
-    """Returns the name of a module without the prefix of a program.
+    """Removes the prefix that a program writes before the name of a module.
 
     Args:
         name: The name in a file, without the ending of the tensor.
 
     Returns:
-        The name after "transformer.", "base_model.model." or "diffusion_model.", one of which is
-        removed once. Other names stay as they are; kohya's prefix "lora_unet_" is not removed,
-        because `_file_names` lists names with it.
+        The name after "transformer.", "base_model.model." or "diffusion_model.". Names without
+        these are returned as they are. kohya's "lora_unet_" is not removed.
     """
     for prefix in PREFIXES:
         if prefix != KOHYA and name.startswith(prefix):

@@ -53,14 +53,14 @@ def peft_config(modules: Iterable[str], settings: LoraSettings, table: Table) ->
         modules: The diffusers names of the modules that have an adapter, such as
             "transformer_blocks.0.attn.to_q".
         settings: Rank ("r") and alpha ("lora_alpha", an int if it is a whole number).
-        table: The table of all parameters of the network, with which ambiguous module names are
-            recognized.
+        table: The network's parameters with their names in released files, which give the names of
+            all modules.
 
     Returns:
         The fields by name, as values of JSON: "r", "lora_alpha", "target_modules", and constants
         that say plain LoRA without dropout, biases or patterns. "target_modules" is the sorted list
-        of the names; or, if PEFT would also find one of them at the end of another module's name, a
-        regular expression that matches whole names.
+        of `modules`. PEFT also adapts modules whose names end in one of these; if there are such
+        modules, it is a regular expression for whole names instead.
     """
     targets = sorted(modules)
     others = {name.rpartition(".")[0] for e in table for name in e.names} - set(targets)
@@ -85,11 +85,11 @@ def peft_config(modules: Iterable[str], settings: LoraSettings, table: Table) ->
 def read_config(
     file: Path, keys: Iterable[str], metadata: Mapping[str, str]
 ) -> dict[str, Any] | None:
-    """Reads the `LoraConfig` of a file.
+    """Reads the `LoraConfig` that belongs to a LoRA file: from the `adapter_config.json` beside it
+    if PEFT wrote the file, otherwise from its header, where diffusers writes it.
 
-    It is read from `adapter_config.json` beside the file if the file has PEFT's name
-    (`adapter_model.safetensors`), or has keys with PEFT's prefix and such a file beside it;
-    otherwise from the header of the file, where diffusers writes it.
+    PEFT's files are recognized by the name `adapter_model.safetensors`, or by PEFT's keys if there
+    is an `adapter_config.json`.
 
     Args:
         file: The safetensors file, whose name and directory say where the configuration is.
@@ -119,11 +119,11 @@ def read_config(
 
 
 def _fields(file: Path, text: str | None) -> dict[str, Any]:
-    """Parses the fields of a `LoraConfig`.
+    """Parses a JSON object with the fields of a `LoraConfig`.
 
     Args:
-        file: The file that has them, also for messages.
-        text: The JSON object, from the header of the file. None: all of the file is the object.
+        file: The file that the object comes from, for messages; it is read if `text` is None.
+        text: The JSON object. None: the whole contents of `file`.
 
     Returns:
         The fields by name, not checked further.
@@ -191,20 +191,22 @@ def _check_config(file: Path, config: Mapping[str, Any]) -> None:
 def layer_alpha(
     file: Path, name: str, rank: int, stated: float | None, config: Mapping[str, Any] | None
 ) -> float:
-    """Finds the alpha of one linear layer, so that its weight gains `alpha / rank * B A`.
+    """Finds the alpha of one linear layer of a LoRA file; its weight gains `alpha / rank * B A`.
+
+    The alpha is that of the layer's own key or that of the file's `LoraConfig` (times sqrt(rank)
+    with `use_rslora`); if there are both, they must be equal. Without either it is the rank, as in
+    diffusers.
 
     Args:
         file: The file of tensors, for error messages.
-        name: The name of the layer in the file, without the prefix of a program. `rank_pattern` and
-            `alpha_pattern` of the configuration are matched with it.
+        name: The name of the layer in the file, without a prefix such as "transformer.".
+            `rank_pattern` and `alpha_pattern` of the configuration are matched with it.
         rank: The rank of its factors A and B, from their shapes.
         stated: The value of its key `alpha`. None: the file has none.
         config: The fields of the file's `LoraConfig`, from `read_config`. None: the file has none.
 
     Returns:
-        The alpha of the key, which must equal that of the configuration if both have one; otherwise
-        the one that there is; the rank where neither has one, as diffusers takes it. The alpha of a
-        configuration with `use_rslora` is multiplied by sqrt(rank) first.
+        The alpha.
 
     Raises:
         InputError: If the two differ, the alpha is not finite and above 0, or the rank is not the

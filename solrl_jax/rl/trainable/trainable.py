@@ -43,8 +43,8 @@ class Targets:
 def find_targets(transformer: Component, config: Config) -> Targets:
     """Finds the parameters that the configuration trains.
 
-    A parameter that is trained in full has no adapter. Parameters that the configuration adds to a
-    network, which its files do not have, are always trained in full.
+    A parameter has a LoRA adapter or is trained in full, not both. Parameters that the
+    configuration adds to the released network (by `model.attention`) are always trained in full.
 
     Args:
         transformer: The transformer; its parameters need not be loaded.
@@ -124,8 +124,8 @@ def init_adapters(
     Args:
         key: The key from which the factors A are drawn, a typed key of JAX.
         base: The parameters of the base, or their shapes.
-        targets: The paths of the adapted kernels. The position of a path in this order decides its
-            random numbers.
+        targets: The paths of the kernels to adapt. The factor A of a path depends on the key and on
+            its position here.
         rank: The rank of the adapters, at least 1.
 
     Returns:
@@ -184,16 +184,18 @@ def attach(
 
 
 def within_bounds(trained: Trainable, table: Sequence[ParameterEntry]) -> Trainable:
-    """Clips whole arrays to the bounds of their parameters, where these have any.
+    """Clips parameters that are trained in full to the bounds that the network declares for them.
+
+    Most parameters have no bounds.
 
     Args:
         trained: The trainable parameters by path. One that has bounds must be a whole array, not an
             adapter.
-        table: The table of all parameters of the network (`Backbone.parameter_table`), which has
-            their bounds.
+        table: The network's parameters (`Backbone.parameter_table`), with the smallest and the
+            largest allowed value of those that have bounds.
 
     Returns:
-        The trainable parameters by their paths. Values of parameters without bounds are not copied.
+        The trainable parameters by path. Those without bounds are not copied.
     """
     bounds = {e.key: e.bounds for e in table if e.bounds is not None}
 

@@ -70,12 +70,13 @@ def export_transformer(
     dtype: Any = jnp.float32,
     most: int = MOST,
 ) -> None:
-    """Writes the directory of a transformer with its trained parameters.
+    """Writes a policy as the directory of a transformer, for a policy with parameters trained in
+    full.
 
     The directory appears whole, by a rename. An earlier export in its place is replaced. The host
-    holds the tensors of one file at a time. Parameters that the configuration adds to the network
-    (those of `model.attention`) are written too, but `config.json`, a copy of the base's, does not
-    mention them.
+    holds the tensors of one file at a time. `config.json` is that of the base: it does not mention
+    parameters that the configuration adds to the network (`model.attention`), though they are
+    written.
 
     Args:
         folder: The directory to write. Missing parent directories are created.
