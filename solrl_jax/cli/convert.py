@@ -48,33 +48,39 @@ Tensors = dict[str, Any]  # of torch.Tensor, by name
 def convert(
     file: Path, out: Path, base: Path | None = None, *, force: bool = False
 ) -> dict[str, Any]:
-    """Writes the tensors of a torch pickle as safetensors.
+    """Writes the tensors of a torch pickle as safetensors, with PyTorch.
 
-    A native SANA checkpoint becomes the directory of a pipeline. Any other file becomes one
-    safetensors file with the same names and dtypes. PyTorch is imported for this.
+    A file of a SANA transformer in the format of SANA's authors (a "native" checkpoint) becomes a
+    directory that diffusers can load. Any other file becomes one safetensors file with the same
+    tensors.
 
     Args:
-        file: The pickle, as `torch.save` writes it: a dictionary of tensors, perhaps under keys
+        file: The pickle that `torch.save` wrote: a dictionary of tensors, which may lie under a key
             such as "state_dict".
-        out: The file to write, which ends in .safetensors, or the directory for a native SANA
-            checkpoint. Missing parent directories are created, also if the conversion fails.
-        base: For a native SANA checkpoint, which needs one, a directory of a SANA pipeline of equal
-            width. Its other components are added, and its configuration gives what names and shapes
-            do not tell, such as the number of heads. None for all other files.
+        out: The file to write, which must end in .safetensors; for a native SANA checkpoint, the
+            directory.
+        base: A directory of a SANA pipeline of the same width, in the format of diffusers. Its text
+            encoder, autoencoder and scheduler are copied to `out`, and its configuration completes
+            that of the transformer. Required for a native SANA checkpoint, and None for all other
+            files.
         force: Whether `out` is replaced if it exists.
 
     Returns:
-        "out" (text), "took" (the key of the tensors in the pickle, with dots between nested keys;
-        None: no key), "left_out" (descriptions of other entries), "kind" ("tensors" or "sana"),
-        "tensors" (their number) and "bytes" (of the file with the weights). For SANA also
-        "parameters" (their number), "ffn" (the kind of MLP), "ignored" (names of tensors that are
-        not needed) and "config" (the content of the transformer's config.json).
+        A dict with these keys:
+
+        * "out": the path that was written, as text.
+        * "took": the key that the tensors were under, e.g. "state_dict"; None if there was none.
+        * "left_out": other entries of the pickle, each described as text.
+        * "kind": "sana" for a native SANA checkpoint, else "tensors".
+        * "tensors" and "bytes": the number of tensors, and the size of their file.
+        * Only for SANA: "parameters" (their number), "ffn" (the kind of MLP), "ignored" (names of
+          tensors that the network does not need) and "config" (the content of the transformer's
+          config.json).
 
     Raises:
-        InputError: If a path cannot be used, PyTorch is missing or too old, reading the file might
-            run code, the file holds more than tensors and plain values, or other tensors than the
-            network's. Then `out` is as it was.
-        RunError: If the disk refuses.
+        InputError: If a path cannot be used, PyTorch is missing or too old, the pickle may run
+            code, or it does not hold the expected tensors. Then `out` is as it was.
+        RunError: If the result cannot be written to the disk.
     """
     _check_paths(file, out, base, force)
     torch = _torch()
@@ -100,15 +106,14 @@ def convert(
 
 
 def describe(summary: Mapping[str, Any]) -> str:
-    """Formats the result of `convert` as lines for a terminal.
+    """Formats the result of `convert` for a terminal.
 
     Args:
-        summary: The result of `convert`: its entries "took", "left_out", "ignored", "kind",
-            "tensors", "bytes" and "out", and for SANA "config", "ffn" and "parameters", are shown.
+        summary: The result of `convert`.
 
     Returns:
-        Up to four lines: the key that was taken, the entries that were left out, the network of a
-        SANA checkpoint, and the number and gigabytes of the tensors with the path.
+        Up to four lines: the key that the tensors were under, the entries that were left out, the
+        SANA network, and the number and size of the tensors with the path.
     """
     lines = [f"took {summary['took']}"] if summary["took"] else []
     left_out = [*summary["left_out"], *summary.get("ignored", [])]
@@ -151,18 +156,18 @@ def _torch() -> Any:
 
 
 def _check_paths(file: Path, out: Path, base: Path | None, force: bool) -> None:
-    """Checks the paths of `convert`. Also creates the directory above `out` if it is missing.
+    """Checks the paths of `convert` before anything is read, and creates the parent of `out`.
 
     Args:
-        file: The pickle to read. It must exist and not end in .safetensors.
+        file: The pickle to read.
         out: The file or directory to write.
-        base: A SANA pipeline directory, or None.
-        force: Whether `out` may exist. It is then replaced later on.
+        base: The directory of a SANA pipeline, or None.
+        force: Whether `out` may exist already.
 
     Raises:
-        InputError: If `file` is missing or a safetensors file, if `base` is no SANA pipeline, if
-            `out` is or contains one of them, exists without `force`, is a link, or cannot be
-            written.
+        InputError: If `file` is missing or already safetensors, `base` is not a SANA pipeline, or
+            `out` cannot be written: it exists without `force`, it is a link, or writing it would
+            replace `file` or `base`.
     """
     if not file.is_file():
         raise InputError(f"{file}: no such file")
@@ -185,18 +190,19 @@ def _check_paths(file: Path, out: Path, base: Path | None, force: bool) -> None:
 
 
 def _load(torch: Any, file: Path) -> Any:
-    """Loads a pickle without running code of it. Tensors are mapped from the file if it is a zip
-    archive (PyTorch 1.6 on).
+    """Loads a pickle with PyTorch, without running code that the pickle may hold.
+
+    Where the file format allows it, the tensors are mapped from the file and take no memory.
 
     Args:
-        torch: The module `torch`, which `_torch` imported.
-        file: The pickle, which exists.
+        torch: The module `torch`.
+        file: The pickle.
 
     Returns:
-        The unpickled value, with its tensors on the CPU.
+        The unpickled value, usually a dictionary. Its tensors are on the CPU.
 
     Raises:
-        InputError: If the file is damaged or compressed, or if reading it might run code.
+        InputError: If the file is damaged, or cannot be read without running code.
     """
     try:
         if zipfile.is_zipfile(file):
@@ -228,25 +234,20 @@ def _load(torch: Any, file: Path) -> Any:
 
 
 def _unwrap(file: Path, value: Any, torch: Any) -> tuple[Tensors, str | None, list[str]]:
-    """Finds the tensors in the value of a pickle.
-
-    As long as the value is a dictionary with a usual key such as "state_dict" or "model"
-    (`CONTAINERS`) that holds a dictionary, or with a single key that holds one with tensors, that
-    inner dictionary is taken.
+    """Finds the tensors in the value of a pickle, which may lie in dictionaries inside each other.
 
     Args:
-        file: The pickle, for messages.
-        value: The unpickled value, usually a dictionary.
-        torch: The module `torch`, which `_torch` imported.
+        file: The pickle, which error messages name.
+        value: The unpickled value.
+        torch: The module `torch`.
 
     Returns:
-        The tensors by name, the key that they were under (dots between nested keys; None: no key),
-        and a description "KEY (TYPE)" of each entry that is left out.
+        A tuple of three: the tensors by name; the key that they were under, e.g. "state_dict", with
+        dots between nested keys, or None; and a text "KEY (TYPE)" for each entry that is left out.
 
     Raises:
-        InputError: If the value is no dictionary, there is no tensor, dictionaries are more than
-            `MOST_NESTED` (8) levels deep, or an entry beside the tensors is neither a tensor with a
-            usable name nor None, a boolean, a number or text. The message lists such entries.
+        InputError: If the value is not a dictionary with tensors, or holds anything beside them but
+            None, booleans, numbers and text.
     """
     prefix = ""
     left_out = []
@@ -277,11 +278,11 @@ def _unwrap(file: Path, value: Any, torch: Any) -> tuple[Tensors, str | None, li
 
 
 def _is_name(key: Any) -> bool:
-    """Whether a tensor in a safetensors file can have this name.
+    """Returns whether a tensor in a safetensors file can have a name.
 
     Args:
-        key: A key of a dictionary in the pickle. It must be text that UTF-8 can encode, and not
-            "__metadata__".
+        key: A key of a dictionary in the pickle. Names are text that UTF-8 can encode; the name
+            "__metadata__" is taken.
     """
     return (
         isinstance(key, str)
@@ -291,16 +292,16 @@ def _is_name(key: Any) -> bool:
 
 
 def _container(value: Mapping[Any, Any], torch: Any) -> str | None:
-    """Finds the key under which a checkpoint holds its tensors.
+    """Returns the key under which a dictionary holds the dictionary of a checkpoint's tensors.
 
     Args:
         value: A dictionary in the pickle.
-        torch: The module `torch`, which `_torch` imported.
+        torch: The module `torch`.
 
     Returns:
-        The first of `CONTAINERS` ("state_dict", "model" and others, in this order) that holds a
-        dictionary. Otherwise the only key that holds a dictionary with tensors, if there is exactly
-        one and `value` itself has no tensors. None in all other cases.
+        A usual key, such as "state_dict" or "model" (`CONTAINERS`), if there is one. Otherwise the
+        only key under which there are tensors. None if `value` holds the tensors itself, or if
+        several keys do.
     """
     if known := [key for key in CONTAINERS if isinstance(value.get(key), Mapping)]:
         return known[0]
@@ -315,17 +316,17 @@ def _container(value: Mapping[Any, Any], torch: Any) -> str | None:
 
 
 def _check_tensors(file: Path, tensors: Tensors, torch: Any) -> None:
-    """Checks that a safetensors file can hold all tensors.
+    """Checks that a safetensors file can hold all tensors of a pickle.
 
     Args:
-        file: The pickle, whose size in bytes limits those of its tensors.
+        file: The pickle.
         tensors: Its tensors by name.
-        torch: The module `torch`, which `_torch` imported.
+        torch: The module `torch`.
 
     Raises:
-        InputError: If tensors are sparse, not on the CPU or of a dtype that safetensors lacks; the
-            message lists them. Also if the tensors claim more than `MOST_GROWTH` (4) times the
-            bytes of the pickle, as views of one storage can.
+        InputError: If a tensor is sparse, not on the CPU or of a dtype that safetensors lacks; or
+            if the tensors together would take more than four times the size of the pickle, which
+            happens if they are views of the same memory.
     """
     if (
         total := sum(t.nbytes for t in tensors.values() if t.layout == torch.strided)
@@ -352,28 +353,27 @@ def _check_tensors(file: Path, tensors: Tensors, torch: Any) -> None:
 
 
 def _write_sana(file: Path, out: Path, base: Path, tensors: Tensors) -> dict[str, Any]:
-    """Writes a native SANA checkpoint as a directory, after the network's own loader checked it.
+    """Writes a native SANA checkpoint as the directory of a pipeline in the format of diffusers.
 
-    The directory appears whole, by a rename; an existing one is replaced. Safetensors files of
-    `base` become hard links where possible.
+    A native checkpoint is one in the format of SANA's authors. The directory appears only when it
+    is complete.
 
     Args:
-        file: The pickle, for messages.
-        out: The directory of the new pipeline. It may exist.
-        base: The SANA pipeline directory whose other components and configuration are used.
+        file: The pickle, which error messages name.
+        out: The directory to write. An existing one is replaced.
+        base: The directory of a SANA pipeline, from which everything but the transformer is copied.
         tensors: The tensors of the checkpoint by name.
 
     Returns:
-        "kind" ("sana"), "tensors" (the number of written ones), "bytes" (of the file with the
-        transformer's weights), "parameters" (their number), "ffn" (the kind of MLP), "ignored"
-        (names of tensors that are not needed) and "config" (the content of the transformer's
+        A part of the result of `convert`: "kind" ("sana"), "tensors" (their number), "bytes" (the
+        size of their file), "parameters" (their number), "ffn" (the kind of MLP), "ignored" (names
+        of tensors that the network does not need) and "config" (the content of the transformer's
         config.json).
 
     Raises:
-        InputError: If `base` is unusable, if the tensors have other names or shapes than those of
-            the network, or if `out` holds entries that the new directory would lack. Then `out` is
-            as it was.
-        RunError: If the disk refuses.
+        InputError: If `base` or the tensors do not fit the network, or if `out` holds files that
+            would be lost. Then `out` is as it was.
+        RunError: If the directory cannot be written to the disk.
     """
     with in_one_line(lambda message: f"--base {base}: {message}"):
         config = SanaConfig.read(base / TRANSFORMER)
@@ -409,15 +409,14 @@ def _write_sana(file: Path, out: Path, base: Path, tensors: Tensors) -> dict[str
 
 
 def _component_files(base: Path) -> dict[str, Path]:
-    """Lists the files that loading a pipeline needs (configurations, tokenizers and safetensors
-    weights of each component), without those of its transformer.
+    """Returns the files of a pipeline that loading it needs, without those of its transformer.
 
     Args:
         base: The directory of the pipeline.
 
     Returns:
-        The files by their path in that directory, e.g. "vae/config.json". `model_index.json` is
-        among them, and links are not resolved.
+        A dict from the path of each file within the directory, e.g. "vae/config.json", to its whole
+        path.
     """
     paths = {path.relative_to(base).as_posix(): path for path in base.rglob("*") if path.is_file()}
     return {
@@ -428,16 +427,14 @@ def _component_files(base: Path) -> dict[str, Path]:
 
 
 def _check_directory(out: Path, names: set[str]) -> None:
-    """Checks that a directory can be written without removing other files.
+    """Checks that replacing a directory would lose no other files.
 
     Args:
-        out: The directory to write. It need not exist.
-        names: The names of the files and folders that it will have at its top level, e.g.
-            "transformer".
+        out: The directory to replace. It need not exist.
+        names: The names of the files and folders that it will contain, e.g. "transformer".
 
     Raises:
-        InputError: If `out` ends in .safetensors or is a file, or is a directory that holds other
-            entries than `names`.
+        InputError: If `out` contains others, is a file, or ends in .safetensors.
     """
     if out.suffix == ".safetensors" or (out.exists() and not out.is_dir()):
         raise InputError(f"--out {out}: a native SANA checkpoint becomes a directory; name one")
@@ -449,17 +446,16 @@ def _check_directory(out: Path, names: set[str]) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copies a file, and creates the directories above its target.
+    """Copies a file, and creates the directories above the copy.
 
-    A file whose target ends in .safetensors becomes a hard link where possible, which takes no
-    space. All others are copied and synced to the disk.
+    A safetensors file becomes a hard link where possible, which takes no space.
 
     Args:
-        source: The file. A link counts as its target.
-        target: The path of the copy. It should not exist: an existing file would be overwritten.
+        source: The file to copy.
+        target: The path of the copy.
 
     Raises:
-        OSError: If the disk refuses.
+        OSError: If the copy cannot be written to the disk.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     source = source.resolve()  # a hub cache holds links
@@ -472,17 +468,15 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _write(path: Path, tensors: Tensors) -> None:
-    """Writes a safetensors file, whole or not at all.
-
-    Only tensors whose elements are not contiguous are copied first. Tensors that share memory are
-    each written: `safetensors.torch` refuses them.
+    """Writes tensors to a safetensors file. The file appears only when it is complete.
 
     Args:
-        path: The file to write. It is replaced if it exists.
-        tensors: The tensors of PyTorch on the CPU, by the names that they get in the file.
+        path: The file to write. An existing one is replaced.
+        tensors: PyTorch tensors on the CPU, by the names that they get in the file. They may share
+            memory.
 
     Raises:
-        RunError: If the disk refuses.
+        RunError: If the file cannot be written to the disk.
     """
     whole = {name: t.contiguous() for name, t in tensors.items()}
     with files.atomic(path) as partial:
@@ -490,14 +484,13 @@ def _write(path: Path, tensors: Tensors) -> None:
 
 
 def _spec(t: Any) -> TensorSpec:
-    """Describes a tensor for safetensors.
+    """Describes a tensor of PyTorch so that safetensors can write it without a copy.
 
     Args:
-        t: A contiguous tensor of PyTorch on the CPU. It must stay alive while the result is used.
+        t: A contiguous tensor on the CPU. It must stay alive while the result is used.
 
     Returns:
-        The dtype, the shape, the address of the first byte and the number of bytes, from which
-        safetensors writes the tensor without a copy.
+        The description: dtype, shape, memory address and number of bytes.
 
     Raises:
         SafetensorError: If safetensors lacks the dtype.

@@ -103,22 +103,26 @@ def command(preset: str | None, overrides: tuple[str, ...], as_json: bool) -> No
 
 
 def machine() -> dict[str, Any]:
-    """Describes this machine. On a GPU, also runs the checks of its kernels, which takes a moment.
-
-    Starts JAX's backend, and on a GPU loads cuDNN into the process.
+    """Describes this machine. On a GPU, also tests its low-precision kernels, which takes a moment.
 
     Returns:
-        JSON values by name: "versions" (by package), "extras" (whether each is installed),
-        "devices" ("count", "memory" of one in bytes, "platform", "kind" and "capability"),
-        "formats" (whether each is native), "auto" (the format that it stands for), "cudnn" (its
-        version; None without a GPU or cuDNN), "checks" (by the name of each kernel, None if it
-        agrees with plain JAX, else the problem in a few words; empty without a GPU),
-        "warnings" (known faults of this cuDNN), "hub" and "prompt_cache" (the caches of downloads
-        and of encoded prompts: "folder", "free" in bytes and "writable"; "hub" also has "offline"),
-        and "missing" (messages on what keeps JAX from its devices).
+        A dict of JSON values:
+
+        * "versions": versions of packages by name.
+        * "extras": by the name of each optional extra of this package, whether it is installed.
+        * "devices": "count", "memory" (bytes of one), "platform", "kind" and "capability".
+        * "formats" and "auto": by the name of each number format whether the device runs it
+          natively, and the name of the one that "auto" stands for here.
+        * "cudnn": the version of cuDNN; None without it.
+        * "checks": by the name of each tested kernel None if it is correct, else the problem.
+        * "warnings": sentences on known faults of this cuDNN.
+        * "hub" and "prompt_cache": the directories of downloads and of encoded prompts, each with
+          "folder", "free" (bytes) and "writable". "hub" also has "offline": whether downloads are
+          switched off.
+        * "missing": messages on what JAX lacks to use the devices.
 
     Raises:
-        InputError: If the user has no home directory for the prompt cache.
+        InputError: If the user has no home directory.
     """
     device = local_device()
     cache = open_cache("")
@@ -159,24 +163,24 @@ def machine() -> dict[str, Any]:
 
 
 def needs(config: Config) -> dict[str, Any]:
-    """Describes what a configuration needs that this machine lacks. Loads no weights and downloads
-    nothing, but sends a request to the endpoint of each judge.
+    """Finds what this machine lacks to run a configuration. Loads no weights and downloads nothing.
 
-    Every part is checked on its own, so that everything missing is reported at once: prompt files,
-    instruction, prompt cache, files of rewards, memory, and files of the model. Rewards are opened
-    only if nothing was missing before and nothing must be downloaded; this imports the functions
-    that the configuration names.
+    All parts are checked, so that the result names everything that is missing. If the configuration
+    uses judges (vision-language models behind an HTTP endpoint), each gets one request.
 
     Args:
-        config: The resolved configuration of the preset with its overrides.
+        config: The configuration to check.
 
     Returns:
-        "preset" (its name), "weights" (the bytes of "transformer", "text encoders" and "vae"; empty
-        if they cannot be computed or training needs more memory than there is), "downloads" (names
-        in the Hub of what the first start downloads), "judges" (by the name of each judge, its
-        address and what it supports, in one line), "adapted" (a line for each number of prompts
-        that is reduced to what its file has), and "missing" (a message for each problem, each
-        once).
+        A dict of JSON values:
+
+        * "preset": its name.
+        * "weights": bytes of "transformer", "text encoders" and "vae"; empty if they are unknown.
+        * "downloads": names of the hub repositories that the first start will download.
+        * "judges": for each judge, by its name, its address and what it supports.
+        * "adapted": a line for each setting that is lowered because a prompt file has fewer
+          prompts.
+        * "missing": a message for each problem.
     """
     missing: list[str] = []
     downloads = [*_model_download(config), *_reward_downloads(config)]
@@ -235,34 +239,34 @@ def needs(config: Config) -> dict[str, Any]:
 
 
 def _reward_names(config: Config) -> list[str]:
-    """Returns the names of all rewards that a configuration uses, sorted, each once.
+    """Returns the names of all rewards that a configuration uses, sorted.
+
+    They are those for training, for evaluations only, and for ranking candidates.
 
     Args:
-        config: The configuration. Rewards that are trained on, that are watched and that only rank
-            candidates count.
+        config: The configuration.
 
     Returns:
-        The names, e.g. ["hpsv2", "pickscore"]. A name such as "judge/style", one of several scores
-        of a reward, counts as that of the reward.
+        The names, e.g. ["hpsv2", "pickscore"]. Of a score such as "judge/style", the name of its
+        reward, "judge".
     """
     explored = config.rollout.explore.reward or {}
     return reward_names((*config.reward.weights, *config.reward.eval_only, *explored))
 
 
 def _probe_judge(name: str, config: Config) -> str:
-    """Sends a request to the endpoint of a judge.
+    """Tests a judge, which is a vision-language model behind an HTTP endpoint, with one request.
 
     Args:
-        name: The name of the judge, "judge" or "judge-NAME".
-        config: The configuration. The options of the judge are `reward.options[name]`, none if
-            absent, and `reward.workers` is checked with them.
+        name: The name of the judge as a reward: "judge" or "judge-NAME".
+        config: The configuration, with the options of the judge in `reward.options`.
 
     Returns:
-        The address of the endpoint and what it supports, in one line.
+        One line with the address of the endpoint and the features that it supports.
 
     Raises:
-        InputError: If the options are not accepted, the packages of judges are not installed, the
-            endpoint does not answer, or the judge could not score an image with what it supports.
+        InputError: If the options are invalid, a package is missing, the endpoint does not answer,
+            or it lacks a feature that scoring needs.
     """
     options = config.reward.options.get(name, {})
     open_judge_reward(name, options, config.reward.workers)
@@ -282,18 +286,16 @@ def _probe_judge(name: str, config: Config) -> str:
 
 
 def proposal(config: Config) -> dict[str, Any]:
-    """Proposes settings for this machine, which `solrl train PRESET mesh=auto` takes. Starts JAX's
-    backend.
+    """Proposes settings for this machine, those that `solrl train PRESET mesh=auto` would take.
 
     Args:
-        config: The configuration of the preset, with its overrides.
+        config: The configuration of the preset.
 
     Returns:
-        "settings" (those that differ from the configuration, as `key=value`, whether from a plan or
-        a guess), "planned" (the peak bytes of one device in the plan that they come from; None for
-        a guess and without settings), "seconds" (the roofline seconds of that plan by phase if it
-        is for this kind of device, else empty), and "reason" (a line that says where the settings
-        come from).
+        A dict: "settings" (a list of `key=value` that differ from `config`), "planned" (the bytes
+        of one device that an earlier plan with these settings needs; None if they are a guess),
+        "seconds" (lower bounds of that plan by the stage of an iteration; may be empty) and
+        "reason" (a line on where the settings come from).
     """
     here = api.this_machine()
     chosen = recipes.propose(config, here, recipes.load_records())
@@ -308,21 +310,20 @@ def proposal(config: Config) -> dict[str, Any]:
 
 
 def sizes(config: Config) -> dict[str, int]:
-    """Computes the bytes of the model's parts from their configurations, without weights.
+    """Computes the sizes of a model's parts, and checks that training fits into this machine's
+    memory.
 
-    Also checks that training can fit into the devices of this machine.
+    No weights are needed.
 
     Args:
-        config: The resolved configuration, whose model, mesh and trained parameters count.
+        config: The configuration.
 
     Returns:
-        The bytes of "transformer", "text encoders" (all together) and "vae", in the precision that
-        they are loaded in.
+        The bytes of "transformer", "text encoders" (together) and "vae", as they are loaded.
 
     Raises:
-        InputError: If the model has no configurations here, the mesh needs more devices than there
-            are or leaves some unused, a setting is not possible with the model, or training needs
-            more memory than a device of this machine has.
+        InputError: If the model is unknown here, its settings or the mesh are not possible, or
+            training needs more memory than the devices have.
     """
     pipeline = open_configurations(config.model.path, mhla=mhla_override(config.model))
     dtype = DTYPES[config.rollout.precision]
@@ -347,14 +348,14 @@ def sizes(config: Config) -> dict[str, int]:
 
 
 def _check_weights(path: str) -> None:
-    """Checks that all components of a model have all their files and tensors. No weight is read.
+    """Checks that a model's files are all there and contain all tensors. The weights are not read.
 
     Args:
-        path: `model.path`: a directory, "embedded:NAME", or a repository that is in the hub's
-            cache.
+        path: The model, as `model.path` names it: a directory, "embedded:NAME", or a hub repository
+            that is in the local cache.
 
     Raises:
-        InputError: If a component lacks a file or a tensor, or the model cannot be opened.
+        InputError: If a file or a tensor is missing, or the model cannot be opened.
     """
     in_hub = not Path(path).is_dir() and hub.is_name(path)
     pipeline = open_model(str(hub.cached(path)) if in_hub else path)
@@ -364,30 +365,30 @@ def _check_weights(path: str) -> None:
 
 
 def _reward_sources(config: Config) -> dict[str, Hub | Converted]:
-    """Returns the released files that the rewards of a configuration are read from.
+    """Returns where the released weights of the rewards that a configuration uses come from.
 
     Args:
-        config: The configuration. Rewards that are trained on, that are watched and that only rank
-            candidates count.
+        config: The configuration.
 
     Returns:
-        By the key in `SOURCES`, e.g. "pickscore" or "pickscore/tokenizer": a repository of the hub
-        with the names of the files (`Hub`), or a safetensors file that `solrl convert` makes from a
-        released pickle (`Converted`). Rewards without released files have none.
+        A dict by the name of a reward or of a part of it, e.g. "pickscore" or
+        "pickscore/tokenizer". The values are repositories of the hub with their files (`Hub`), or
+        files that `solrl convert` makes (`Converted`). Rewards without released weights are not in
+        it.
     """
     names = _reward_names(config)
     return {key: source for key, source in SOURCES.items() if key.split("/")[0] in names}
 
 
 def _model_download(config: Config) -> list[str]:
-    """Returns what the first start would download of the model.
+    """Returns the hub repository of the model, if the first start has to download it.
 
     Args:
-        config: The configuration, whose `model.path` names the model.
+        config: The configuration.
 
     Returns:
-        A list with the model's name in the Hub; an empty list if it is a directory, embedded, or in
-        the hub's cache.
+        A list with the name of the repository. An empty list if the model is a directory, is part
+        of this package, or is in the local cache.
     """
     path = config.model.path
     return (
@@ -396,14 +397,13 @@ def _model_download(config: Config) -> list[str]:
 
 
 def _reward_downloads(config: Config) -> list[str]:
-    """Returns what the first start would download for the rewards.
+    """Returns the hub repositories of rewards that the first start has to download.
 
     Args:
-        config: The configuration. A directory in `reward.paths` replaces the repository of a
-            reward.
+        config: The configuration.
 
     Returns:
-        The names in the Hub of the repositories of which a file is not in the hub's cache.
+        The names of the repositories that are not completely in the local cache.
     """
     used = _reward_sources(config)
     paths = config.reward.paths
@@ -422,20 +422,19 @@ def _reward_downloads(config: Config) -> list[str]:
 
 
 def _wrong(summary: dict[str, Any]) -> list[str]:
-    """Returns a message "KERNEL: PROBLEM" for each kernel that a check found to be wrong.
+    """Returns a message "KERNEL: PROBLEM" for each kernel that was found to be wrong.
 
     Args:
-        summary: The result of `machine`. Its entry "checks" maps the name of each kernel to the
-            problem, or to None.
+        summary: The result of `machine`.
     """
     return [f"{name}: {problem}" for name, problem in summary["checks"].items() if problem]
 
 
 def cudnn() -> str | None:
-    """Returns the version of cuDNN that this process loads, e.g. "9.12.0". Also loads the library.
+    """Loads cuDNN into this process, and returns its version.
 
     Returns:
-        The version; None if there is no cuDNN 9.
+        The version, e.g. "9.12.0"; None if there is no cuDNN 9.
     """
     try:
         # JAX has loaded it from its wheel, if it came in one.
@@ -446,37 +445,31 @@ def cudnn() -> str | None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Parses a version to integers, so that versions compare by number.
+    """Parses a version into integers, so that versions can be compared.
 
     Args:
-        version: Integers with dots between them, e.g. "9.10.1".
-
-    Returns:
-        The integers in order, e.g. (9, 10, 1).
-
-    Raises:
-        ValueError: If a part is no integer.
+        version: Integers with dots between them, e.g. "9.10.1", which gives (9, 10, 1).
     """
     return tuple(map(int, version.split(".")))
 
 
 def _hub_cache() -> Path:
-    """Returns the directory where the client of the hub keeps downloads. It need not exist."""
+    """Returns the directory in which `huggingface_hub` keeps downloads. It need not exist."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
 
 
 def _folder(path: Path) -> dict[str, Any]:
-    """Describes a directory, which need not exist.
+    """Describes a directory. If it does not exist, free space and permission are those of its
+    parent.
 
     Args:
-        path: The directory to describe.
+        path: The directory.
 
     Returns:
-        "folder" (the path as text), "free" (the free bytes on its disk) and "writable" (whether
-        this user may write to it; False for a file). If the directory does not exist, "free" and
-        "writable" describe the nearest parent that does.
+        A dict: "folder" (the path as text), "free" (bytes that are free on its disk) and "writable"
+        (whether this user may write there).
     """
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     writable = existing.is_dir() and os.access(existing, os.W_OK)
@@ -484,16 +477,14 @@ def _folder(path: Path) -> dict[str, Any]:
 
 
 def table(summary: dict[str, Any]) -> str:
-    """Formats the results of `machine` and `needs` as lines for a terminal.
+    """Formats the result of `solrl doctor` for a terminal.
 
     Args:
-        summary: The result of `machine`. For a preset, also the entries of `needs` ("weights",
-            "downloads", "judges", "adapted" and "missing") and, as "proposal", the result of
-            `proposal`.
+        summary: The result of `machine`. If a preset was given, also all entries of the result of
+            `needs`, and "proposal", the result of `proposal`.
 
     Returns:
-        Lines with a name in ten columns and a text; the last ones list the missing requirements, or
-        say "nothing".
+        One line per subject. The last ones list what is missing, or say "nothing".
     """
     versions = summary["versions"]
     devices = summary["devices"]

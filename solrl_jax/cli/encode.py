@@ -49,28 +49,24 @@ def command(preset: str, overrides: tuple[str, ...], as_json: bool) -> None:
 def fill_cache(
     config: Config, progress: Callable[[int], None] = lambda prompts: None
 ) -> dict[str, Any]:
-    """Encodes all training and test prompts of a configuration into its cache, and the empty
-    prompt.
+    """Encodes all training and test prompts of a configuration, and keeps them in its cache.
 
-    Loads only the text encoders, and only if a prompt is not in the cache. A model that
-    `model.path` names as a repository of the hub is downloaded unless it is in the hub's cache.
+    Also encodes the empty prompt, which guidance needs. Prompts that are in the cache are not
+    encoded again. Only the text encoders are loaded; the model is downloaded if necessary.
 
     Args:
-        config: The configuration. `model.prompt_cache_dir` names the cache.
-        progress: Called after each batch with the number of further prompts that are done, whether
-            they were in the cache or not. The empty prompt does not count.
+        config: The configuration. `model.prompt_cache_dir` names the directory of the cache.
+        progress: Called after each batch with the number of its prompts.
 
     Returns:
-        "cache" (the directory as text), "prompts" (the number of distinct prompts, the empty one
-        included), "encoded" (how many of them were not in the cache before) and "bytes_each" (the
-        bytes of one prompt's embeddings).
+        A dict: "cache" (the directory as text), "prompts" (the number of distinct prompts, with the
+        empty one), "encoded" (how many of them were not in the cache) and "bytes_each" (the size of
+        one encoded prompt).
 
     Raises:
-        InputError: If the configuration names no cache, or the model, the instruction, the mesh or
-            a prompt file cannot be used, or if the cache cannot be written before the text encoders
-            load.
-        RunError: If the disk refuses a later entry of the cache.
-        PermissionError: If a folder of the cache may not be searched.
+        InputError: If the configuration has no cache, or the model, a file or the cache cannot be
+            used.
+        RunError: If an encoded prompt cannot be written to the disk.
     """
     prompts = list(
         dict.fromkeys([p for prompt_set in load_prompt_sets(config) for p in prompt_set])

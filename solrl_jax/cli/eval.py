@@ -178,15 +178,17 @@ def command(
 
 
 def _watched(config: Config, names: str | None) -> tuple[str, ...]:
-    """Returns the overrides that score other rewards beside those that are trained on.
+    """Returns the override for the option `--rewards`, the rewards to compute beside the trained
+    ones.
 
     Args:
-        config: The configuration, whose `reward.weights` name the trained rewards.
-        names: Names of rewards, separated by commas. Those that are trained on are left out,
-            because they are scored anyway. None: the configuration's own watched rewards.
+        config: The configuration. The rewards in its `reward.weights` are computed in any case.
+        names: The text of the option: names of rewards, separated by commas. None: the option was
+            not given.
 
     Returns:
-        One override, e.g. ('reward.eval_only=["shapes"]',); an empty tuple if `names` is None.
+        A tuple of one override, e.g. ('reward.eval_only=["shapes"]',). An empty tuple for None,
+        which keeps the setting of the configuration.
 
     Raises:
         InputError: If a name is empty.
@@ -203,15 +205,16 @@ def _watched(config: Config, names: str | None) -> tuple[str, ...]:
 
 
 def _evaluate(experiment: Experiment, adapters: Trainable) -> Evaluation:
-    """Evaluates a policy on the first test prompts with the evaluation's size, steps and seeds.
-    Also shows a progress bar.
+    """Generates images of the test prompts with a policy, and scores them. Shows a progress bar.
 
     Args:
-        experiment: The experiment with the prompts, the rewards and the section `eval`.
-        adapters: The trainable parameters of the policy by path; an empty dict for the base model.
+        experiment: The model, prompts and rewards. The section `eval` of its configuration gives
+            the number and the size of the images.
+        adapters: The trained parameters of the policy by path. An empty dict evaluates the base
+            model.
 
     Returns:
-        The scores of all images, and the mean and standard error of each score over all images.
+        The scores of all images, and the mean and standard error of each score.
     """
     config = experiment.config.eval
     with bar(config.num_prompts * config.num_images_per_prompt, "evaluate") as progress:
@@ -225,19 +228,21 @@ def _draw(
     first: ImageGrid,
     second: ImageGrid,
 ) -> None:
-    """Writes a PNG with the images of two policies side by side.
+    """Writes a PNG that shows the images of two policies for the same prompts and noise side by
+    side.
 
-    Above each prompt stands by how much the first policy's reward is higher in each image.
+    Each prompt is followed by the differences of the reward, first policy less second, one per
+    image.
 
     Args:
-        path: The file to write. It is replaced if it exists.
-        differing: The images that are shown, with the differences of their rewards.
-        names: The names of both policies, which are the headings of the two sides.
-        first: The images in `differing` as the first policy draws them, on the left.
-        second: The images in `differing` as the second policy draws them, on the right.
+        path: The file to write. An existing one is replaced.
+        differing: Which images are shown, and the differences of their rewards.
+        names: The names of the first and the second policy, as headings.
+        first: The images of the first policy, for the left side.
+        second: The images of the second policy, for the right side.
 
     Raises:
-        RunError: If the disk refuses.
+        RunError: If the file cannot be written to the disk.
     """
     gains = [", ".join(f"{gain:+.2f}" for gain in row) for row in differing.gains]
     prompts = [f"{prompt} ({of})" for prompt, of in zip(first.prompts, gains, strict=True)]

@@ -41,18 +41,18 @@ RENAMED_OPTIONS = {
 def _height_and_width(
     _context: click.Context, _parameter: click.Parameter, value: str | None
 ) -> tuple[int, int] | None:
-    """A click callback that parses "HEIGHTxWIDTH", in pixels. The "x" may be a capital.
+    """Parses the option `--size`, as a callback of click.
 
     Args:
-        _context: Not read.
-        _parameter: Not read.
-        value: The text that the user gave, or None.
+        _context: The context of click. Not read.
+        _parameter: The option. Not read.
+        value: The text "HEIGHTxWIDTH" in pixels, e.g. "512x768"; None if the option was not given.
 
     Returns:
-        Height and width, or None if `value` is None.
+        Height and width; None if the option was not given.
 
     Raises:
-        InputError: If the text is not of this form, or if a side is 0 or above `MAX_SIDE` (16,384).
+        InputError: If the text has another form, or a side is not between 1 and 16,384.
     """
     if value is None:
         return None
@@ -65,17 +65,16 @@ def _height_and_width(
 
 
 def _open_latents(path: Path) -> np.ndarray:
-    """Maps a .npy file into memory, without reading its values or allocating what it claims to
-    hold.
+    """Opens a .npy file without reading its values (`numpy.memmap`).
 
     Args:
-        path: The .npy file of NumPy.
+        path: The .npy file.
 
     Returns:
-        A read-only array of any dtype and shape.
+        A read-only array, of the dtype and shape that the file has.
 
     Raises:
-        InputError: If there is no such regular file, or it is not in the format of NumPy.
+        InputError: If there is no such file, or it is not a .npy file.
     """
     try:
         if not path.is_file():
@@ -89,17 +88,18 @@ def _open_latents(path: Path) -> np.ndarray:
 
 
 def _write(out: Path, generation: Generation, prompts: Sequence[str]) -> None:
-    """Writes one PNG per image (`00000.png`, ...), a grid of them (`grid.png`), and `images.npy`
-    and `latents.npy`. Existing files are replaced.
+    """Writes images to a directory: one PNG per image, and all of them in a grid.
+
+    The files are `00000.png` and so on, `grid.png`, and the arrays `images.npy` and `latents.npy`
+    (the initial noise). Existing files are replaced.
 
     Args:
-        out: The directory to write to. It is created if necessary.
-        generation: The images, and their initial noise as float32 [N, C, h, w].
-        prompts: The prompt of each image, which the grid shows. A row of the grid has at most eight
-            images.
+        out: The directory. It is created if necessary.
+        generation: The images and their initial noise.
+        prompts: The prompt of each image, which the grid shows.
 
     Raises:
-        RunError: If the disk refuses.
+        RunError: If a file cannot be written to the disk.
     """
     for name, array in (("images", generation.images), ("latents", generation.latents)):
         with files.atomic(out / f"{name}.npy") as partial:

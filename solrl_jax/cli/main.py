@@ -58,15 +58,13 @@ UNFORESEEN = "SOLRL_TRACEBACK=1 shows where in solrl_jax"
 
 
 class Commands(click.Group):
-    """The group of all commands. It imports a command when it is called, because JAX is slow to
-    import.
+    """The group of all `solrl` commands, for click.
 
-    Commands and their summaries are those of `COMMANDS`; former names in `RENAMED_COMMANDS` work
-    too.
+    A command's module is imported only when that command is called, because importing JAX is slow.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Returns the names of all commands in the order of `COMMANDS`, without importing them.
+        """Returns the names of all commands, without importing their modules.
 
         Args:
             ctx: The context of click. Not read.
@@ -74,14 +72,12 @@ class Commands(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Imports a command by its name or its former name. Signals are held back meanwhile.
+        """Imports a command and returns it, or None if there is no such command.
 
         Args:
             ctx: The context of click. Not read.
-            cmd_name: The name that the user typed, e.g. "train" or the former "sample".
-
-        Returns:
-            The command; None if there is none of this name.
+            cmd_name: The name that the user typed, e.g. "train". A former name of a command, e.g.
+                "sample", is accepted too.
         """
         name = RENAMED_COMMANDS.get(cmd_name, cmd_name)
         if name not in COMMANDS:
@@ -92,41 +88,38 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Finds the command that the arguments call. Also says on standard error if it has a new
-        name.
+        """Finds the command that the user called. For a former name, also prints the present one.
 
         Args:
-            ctx: The context of click, in which the command is looked up.
-            args: The arguments from the name of the command on.
+            ctx: The context of click.
+            args: The arguments of the command line, which begin with the name of the command.
 
         Returns:
             The name of the command, the command, and the arguments after its name.
 
         Raises:
-            click.UsageError: If there is no command of this name.
+            click.UsageError: If there is no such command.
         """
         if args[0] in RENAMED_COMMANDS:
             click.echo(f"solrl {args[0]} is now solrl {RENAMED_COMMANDS[args[0]]}", err=True)
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs the called command.
+        """Runs the command that the user called.
 
-        Messages of its InputErrors and RunErrors name settings as the command's options
-        (`with_options`). Ctrl-C ends the process with exit code `INTERRUPTED` (130). All other
-        errors pass unchanged.
+        Errors of the command are raised again with a message that names its options, e.g.
+        "--num-steps", in place of Python arguments (`with_options`). Ctrl-C ends the process.
 
         Args:
             ctx: The context of click, with the arguments.
 
         Returns:
-            What the command returns.
+            The result of the command.
 
         Raises:
-            InputError: If the command raised it, with the changed message. A subclass keeps its
-                type.
-            RunError: If the command raised it, with the changed message. A subclass keeps its type.
-            SystemExit: With code 130, if the command was interrupted. A line is printed before.
+            InputError: As the command raised it, with the changed message.
+            RunError: As the command raised it, with the changed message.
+            SystemExit: With code 130, after Ctrl-C.
         """
         try:
             return super().invoke(ctx)
@@ -139,11 +132,11 @@ class Commands(click.Group):
             fail("interrupted", INTERRUPTED)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the list of commands in the help text, without importing them.
+        """Writes the list of commands into the help text, without importing their modules.
 
         Args:
             ctx: The context of click. Not read.
-            formatter: Receives the list.
+            formatter: The object of click that collects the help text.
         """
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
@@ -156,18 +149,17 @@ def cli() -> None:
 
 
 def with_options(message: str, command: click.Command) -> str:
-    """Replaces the names of arguments in an error message by the options of a command.
+    """Rewrites an error message so that it names options of the command line, not Python arguments.
 
-    Functions of the package name their arguments as Python does: `num_steps=0: ...`, or `lora: ...`
-    at the beginning, and `force=True`. These become `--num-steps=0`, `--lora` and `--force`. Names
-    of settings such as `reward.timeout=0` stay.
+    For example, `num_steps=0: ...` becomes `--num-steps=0: ...`, and `force=True` becomes
+    `--force`. Names of configuration fields, such as `reward.timeout`, are not changed.
 
     Args:
-        message: The message of an error that the command raised.
-        command: The command, whose options are looked for.
+        message: The message of the error.
+        command: The command that raised it, whose options are looked for.
 
     Returns:
-        The message in which the command's arguments appear as options, e.g. "--num-steps=0: ...".
+        The rewritten message.
     """
     for parameter in command.params:
         if not isinstance(parameter, click.Option):
@@ -184,26 +176,18 @@ def with_options(message: str, command: click.Command) -> str:
 
 
 def main() -> None:
-    """Runs the command line, with the arguments of `sys.argv`.
+    """Runs the command line, with the arguments in `sys.argv`.
 
-    Whatever ends a command is one line on standard error, and with `--json` also an object on
-    standard output. Returns if the command succeeded; otherwise the process ends with an exit code
-    of this module.
+    Returns if the command succeeds. An error is printed in one line on standard error, with
+    `--json` also as an object on standard output, and ends the process.
 
-    Also changes the whole process:
-
-    * Environment variables. MPLBACKEND is set to "agg". TOKENIZERS_PARALLELISM, HF_HUB_VERBOSITY
-      and TRANSFORMERS_VERBOSITY are set unless they are there. JAX_ENABLE_X64,
-      JAX_NUMPY_RANK_PROMOTION and JAX_NUMPY_DTYPE_PROMOTION are removed.
-    * Signals. SIGTERM and SIGHUP act as Ctrl-C, except that a SIGHUP that is ignored (`nohup`)
-      stays so. The signals that `signals.block` held back are let through.
-    * Streams. Standard streams that the caller closed lead nowhere, and text that the encoding of
-      an output lacks is escaped.
-    * The logger of JAX's platforms shows errors only.
+    Also prepares the process: sets environment variables so that libraries print less, lets SIGTERM
+    and SIGHUP act as Ctrl-C, and makes standard streams accept any text.
 
     Raises:
         SystemExit: With code 1, 2 or 130, if the command did not succeed.
-        BaseException: An unforeseen error as it is, if SOLRL_TRACEBACK is set.
+        BaseException: An unforeseen error as it is, if the environment variable SOLRL_TRACEBACK is
+            set.
     """
     # Nothing forks here, but the library warns as if something did.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -233,9 +217,9 @@ def main() -> None:
 
 
 def _hang_up(*_: object) -> None:
-    """Handles SIGHUP, which a closed terminal sends: raises SIGINT in this process, as Ctrl-C does.
+    """Handles SIGHUP, the signal of a terminal that was closed: acts as one Ctrl-C.
 
-    Returns if a handler of SIGINT only notes it. Every later SIGHUP is ignored.
+    Later SIGHUPs are ignored, because a second Ctrl-C would stop training before it has saved.
 
     Args:
         *_: The number of the signal and the stack frame. Not read.
@@ -246,7 +230,11 @@ def _hang_up(*_: object) -> None:
 
 
 def _open_streams() -> None:
-    """Opens the standard streams that the caller closed, and lets any text be written to them."""
+    """Makes standard input, output and error usable.
+
+    Streams that are closed are connected to the null device. Characters that an output cannot
+    encode are written as escapes.
+    """
     for name in ("stdin", "stdout", "stderr"):
         # Otherwise the next file that is opened takes the place of a closed one, and gets what
         # libraries print.
@@ -259,16 +247,15 @@ def _open_streams() -> None:
 
 
 def explained(error: BaseException) -> tuple[str, int]:
-    """Explains whatever ended a command.
+    """Returns the message and the exit code for an error that ended a command.
 
     Args:
-        error: The error that ended the command, of any type.
+        error: The error, of any type.
 
     Returns:
-        The message in one or more lines, and the exit code: 2 for ConfigError, InputError and an
-        OSError about a file; `INTERRUPTED` (130) for interruptions; that of click for its errors;
-        and 1 for RunError, output that cannot be written, too little memory and everything
-        unforeseen.
+        A pair: the message, and the exit code. The code is 2 for wrong input (ConfigError,
+        InputError, unusable files), 130 for an interruption, 1 for all other errors, and click's
+        own code for errors of click.
 
     Raises:
         BaseException: `error` itself, if it is unforeseen and the environment variable
@@ -302,12 +289,13 @@ def explained(error: BaseException) -> tuple[str, int]:
 
 
 def fail(message: str, code: int) -> NoReturn:
-    """Ends the process with one line on standard error, and with --json also a JSON object on
-    standard output.
+    """Prints an error and ends the process.
+
+    The message is one line on standard error. If the command line contains `--json`, a JSON object
+    with "error" and "exit_code" is also printed on standard output.
 
     Args:
-        message: The error. Line feeds become spaces, credentials in URLs are left out, and it is
-            cut at `MAX_MESSAGE` (10,000) characters.
+        message: The message. It is brought into one line, and passwords in URLs are hidden.
         code: The exit code of the process: 1, 2 or 130.
 
     Raises:

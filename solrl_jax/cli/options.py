@@ -16,27 +16,24 @@ overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE].
 
 
 class _Path(click.Path):
-    """The type of an option that is a path. `~` is expanded, and an empty path is refused.
+    """The click type of an option that is a path. A leading `~` is expanded.
 
-    The value is a `pathlib.Path` if the type is made with `path_type=Path`, as `PATH` is; otherwise
-    text, as of `click.Path`.
+    It differs from `click.Path` in that, and in that it refuses an empty path.
     """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Converts the text of an option to a path.
 
         Args:
-            value: The text, or a path, which stays.
-            param: The option, for messages.
-            ctx: The context of click, for messages.
+            value: The text that the user gave.
+            param: The option, which error messages name.
+            ctx: The context of click, for error messages.
 
         Returns:
-            The path, of the type `path_type`; text if that is None.
+            The path: a `pathlib.Path` for the type `PATH`.
 
         Raises:
-            click.BadParameter: If the text is empty, has a null character, or begins with the
-                `~USER` of a user that does not exist; or for what `click.Path` refuses, e.g. a
-                missing file if the type is made with `exists=True`.
+            click.BadParameter: If the text is empty or not a possible path.
         """
         if value == "":
             self.fail("expected a path; an empty one would be the working directory", param, ctx)
@@ -44,26 +41,26 @@ class _Path(click.Path):
 
 
 class _Target(click.ParamType):
-    """The type of an argument that is a path or another name of what a command reads, as text. `~`
-    is expanded.
+    """The click type of an argument that is a path or a name, e.g. of a preset. The value is text.
+
+    A leading `~` is expanded.
     """
 
     name = "text"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Expands `~` at the beginning of the text of an argument.
+        """Expands a leading `~` in the text of an argument.
 
         Args:
-            value: The text. A value of another type is returned as it is.
-            param: The argument, for messages.
-            ctx: The context of click, for messages.
+            value: The text that the user gave.
+            param: The argument, which error messages name.
+            ctx: The context of click, for error messages.
 
         Returns:
-            The text, with `~` or `~USER` at its beginning replaced by the home directory.
+            The text, in which the home directory takes the place of `~` or `~USER`.
 
         Raises:
-            click.BadParameter: If the text has a null character, or begins with the `~USER` of a
-                user that does not exist.
+            click.BadParameter: If there is no such user, or the text contains a null character.
         """
         if isinstance(value, str) and "\0" in value:
             self.fail(f"{value!r}: no name can hold a null character", param, ctx)
@@ -80,18 +77,18 @@ TARGET = _Target()
 def finite(
     _context: click.Context, _parameter: click.Parameter, value: float | None
 ) -> float | None:
-    """A click callback that checks a number. click's ranges accept NaN and infinities.
+    """Refuses NaN and infinite values of an option, as a callback of click.
 
     Args:
-        _context: Not read.
-        _parameter: Not read.
-        value: The number, or None.
+        _context: The context of click. Not read.
+        _parameter: The option. Not read.
+        value: The number; None if the option was not given.
 
     Returns:
-        `value` unchanged.
+        `value`, unchanged.
 
     Raises:
-        click.BadParameter: If the number is NaN or not finite in float32.
+        click.BadParameter: If the number is NaN, infinite, or too large for float32.
     """
     if value is not None and not abs(value) <= MAX_NUMBER:
         raise click.BadParameter(f"{value} is not finite in float32")
@@ -101,19 +98,18 @@ def finite(
 def iterations(
     _context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]
 ) -> tuple[int, ...]:
-    """A click callback that parses iteration numbers, repeated or separated by commas.
+    """Parses an option with numbers of iterations, as a callback of click.
 
     Args:
-        _context: Not read.
-        _parameter: Not read.
+        _context: The context of click. Not read.
+        _parameter: The option. Not read.
         values: The text of each use of the option, e.g. ("3", "10,20").
 
     Returns:
-        The numbers in the given order, repetitions included; an empty tuple if the option was not
-        used. 0 is not refused here.
+        All numbers in their order, e.g. (3, 10, 20).
 
     Raises:
-        click.BadParameter: If a part is not a whole number of one to nine digits.
+        click.BadParameter: If a part is not a whole number.
     """
     parts = [part for value in values for part in value.split(",")]
     wrong = [part for part in parts if not is_number(part)]
@@ -139,15 +135,15 @@ json_option = click.option(
 
 
 def bar(total: int | None, name: str, unit: str = "img"):
-    """Creates a tqdm progress bar on standard error, shown only if that is a terminal.
+    """Creates a progress bar (tqdm) on standard error. It is shown only on a terminal.
 
     Args:
-        total: The number of units. None: unknown.
+        total: The number of units that make the bar full; None if it is unknown.
         name: The text before the bar.
-        unit: The name of a unit, by default an image.
+        unit: The name of one unit, e.g. "img" for images.
 
     Returns:
-        The bar, a context manager. `update(n)` advances it by n units.
+        The bar, to be used in a `with` statement. Its method `update(n)` advances it by n units.
     """
     from tqdm import tqdm
 
@@ -158,9 +154,9 @@ def finish(summary: dict[str, Any], as_json: bool, text: str) -> None:
     """Prints the result of a command on standard output.
 
     Args:
-        summary: The result, as values of JSON by name.
-        as_json: Whether to print `summary` as one line of JSON. Otherwise `text` is printed.
-        text: The result for a reader.
+        summary: The result as a dict of JSON values.
+        as_json: True: `summary` is printed, as one line of JSON. False: `text` is printed.
+        text: The result as text for people.
     """
     if as_json:
         print_json(summary)

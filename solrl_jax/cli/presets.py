@@ -65,14 +65,13 @@ def command(show: str | None, show_all: bool, overrides: tuple[str, ...], as_jso
 
 
 def format_table(rows: list[dict[str, str]]) -> str:
-    """Formats rows as text in aligned columns.
+    """Formats a table with aligned columns.
 
     Args:
-        rows: At least one row, which maps the name of a column to its text. All rows have equal
-            columns in one order.
+        rows: At least one row. Each maps the names of the columns to texts, all in the same order.
 
     Returns:
-        A line with the names of the columns and one line per row, without spaces at their ends.
+        A line with the names of the columns, and one line per row.
     """
     names = list(rows[0])
     lines = [dict(zip(names, names, strict=True)), *rows]
@@ -82,33 +81,27 @@ def format_table(rows: list[dict[str, str]]) -> str:
 
 
 def shown_settings(config: Config, show_all: bool) -> dict[str, Any]:
-    """Returns the settings of a configuration as nested mappings of plain values, by section and
-    field.
+    """Returns the settings of a configuration, as `solrl presets --show` prints them.
 
     Args:
-        config: The resolved configuration.
-        show_all: Whether to include fields that have no effect in a run with this configuration
-            (`config.inert`).
+        config: The configuration.
+        show_all: Whether fields that have no effect in a run with this configuration are included.
 
     Returns:
-        New dicts by section and field, e.g. {"rollout": {"kept": 24, ...}, ...}. A section whose
-        fields are all left out is an empty dict.
+        Nested dicts by section and field, e.g. {"rollout": {"kept": 24, ...}, ...}.
     """
     tree = to_tree(config)
     return tree if show_all else _without(tree, inert_fields(config), "")
 
 
 def _without(tree: Mapping[str, Any], hidden: set[str], prefix: str) -> dict[str, Any]:
-    """Returns a copy of settings without some sections and fields.
+    """Returns a copy of the settings of a section, without some fields.
 
     Args:
-        tree: The settings of a section by name. Sections within it are mappings.
-        hidden: Dotted names of the fields that are left out, e.g. "model.path".
-        prefix: The dotted name of `tree` with a dot at its end, or "" at the top.
-
-    Returns:
-        A new dict, in the order of `tree`. A section whose fields are all left out is an empty
-        dict.
+        tree: Nested dicts by section and field.
+        hidden: The dotted names of the fields and sections to leave out, e.g. "model.path".
+        prefix: The dotted name of the section that `tree` is, with a dot at its end, e.g. "model.";
+            "" for the whole configuration.
     """
     kept = {}
     for key, value in tree.items():
@@ -120,23 +113,22 @@ def _without(tree: Mapping[str, Any], hidden: set[str], prefix: str) -> dict[str
 
 
 def describe_prompts(config: Config) -> dict[str, Any]:
-    """Describes the prompt sets that `config.prompts` names.
+    """Describes the prompt sets of a configuration.
 
     Args:
-        config: The configuration. The section `prompts` names the files; the seed and
-            `train.num_prompts` decide which prompts the first iteration draws.
+        config: The configuration. Its section `prompts` names the sets.
 
     Returns:
-        "files" (a dict with the files of "train" and "test", as the configuration names them),
-        "train" and "test" (the number of distinct prompts in each), "shared" (the number of prompts
-        in both, by their text), and "first": a list of dicts with "prompt" (text) and "metadata" (a
-        dict) for each prompt of the first iteration, in the order in which it is drawn. If there
-        are fewer training prompts than an iteration draws, these are all of them.
+        A dict:
+
+        * "files": the files or names of the sets "train" and "test".
+        * "train" and "test": the number of distinct prompts in each set.
+        * "shared": the number of prompts that are in both.
+        * "first": the prompts of the first training iteration, in order, each a dict with "prompt"
+          (text) and "metadata" (a dict).
 
     Raises:
-        InputError: If a file is missing, cannot be read, holds no prompt or more than 2**20, holds
-            a prompt with control characters or of more than 20,000 characters, or repeats a prompt
-            with other metadata.
+        InputError: If a prompt set cannot be read.
     """
     train, test = load_prompt_sets(config)
     first = draw_prompts(train, config.seed, 0, min(config.train.num_prompts, len(train)))
@@ -150,16 +142,14 @@ def describe_prompts(config: Config) -> dict[str, Any]:
 
 
 def format_prompts(preset: str, prompts: Mapping[str, Any]) -> str:
-    """Formats the prompts of a preset as text for a terminal.
+    """Formats the description of a preset's prompts for a terminal.
 
     Args:
         preset: The name of the preset.
-        prompts: The result of `describe_prompts`: "files", "train", "test" and "shared" make the
-            first line, and "first" the others.
+        prompts: The result of `describe_prompts`.
 
     Returns:
-        One line about the sets, then one line per prompt of the first iteration, with its metadata
-        as JSON if it has any.
+        A line on the sets, and one line per prompt of the first training iteration.
     """
     files = prompts["files"]
     sizes = ", ".join(

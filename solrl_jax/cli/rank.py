@@ -123,35 +123,31 @@ def command(
 
 
 def _split(text: str | None) -> list[str]:
-    """Returns the entries of a comma-separated option, without the spaces around them.
+    """Splits the text of an option at its commas.
 
     Args:
-        text: The text of the option, or None if it was not given.
+        text: The text, e.g. "nvfp4,fp8"; None if the option was not given.
 
     Returns:
-        The entries; an empty list for None. Empty entries are kept.
+        The parts without surrounding spaces. An empty list for None.
     """
     return [] if text is None else [entry.strip() for entry in text.split(",")]
 
 
 def _means(result: dict[str, Any]) -> dict[str, Any]:
-    """Returns one result of `api.rank` without the figures of each prompt ("per_prompt").
+    """Returns a result of `api.rank` without its list of figures per prompt ("per_prompt").
 
     Args:
-        result: The result, values by name. It is not changed.
+        result: The figures by name.
     """
     return {name: value for name, value in result.items() if name != "per_prompt"}
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether this command wrote a file, so that it may be replaced.
+    """Returns whether a file is a result of `solrl rank`, so that it may be replaced.
 
     Args:
-        path: The file `rank.json`.
-
-    Returns:
-        True if the file is a JSON list of objects with "per_prompt", also if the list is empty.
-        False if it is absent or cannot be read.
+        path: The file. If it cannot be read, the answer is False.
     """
     with contextlib.suppress(OSError, ValueError, TypeError):
         return all("per_prompt" in row for row in parse_json(read_bytes(path)))

@@ -11,25 +11,20 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def block() -> None:
-    """Holds back the signals in `STOPPING` (Ctrl-C, SIGTERM, SIGHUP) for this thread, until
-    `unblock`.
-    """
+    """Holds back Ctrl-C, SIGTERM and SIGHUP in this thread, until `unblock` is called."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
 
 
 def unblock() -> None:
-    """Lets the signals in `STOPPING` reach this thread again. Those that were held back arrive at
-    once.
-    """
+    """Ends `block`. Signals that were held back arrive at once."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
 
 @contextlib.contextmanager
 def blocked() -> Iterator[None]:
-    """Holds back the signals in `STOPPING` (Ctrl-C, SIGTERM, SIGHUP) for this thread while the body
-    of a `with` statement runs.
+    """Holds back Ctrl-C, SIGTERM and SIGHUP in this thread during a `with` statement.
 
-    They arrive afterwards, also if they were held back before.
+    Signals that were held back arrive at its end.
     """
     block()
     try:
@@ -39,10 +34,10 @@ def blocked() -> Iterator[None]:
 
 
 def ignore() -> None:
-    """Ignores the signals in `STOPPING` from now on, when nothing is left to stop.
+    """Ignores Ctrl-C, SIGTERM and SIGHUP from now on. Call it in the main thread, when a command is
+    done.
 
-    Python removes handlers before it ends, and a signal would change the exit code then. It must be
-    called in the main thread.
+    Otherwise a signal that arrives while Python shuts down would change the exit code.
     """
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)

@@ -103,9 +103,9 @@ def command(
 
 
 def _print_progress(line: str) -> None:
-    """Prints a line of a study on standard error.
+    """Prints a line of progress on standard error.
 
     Args:
-        line: The line. Line feeds in it become spaces, and control characters are escaped.
+        line: The text. Line feeds in it become spaces.
     """
     click.echo(one_line(line), err=True)

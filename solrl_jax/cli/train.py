@@ -111,18 +111,16 @@ def command(
 
 
 def closing(summary: dict[str, Any], html_report: bool) -> str:
-    """Returns the last lines of a run: what was gained, where the report is, and what to try next.
+    """Returns the lines that `solrl train` ends with: what was gained, the report, and the next
+    commands.
 
     Args:
-        summary: What `api.train` returned: "run" (the directory), "trained_in_full" (if it is not
-            0, `export` writes a directory), and "before" and "after" (evaluations, metrics by name)
-            are shown.
-        html_report: Whether `report.html` was written. Otherwise the command that writes it is
+        summary: The result of `api.train`.
+        html_report: Whether the run wrote `report.html`. If not, the command that writes it is
             shown.
 
     Returns:
-        Three lines. Commands begin with "solrl" if it is on the PATH, and with the path of this
-        program otherwise.
+        Three lines, joined by line feeds.
     """
     run = summary["run"]
     program = "solrl" if shutil.which("solrl") else sys.argv[0]
@@ -139,20 +137,18 @@ def closing(summary: dict[str, Any], html_report: bool) -> str:
 
 
 def gained(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """Describes the change of the held-out scores, with standard errors.
+    """Describes by how much training changed the scores of the test prompts.
 
-    The scores are "eval/reward" and those whose name ends in "/strict". A change of at most two
-    standard errors "may be chance".
+    A change of at most two standard errors is followed by "which may be chance".
 
     Args:
-        before: Metrics of the evaluation before training, by name.
-        after: Metrics of the last evaluation, by name.
+        before: The metrics of the evaluation before training, by name.
+        after: The metrics of the last evaluation, by name.
 
     Returns:
-        For each score its change and both values, joined by ", ", e.g. "held-out reward +0.120
-        (0.300 ± 0.010 -> 0.420 ± 0.012)"; those in "/strict" are called "strict success". A missing
-        standard error counts as 0. If a score is missing in one of the two, a phrase that says that
-        the gain is unknown.
+        For the mean reward and for each score of strict success, its change and both values with
+        standard errors, e.g. "held-out reward +0.120 (0.300 ± 0.010 -> 0.420 ± 0.012)". If a score
+        is missing, a phrase that says that the gain is unknown.
     """
     names = ["eval/reward", *(name for name in after if name.endswith("/strict"))]
     if any(row.get(name) is None for name in names for row in (before, after)):
