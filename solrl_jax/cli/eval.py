@@ -84,18 +84,16 @@ def command(
     \f
     Args:
         target: A run directory, the name of a preset, or a model.
-        overrides: With `paired`, the other run, preset or model comes first. The rest are settings
-            `key=value` that differ from those of the target, also for the other policy, which is
-            evaluated with the target's settings.
-        paired: Whether a second policy, named first in `overrides`, is evaluated too, with the
-            rewards, settings and noise of the first, and the scores are compared image by image. If
-            it is a run, its newest checkpoint is used.
-        rewards: Names of rewards to watch in this evaluation in place of the configuration's
-            `reward.eval_only`, separated by commas. The trained rewards are scored in any case.
-            None: the configuration's.
-        gallery: A PNG file of the 8 prompts with 4 images each on which two policies differ most.
-            Only with `paired`. None: no file.
-        preset: The preset for a model; None: "tiny". A run or a preset accepts none.
+        overrides: Settings `key=value` that differ from those of the target. With `paired`, the
+            first one is not a setting, but the run, preset or model to compare with.
+        paired: Whether a second policy is evaluated with the same settings and noise, and compared
+            with the first image by image. Of a run, its newest checkpoint is used.
+        rewards: Names of rewards to compute beside the trained ones, separated by commas. None:
+            those of the field `reward.eval_only`.
+        gallery: A PNG file to write, with the 8 prompts and 4 images each on which the two policies
+            differ most. Only with `paired`. None: no file.
+        preset: The preset whose settings a bare model is evaluated with; None: "tiny". Must be None
+            for a run or a preset, which has its own settings.
         checkpoint: The checkpoint of a run: "best", "latest" or the number of an iteration.
         trust: Whether to use rewards and objectives outside the package that a run directory names.
         force: Whether an existing `gallery` is replaced.

@@ -63,14 +63,17 @@ def command(
     \f
     Args:
         run: The directory of the run to export.
-        out: The file, or for PEFT and whole transformers the directory, to write. With `hub`, the
-            folder; None: `hub` in the run directory.
-        hub: The repository to upload to, OWNER/NAME; None: nothing is uploaded.
-        private: Whether a new repository is private.
+        out: The path to write: a .safetensors file, or a directory for PEFT, for a transformer that
+            was trained in full, and with `hub`. None is accepted with `hub`: the folder `hub` in
+            the run directory.
+        hub: The repository of the Hugging Face Hub to upload to, OWNER/NAME; None: nothing is
+            uploaded.
+        private: Whether the repository becomes private if it does not exist yet.
         dry_run: Whether the folder is written and not uploaded.
-        form: "diffusers" or "peft".
+        form: The layout of the LoRA: "diffusers" or "peft".
         dtype: The number format of the tensors, "fp32" or "bf16".
-        fold_alpha: Whether B is multiplied by alpha / rank.
+        fold_alpha: Whether the LoRA's scale alpha / rank is multiplied into its matrices B, for
+            programs that ignore alpha. Only for diffusers.
         checkpoint: The checkpoint of a run: "best", "latest" or the number of an iteration.
         force: Whether existing files are replaced.
         as_json: Whether to print the result as one line of JSON in place of text.

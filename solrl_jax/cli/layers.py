@@ -71,12 +71,13 @@ def command(
     Args:
         target: A run directory or the name of a preset.
         overrides: Settings that differ, as `key=value`.
-        errors: Whether the weights are loaded to measure the error of each quantized layer. Not
-            with `sensitivity`.
-        sensitivity: The number of test prompts on which the effect of each group of layers on ranks
-            is measured, by generating images; None: not measured.
-        drop: By how much the proposed rule may lower the rank correlation; None: 0.02. Only with
-            `sensitivity`.
+        errors: Whether to load the weights and measure the error of each quantized layer. Not
+            together with `sensitivity`.
+        sensitivity: The number of test prompts for which images are generated, to measure how
+            quantizing each group of layers changes the ranking of candidates, and to propose which
+            groups to leave unquantized. None: not measured.
+        drop: By how much the proposal may lower the rank correlation (Spearman) between the rewards
+            of quantized exploration and of regeneration; None: 0.02. Only with `sensitivity`.
         trust: Whether to use rewards and objectives outside the package that a run directory names.
         as_json: Whether to print the result as one line of JSON in place of text.
 

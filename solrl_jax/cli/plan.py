@@ -50,7 +50,7 @@ def command(
     Args:
         preset: The name of a preset.
         overrides: Settings that differ, as `key=value`.
-        device: The kind of device, a name of `TARGETS`.
+        device: The kind of device, a key of `planning.targets.TARGETS`, e.g. "h200".
         devices: The number of devices on each host.
         hosts: The number of hosts that train together, at least 1.
         hlo: A directory for the compiled programs as text; None: they are not written.

@@ -73,12 +73,14 @@ def command(
         target: A run directory or the name of a preset.
         overrides: Settings that differ, as `key=value`.
         prompts: The number of test prompts, from the first one on.
-        explore: Recipes in `configs/explore/`, separated by commas; None: the run's own
-            exploration.
-        formats: Number formats, separated by commas; None: the recipe's.
-        steps: Numbers of steps, separated by commas; None: the recipe's.
-        out: The directory for `rank.json`, which has the figures of each prompt; None: the run, or
-            `runs/rank` for a preset.
+        explore: Recipes to measure, separated by commas: names of files in `configs/explore/`, e.g.
+            "paper,best". None: the exploration settings of the target.
+        formats: Number formats to explore in, separated by commas, e.g. "nvfp4,fp8"; None: that of
+            each recipe.
+        steps: Numbers of solver steps to explore with, separated by commas; None: that of each
+            recipe.
+        out: The directory in which `rank.json`, the figures of each prompt, is written; None: the
+            run directory, or `runs/rank` for a preset.
         trust: Whether to use rewards and objectives outside the package that a run directory names.
         force: Whether a `rank.json` that this command did not write is replaced.
         as_json: Whether to print the result as one line of JSON in place of text.

@@ -29,7 +29,8 @@ def command(
         out: The file to write; None: `report.html` in the run, or in the working directory for
             several runs.
         plan: A file with the JSON of `solrl plan`, which is shown too; None: no plan.
-        force: Whether another file than a report is replaced. With `out`, whether any file is.
+        force: Whether an existing file is replaced. Without `out`, a report of an earlier call is
+            replaced in any case.
         as_json: Whether to print the result as one line of JSON in place of text.
 
     Raises:

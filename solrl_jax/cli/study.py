@@ -58,14 +58,16 @@ def command(
 
     \f
     Args:
-        plan: The name of a plan of the package, or a YAML file.
+        plan: The study to run: the name of one in the package, or a YAML file. It lists arms
+            (settings to compare) and seeds.
         overrides: Settings of all runs that differ, as `key=value`.
-        quick: Whether to train the plan's `quick` seeds and overrides in place of its full size.
+        quick: Whether to train the small version of the study, with the seeds and overrides under
+            `quick` in the plan.
         out: The directory of the runs and the tables; None: `runs/study-PLAN`.
         processes: The number of runs that train at once, 1 to 64. None: one per CPU core.
         prices: The prices of the counted work: the name MODEL-DEVICE of prices in the package, e.g.
             "sana-b200", or a file with the JSON of `solrl plan`.
-        compare_only: Whether nothing is trained, and the finished runs are compared.
+        compare_only: Whether to train nothing, and only compare the runs that are finished.
         as_json: Whether to print the result as one line of JSON in place of text.
 
     Raises:

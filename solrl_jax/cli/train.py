@@ -74,7 +74,7 @@ def command(
         preset: The name of a preset.
         overrides: Settings that differ, as `key=value`.
         profile: The numbers of the iterations to trace.
-        html_report: Whether `report.html` is kept up to date.
+        html_report: Whether `report.html` in the run directory is kept up to date.
         force: Whether to continue with input files that changed, with sizes that seem too large for
             memory, and to replace a foreign `report.html`.
         as_json: Whether to print the result as one line of JSON in place of text.
