@@ -37,20 +37,17 @@ def open_pipeline(folder: Path, remat: str = "none", mhla: MhlaOverride | None =
             (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
             (everything inside a block; only the inputs of blocks are stored). Another value raises
             KeyError when the transformer is traced.
-        mhla: replaces the linear attention of SANA by MHLA, token-level multi-head linear attention
-            (`models/layers/mhla.py`). It holds the variant of MHLA and the image height and width,
-            in pixels, that its blocks are arranged for. None keeps the model's own attention.
+        mhla: for SANA: replaces its linear attention by MHLA, token-level multi-head linear
+            attention (arXiv 2601.07832): the settings of MHLA, and the (height, width) of images in
+            pixels. None keeps the model's own attention.
 
     Returns:
-        The pipeline, an instance of the selected class.
+        The pipeline, an instance of a class in `PIPELINES`.
 
     Raises:
         FileNotFoundError: the directory or one of its files is missing.
-        ValueError: a file is not a JSON object or holds a value that is not supported, the pipeline
-            is none of `PIPELINES`, a width or number of channels of one component is not what
-            another one takes or returns, a tokenizer cannot be loaded or has tokens that its text
-            encoder lacks, or `mhla` is given for another model than SANA or does not divide the
-            tokens of its image size into equal blocks.
+        ValueError: a configuration or tokenizer cannot be read or is not supported, the networks do
+            not fit each other, or `mhla` does not fit the model.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such model directory")

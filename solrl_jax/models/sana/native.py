@@ -25,16 +25,17 @@ Table = dict[str, list[str]]
 
 
 def _weights_and_biases(layers: Mapping[str, str]) -> Table:
-    """Returns which diffusers tensors the weight and the bias of each native layer consist of.
+    """Expands a table of layers to a table of their weights and biases.
 
     Args:
-        layers: for each native layer, the names of the diffusers layers that its rows consist of,
-            in order, separated by spaces: "attn2.to_k attn2.to_v" for "cross_attn.kv_linear".
+        layers: native layers (of the SANA authors) and the diffusers layers that they consist of,
+            in the order of their rows, separated by spaces: for example "attn2.to_k attn2.to_v" for
+            "cross_attn.kv_linear".
 
     Returns:
-        From the name of each native tensor, such as "cross_attn.kv_linear.bias", to the list of the
-        diffusers tensors that its rows consist of: ["attn2.to_k.bias", "attn2.to_v.bias"]. Each
-        layer has two entries, its ".weight" and its ".bias".
+        Two entries per native layer, ".weight" and ".bias": from the name of the native tensor,
+        such as "cross_attn.kv_linear.bias", to the list of the diffusers tensors, such as
+        ["attn2.to_k.bias", "attn2.to_v.bias"].
     """
     table = {}
     for native, names in layers.items():
@@ -85,14 +86,15 @@ IGNORED = ("pos_embed", "y_embedder.y_embedding")
 
 @dataclasses.dataclass(frozen=True)
 class TensorPart:
-    """A tensor of diffusers as consecutive rows of a native tensor.
+    """Which rows of a native tensor (of a checkpoint of the SANA authors) are a given diffusers
+    tensor.
 
     Attributes:
-        name: name of the tensor in diffusers.
+        name: name of the diffusers tensor.
         source: name of the native tensor.
-        start: index of the first row in the native tensor.
-        stop: index of the row after the last one.
-        shape: shape of the tensor in diffusers. The rows are reshaped to it.
+        start: index of its first row in the native tensor.
+        stop: index after its last row in the native tensor.
+        shape: shape of the diffusers tensor. The rows are reshaped to it.
     """
 
     name: str
@@ -104,15 +106,16 @@ class TensorPart:
 
 @dataclasses.dataclass(frozen=True)
 class ConversionPlan:
-    """How a native checkpoint becomes a component of diffusers.
+    """How a native checkpoint (of the SANA authors) becomes a transformer in the layout of
+    diffusers.
 
     Attributes:
         config: configuration of the converted transformer.
-        parts: all tensors of the converted transformer, each as rows of a native tensor.
-        ffn: kind of the native MLP: "conv" (1x1 convolutions) or "linear" (linear layers).
-        ignored: names of the native tensors that the checkpoint has but that are not needed:
-            "pos_embed" (positions), "y_embedder.y_embedding" (embedding of the empty prompt), both
-            or neither.
+        parts: for each tensor of the converted transformer, the rows of a native tensor that it
+            consists of.
+        ffn: layers of the native MLP: "conv" (1x1 convolutions) or "linear" (linear layers).
+        ignored: names of native tensors that are not converted: "pos_embed" (positions) and
+            "y_embedder.y_embedding" (embedding of the empty prompt), if the checkpoint has them.
     """
 
     config: SanaConfig
@@ -127,42 +130,37 @@ class ConversionPlan:
 
 
 def is_native(names: Iterable[str]) -> bool:
-    """Whether these are the tensor names of a native SANA checkpoint, in the layout of its authors.
-
-    One tensor of an MLP, such as "blocks.0.mlp.depth_conv.conv.weight", is enough: no other network
-    has this MLP in blocks of this name.
+    """Whether a checkpoint is a SANA checkpoint in the layout of its authors, judged by its tensor
+    names.
 
     Args:
-        names: names of all tensors of a checkpoint.
+        names: names of all tensors of the checkpoint.
 
     Returns:
-        True if one name is that of such a tensor of an MLP; False for no names.
+        True if a name belongs to an MLP of that layout, such as
+        "blocks.0.mlp.depth_conv.conv.weight".
     """
     return any(re.match(r"blocks\.\d+\.mlp\.(inverted|depth|point)_conv\.", name) for name in names)
 
 
 def plan_conversion(shapes: Mapping[str, Shape], base: SanaConfig) -> ConversionPlan:
-    """Plans the conversion of a native checkpoint. No tensor is read.
+    """Plans the conversion of a native checkpoint (of the SANA authors) to the layout of diffusers.
+    No tensor is read.
 
-    The number of blocks, the hidden width of the MLP (that of block 0), its kind, and whether
-    queries and keys are normalised are taken from the checkpoint.
+    Four properties are taken from the checkpoint: the number of blocks, the hidden width of the
+    MLP, the kind of its layers, and whether queries and keys are normalised.
 
     Args:
         shapes: shapes of all native tensors, by name.
-        base: configuration of a released transformer whose width is the checkpoint's. Everything
-            but these four properties is taken from it, such as the number of heads and the
-            channels. The shapes cannot tell the number of heads, so it is not checked.
+        base: configuration of a released transformer of the same width. All other properties are
+            taken from it, such as the number of heads, which the shapes cannot tell.
 
     Returns:
-        The plan: `config`, the configuration of the converted transformer; `parts`, for every
-        tensor of that the native tensor, the range of rows in it and the shape to give them; `ffn`,
-        the kind of the native MLP, "conv" or "linear"; and `ignored`, the names of the native
-        tensors that are not needed.
+        The plan.
 
     Raises:
-        ValueError: the width of the checkpoint is not that of `base`; or tensors are missing, of
-            another shape, or unexpected. "pos_embed" and "y_embedder.y_embedding" may be there or
-            not. The message lists all tensors at fault.
+        ValueError: the width of the checkpoint is not that of `base`; or tensors are missing,
+            unexpected or of another shape. The message lists all of them.
     """
     modulation = shapes.get("t_block.1.bias", (6 * base.width,))
     if modulation[0] // 6 != base.width:
@@ -202,18 +200,17 @@ def plan_conversion(shapes: Mapping[str, Shape], base: SanaConfig) -> Conversion
 
 
 def mlp_ratio(hidden: int, width: int) -> float:
-    """Returns a ratio with `int(ratio * width) == hidden`, the formula of all readers of a
-    configuration.
+    """Returns the value of `mlp_ratio` in a configuration that gives an exact hidden width.
 
-    It is `hidden / width`; where rounding makes its product with the width less than `hidden`, the
-    smallest larger float for which the formula holds.
+    Readers of a configuration compute the width as `int(ratio * width)`. The result is `hidden /
+    width`, or slightly more where rounding would give one feature less.
 
     Args:
-        hidden: hidden width of the MLP after its gate, not negative.
-        width: width of the tokens, a positive number.
+        hidden: hidden width of the MLP after its gate.
+        width: number of features of a token.
 
     Returns:
-        The value for the field `mlp_ratio` of the configuration.
+        A ratio with `int(ratio * width) == hidden`.
     """
     ratio = hidden / width
     # rounding may have made the product a little less than `hidden`
@@ -223,18 +220,18 @@ def mlp_ratio(hidden: int, width: int) -> float:
 
 
 def _full_table(depth: int, ffn: str, qk_norm: bool) -> Table:
-    """Returns the table of all tensors of a network: for each native name, the diffusers names of
-    the tensors that its rows consist of, in order.
+    """Returns which diffusers tensors each tensor of a native checkpoint consists of.
 
     Args:
-        depth: number of blocks.
-        ffn: name of the feed-forward layer in the native names, "conv" or "linear".
-        qk_norm: whether queries and keys are normalised.
+        depth: number of blocks of the network.
+        ffn: layers of the native MLP: "conv" or "linear".
+        qk_norm: whether the network normalises queries and keys.
 
     Returns:
-        The table: first the tensors outside of the blocks, then those of each block, such as
-        "blocks.0.attn.qkv.weight" with the list of "transformer_blocks.0.attn1.to_q.weight",
-        "...to_k.weight" and "...to_v.weight". Most native tensors have one diffusers tensor.
+        From the name of each native tensor to the names of the diffusers tensors in the order of
+        its rows: for example from "blocks.0.attn.qkv.weight" to
+        ["transformer_blocks.0.attn1.to_q.weight", "...to_k.weight", "...to_v.weight"]. Most native
+        tensors have one diffusers tensor.
     """
     block = BLOCK | (QK_NORM if qk_norm else {})
     table = dict(OUTER)
@@ -246,9 +243,9 @@ def _full_table(depth: int, ffn: str, qk_norm: bool) -> Table:
 
 
 def _check(expected: Mapping[str, Shape], shapes: Mapping[str, Shape]) -> None:
-    """Checks that native tensors have the expected names and shapes.
+    """Checks that a native checkpoint has exactly the expected tensors.
 
-    "pos_embed" and "y_embedder.y_embedding" (`IGNORED`) may be there without being expected.
+    "pos_embed" and "y_embedder.y_embedding" (`IGNORED`) are allowed in addition.
 
     Args:
         expected: shape of each expected tensor by native name.

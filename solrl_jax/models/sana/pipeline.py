@@ -30,14 +30,15 @@ MAX_TOKENS = 300
 
 @dataclasses.dataclass(frozen=True)
 class MhlaOverride:
-    """A request to replace the linear attention among image tokens by MHLA
-    (`models/layers/mhla.py`).
+    """A request to replace the linear attention among SANA's image tokens by MHLA (token-level
+    multi-head linear attention).
 
     Attributes:
-        mhla: number of blocks, whether the released code is followed instead of the paper, and
-            whether norms are added (`models.layers.mhla.Mhla`).
-        size: image height and width in pixels, whose tokens are divided into blocks as square as
-            possible. Images of other sizes have as many blocks down and across.
+        mhla: the settings of MHLA: number of blocks, whether the released code is followed instead
+            of the paper, and whether norms are added.
+        size: (height, width) of images in pixels. It decides how many of the blocks lie from top to
+            bottom and how many from left to right, so that they are as square as possible; images
+            of other sizes are divided in the same way.
     """
 
     mhla: Mhla
@@ -45,14 +46,16 @@ class MhlaOverride:
 
 
 class SanaPipeline(Pipeline):
-    """SANA. Gemma 2 encodes the prompt, DC-AE decodes the latents.
+    """SANA: Gemma 2 encodes the prompt, DC-AE decodes the latents.
+
+    The attributes below are in addition to those of `Pipeline`.
 
     Attributes:
-        config: contents of `transformer/config.json`, checked.
-        vae_config: contents of `vae/config.json`, checked.
-        tokenizer: directory of the tokenizer.
-        blocks: numbers of blocks, from top to bottom and from left to right, into which MHLA
-            divides the image tokens; (1, 1) without MHLA.
+        config: configuration of the transformer (`transformer/config.json`).
+        vae_config: configuration of the autoencoder (`vae/config.json`).
+        tokenizer: directory of the tokenizer (a path).
+        blocks: into how many blocks MHLA divides the image tokens (from top to bottom, from left to
+            right); (1, 1) without MHLA.
     """
 
     kind = "SanaPipeline"
@@ -133,12 +136,11 @@ class SanaPipeline(Pipeline):
         self.default_max_tokens = min(MAX_TOKENS, limit)
 
     def size_multiples(self) -> tuple[int, int]:
-        """Returns the numbers of pixels that image heights and image widths must be multiples of.
+        """Returns the numbers of pixels that image heights and widths must be multiples of.
 
         Returns:
-            The number for heights, then that for widths: the side of a token, `compression *
-            patch`, times the number of blocks of MHLA from top to bottom, or from left to right (1
-            without MHLA).
+            (number for heights, number for widths): the side of a token, `compression * patch`,
+            times the number of MHLA's blocks along the axis (1 without MHLA).
         """
         rows, columns = super().size_multiples()
         return rows * self.blocks[0], columns * self.blocks[1]
@@ -159,12 +161,12 @@ class SanaPipeline(Pipeline):
                 may be an array, a quantized weight, or a weight with its LoRA adapter. Stacked
                 blocks and, under tensor parallelism, linear layers may still be sharded; all other
                 leaves are whole.
-            latent: noisy latents [b, h, w, c]. Height and width are multiples of the patch size
-                and, with MHLA, of the blocks (`size_multiples`).
+            latent: noisy latents [b, h, w, c], of a size that `size_multiples` allows.
             conditioning: "text" [b, l, d], hidden states of Gemma, and "mask" [b, l], true on
                 tokens and false on padding, as returned by `encode_text`.
-            timestep: `1000 * sigma` of each latent, where the noise level sigma lies in [0, 1].
-            guidance: ignored.
+            timestep: `1000 * sigma` of each latent, where the noise level sigma lies in [0, 1]. The
+                configuration's `timestep_scale` is applied here.
+            guidance: ignored: the transformer takes no guidance scale.
             fp8_attention: must be False, because the attention is masked or linear.
 
         Returns:
@@ -172,7 +174,6 @@ class SanaPipeline(Pipeline):
 
         Raises:
             ValueError: `fp8_attention` is set.
-            KeyError: while tracing, if `remat` is not "none", "matmuls" or "blocks".
         """
         timestep = timestep * self.config.timestep_scale
         if fp8_attention:
@@ -188,29 +189,26 @@ class SanaPipeline(Pipeline):
         """Tokenizes prompts in lower case, stripped of surrounding white space and padded on the
         right.
 
-        With an instruction, Gemma reads it before each prompt, but the transformer sees only the
-        first token and the last `max_tokens - 1` ones. The released instruction is the default of
-        `complex_human_instruction` of diffusers' `SanaPipeline` (`chi_prompt` in the authors'
-        configurations); its lines are joined by line breaks.
+        With an instruction, Gemma reads it before each prompt, but the transformer sees only
+        `max_tokens` of the encoded tokens: the first one and the last ones, which are those of the
+        prompt.
 
         Args:
             prompts: one or more texts.
-            max_tokens: number of tokens of each prompt that the transformer sees, at least the
-                number of special tokens that the tokenizer adds. With the tokens of the instruction
-                but two, at most 4096.
-            instruction: text before each prompt, taken as it is; None or an empty text: no
+            max_tokens: number of tokens per prompt that the transformer sees. With those of the
+                instruction, at most 4096.
+            instruction: text before each prompt, for example the `complex_human_instruction` of
+                diffusers' `SanaPipeline` with its lines joined by line breaks. None: no
                 instruction.
 
         Returns:
-            "ids", int32, and "mask", bool, of all tokens: [prompts, `max_tokens` plus the tokens of
-            the instruction but two]. Also "kept" [prompts, max_tokens], int32: the positions of the
-            tokens that the transformer sees, ascending. Without an instruction, these are all
-            tokens.
+            A dictionary. "ids", int32, and "mask", bool, true on tokens and false on padding: both
+            [prompts, tokens], where tokens is `max_tokens` plus the length of the instruction.
+            "kept" [prompts, max_tokens], int32: the positions of the tokens that the transformer
+            sees.
 
         Raises:
-            InputError: `max_tokens` is outside of these limits; the tokenizer fails; or it has no
-                vocabulary, which only the configurations that this package carries for
-                `solrl plan` may lack.
+            InputError: `max_tokens` is out of range, or the tokenizer fails or has no vocabulary.
         """
         texts = [prompt.lower().strip() for prompt in prompts]
         length = max_tokens
@@ -229,14 +227,14 @@ class SanaPipeline(Pipeline):
         """Encodes tokenized prompts by Gemma. For use under jit.
 
         Args:
-            params: a dictionary with the parameters of Gemma under "text_encoder". Only stacks of
-                blocks may be sharded.
+            params: a dictionary with the parameters of Gemma under "text_encoder". Only those of
+                stacked blocks may still be sharded.
             tokens: "ids", "mask" and "kept", one row per prompt, as `tokenize` returns them.
 
         Returns:
-            "text" [b, l, d], Gemma's last hidden states in the dtype of the text encoder, and
-            "mask" [b, l], bool, true on tokens and false on padding, both at the l positions
-            `tokens["kept"]`.
+            A dictionary for the l tokens in "kept": "text" [b, l, d], Gemma's last hidden states in
+            the dtype of the text encoder, and "mask" [b, l], bool, true on tokens and false on
+            padding.
         """
         encoder = self.text_encoders["text_encoder"](params["text_encoder"])
         text = encoder(tokens["ids"], tokens["mask"])
@@ -246,8 +244,7 @@ class SanaPipeline(Pipeline):
         }
 
     def unscale(self, latent: Array) -> Array:
-        """Divides latents by the scaling factor, which gives the scale that the autoencoder
-        decodes.
+        """Divides latents by the scaling factor, which gives the input of the autoencoder.
 
         Args:
             latent: the transformer's latents [b, h, w, c].

@@ -35,36 +35,41 @@ from solrl_jax.models.loading.config_file import TransformerConfig
 
 @dataclasses.dataclass(frozen=True)
 class SanaConfig(TransformerConfig):
-    """The fields of a published `transformer/config.json`. The defaults are those of diffusers.
+    """The configuration of SANA's transformer: the fields of a published `transformer/config.json`.
+
+    The defaults are those of diffusers. A token has `num_attention_heads * attention_head_dim`
+    features.
 
     Attributes:
-        in_channels: channels of the latents.
-        out_channels: channels of the output; None: as many as `in_channels`.
+        in_channels: number of channels of the latents.
+        out_channels: number of channels of the output; None: as many as `in_channels`.
         num_attention_heads: number of heads of the attention among image tokens.
-        attention_head_dim: features of one head of the attention among image tokens. Heads times
-            features is the width of the tokens.
+        attention_head_dim: number of features of one head of the attention among image tokens.
         num_layers: number of blocks.
         num_cross_attention_heads: number of heads of the attention to the text.
-        cross_attention_head_dim: features of one head of the attention to the text.
-        cross_attention_dim: features of the projected text.
-        caption_channels: features of a text embedding.
-        mlp_ratio: hidden features of the MLP after its gate, divided by the width of the tokens
-            (the product is rounded down).
+        cross_attention_head_dim: number of features of one head of the attention to the text.
+        cross_attention_dim: number of features of a text token after it is projected for the
+            attention to the text.
+        caption_channels: number of features of a text token as the text encoder returns it.
+        mlp_ratio: hidden width of the MLP (after its gate), divided by the number of features of a
+            token.
         dropout: 0.0, the only supported value.
-        attention_bias: whether the projections to queries, keys and values of the attention among
+        attention_bias: whether the linear layers to queries, keys and values of the attention among
             image tokens have biases.
-        sample_size: side of the latents, in latent pixels, that the model was made for.
+        sample_size: side, in latent pixels, of the latents that the model was made for. It has an
+            effect only with `interpolation_scale`.
         patch_size: side of a patch in latent pixels.
         norm_elementwise_affine: whether the norm before the MLP has learned weights.
         norm_eps: epsilon of the norms of the blocks.
-        interpolation_scale: divides the positions that are added to the image tokens; None: no
-            positions.
+        interpolation_scale: divides the coordinates of the positions that are added to the image
+            tokens; None: no positions are added.
         guidance_embeds: whether the network takes the guidance scale as an input; only False is
             supported.
-        guidance_embeds_scale: ignored, because guidance is not embedded.
-        qk_norm: "rms_norm_across_heads" normalises queries and keys of both attentions, all heads
-            together; None: no norm. Other values are not supported.
-        timestep_scale: the network takes `1000 * sigma * timestep_scale`.
+        guidance_embeds_scale: has no effect.
+        qk_norm: "rms_norm_across_heads" to normalise queries and keys of both attentions, over all
+            heads together; None: no norm.
+        timestep_scale: factor of the timestep that the network embeds, `1000 * sigma *
+            timestep_scale`.
     """
 
     network = "SanaTransformer2DModel"
@@ -104,18 +109,17 @@ class SanaConfig(TransformerConfig):
 
 
 class SanaTransformer2DModel(nnx.Module):
-    """The network that predicts the velocity `noise - x0` of noisy latents.
+    """SANA's network, which predicts the velocity `noise - x0` of noisy latents.
 
     Args:
         config: configuration of the network: its widths, heads, blocks and patches.
         remat: what the backward pass recomputes instead of storing: "none" (nothing), "matmuls"
             (everything except matmuls and attention kernels) or "blocks" (everything inside a
             block; only the inputs of blocks are stored).
-        attention: builds the attention among the image tokens, once for all blocks, whose
-            parameters are stacked. It is called as `attention((d, d, d), heads, normed=...,
-            bias=..., rngs=...)` with the widths of queries, keys and all heads. The module that it
-            returns is called as `module(tokens, (rows, columns))` and returns tokens [b, n, d].
-            None: `LinearAttention`.
+        attention: builds the attention among the image tokens. A function that is called as
+            `attention((d, d, d), heads, normed=..., bias=..., rngs=...)` for tokens of d features,
+            and returns a module. The module is called as `module(tokens, (rows, columns))`, and
+            returns tokens [b, n, d]. None: `LinearAttention`.
         rngs: random number generators for the initial weights.
     """
 
@@ -155,15 +159,13 @@ class SanaTransformer2DModel(nnx.Module):
 
         Args:
             latent: noisy latents. Height and width are multiples of the patch size.
-            text: text embeddings, cast to the dtype of `latent`.
-            text_mask: true on tokens, false on padding, to which no image token attends.
-            timestep: `1000 * sigma * timestep_scale` of each latent. The scale is not applied here.
+            text: hidden states of the text encoder. They are cast to the dtype of `latent`.
+            text_mask: true on tokens, false on padding, which is not attended to.
+            timestep: `1000 * sigma * timestep_scale` of each latent: the caller has applied the
+                scale.
 
         Returns:
             The velocity, in the dtype of `latent`, with `config.features_out` channels.
-
-        Raises:
-            KeyError: `remat` is not "none", "matmuls" or "blocks".
         """
         batch, height, width, _ = latent.shape
         patch = self.config.patch_size
@@ -186,14 +188,15 @@ class SanaTransformer2DModel(nnx.Module):
 
 
 class SanaBlock(nnx.Module):
-    """One layer: attention among image tokens, attention to the text, MLP with a convolution.
+    """A block: attention among image tokens, attention to the text, and an MLP with a convolution.
 
     Args:
-        config: configuration of the network. The widths, heads, norms and biases of a block, and
-            the ratio of its MLP, count.
-        attention: builds the attention among image tokens. It is called as `attention((d, d, d),
-            heads, normed=..., bias=..., rngs=...)`, and the module that it returns as
-            `module(tokens, (rows, columns))`, which returns tokens [b, n, d].
+        config: configuration of the network, for widths, heads, norms, biases and the ratio of the
+            MLP.
+        attention: builds the attention among the image tokens. A function that is called as
+            `attention((d, d, d), heads, normed=..., bias=..., rngs=...)` for tokens of d features,
+            and returns a module. The module is called as `module(tokens, (rows, columns))`, and
+            returns tokens [b, n, d].
         rngs: random number generators for the initial weights.
     """
 
@@ -225,19 +228,19 @@ class SanaBlock(nnx.Module):
         grid: tuple[int, int],
     ) -> Float[Array, "b n d"]:
         """Applies attention among image tokens, attention to the text, and an MLP with a
-        convolution, and adds the result of each to the tokens.
+        convolution. Each result is added to the tokens.
 
         Args:
             x: the image tokens, row by row.
             text: the projected and normalised text tokens.
             text_mask: true on tokens, false on padding.
-            modulation: six vectors per sample: shift, scale and gate of the attention among image
-                tokens, then of the MLP. The block's learned table [6, d] is added to them here.
-            grid: number of rows and of columns of the image tokens.
+            modulation: six vectors per sample from the timestep: shift, scale and gate of the
+                attention among image tokens, then of the MLP. The block adds its own learned
+                vectors to them.
+            grid: (rows, columns) of the image tokens.
 
         Returns:
-            The image tokens after the layer, the sums with the input included, of the shape and
-            dtype of `x`.
+            The image tokens after the block, of the shape and dtype of `x`.
         """
         table = self.scale_shift_table.get_value().astype(x.dtype) + modulation
         shift, scale, gate, shift_ff, scale_ff, gate_ff = jnp.split(table, 6, axis=1)
@@ -248,14 +251,13 @@ class SanaBlock(nnx.Module):
 
 
 class PatchEmbed(nnx.Module):
-    """Converts patches to tokens, and adds fixed positions if the config has an
+    """Maps patches of latents to tokens, and adds fixed positions if the configuration has an
     `interpolation_scale`.
 
     The released SANA models have no positions.
 
     Args:
-        config: configuration of the network: `patch_size`, the channels of the latents, the width
-            of a token, and `sample_size` and `interpolation_scale` for the positions.
+        config: configuration of the network.
         rngs: random number generators for the initial weights.
     """
 
@@ -265,10 +267,9 @@ class PatchEmbed(nnx.Module):
         self.base = config.sample_size // config.patch_size
 
     def __call__(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b n d"]:
-        """Returns the tokens of latents, row by row: n is the number of patches.
+        """Returns the tokens of latents, row by row. n is the number of patches.
 
-        If there are positions, the coordinates along each axis run from 0 up to `sample_size /
-        patch_size / interpolation_scale` (exclusive), whatever the size of the latents.
+        Positions, if there are any, cover the same range of coordinates for latents of every size.
 
         Args:
             latent: latents. Height and width are multiples of the patch size.
@@ -286,10 +287,10 @@ class PatchEmbed(nnx.Module):
 
 
 class TimeEmbedding(nnx.Module):
-    """Embeds the timestep, and computes the modulation of every block from it.
+    """Embeds the timestep, and computes from it the modulation vectors that all blocks share.
 
     Args:
-        d: number of features of the network.
+        d: number of features of a token.
         rngs: random number generators for the initial weights.
     """
 
@@ -300,16 +301,16 @@ class TimeEmbedding(nnx.Module):
     def __call__(
         self, timestep: Float[Array, " b"], dtype: DTypeLike
     ) -> tuple[Float[Array, "b d6"], Float[Array, "b d"]]:
-        """Embeds the timestep by sinusoids and an MLP, and projects the SiLU of the embedding to
-        six modulation vectors.
+        """Embeds the timestep by sinusoids and an MLP, and computes the modulation vectors from the
+        SiLU of the embedding.
 
         Args:
             timestep: `1000 * sigma * timestep_scale` of each sample.
             dtype: dtype to compute in.
 
         Returns:
-            Six modulation vectors [b, 6 d], side by side, which all blocks share, and the embedding
-            [b, d], which modulates the output of the network.
+            (modulation, embedding). modulation [b, 6 d]: six vectors side by side, which all blocks
+            share. embedding [b, d]: it modulates the output of the network.
         """
         embedded = self.emb.timestep_embedder(timestep, dtype)
         return self.linear(jax.nn.silu(embedded)), embedded

@@ -28,11 +28,13 @@ TOKENIZERS = {
 
 
 class StableDiffusion3Pipeline(Pipeline):
-    """Stable Diffusion 3 or 3.5. Two CLIPs and T5 encode the prompt; a release may leave out T5.
+    """Stable Diffusion 3 or 3.5: two CLIPs and T5 encode the prompt. A release may leave out T5.
+
+    The attributes below are in addition to those of `Pipeline`.
 
     Attributes:
-        config: contents of `transformer/config.json`, checked.
-        vae_config: contents of `vae/config.json`, checked.
+        config: configuration of the transformer (`transformer/config.json`).
+        vae_config: configuration of the autoencoder (`vae/config.json`).
         clip_tokens: number of tokens to which prompts are padded or cut for both CLIPs.
     """
 
@@ -87,19 +89,15 @@ class StableDiffusion3Pipeline(Pipeline):
         self.largest_side = config.pos_embed_max_size * config.patch_size * self.compression
 
     def _open_text_encoders(self) -> None:
-        """Sets `text_encoders` and `clip_tokens`. Also checks text encoders and tokenizers against
-        the transformer.
+        """Opens the text encoders: sets the attributes `text_encoders` and `clip_tokens`, and
+        checks that encoders, tokenizers and transformer fit.
 
-        T5 is left out if `model_index.json` does not name "text_encoder_3", or names [null, null]
-        for it.
+        T5 is left out if `model_index.json` does not name "text_encoder_3".
 
         Raises:
             FileNotFoundError: a configuration or a tokenizer is missing.
-            ValueError: a configuration is unsupported; a tokenizer cannot be loaded, has tokens
-                that its text encoder lacks, or pads CLIP's texts to more tokens than a CLIP has
-                positions; the widths of both CLIPs together exceed `joint_attention_dim` of the
-                transformer; T5's width is not `joint_attention_dim`; or the projected widths of
-                both CLIPs do not sum to `pooled_projection_dim`.
+            ValueError: a configuration is not supported, a tokenizer cannot be loaded or does not
+                fit its text encoder, or the widths of text encoders and transformer do not fit.
         """
         folder = self.folder
         text_width = self.config.joint_attention_dim
@@ -154,7 +152,7 @@ class StableDiffusion3Pipeline(Pipeline):
             conditioning: "text" [b, l, d], the CLIP tokens and then the T5 tokens, and "pooled" [b,
                 e], one embedding of the whole prompt, as returned by `encode_text`.
             timestep: `1000 * sigma` of each latent, where the noise level sigma lies in [0, 1].
-            guidance: ignored.
+            guidance: ignored: the transformer takes no guidance scale.
             fp8_attention: whether attention is computed in FP8: queries, keys, values and result
                 are in E4M3. It has no gradient. Hardware without FP8 attention computes in BF16
                 from the rounded inputs.
@@ -163,9 +161,8 @@ class StableDiffusion3Pipeline(Pipeline):
             The velocity, of the shape of `latent`.
 
         Raises:
-            ValueError: while tracing, if height or width is not a whole number of patches, or
-                larger than the stored positions.
-            KeyError: while tracing, if `remat` is not "none", "matmuls" or "blocks".
+            ValueError: while tracing, if height or width is not a whole number of patches or larger
+                than the stored positions.
         """
         network = self.transformer(params)
         return network(
@@ -179,24 +176,21 @@ class StableDiffusion3Pipeline(Pipeline):
     def tokenize(
         self, prompts: Sequence[str], max_tokens: int, instruction: str | None = None
     ) -> Tokens:
-        """Tokenizes prompts for each text encoder, by the name of its folder.
+        """Tokenizes prompts for each text encoder.
 
         Args:
             prompts: one or more texts.
-            max_tokens: number of tokens for T5, its end-of-text token included: up to 4096, and at
-                least the number of special tokens that the tokenizer adds (1 for T5). Without T5
-                it is not checked. The number for both CLIPs is `clip_tokens`.
-            instruction: not supported, and ignored.
+            max_tokens: number of tokens for T5, its end-of-text token included: from 1 to 4096.
+                (The CLIPs always get `clip_tokens`.)
+            instruction: ignored: the model takes no instruction.
 
         Returns:
-            "text_encoder" and "text_encoder_2" [prompts, clip_tokens], and "text_encoder_3"
-            [prompts, max_tokens]: tokens, int32, padded or cut on the sides that the tokenizers'
-            settings say. Without T5, the last one is all zeros.
+            A dictionary with int32 arrays of token numbers by the folder of the text encoder:
+            "text_encoder" and "text_encoder_2" (the CLIPs) [prompts, clip_tokens], and
+            "text_encoder_3" (T5) [prompts, max_tokens], which is all zeros without T5.
 
         Raises:
-            InputError: `max_tokens` is outside of these limits; a tokenizer fails; or it has no
-                vocabulary, which only the configurations that this package carries for
-                `solrl plan` may lack.
+            InputError: `max_tokens` is out of range, or a tokenizer fails or has no vocabulary.
         """
         tokens = {T5: np.zeros((len(prompts), max_tokens), "int32")}
         for name in self.text_encoders:
@@ -208,18 +202,16 @@ class StableDiffusion3Pipeline(Pipeline):
         """Encodes tokenized prompts by both CLIPs and T5. For use under jit.
 
         Args:
-            params: parameters of each text encoder that the model has, by the name of its folder:
-                "text_encoder" and "text_encoder_2" (the CLIPs), and "text_encoder_3" (T5). Only
-                stacks of blocks may be sharded.
-            tokens: the token numbers for each of these three, by its name, as `tokenize` returns
-                them, also for a T5 that the model lacks.
+            params: the parameters of each text encoder by its folder: "text_encoder" and
+                "text_encoder_2" (the CLIPs), and "text_encoder_3" (T5, if the model has it). Only
+                those of stacked blocks may still be sharded.
+            tokens: the token numbers under these three names, as `tokenize` returns them.
 
         Returns:
-            "text" [b, l, d] and "pooled" [b, e], in the dtype of the CLIPs. The text is a sequence
-            of the CLIP tokens (states before the last layer of both CLIPs, concatenated along the
-            features and padded with zeros to the width d of the transformer's text), followed by
-            the T5 tokens. Without T5, zeros take the place of its tokens, as in diffusers. "pooled"
-            is the projected end-of-text states of both CLIPs, concatenated.
+            A dictionary in the dtype of the CLIPs. "text" [b, l, d]: the CLIP tokens (hidden states
+            before the last layer, both CLIPs side by side, padded with zeros to the width d),
+            followed by the T5 tokens (zeros without T5). "pooled" [b, e]: the projected states of
+            the end-of-text tokens, both CLIPs side by side.
         """
         clips = [self.text_encoders[name](params[name])(tokens[name]) for name in CLIPS]
         clip_text = jnp.concatenate([clip.penultimate for clip in clips], axis=-1)

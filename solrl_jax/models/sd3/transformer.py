@@ -26,27 +26,30 @@ from solrl_jax.models.loading.config_file import TransformerConfig
 
 @dataclasses.dataclass(frozen=True)
 class SD3Config(TransformerConfig):
-    """The fields of a published `transformer/config.json`. The defaults are those of diffusers.
+    """The configuration of Stable Diffusion 3's transformer: the fields of a published
+    `transformer/config.json`.
+
+    The defaults are those of diffusers. A token has `num_attention_heads * attention_head_dim`
+    features, a multiple of 4.
 
     Attributes:
-        sample_size: side of the latents, in latent pixels, that the model was made for. It also
-            scales the initial positions.
+        sample_size: side, in latent pixels, of the latents that the model was made for. It only
+            scales the initial values of the positions.
         patch_size: side of a patch in latent pixels.
-        in_channels: channels of the latents.
+        in_channels: number of channels of the latents.
         num_layers: number of blocks.
-        attention_head_dim: features of one attention head.
-        num_attention_heads: number of attention heads. The width, heads times features, is a
-            multiple of 4.
-        joint_attention_dim: features of a text embedding.
-        caption_projection_dim: features of the projected text, equal to the width.
-        pooled_projection_dim: features of the pooled text embedding.
-        out_channels: channels of the output; None: as many as `in_channels`.
-        pos_embed_max_size: side, in patches, of the square of stored positions, which limits the
-            size of images.
-        dual_attention_layers: indices, from 0, of the blocks whose image tokens also attend to
-            themselves alone (SD3.5 Medium).
-        qk_norm: "rms_norm" normalises each head of queries and keys; None: no norm. Other values
-            are not supported.
+        attention_head_dim: number of features of one attention head.
+        num_attention_heads: number of attention heads.
+        joint_attention_dim: number of features of a text token, as the text encoders return it.
+        caption_projection_dim: number of features of a projected text token. Must be that of an
+            image token.
+        pooled_projection_dim: number of features of the pooled text embedding.
+        out_channels: number of channels of the output; None: as many as `in_channels`.
+        pos_embed_max_size: greatest height and width of latents, in patches: positions are stored
+            for a square of this side.
+        dual_attention_layers: indices, from 0, of the blocks in which image tokens also attend to
+            each other in a second attention (SD3.5 Medium).
+        qk_norm: "rms_norm" to normalise each head of queries and keys; None: no norm.
     """
 
     network = "SD3Transformer2DModel"
@@ -85,11 +88,12 @@ class SD3Config(TransformerConfig):
 
 
 class SD3Transformer2DModel(nnx.Module):
-    """The network that predicts the velocity `noise - x0` of noisy latents.
+    """Stable Diffusion 3's network, which predicts the velocity `noise - x0` of noisy latents.
 
-    The blocks are of up to three kinds: those of `dual_attention_layers`, the last one, whose text
-    stream ends, and all others. Each run of equal blocks is a stack. `transformer_blocks` holds the
-    stacks by their first and last layer: "0-12", "13-22", "23-23".
+    There are up to three kinds of blocks: those of `dual_attention_layers`, the last one, whose
+    text stream ends, and all others. Consecutive blocks of one kind form a stack. The dictionary
+    `transformer_blocks` holds the stacks under their first and last block: "0-12", "13-22",
+    "23-23".
 
     Args:
         config: configuration of the network: its widths, heads, blocks, patches and positions.
@@ -124,8 +128,8 @@ class SD3Transformer2DModel(nnx.Module):
         Args:
             latent: noisy latents. Height and width are multiples of the patch size, up to
                 `pos_embed_max_size` patches.
-            text: text embeddings, cast to the dtype of `latent`. Nothing is masked, not even
-                padding, as in the released pipeline.
+            text: hidden states of the text encoders. They are cast to the dtype of `latent`.
+                Padding is attended to.
             pooled: one embedding of the whole prompt, [b, `pooled_projection_dim`], cast to the
                 dtype of `latent`.
             timestep: `1000 * sigma` of each latent, in [0, 1000].
@@ -137,9 +141,8 @@ class SD3Transformer2DModel(nnx.Module):
             The velocity, in the dtype of `latent`: out is `config.features_out`.
 
         Raises:
-            ValueError: height or width is not a whole number of patches, or larger than the stored
+            ValueError: height or width is not a whole number of patches or larger than the stored
                 positions.
-            KeyError: `remat` is not "none", "matmuls" or "blocks".
         """
         _, height, width, _ = latent.shape
         dtype = latent.dtype
@@ -160,19 +163,16 @@ class SD3Transformer2DModel(nnx.Module):
 
 
 def _stacks(config: SD3Config, rngs: nnx.Rngs) -> dict[str, JointBlock]:
-    """Makes one stack of blocks for each run of equal layers.
+    """Builds the blocks: one stack for each run of consecutive blocks of one kind.
 
-    Two layers are equal if both are or are not among `dual_attention_layers`, and neither is the
-    last layer of the network.
+    The kinds are: blocks in `dual_attention_layers`, the last block of the network, and all others.
 
     Args:
-        config: configuration of the network: the number of layers and which of them are in
-            `dual_attention_layers`; the width and the heads of each; and whether they have norms.
+        config: configuration of the network.
         rngs: random number generators of the initial parameters.
 
     Returns:
-        The stacks by the first and last layer of the run, such as "0-12", in the order of the
-        layers.
+        The stacks in order, under the indices of their first and last block, such as "0-12".
     """
 
     def make_block(rngs: nnx.Rngs, dual: bool, last: bool) -> JointBlock:
@@ -198,15 +198,14 @@ def _stacks(config: SD3Config, rngs: nnx.Rngs) -> dict[str, JointBlock]:
 
 
 class PatchEmbed(nnx.Module):
-    """Converts patches to tokens and adds fixed positions.
+    """Maps patches of latents to tokens, and adds positions.
 
-    The positions are the center of a stored square of `pos_embed_max_size` positions on each side.
-    The square is a parameter because published checkpoints hold it under this name. Adapters leave
-    it as it is, but a run that trains all parameters in full trains it, too.
+    Positions are stored for a square of `pos_embed_max_size` patches on each side; smaller latents
+    use its center. They are a parameter because checkpoints hold them: LoRA adapters leave it as it
+    is, but training of all parameters changes it.
 
     Args:
-        config: configuration of the network: `patch_size`, the channels of the latents, the width
-            of a token, `pos_embed_max_size`, and `sample_size`, which scales the initial positions.
+        config: configuration of the network.
         rngs: random number generators for the initial weights.
     """
 
@@ -219,7 +218,7 @@ class PatchEmbed(nnx.Module):
         self.pos_embed = param(positions.reshape(1, -1, config.width), "pos_embed")
 
     def __call__(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b n d"]:
-        """Returns the tokens of latents with their positions, row by row: n is the number of
+        """Returns the tokens of latents with their positions, row by row. n is the number of
         patches.
 
         Args:
@@ -229,8 +228,8 @@ class PatchEmbed(nnx.Module):
             The tokens, in the dtype of `latent`.
 
         Raises:
-            ValueError: height or width is not a whole number of patches, or has more patches than
-                the square of positions.
+            ValueError: height or width is not a whole number of patches, or exceeds the stored
+                positions.
         """
         _, height, width, _ = latent.shape
         patch = self.proj.patch

@@ -34,25 +34,26 @@ Encoding = dict[str, np.ndarray]  # of one prompt, by name
 
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """A folder of encoded prompts, with one safetensors file per prompt, and of the hashes of
-    weight files.
+    """A folder with the encodings of prompts: one safetensors file per prompt, under a key
+    (`key_of`).
+
+    It also remembers the hashes of files (`digest`).
 
     Attributes:
-        folder: the folder. It is created when the first encoding or hash is written.
+        folder: the folder. It is created when something is first written.
     """
 
     folder: Path
 
     def read(self, key: str) -> Encoding | None:
-        """Returns the entry of a key.
+        """Returns the encoding that is stored under a key.
 
         Args:
             key: the key of a prompt, 64 hexadecimal digits (`key_of`).
 
         Returns:
-            The prompt's arrays by name, without an axis of prompts, such as "text" [tokens,
-            features]. None if the entry is missing, cannot be read, or its stored checksum is not
-            that of its arrays and key.
+            The prompt's arrays by name, such as "text" [tokens, features]. None if there is none,
+            or if the file is damaged (its checksum is wrong).
 
         Raises:
             PermissionError: a folder of the cache may not be searched.
@@ -69,13 +70,13 @@ class Cache:
         return encoding if metadata == {"sha256": _checksum(encoding, key)} else None
 
     def has(self, key: str) -> bool:
-        """Whether there is a file for the entry of a key.
+        """Whether a file is stored under a key.
 
         Args:
             key: the key of a prompt, 64 hexadecimal digits (`key_of`).
 
         Returns:
-            True if the file exists, even if it is damaged, so that `read` would return None.
+            True even if the file is damaged.
 
         Raises:
             PermissionError: a folder of the cache may not be searched.
@@ -83,15 +84,14 @@ class Cache:
         return self.entry_path(key).is_file()
 
     def write(self, key: str, encoding: Encoding) -> None:
-        """Writes the entry of a key. An older entry is replaced.
+        """Stores an encoding under a key, in place of an older one.
 
-        The file appears complete or not at all, but is not synced to the disk: after a crash of the
-        machine it may be damaged, which `read` notices. Missing folders are created.
+        The file appears complete or not at all. It is not synced to the disk: a crash of the
+        machine may damage it, which `read` notices.
 
         Args:
             key: the key of a prompt, 64 hexadecimal digits (`key_of`).
-            encoding: the prompt's arrays by name, without the axis of prompts, for example "text"
-                [tokens, features].
+            encoding: the prompt's arrays by name, such as "text" [tokens, features].
 
         Raises:
             RunError: the disk is full or cannot be written.
@@ -101,14 +101,16 @@ class Cache:
             _replace(self.entry_path(key), save(arrays, {"sha256": _checksum(arrays, key)}))
 
     def digest(self, file: Path) -> str:
-        """Returns the SHA-256 of a file's content, 64 hexadecimal digits.
+        """Returns the SHA-256 of a file's content, which the cache remembers for the next call.
 
-        The result is stored in the cache, below `files/`; if the cache cannot be written, it is
-        returned without being stored. The file is read again only if its path, size, times of
-        modification and change, device or inode have changed, which is the rule of git.
+        The file is read again only if its path, size, times, device or inode have changed. If the
+        cache cannot be written, the result is not remembered.
 
         Args:
             file: the file. Links are followed.
+
+        Returns:
+            64 hexadecimal digits.
 
         Raises:
             OSError: the file is missing or cannot be read.
@@ -135,8 +137,8 @@ class Cache:
         return digest
 
     def check_writable(self) -> None:
-        """Checks that entries can be written. Creates the folder, and in it an empty file that is
-        removed at once.
+        """Checks that the cache can be written, by creating its folder and, for a moment, an empty
+        file in it.
 
         Raises:
             InputError: the folder cannot be created or written.
@@ -153,22 +155,25 @@ class Cache:
             ) from error
 
     def entry_path(self, key: str) -> Path:
-        """Returns the path of a key's entry, FOLDER/ab/ab12....safetensors, whether the file exists
-        or not.
+        """Returns the path of the file for a key, whether it exists or not.
 
         Args:
             key: the key of a prompt (`key_of`), here ab12....
+
+        Returns:
+            FOLDER/ab/ab12....safetensors for a key ab12....
         """
         return self.folder / key[:2] / f"{key}.safetensors"
 
 
 def open_cache(path: str | None) -> Cache | None:
-    """Returns the cache of a configuration. Nothing is written, and the folder need not exist.
+    """Returns the cache of encoded prompts that a configuration names. Nothing is written, and the
+    folder need not exist.
 
     Args:
-        path: `model.prompt_cache_dir`: a folder, in which "~" is expanded; "" for the folder
-            `solrl_jax/prompts` of the user's cache directory (`XDG_CACHE_HOME`, by default
-            `~/.cache`); or None for no cache.
+        path: the folder (`model.prompt_cache_dir`); "~" is expanded. "": the folder
+            `solrl_jax/prompts` in the user's cache directory (`XDG_CACHE_HOME`, by default
+            `~/.cache`). None: no cache.
 
     Returns:
         The cache, or None if `path` is None.
@@ -182,13 +187,15 @@ def open_cache(path: str | None) -> Cache | None:
 
 
 def key_of(identity: str, tokens: Mapping[str, np.ndarray]) -> str:
-    """Returns the key of one prompt's encoding: a SHA-256, 64 hexadecimal digits.
+    """Returns the key under which a prompt's encoding is stored: a SHA-256.
 
     Args:
-        identity: a hash of the text encoders' weights, configurations and dtype, as text
-            (`TextEncoders.identity`).
-        tokens: the tokens of the prompt, by name, without the axis of prompts. Names, dtypes,
-            shapes and values count; the order of the names does not.
+        identity: a hash of everything else that determines the encoding: the text encoders'
+            weights, configurations and dtype (`TextEncoders.identity`).
+        tokens: the tokens of the prompt: arrays by name, without an axis of prompts.
+
+    Returns:
+        64 hexadecimal digits.
     """
     return _checksum(tokens, identity)
 
@@ -219,12 +226,15 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def _checksum(arrays: Mapping[str, np.ndarray], label: str) -> str:
-    """Returns the SHA-256 of a label and of named arrays, 64 hexadecimal digits.
+    """Returns the SHA-256 of a text and of named arrays.
 
     Args:
-        arrays: arrays by name. Names, dtypes, shapes and values count; the order of the names does
-            not.
-        label: text that is hashed before them.
+        arrays: arrays by name. Names, dtypes, shapes and values are hashed; their order does not
+            matter.
+        label: the text.
+
+    Returns:
+        64 hexadecimal digits.
     """
     total = hashlib.sha256(json.dumps(label).encode())
     for name in sorted(arrays):

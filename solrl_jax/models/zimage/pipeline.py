@@ -29,12 +29,14 @@ DEFAULT_SIDE = 1024  # of images, in pixels; no released config has it
 
 
 class ZImagePipeline(Pipeline):
-    """Z-Image or Z-Image-Turbo. Qwen3 encodes the prompt.
+    """Z-Image or Z-Image-Turbo: Qwen3 encodes the prompt.
+
+    The attributes below are in addition to those of `Pipeline`.
 
     Attributes:
-        config: contents of `transformer/config.json`, checked.
-        vae_config: contents of `vae/config.json`, checked.
-        tokenizer: directory of the tokenizer.
+        config: configuration of the transformer (`transformer/config.json`).
+        vae_config: configuration of the autoencoder (`vae/config.json`).
+        tokenizer: directory of the tokenizer (a path).
     """
 
     kind = "ZImagePipeline"
@@ -115,7 +117,7 @@ class ZImagePipeline(Pipeline):
             conditioning: "text" [b, l, d], hidden states of Qwen3, and "mask" [b, l], true on
                 tokens and false on padding, as returned by `encode_text`.
             timestep: `1000 * sigma` of each latent, where the noise level sigma lies in [0, 1].
-            guidance: ignored.
+            guidance: ignored: the transformer takes no guidance scale.
             fp8_attention: must be False, because the attention is masked.
 
         Returns:
@@ -123,8 +125,7 @@ class ZImagePipeline(Pipeline):
 
         Raises:
             ValueError: `fp8_attention` is set; or, while tracing, height or width is odd, or image
-                or text has more tokens than there are positions.
-            KeyError: while tracing, if `remat` is not "none", "matmuls" or "blocks".
+                or text is too large for the transformer.
         """
         if fp8_attention:
             raise ValueError(
@@ -141,20 +142,18 @@ class ZImagePipeline(Pipeline):
 
         Args:
             prompts: one or more texts.
-            max_tokens: number of tokens of each prompt, the tokens of the chat template included:
-                up to `config.max_text_tokens`, and at least the number of special tokens that the
-                tokenizer adds. Longer chats are cut on the side that the tokenizer's settings say,
-                the right in the released models.
-            instruction: not supported, and ignored.
+            max_tokens: number of tokens per prompt, the chat template's included, up to
+                `config.max_text_tokens` and 4096. Longer chats are cut, on the right in the
+                released models.
+            instruction: ignored: Z-Image takes no instruction.
 
         Returns:
-            "ids", int32, and "mask", bool, true on tokens and false on padding: both [prompts,
-            max_tokens].
+            A dictionary with two arrays [prompts, max_tokens]: "ids", token numbers, int32, and
+            "mask", bool, true on tokens and false on padding.
 
         Raises:
-            InputError: `max_tokens` is outside of these limits or above 4096; the tokenizer has no
-                usable chat template; it fails; or it has no vocabulary, which only the
-                configurations that this package carries for `solrl plan` may lack.
+            InputError: `max_tokens` is out of range, or the tokenizer fails or has no usable chat
+                template or no vocabulary.
         """
         if max_tokens > self.config.max_text_tokens:
             raise InputError(
@@ -168,14 +167,14 @@ class ZImagePipeline(Pipeline):
         """Encodes tokenized prompts by Qwen3. For use under jit.
 
         Args:
-            params: a dictionary with the parameters of Qwen3 under "text_encoder". Only stacks of
-                blocks may be sharded.
+            params: a dictionary with the parameters of Qwen3 under "text_encoder". Only those of
+                stacked blocks may still be sharded.
             tokens: "ids" and "mask", one row per prompt, as `tokenize` returns them.
 
         Returns:
-            "text" [b, l, d], the hidden states before Qwen3's last layer, not normalised, in the
-            dtype of the text encoder; and "mask" [b, l], bool, which is `tokens["mask"]`: true on
-            tokens, false on padding.
+            A dictionary. "text" [b, l, d]: the hidden states before Qwen3's last layer, without a
+            final norm, in the dtype of the text encoder. "mask" [b, l], bool: true on tokens, false
+            on padding.
         """
         encoder = self.text_encoders["text_encoder"](params["text_encoder"])
         return {"text": encoder(tokens["ids"], tokens["mask"]), "mask": tokens["mask"]}

@@ -35,29 +35,31 @@ FINAL_EPS = 1e-6  # of the last norm
 
 @dataclasses.dataclass(frozen=True)
 class ZImageConfig(ReleasedConfig):
-    """The fields of a published `transformer/config.json`. The defaults are those of diffusers.
+    """The configuration of Z-Image's transformer: the fields of a published
+    `transformer/config.json`.
+
+    The defaults are those of diffusers.
 
     Attributes:
         all_patch_size: (2,), the only supported value: side of a patch in latent pixels.
-        all_f_patch_size: (1,), the only supported value: frames of a patch.
-        in_channels: channels of the latents.
-        dim: features of a token, a multiple of `n_heads`.
-        n_layers: number of blocks over image and text.
-        n_refiner_layers: number of blocks that refine the image alone. As many others refine the
-            text alone.
+        all_f_patch_size: (1,), the only supported value (the patch size along time).
+        in_channels: number of channels of the latents.
+        dim: number of features of a token, a multiple of `n_heads`.
+        n_layers: number of blocks that process image and text together.
+        n_refiner_layers: number of blocks that process the image alone, before those; as many
+            process the text alone.
         n_heads: number of attention heads.
-        n_kv_heads: number of key and value heads, equal to `n_heads`.
+        n_kv_heads: must equal `n_heads`.
         norm_eps: epsilon of the norms of the blocks and of the text.
         qk_norm: whether each head of queries and keys is normalized.
-        cap_feat_dim: features of a text embedding.
-        siglip_feat_dim: None, the only supported value: images as part of the prompt are not
-            ported.
+        cap_feat_dim: number of features of a text token, as the text encoder returns it.
+        siglip_feat_dim: None, the only supported value.
         rope_theta: base of the rotary frequencies.
-        t_scale: the sinusoids embed `t_scale * (1 - sigma)`.
-        axes_dims: features of a head that each of the three coordinates of a position rotates,
-            positive even numbers whose sum is `dim / n_heads`.
-        axes_lens: number of positions along each axis: text, rows and columns, in tokens. The first
-            one is 34 or more.
+        t_scale: the network embeds the number `t_scale * (1 - sigma)`.
+        axes_dims: rotary embedding: how many features of a head are rotated by each of the three
+            coordinates of a position. Positive even numbers with the sum `dim / n_heads`.
+        axes_lens: greatest number of positions along the three axes of a position: text (34 or
+            more), rows and columns of image tokens.
     """
 
     network = "ZImageTransformer2DModel"
@@ -118,22 +120,22 @@ class ZImageConfig(ReleasedConfig):
 
     @property
     def time_width(self) -> int:
-        """Number of features of the embedded timestep: `dim`, but at most 256."""
+        """Number of features of the embedded timestep: `dim` or 256, whichever is smaller."""
         return min(self.dim, MAX_TIME_WIDTH)
 
     @property
     def max_text_tokens(self) -> int:
-        """Number of tokens of the longest text, the largest multiple of 32 (`MULTIPLE`) that is at
-        most `axes_lens[0] - 2`.
+        """Greatest number of text tokens: the largest multiple of 32 that is at most `axes_lens[0]
+        - 2`.
 
-        Positions of text count from 1, and the image has the position after the padded text, which
-        must be a stored one.
+        Two positions are reserved: text is counted from 1, and the image has the position after the
+        text.
         """
         return (self.axes_lens[0] - 2) // MULTIPLE * MULTIPLE
 
 
 class ZImageTransformer2DModel(nnx.Module):
-    """The network that predicts the velocity `noise - x0` of noisy latents.
+    """Z-Image's network, which predicts the velocity `noise - x0` of noisy latents.
 
     Args:
         config: configuration of the network: its widths, heads, blocks and rotary axes.
@@ -182,27 +184,26 @@ class ZImageTransformer2DModel(nnx.Module):
         mask: Bool[Array, "b l"],
         timestep: Float[Array, " b"],
     ) -> Float[Array, "b h w c"]:
-        """Predicts the velocity `v = noise - x0` at `latent`.
+        """Predicts the velocity `noise - x0` at `latent`.
 
-        The released network takes `t_scale * (1 - sigma)` and predicts `x0 - noise`; timestep and
-        sign are converted here. The number of image tokens, and that of the text tokens of each
-        sample, are rounded up to multiples of 32 with learned padding tokens, to which tokens
-        attend. No token attends to text beyond that.
+        Timestep and sign are those of this package; the released network's (`t_scale * (1 - sigma)`
+        and `x0 - noise`) are converted here. As in the released network, image and text are padded
+        to multiples of 32 tokens with learned padding tokens, which are attended to. Other padding
+        of the text is not.
 
         Args:
             latent: noisy latents. Height and width are even.
-            text: hidden states of Qwen3, cast to the dtype of `latent`.
+            text: hidden states of Qwen3. They are cast to the dtype of `latent`.
             mask: true on tokens, false on the padding after them. Each sample has at least one
                 token.
-            timestep: `1000 * sigma` of each latent, in [0, 1000]. It is embedded in float32.
+            timestep: `1000 * sigma` of each latent, in [0, 1000].
 
         Returns:
             The velocity, of the shape and dtype of `latent`.
 
         Raises:
-            ValueError: height or width is odd, or image or text has more tokens than there are
-                stored positions along an axis.
-            KeyError: `remat` is not "none", "matmuls" or "blocks".
+            ValueError: height or width is odd, or image or text is larger than `config.axes_lens`
+                allows.
         """
         batch, height, width, _ = latent.shape
         dtype = latent.dtype
@@ -265,10 +266,8 @@ class ZImageTransformer2DModel(nnx.Module):
         return -unpatch(out, rows, columns, PATCH)
 
     def _condition(self, timestep: Float[Array, " b"]) -> Float[Array, "b time"]:
-        """Embeds the timestep as `t_scale * (1 - sigma)`: 256 sinusoids and an MLP with SiLU, in
+        """Embeds the timestep: 256 sinusoids of `t_scale * (1 - sigma)`, then an MLP with SiLU, in
         float32.
-
-        The result modulates every block, so that its rounding error would not average out.
 
         Args:
             timestep: `1000 * sigma` of each sample.
@@ -284,31 +283,30 @@ class ZImageTransformer2DModel(nnx.Module):
 def _repeat_token(
     token: nnx.Param, like: Float[Array, "b s d"], count: int
 ) -> Float[Array, "b {count} d"]:
-    """Returns copies of a learned token, [b, count, d].
+    """Returns copies of a learned token for every sample.
 
     Args:
         token: the token, [1, d].
-        like: activations [b, s, d] whose batch size and dtype the result has.
-        count: number of copies for each sample, which may be 0.
+        like: activations whose batch size and dtype the result gets.
+        count: number of copies per sample, possibly 0.
 
     Returns:
-        The copies, in the dtype of `like`.
+        The copies [b, count, d].
     """
     batch, _, d = like.shape
     return jnp.broadcast_to(token.get_value().astype(like.dtype), (batch, count, d))
 
 
 class Block(nnx.Module):
-    """Attention, then a SiLU-gated MLP. Each is normalized before and after, and added to its
-    input.
+    """Attention, then a SiLU-gated MLP. Each has a norm before and a norm after it, and its result
+    is added to its input.
 
-    The MLP has 8/3 times the width, rounded down.
+    The hidden width of the MLP is 8/3 times `dim`, rounded down.
 
     Args:
-        config: configuration of the network: `dim`, the features of a token, `n_heads`, `qk_norm`
-            and `norm_eps`.
-        modulated: whether the timestep modulates the norms before attention and MLP (by a scale),
-            and their outputs (by the tanh of a gate).
+        config: configuration of the network.
+        modulated: whether the timestep modulates the block: it scales the norms before attention
+            and MLP, and multiplies their results by the tanh of a gate.
         rngs: random number generators for the initial weights.
     """
 
@@ -331,21 +329,20 @@ class Block(nnx.Module):
         key_lengths: Int[Array, " b"] | None,
         condition: Float[Array, "b time"] | None = None,
     ) -> Float[Array, "b s d"]:
-        """Applies attention, then a gated MLP. Each reads a norm of its input; its result is
-        normalized and added to the input.
+        """Applies attention, then a gated MLP. Each reads a norm of its input; its normalized
+        result is added to the input.
 
         Args:
             x: the tokens.
             rotation: cosines and sines of the rotary angles of the s positions: two float32 arrays
                 [b or 1, s, head_dim / 2].
-            key_lengths: how many tokens, from the first, each sample attends to, at least 1; None:
+            key_lengths: the number of leading tokens that each sample attends to, at least 1; None:
                 all.
-            condition: the embedded timestep, in the dtype of `x`. Blocks that are not modulated
-                ignore it. None: the block is applied without modulation, even if it has one.
+            condition: the embedded timestep, in the dtype of `x`. None, or a block that is not
+                modulated: no modulation.
 
         Returns:
-            The tokens after the block, the sums with the input included, of the shape and dtype of
-            `x`.
+            The tokens after the block, of the shape and dtype of `x`.
         """
         if self.adaLN_modulation is None or condition is None:
             attended = self.attention(self.attention_norm1.scaled(x), rotation, key_lengths)
@@ -361,8 +358,8 @@ class Block(nnx.Module):
 
 
 class FinalLayer(nnx.Module):
-    """A norm without weights, scaled by the timestep, and a linear layer to the features of a
-    patch.
+    """The output layer: a layer norm without weights, scaled by the timestep, and a linear layer to
+    the features of a patch.
 
     Args:
         d: number of features of the tokens.
@@ -396,25 +393,22 @@ class FinalLayer(nnx.Module):
 def rotary_tables(
     config: ZImageConfig, rows: int, columns: int, length: int, text_lengths: Int[Array, " b"]
 ) -> tuple[Rotation, Rotation]:
-    """Returns the rotary angles of the image tokens and of the text tokens, including their
-    padding.
+    """Returns the rotary angles of the image tokens and of the text tokens.
 
-    A position has three coordinates: (i, 0, 0) for text token i, counted from 1; (p + 1, row,
-    column) for image tokens, row by row, where p is the padded length of the sample's text; and (0,
-    0, 0) for the padding of the image. Both sequences are padded to multiples of 32.
+    Both sequences include their padding to multiples of 32. A position has three coordinates: (i,
+    0, 0) for text token i, counted from 1; (p + 1, row, column) for an image token, where p is the
+    number of text tokens of the sample; and (0, 0, 0) for the padding of the image.
 
     Args:
-        config: configuration of the network: `axes_dims` says how many features of a head each
-            coordinate rotates, and `rope_theta` is the base of the frequencies.
+        config: configuration of the network.
         rows: number of rows of image tokens.
         columns: number of columns of image tokens.
-        length: number of text tokens, including masked ones, before it is rounded up.
-        text_lengths: padded length p of each sample's text, a multiple of 32, at most `length`
-            rounded up.
+        length: number of text tokens in the batch's arrays, before padding to a multiple of 32.
+        text_lengths: number p of text tokens of each sample, rounded up to a multiple of 32.
 
     Returns:
-        Two pairs of cosines and sines, first for the image, then for the text: float32 arrays [b,
-        positions, head_dim / 2], whose positions include the padding to a multiple of 32.
+        Two pairs (cosines, sines), first for the image, then for the text: float32 arrays [b,
+        positions, head_dim / 2].
     """
 
     def waves(axis: int, coordinates: np.ndarray) -> np.ndarray:
