@@ -17,16 +17,17 @@ from solrl_jax.models.loading.config_file import unsupported
 
 
 def require_full_attention(network: str, fields: Mapping[str, Any], layers: int) -> None:
-    """Checks that a configuration asks for full causal attention in every layer.
+    """Checks that a configuration does not ask for sliding-window attention in any layer.
 
     Args:
-        network: the name of the network, for the message.
-        fields: the contents of a `config.json`. `use_sliding_window` must be false, None or
-            missing, and `layer_types` must be "full_attention" for every layer, None or missing.
+        network: name of the network, for the error message.
+        fields: the contents of a `config.json`, of which `use_sliding_window` and `layer_types` are
+            read. Both may be missing.
         layers: number of layers.
 
     Raises:
-        ValueError: one of the two fields asks for sliding attention. The message names it.
+        ValueError: `use_sliding_window` is set, or `layer_types` is not "full_attention" for every
+            layer. The message names the field.
     """
     full_attention = ["full_attention"] * layers
     for name, accepted in (("use_sliding_window", False), ("layer_types", full_attention)):
@@ -36,28 +37,29 @@ def require_full_attention(network: str, fields: Mapping[str, Any], layers: int)
 
 
 def causal_mask(attention_mask: Bool[Array, "b l"]) -> Bool[Array, "b 1 l l"]:
-    """Returns which token attends to which: to itself and to the tokens before it.
+    """Returns a causal mask that also leaves out padding.
 
     Args:
-        attention_mask: true on tokens, false on padding, to which nothing attends.
+        attention_mask: true on tokens, false on padding.
 
     Returns:
-        A mask [b, 1, query, key], true where the query attends to the key; the second axis stands
-        for all heads. Padding attends to the tokens before it, and to nothing if there are none.
+        A mask [b, 1, query, key], true where the key is a token at the query's position or before
+        it. (The axis of size 1 stands for all heads.)
     """
     position = jnp.arange(attention_mask.shape[1])
     return (position[:, None] >= position) & attention_mask[:, None, None, :]
 
 
 class PreNormLayer(nnx.Module):
-    """Attention, then a gated MLP. Each is normalised before, and added to its input.
+    """A decoder layer: attention, then a SiLU-gated MLP, each with an RMSNorm before it and a
+    residual connection.
 
     Args:
-        attention: the attention module of the layer, which maps tokens of `features` features to
-            such tokens.
-        features: features of a token.
-        hidden: hidden features of the MLP, whose gate is SiLU.
-        eps: epsilon of both norms, added to the mean of the squares.
+        attention: the attention module of the layer, called as `attention(x, mask)` with tokens of
+            `features` features; it returns tokens of the same form.
+        features: number of features of a token.
+        hidden: hidden width of the MLP.
+        eps: epsilon of both norms.
         rngs: random number generators for the initial weights of the MLP.
     """
 
@@ -78,8 +80,8 @@ class PreNormLayer(nnx.Module):
     def __call__(
         self, x: Float[Array, "b l d"], mask: Bool[Array, "b 1 l l"]
     ) -> Float[Array, "b l d"]:
-        """Applies attention, then the gated MLP. Each reads a norm of its input, and is added to
-        it.
+        """Applies attention, then the gated MLP. Each reads a norm of its input, and its result is
+        added to the input.
 
         Args:
             x: hidden states of the tokens.
@@ -93,23 +95,23 @@ class PreNormLayer(nnx.Module):
 
 
 class GroupedQueryAttention(nnx.Module):
-    """Softmax attention with rotary positions, including the output projection.
+    """Softmax attention with rotary positions, in which several query heads share one key and value
+    head. The output layer is included.
 
-    Consecutive query heads share the keys and values of one head. Only the mask of a call makes the
-    attention causal.
+    Whether the attention is causal is up to the mask of the call.
 
     Args:
-        features: features of a token.
+        features: number of features of a token.
         heads: number of query heads.
         key_value_heads: number of key and value heads, a divisor of `heads`.
-        head_dim: features of one head, an even number.
+        head_dim: number of features of one head, an even number.
         theta: base of the rotary frequencies.
-        input_bias: whether the projections to queries, keys and values have biases.
-        output_bias: whether the output projection has a bias.
-        norm_eps: epsilon of the RMS norms of each head of queries and keys before they are rotated.
-            None: there are no such norms.
+        input_bias: whether the linear layers to queries, keys and values have biases.
+        output_bias: whether the output layer has a bias.
+        norm_eps: epsilon of the RMS norms of each head of queries and keys, before they are
+            rotated. None: no such norms.
         scale: factor of the logits. None: 1 / sqrt(head_dim).
-        softcap: the cap c of the logits, `c tanh(logits / c)`. None: no cap.
+        softcap: a number c that replaces the logits by `c tanh(logits / c)`. None: no cap.
         rngs: random number generators for the initial weights.
     """
 
@@ -142,15 +144,15 @@ class GroupedQueryAttention(nnx.Module):
     def __call__(
         self, x: Float[Array, "b l d"], mask: Bool[Array, "b 1 l l"]
     ) -> Float[Array, "b l d"]:
-        """Applies the attention and the output projection; the input is not added.
+        """Applies the attention and the output layer. The input is not added.
 
         Args:
-            x: normalised hidden states of the tokens at the positions 0 to l - 1.
+            x: the normalised tokens, at positions 0 to l - 1.
             mask: true where a query (third axis) attends to a key (last axis), for every head. A
-                query without keys attends to all of them with equal weights.
+                query without keys attends evenly to all of them.
 
         Returns:
-            The attended and projected tokens, of the shape and dtype of `x`.
+            One output per token, of the shape and dtype of `x`.
         """
 
         def heads(y: Float[Array, "b l nh"]) -> Float[Array, "b l n h"]:
@@ -173,11 +175,12 @@ class GroupedQueryAttention(nnx.Module):
 
 
 class GatedMLP(nnx.Module):
-    """A gated linear unit without biases (arXiv 2002.05202): `down(activation(gate(x)) * up(x))`.
+    """A gated MLP without biases (arXiv 2002.05202): `down(activation(gate(x)) * up(x))` with three
+    linear layers.
 
     Args:
-        d: input and output features.
-        hidden: features of gate and up.
+        d: number of input and output features.
+        hidden: number of hidden features, which `gate` and `up` return.
         activation: elementwise function that is applied to the gate.
         rngs: random number generators for the initial weights.
     """
@@ -203,18 +206,18 @@ class GatedMLP(nnx.Module):
 
 
 def rotate(x: Float[Array, "b l n h"], theta: float) -> Float[Array, "b l n h"]:
-    """Applies rotary position embedding (arXiv 2104.09864).
+    """Applies rotary position embedding (arXiv 2104.09864) to queries or keys.
 
-    The features (i, i + h/2) of a head are rotated by the angle `position * theta^(-2i / h)`. The
-    angles are in float32: at position 300, an angle in bfloat16 may be wrong by a radian.
+    Features i and i + h/2 of a head form a pair, which is rotated by the angle `position *
+    theta^(-2i / h)`. It is computed in float32.
 
     Args:
-        x: queries or keys at the positions 0 to l - 1: [batch, positions, heads, features]. The
-            number of features h is even.
+        x: queries or keys at positions 0 to l - 1: [batch, positions, heads, features]. The number
+            of features h is even.
         theta: base of the frequencies, a positive number.
 
     Returns:
-        The rotated queries or keys, of the shape and dtype of `x`, rounded once.
+        An array of the shape and dtype of `x`.
     """
     length = x.shape[1]
     half = x.shape[-1] // 2

@@ -25,25 +25,21 @@ REVISION = 1
 
 
 class TextEncoders:
-    """The text encoders of a pipeline with a cache of their results.
+    """Encodes prompts by the text encoders of a pipeline, with a cache of the results on disk.
 
-    The parameters are loaded when a prompt is not in the cache, and stay loaded until `release`.
-    Every device always encodes 8 prompts at once (`PROMPTS_PER_DEVICE`); missing ones are filled up
-    with copies. So there is only one compiled program per number of tokens, and an encoding has the
-    same bits whatever the other prompts and the mesh are, and whether it was computed or read from
-    the cache.
+    The parameters are loaded only when a prompt is not in the cache, and stay loaded until
+    `release`. An encoding has the same bits whatever prompts are encoded beside it, because a
+    device always encodes 8 prompts at once (missing ones are filled up with copies).
 
-    The cache key of an encoding is a hash of the weight files, the configurations, the dtype and
-    the tokens. The tokens stand for prompt, tokenizer, maximum length and instruction. The device
-    and the version of XLA are not part of the key: a cache from one machine can be used on another,
-    where the same computation may round differently.
+    An encoding is found in the cache if weights, configurations, dtype and tokens are the same. The
+    device and the version of XLA may differ.
 
     Args:
         pipeline: the model, whose tokenizers and text encoders are used.
-        mesh: devices that encode, in a mesh whose axis `tensor` has the size 1, so that prompts are
-            split over all devices.
+        mesh: devices that encode. The size of its axis `tensor` is 1: every device works on its own
+            prompts.
         dtype: dtype in which the text encoders compute.
-        cache: folder of encodings on disk; None: every prompt is computed in every call.
+        cache: the cache; None: no cache.
     """
 
     def __init__(self, pipeline: Pipeline, mesh: Mesh, dtype: jnp.dtype, cache: Cache | None):
@@ -60,24 +56,22 @@ class TextEncoders:
 
     @property
     def chunk(self) -> int:
-        """Number of prompts that all devices together encode at once: 8 (`PROMPTS_PER_DEVICE`) per
-        device.
-        """
+        """Number of prompts that all devices together encode at once: 8 per device."""
         return PROMPTS_PER_DEVICE * self.mesh.size
 
     def params(self) -> dict[str, Params]:
-        """Returns the parameters of each text encoder.
+        """Returns the parameters of the text encoders, and loads them if they are not in memory.
 
-        They are loaded if they are not in memory, and stay there until `release`. With a cache, its
-        folder is created before, and checked to be writable.
+        They stay in memory until `release`. Before loading, the cache, if there is one, is checked
+        to be writable.
 
         Returns:
-            A dictionary from the name of a text encoder's folder, such as "text_encoder_2", to its
-            parameters: a nested dictionary of arrays in `self.dtype`, sharded over the mesh.
+            From the name of a text encoder's folder, such as "text_encoder_2", to its parameters:
+            nested dictionaries of arrays in `self.dtype`, sharded over the mesh.
 
         Raises:
-            InputError: the cache cannot be written; a file is missing or cannot be read; or tensors
-                in it are missing, unexpected, or of another shape or dtype than the network's.
+            InputError: the cache cannot be written, or a file is missing, cannot be read or has
+                other tensors than the network.
         """
         if self._params is None:
             if self.cache is not None:
@@ -91,18 +85,16 @@ class TextEncoders:
         return self._params
 
     def release(self) -> None:
-        """Drops the parameters, which frees their device memory unless the caller holds them.
-
-        They are loaded again when a prompt is not in the cache. Without loaded parameters, nothing
-        happens.
+        """Drops the parameters, which frees their device memory unless the caller holds them. They
+        are loaded again when they are needed.
         """
         self._params = None
 
     def check_instruction(self, instruction: str | None) -> None:
-        """Checks that the model accepts an instruction.
+        """Checks that the model accepts an instruction, if there is one.
 
         Args:
-            instruction: text before each prompt; None, which every model accepts: no instruction.
+            instruction: text before each prompt; None: no instruction, which every model accepts.
 
         Raises:
             InputError: there is an instruction, but the model accepts none.
@@ -115,32 +107,29 @@ class TextEncoders:
     def encode(
         self, prompts: Sequence[str], max_tokens: int, instruction: str | None = None
     ) -> tuple[Encoding, int]:
-        """Encodes prompts. Those that the cache lacks are computed, and written to the cache.
+        """Encodes prompts, or reads their encodings from the cache.
 
-        The parameters are loaded only if a prompt is missing. In a run of several processes, all
-        must call this with the same prompts, and each computes the prompts that any process lacks.
-        Without a cache, every prompt is computed. Damaged entries of the cache are replaced.
+        Prompts that the cache lacks are computed and written to it. In a run of several processes,
+        all must call this with the same prompts; a prompt that any of them lacks is computed by
+        all.
 
         Args:
             prompts: one or more prompts.
-            max_tokens: number of tokens to which each prompt is padded or cut, up to 4096 or, for
-                some models, fewer.
-            instruction: text before each prompt, for models that accept one; other models ignore
-                it. None: no instruction.
+            max_tokens: number of tokens to which each prompt is padded or cut, up to 4096, or fewer
+                for some models.
+            instruction: text before each prompt. Models that accept none ignore it. None: no
+                instruction.
 
         Returns:
-            The encodings by name in host memory, one row per prompt in the order of `prompts`: for
-            example "text" [prompts, tokens, features]. Then the number of prompts that were
-            computed because this process or another one lacked them.
+            (encodings, number of prompts that were computed). The encodings are arrays by name in
+            host memory, with one row per prompt in the order of `prompts`: for example "text"
+            [prompts, tokens, features].
 
         Raises:
-            InputError: the tokenizer fails; `max_tokens` is not possible for the model; a file of a
-                text encoder is missing, or its tensors are not those of the network by name, shape
-                or dtype; or the folder of the cache cannot be created or written, which is checked
-                before the text encoders load.
-            RunError: an encoding cannot be written to the cache, or another process of the run
-                gives no answer for 30 minutes.
-            PermissionError: a folder of the cache may not be searched.
+            InputError: `max_tokens` is not possible for the model, the tokenizer fails, a text
+                encoder cannot be loaded, or the cache cannot be written.
+            RunError: writing an encoding fails, or another process of the run does not answer for
+                30 minutes.
         """
         tokens = self.pipeline.tokenize(prompts, max_tokens, instruction)
         rows: list[Encoding | None] = [None] * len(prompts)
@@ -166,34 +155,29 @@ class TextEncoders:
         instruction: str | None,
         progress: Callable[[int, int], None],
     ) -> int:
-        """Encodes the prompts that the cache lacks into it, then frees the parameters.
+        """Encodes all prompts that the cache lacks into the cache, then releases the parameters.
 
-        Nothing happens without a cache; with one, the parameters are freed even if no prompt is
-        missing. Entries that are damaged do not count as missing. In a run of several processes,
-        all must call this with the same prompts.
+        Without a cache, nothing happens. In a run of several processes, all must call this with the
+        same prompts.
 
         Args:
-            prompts: all prompts that will be needed, one or more.
-            max_tokens: number of tokens to which each prompt is padded or cut, up to 4096 or, for
-                some models, fewer.
-            instruction: text before each prompt, for models that accept one; other models ignore
-                it. None: no instruction.
-            progress: called before each chunk of `chunk` prompts with the total number of missing
-                prompts, and the number of prompts encoded since the last call: 0 at first. It is
-                not called after the last chunk.
+            prompts: all prompts that will be needed.
+            max_tokens: number of tokens to which each prompt is padded or cut, up to 4096, or fewer
+                for some models.
+            instruction: text before each prompt. Models that accept none ignore it. None: no
+                instruction.
+            progress: a function `(total, done)` that is called before each chunk of `chunk`
+                prompts: with the number of prompts to encode, and the number encoded since the last
+                call. It is not called at the end.
 
         Returns:
-            The number of prompts that the cache lacked, in any process; 0 without a cache. A prompt
-            that is listed twice counts twice.
+            The number of prompts that were encoded; 0 without a cache.
 
         Raises:
-            InputError: the tokenizer fails; `max_tokens` is not possible for the model; a file of a
-                text encoder is missing, or its tensors are not those of the network by name, shape
-                or dtype; or the folder of the cache cannot be created or written, which is checked
-                before the text encoders load.
-            RunError: an encoding cannot be written to the cache, or another process of the run
-                gives no answer for 30 minutes.
-            PermissionError: a folder of the cache may not be searched.
+            InputError: `max_tokens` is not possible for the model, the tokenizer fails, a text
+                encoder cannot be loaded, or the cache cannot be written.
+            RunError: writing an encoding fails, or another process of the run does not answer for
+                30 minutes.
         """
         if self.cache is None:
             return 0
@@ -207,16 +191,15 @@ class TextEncoders:
         return len(missing)
 
     def _keys(self, tokens: Tokens) -> list[str]:
-        """Returns the cache key of each prompt, in the order of the prompts. Needs a cache.
+        """Returns the keys under which the cache stores the encodings of prompts. Needs a cache.
 
-        Reads every weight file of the text encoders whose hash is not in the cache, and stores the
-        hash there.
+        The weight files are read if their hashes are not in the cache yet.
 
         Args:
-            tokens: the tokens of one or more prompts, arrays by name with one row per prompt.
+            tokens: the tokens of one or more prompts: arrays by name with one row per prompt.
 
         Returns:
-            One key per prompt, 64 hexadecimal digits (`key_of`).
+            One key of 64 hexadecimal digits per prompt.
 
         Raises:
             InputError: a file of a text encoder is missing or cannot be read.
@@ -228,11 +211,12 @@ class TextEncoders:
 
     @functools.cached_property
     def identity(self) -> str:
-        """A hash of everything but the tokens that an encoding depends on, 64 hexadecimal digits.
+        """A hash of everything except the tokens that determines an encoding, 64 hexadecimal
+        digits.
 
-        It covers `REVISION`, the kind of the pipeline, the dtype, and the names and contents of the
-        configuration and weight files of each text encoder. Weight files that the cache does not
-        know are read, and their hashes are stored in the cache. Computed once per instance.
+        It covers the revision of the encoding code (`REVISION`), the kind of the pipeline, the
+        dtype, and the configuration and weight files of each text encoder. Weight files are read if
+        their hashes are not in the cache yet.
 
         Raises:
             InputError: a file is missing or cannot be read.
@@ -248,22 +232,18 @@ class TextEncoders:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def _compute(self, tokens: Tokens) -> Iterator[Encoding]:
-        """Encodes prompts in chunks of `chunk` prompts, and yields their encodings one by one.
-
-        The parameters are loaded before the first chunk, if they are not in memory. The last chunk
-        is filled up with copies of its first prompt, whose encodings are dropped.
+        """Encodes prompts, `chunk` at a time, and yields their encodings one by one. Loads the
+        parameters if necessary.
 
         Args:
-            tokens: tokens by name, with one row per prompt. With no rows, nothing is loaded or
-                yielded.
+            tokens: tokens of the prompts: arrays by name with one row per prompt. There may be no
+                rows.
 
         Yields:
-            The encoding of each prompt: arrays by name in host memory, without the axis of prompts.
+            The encoding of each prompt: arrays by name in host memory, without an axis of prompts.
 
         Raises:
-            InputError: a file of a text encoder is missing, or its tensors are not those of the
-                network by name, shape or dtype; or the folder of the cache cannot be created or
-                written.
+            InputError: a text encoder cannot be loaded, or the cache cannot be written.
         """
         count = len(next(iter(tokens.values())))
         for start in range(0, count, self.chunk):
@@ -281,18 +261,18 @@ class TextEncoders:
 def encode_chunk(
     encoders: TextEncoders, params: dict[str, Params], tokens: TracedTokens
 ) -> Conditioning:
-    """Encodes one chunk of prompts, split over the mesh that is set. Compiled by jit.
+    """Encodes one chunk of prompts, split over the devices of the mesh that is set. Compiled by
+    jit.
 
     Args:
-        encoders: the text encoders, a static argument. Their pipeline encodes; the parameters that
-            they hold are not used.
+        encoders: the text encoders, whose pipeline encodes. A static argument under jit.
         params: the parameters of each text encoder, by the name of its folder. They are gathered
             here.
-        tokens: tokens of `encoders.chunk` prompts by name, one row per prompt.
+        tokens: tokens of `encoders.chunk` prompts: arrays by name with one row per prompt.
 
     Returns:
-        The arguments `conditioning` of the transformer by name, one row per prompt, with rows split
-        over the devices.
+        The encodings: arrays by name with one row per prompt, for the argument `conditioning` of
+        the transformer. Rows are split over the devices.
     """
     components = encoders.pipeline.text_encoders
     gathered = {name: components[name].gather(value) for name, value in params.items()}

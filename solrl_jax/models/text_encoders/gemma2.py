@@ -28,28 +28,30 @@ FULL = "full_attention"
 
 @dataclasses.dataclass(frozen=True)
 class Gemma2Config(ReleasedConfig):
-    """The fields of a `config.json`, of transformers 4 or 5, that the hidden states depend on.
-    Other fields of the file are ignored. The defaults are those of 2B.
+    """The configuration of Gemma 2: the fields of a `config.json` (of transformers 4 or 5) that its
+    hidden states depend on.
+
+    Other fields of the file are ignored. The defaults are those of Gemma 2 2B.
 
     Attributes:
         vocab_size: number of tokens in the vocabulary.
-        hidden_size: features of a token.
-        intermediate_size: hidden features of the MLPs.
+        hidden_size: number of features of a token.
+        intermediate_size: hidden width of the MLPs.
         num_hidden_layers: number of layers.
         num_attention_heads: number of query heads.
         num_key_value_heads: number of key and value heads, a divisor of `num_attention_heads`.
-        head_dim: features of one head, an even number.
+        head_dim: number of features of one head, an even number.
         hidden_activation: "gelu_pytorch_tanh", the only supported value.
-        rms_norm_eps: epsilon of all norms, added to the mean of the squares.
+        rms_norm_eps: epsilon of all norms.
         rope_theta: base of the rotary frequencies.
-        attention_bias: whether all four projections of the attention have biases.
-        query_pre_attn_scalar: attention logits are divided by the square root of it.
-        sliding_window: number of tokens that a query of a sliding layer attends to: itself and the
-            tokens just before it.
-        layer_types: the attention of each layer, "sliding_attention" or "full_attention"; empty, as
-            in files of transformers 4: they alternate, beginning with "sliding_attention".
-        attn_logit_softcapping: the cap c of the attention logits, `c tanh(logits / c)`; None: no
-            cap.
+        attention_bias: whether the linear layers to queries, keys, values and output have biases.
+        query_pre_attn_scalar: attention logits are divided by its square root.
+        sliding_window: in layers with "sliding_attention", how many tokens a query attends to:
+            itself and those just before it.
+        layer_types: the attention of each layer, "sliding_attention" or "full_attention". (), as in
+            files of transformers 4: they alternate, beginning with "sliding_attention".
+        attn_logit_softcapping: a number c that replaces the attention logits by `c tanh(logits /
+            c)`; None: no cap.
     """
 
     network = "Gemma2Model"
@@ -73,23 +75,20 @@ class Gemma2Config(ReleasedConfig):
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "Gemma2Config":
-        """Makes a configuration from the contents of a `config.json`.
+        """Makes a configuration from the contents of a `config.json`, and checks it.
 
-        Missing fields keep their defaults, and unknown ones are ignored. The base of the rotary
-        frequencies is read from either of the two places that transformers has had for it:
-        `rope_theta` inside `rope_parameters` or `rope_scaling` replaces the one at the top level. A
-        `layer_types` of None counts as missing.
+        Missing fields get their defaults, and unknown ones are ignored. `rope_theta` is read from
+        where transformers 5 has it (inside `rope_parameters`), or else from the top level.
 
         Args:
             fields: the contents. They are not changed.
 
         Returns:
-            The configuration, whose fields have been checked.
+            The configuration.
 
         Raises:
-            ValueError: a field has a type or value that is not supported, such as another
-                `model_type`, a `quantization_config`, a kind of rotary embedding other than
-                "default", or a true `use_bidirectional_attention`. The message names the field.
+            ValueError: a field has a type or value that is not supported. The message names the
+                field.
         """
         fields = with_rope_theta(cls.network, fields)
         if fields.get("layer_types") is None:
@@ -106,10 +105,8 @@ class Gemma2Config(ReleasedConfig):
         """Checks the values of the fields.
 
         Raises:
-            ValueError: `hidden_activation` is not "gelu_pytorch_tanh"; `layer_types` has another
-                entry than "sliding_attention" and "full_attention", or is neither empty nor as long
-                as `num_hidden_layers`; `num_key_value_heads` does not divide `num_attention_heads`;
-                or `head_dim` is odd. The message names the field.
+            ValueError: a field has a value that is not supported, or `num_key_value_heads` does not
+                divide `num_attention_heads`. The message names the field.
         """
         self.require_one_of("hidden_activation", ("gelu_pytorch_tanh",))
         self.require_one_of("layer_types", (SLIDING, FULL))
@@ -128,7 +125,7 @@ class Gemma2Config(ReleasedConfig):
     @property
     def attention_types(self) -> tuple[str, ...]:
         """The attention of each layer, "sliding_attention" or "full_attention": `layer_types`, or
-        if that is empty, both in turn, beginning with "sliding_attention".
+        both in turn if that is empty.
         """
         if self.layer_types:
             return self.layer_types
@@ -136,10 +133,10 @@ class Gemma2Config(ReleasedConfig):
 
 
 class Gemma2Model(nnx.Module):
-    """The token embedding and the layers of the decoder, without a language-model head.
+    """Gemma 2 without its language-model head: the token embedding, the layers and the last norm.
 
     Args:
-        config: configuration of the network: the vocabulary, widths, heads and layers.
+        config: configuration of the network.
         rngs: random number generators for the initial weights.
     """
 
@@ -154,31 +151,29 @@ class Gemma2Model(nnx.Module):
     def __call__(
         self, input_ids: Int[Array, "b l"], attention_mask: Bool[Array, "b l"]
     ) -> Float[Array, "b l d"]:
-        """Returns the normalised hidden states after the last layer, [b, l, d], in the dtype of the
-        token embedding.
+        """Returns the normalised hidden states after the last layer.
 
         Args:
-            input_ids: tokens, below `vocab_size`. Their positions count from 0.
-            attention_mask: true on tokens, false on the padding after them, to which no token
-                attends.
+            input_ids: token numbers, below `vocab_size`, at positions 0 to l - 1.
+            attention_mask: true on tokens, false on the padding after them, which is not attended
+                to.
 
         Returns:
-            One state per token, [b, l, `hidden_size`]. Those of padding are finite but have no
-            meaning.
+            One state per token, [b, l, `hidden_size`], in the dtype of the token embedding. Those
+            of padding have no meaning.
         """
         return self.decode(self.embed(input_ids), attention_mask)
 
     def embed(self, input_ids: Int[Array, "b l"]) -> Float[Array, "b l d"]:
-        """Returns token embeddings times sqrt(d), [b, l, d], in the dtype of the embedding table.
+        """Returns the token embeddings times sqrt(d), the input of `decode`.
 
-        The factor is rounded to this dtype, as in training.
+        The factor is rounded to the dtype of the embedding table, as in training.
 
         Args:
-            input_ids: tokens, below `vocab_size`, which is not checked.
+            input_ids: token numbers, below `vocab_size`.
 
         Returns:
-            The embedded tokens, the input of `decode`. Positions are not added to them: the
-            attention rotates queries and keys instead.
+            The embedded tokens [b, l, d], in the dtype of the embedding table.
         """
         x = self.embed_tokens(input_ids)
         return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
@@ -186,15 +181,15 @@ class Gemma2Model(nnx.Module):
     def decode(
         self, x: Float[Array, "b l d"], attention_mask: Bool[Array, "b l"]
     ) -> Float[Array, "b l d"]:
-        """Applies all layers and the last normalisation to embedded tokens.
+        """Applies all layers and the last norm to embedded tokens.
 
-        A token attends to itself and to tokens before it; in sliding layers, only to the last
-        `sliding_window` ones of these.
+        A token attends to itself and the tokens before it; in sliding layers, to the last
+        `sliding_window` of these.
 
         Args:
             x: token embeddings times sqrt(d), as `embed` returns them.
-            attention_mask: which tokens may be attended to, [b, l]: true on tokens, false on the
-                padding after them.
+            attention_mask: true on tokens, false on the padding after them, which is not attended
+                to.
 
         Returns:
             The normalised hidden states, of the shape and dtype of `x`.
@@ -212,11 +207,11 @@ class Gemma2Model(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """Attention, then a gated MLP. Each is normalised before and after, and added to its input.
+    """A layer: attention, then a gated MLP. Each has a norm before and a norm after it, and its
+    result is added to its input.
 
     Args:
-        config: configuration of the network: the widths and heads of a layer, and the epsilon of
-            its norms.
+        config: configuration of the network.
         rngs: random number generators for the initial weights.
     """
 
@@ -246,8 +241,8 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x: Float[Array, "b l d"], mask: Bool[Array, "b 1 l l"]
     ) -> Float[Array, "b l d"]:
-        """Applies attention, then the gated MLP. Each reads a norm of its input, is normalised, and
-        is added to its input.
+        """Applies attention, then the gated MLP. Each reads a norm of its input; its normalised
+        result is added to the input.
 
         Args:
             x: hidden states of the tokens.

@@ -37,18 +37,20 @@ UNUSED = ("lm_head.", "visual.", "model.visual.")
 
 @dataclasses.dataclass(frozen=True)
 class Qwen2_5_VLTextConfig(ReleasedConfig):
-    """The fields of a `config.json`, of transformers 4 or 5, that the hidden states of text depend
-    on. Other fields of the file are ignored. The defaults are those of the 7B model.
+    """The configuration of Qwen2.5-VL's language part: the fields of a `config.json` (of
+    transformers 4 or 5) that its hidden states depend on.
+
+    Other fields of the file are ignored. The defaults are those of the 7B model.
 
     Attributes:
         vocab_size: number of tokens in the vocabulary.
-        hidden_size: features of a token, a multiple of twice `num_attention_heads`.
-        intermediate_size: hidden features of the MLPs.
+        hidden_size: number of features of a token, a multiple of twice `num_attention_heads`.
+        intermediate_size: hidden width of the MLPs.
         num_hidden_layers: number of layers.
         num_attention_heads: number of query heads.
         num_key_value_heads: number of key and value heads, a divisor of `num_attention_heads`.
         hidden_act: "silu", the only supported value.
-        rms_norm_eps: epsilon of all norms, added to the mean of the squares.
+        rms_norm_eps: epsilon of all norms.
         rope_theta: base of the rotary frequencies.
     """
 
@@ -67,24 +69,21 @@ class Qwen2_5_VLTextConfig(ReleasedConfig):
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "Qwen2_5_VLTextConfig":
-        """Makes a configuration from the contents of a `config.json` of the whole Qwen2.5-VL.
+        """Makes a configuration from the `config.json` of the whole Qwen2.5-VL, and checks it.
 
-        Missing fields keep their defaults, and unknown ones are ignored. A field of `text_config`
-        replaces the one of that name at the top level, except `model_type`, which is read at the
-        top level alone. `rope_theta` inside `rope_parameters` or `rope_scaling` replaces both.
+        Missing fields get their defaults, and unknown ones are ignored. The fields are read from
+        the mapping `text_config` (transformers 5) if it has them, or else from the top level.
+        `rope_theta` may also be inside `rope_parameters` or `rope_scaling`.
 
         Args:
-            fields: the contents. They are not changed. `text_config` may be missing or null.
+            fields: the contents, which are not changed.
 
         Returns:
-            The configuration, whose fields have been checked.
+            The configuration.
 
         Raises:
-            ValueError: a field has a type or value that is not supported, such as another
-                `model_type`, a `text_config` that is no mapping, a `quantization_config`, a kind of
-                rotary embedding other than "default" or "mrope", or sliding attention (a true
-                `use_sliding_window`, or `layer_types` other than "full_attention" for every layer).
-                The message names the field.
+            ValueError: a field has a type or value that is not supported, for example sliding
+                attention. The message names the field.
         """
         text = fields.get("text_config") or {}
         if not isinstance(text, Mapping):
@@ -128,14 +127,14 @@ class Qwen2_5_VLTextConfig(ReleasedConfig):
 def open_qwen2_5_vl(folder: Path, config: Qwen2_5_VLTextConfig) -> Component:
     """Opens the language part of a released Qwen2.5-VL. No weight is read.
 
-    The files also hold the vision part and a language-model head, which are ignored.
+    The vision part and the language-model head in the files are ignored.
 
     Args:
-        folder: the text encoder's folder.
+        folder: the text encoder's folder, with the weights.
         config: configuration of the language part.
 
     Returns:
-        The network `Qwen2_5_VLTextModel` without its parameters, with `folder` as their source.
+        The network `Qwen2_5_VLTextModel` without its parameters, which can be loaded from `folder`.
     """
     return Component.from_builder(
         folder, lambda rngs: Qwen2_5_VLTextModel(config, rngs=rngs), locate_language_tensors
@@ -145,24 +144,23 @@ def open_qwen2_5_vl(folder: Path, config: Qwen2_5_VLTextConfig) -> Component:
 def locate_language_tensors(
     source: Path, state: nnx.State
 ) -> tuple[list[ParameterEntry], dict[str, StoredTensor]]:
-    """Finds the tensors of the language part in released files, from the headers of the files
-    alone.
+    """Finds the tensors of Qwen2.5-VL's language part in released files, and checks that they fit.
+    Only the headers of the files are read.
 
     Args:
-        source: the directory of the component, or one safetensors file.
+        source: the directory of the text encoder, or one safetensors file.
         state: abstract state of the network.
 
     Returns:
-        The two arguments of `weights.load_tensors`: the table of the network's parameters, whose
-        names have the prefix "model.language_model." (transformers 5) or "model." (transformers 4)
-        as in the files; and the position of every tensor in the files by name, unused ones
-        included.
+        The first two arguments of `weights.load_tensors`: a list with one entry per parameter,
+        which has the tensor names in the files ("model.language_model..." in transformers 5,
+        "model..." in 4); and a dictionary with the position of every tensor in the files, by name.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file or an index cannot be read; or tensors are missing, unexpected, of
-            another shape, stored twice or of a dtype other than BF16, F16, F32 and F64. The message
-            lists all such tensors.
+        ValueError: a file or an index of files cannot be read; or tensors are missing, unexpected,
+            stored twice, or of another shape or dtype than the network takes. The message lists all
+            such tensors.
     """
     files = [source] if source.is_file() else weight_files(source)
     names = {tensor.name for file in files for tensor in read_header(file)}
@@ -177,10 +175,11 @@ def locate_language_tensors(
 
 
 class Qwen2_5_VLTextModel(nnx.Module):
-    """The token embedding, the layers of the decoder, and the norm after them.
+    """Qwen2.5-VL's language part without its head: the token embedding, the layers and the last
+    norm.
 
     Args:
-        config: configuration of the network: the vocabulary, widths, heads and layers.
+        config: configuration of the network.
         rngs: random number generators for the initial weights.
     """
 
@@ -194,17 +193,16 @@ class Qwen2_5_VLTextModel(nnx.Module):
     def __call__(
         self, input_ids: Int[Array, "b l"], attention_mask: Bool[Array, "b l"]
     ) -> Float[Array, "b l d"]:
-        """Returns the normalised hidden states after the last layer, in the dtype of the token
-        embedding.
+        """Returns the normalised hidden states after the last layer.
 
         Args:
-            input_ids: tokens of text, below `vocab_size`. Their positions count from 0.
-            attention_mask: true on tokens, false on the padding after them, to which no token
-                attends.
+            input_ids: token numbers of text, below `vocab_size`, at positions 0 to l - 1.
+            attention_mask: true on tokens, false on the padding after them, which is not attended
+                to.
 
         Returns:
-            One state per token, [b, l, `hidden_size`]. Those of padding are finite but have no
-            meaning.
+            One state per token, [b, l, `hidden_size`], in the dtype of the token embedding. Those
+            of padding have no meaning.
         """
         x = self.embed_tokens(input_ids)
         mask = causal_mask(attention_mask)
@@ -213,16 +211,15 @@ class Qwen2_5_VLTextModel(nnx.Module):
 
 
 def decoder_layer(config: Qwen2_5_VLTextConfig, rngs: nnx.Rngs) -> PreNormLayer:
-    """Makes one layer, whose projections to queries, keys and values have biases.
+    """Builds one layer. Its linear layers to queries, keys and values have biases.
 
     Args:
-        config: configuration of the network: the widths and heads of a layer, and the epsilon of
-            its norms.
+        config: configuration of the network.
         rngs: random number generators for the initial weights.
 
     Returns:
-        The layer: grouped-query attention, whose mask is passed to the call, then a SiLU-gated MLP,
-        each after an RMSNorm.
+        The layer: grouped-query attention, then a SiLU-gated MLP, each after an RMSNorm. It is
+        called with tokens and a mask.
     """
     attention = GroupedQueryAttention(
         config.hidden_size,

@@ -31,21 +31,23 @@ from solrl_jax.models.text_encoders.decoder import (
 
 @dataclasses.dataclass(frozen=True)
 class Qwen3Config(ReleasedConfig):
-    """The fields of a `config.json`, of transformers 4 or 5, that the hidden states depend on.
-    Other fields of the file are ignored. The defaults are those of 4B.
+    """The configuration of Qwen3: the fields of a `config.json` (of transformers 4 or 5) that its
+    hidden states depend on.
+
+    Other fields of the file are ignored. The defaults are those of Qwen3 4B.
 
     Attributes:
         vocab_size: number of tokens in the vocabulary.
-        hidden_size: features of a token.
-        intermediate_size: hidden features of the MLPs.
+        hidden_size: number of features of a token.
+        intermediate_size: hidden width of the MLPs.
         num_hidden_layers: number of layers of the whole network.
         num_attention_heads: number of query heads.
         num_key_value_heads: number of key and value heads, a divisor of `num_attention_heads`.
-        head_dim: features of one head, an even number.
+        head_dim: number of features of one head, an even number.
         hidden_act: "silu", the only supported value.
-        rms_norm_eps: epsilon of all norms, added to the mean of the squares.
+        rms_norm_eps: epsilon of all norms.
         rope_theta: base of the rotary frequencies.
-        attention_bias: whether all four projections of the attention have biases.
+        attention_bias: whether the linear layers to queries, keys, values and output have biases.
     """
 
     network = "Qwen3Model"
@@ -65,23 +67,20 @@ class Qwen3Config(ReleasedConfig):
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "Qwen3Config":
-        """Makes a configuration from the contents of a `config.json`.
+        """Makes a configuration from the contents of a `config.json`, and checks it.
 
-        Missing fields keep their defaults, and unknown ones are ignored. The base of the rotary
-        frequencies is read from either of the two places that transformers has had for it:
-        `rope_theta` inside `rope_parameters` or `rope_scaling` replaces the one at the top level.
+        Missing fields get their defaults, and unknown ones are ignored. `rope_theta` is read from
+        where transformers 5 has it (inside `rope_parameters`), or else from the top level.
 
         Args:
             fields: the contents. They are not changed.
 
         Returns:
-            The configuration, whose fields have been checked.
+            The configuration.
 
         Raises:
-            ValueError: a field has a type or value that is not supported, such as another
-                `model_type`, a `quantization_config`, a kind of rotary embedding other than
-                "default", or sliding attention (a true `use_sliding_window`, or `layer_types` other
-                than "full_attention" for every layer). The message names the field.
+            ValueError: a field has a type or value that is not supported, for example sliding
+                attention. The message names the field.
         """
         config = super().from_dict(with_rope_theta(cls.network, fields))
         require_full_attention(cls.network, fields, config.num_hidden_layers)
@@ -104,23 +103,23 @@ class Qwen3Config(ReleasedConfig):
 
 
 def open_qwen3(folder: Path, config: Qwen3Config, states: Sequence[int]) -> Component:
-    """Opens the network of a released folder, up to the last hidden state that is needed. No weight
-    is read.
+    """Opens a released Qwen3 as a text encoder, up to the last hidden state that is needed. No
+    weight is read.
 
-    The files may also hold a language-model head and the remaining layers, which are ignored.
+    Later layers and the language-model head in the files are ignored.
 
     Args:
-        folder: the text encoder's folder.
+        folder: the text encoder's folder, with the weights.
         config: configuration of the whole network.
-        states: one or more indices of the hidden states to return, the largest at least 1 and less
-            than `config.num_hidden_layers`. State 0 is the embedded tokens, and state i the output
-            of layer i, counted from 1.
+        states: indices of the hidden states that the network returns. State 0 is the embedded
+            tokens, and state i the output of layer i, counted from 1. The largest index is at least
+            1 and less than `config.num_hidden_layers`.
 
     Returns:
-        The network `Qwen3Model` without its parameters, with `folder` as their source.
+        The network `Qwen3Model` without its parameters, which can be loaded from `folder`.
 
     Raises:
-        ValueError: the largest index is not in this range, or `states` is empty.
+        ValueError: the largest index is out of range, or `states` is empty.
     """
     last = max(states)
     if not 1 <= last < config.num_hidden_layers:
@@ -139,14 +138,14 @@ def open_qwen3(folder: Path, config: Qwen3Config, states: Sequence[int]) -> Comp
 
 
 class Qwen3Model(nnx.Module):
-    """The token embedding and the layers of the decoder, up to the last one that is needed.
+    """Qwen3 as a text encoder: the token embedding and the layers up to the last hidden state that
+    is needed.
 
     Args:
         config: configuration of the whole network.
-        states: one or more indices of the hidden states to return. As in transformers, state 0 is
-            the embedded tokens and state i the output of layer i, counted from 1, without a norm.
-            The largest index, at least 1, is the number of layers that are built. The normalised
-            output of the last layer is not available.
+        states: indices of the hidden states to return, as in transformers: state 0 is the embedded
+            tokens, and state i the output of layer i, counted from 1, without a norm. As many
+            layers are built as the largest index says, at least 1.
         rngs: random number generators for the initial weights.
     """
 
@@ -161,17 +160,16 @@ class Qwen3Model(nnx.Module):
     def __call__(
         self, input_ids: Int[Array, "b l"], attention_mask: Bool[Array, "b l"]
     ) -> Float[Array, "b l kd"]:
-        """Returns the k hidden states in `states`, in that order, concatenated along the features.
+        """Returns the hidden states in `states`, concatenated along the features in that order.
 
         Args:
-            input_ids: tokens, below `vocab_size`. Their positions count from 0.
-            attention_mask: true on tokens, false on the padding after them, to which no token
-                attends. Padding attends to the tokens before it, as in transformers, so that its
-                states are the same there.
+            input_ids: token numbers, below `vocab_size`, at positions 0 to l - 1.
+            attention_mask: true on tokens, false on the padding after them, which is not attended
+                to.
 
         Returns:
-            The states [b, l, k d], where d is `hidden_size`, in the dtype of the token embedding.
-            They are not normalised.
+            [b, l, k d] for k states of d (`hidden_size`) features, not normalised, in the dtype of
+            the token embedding. Padding has states too, those of transformers.
         """
         x = self.model.embed_tokens(input_ids)
         mask = causal_mask(attention_mask)
@@ -191,17 +189,16 @@ class Qwen3Model(nnx.Module):
 
 
 def decoder_layer(config: Qwen3Config, rngs: nnx.Rngs) -> PreNormLayer:
-    """Makes one layer, whose attention normalises each head of queries and keys on its own before
-    it is rotated.
+    """Builds one layer. Its attention normalises each head of queries and keys before it rotates
+    them.
 
     Args:
-        config: configuration of the network: the widths and heads of a layer, and the epsilon of
-            its norms.
+        config: configuration of the network.
         rngs: random number generators for the initial weights.
 
     Returns:
-        The layer: grouped-query attention, whose mask is passed to the call, then a SiLU-gated MLP,
-        each after an RMSNorm.
+        The layer: grouped-query attention, then a SiLU-gated MLP, each after an RMSNorm. It is
+        called with tokens and a mask.
     """
     attention = GroupedQueryAttention(
         config.hidden_size,

@@ -20,24 +20,24 @@ MAX_LENGTH = 2**12  # tokens per text: attention takes memory by the square of t
 
 @functools.cache
 def load_tokenizer(folder: Path) -> Any:
-    """Loads the tokenizer of a folder. Code in the folder is not run, and the hub is not asked.
+    """Loads the tokenizer in a folder by transformers. Code in the folder is not run, and the hub
+    is not asked.
 
-    The tokenizer is kept in memory until the process ends: later calls return the same object, even
-    if the files have changed.
+    It is loaded once per process: later calls with the same path return the same object, even if
+    the files have changed.
 
     Args:
-        folder: a tokenizer folder of a released pipeline or reward. Paths that are spelled
-            differently are loaded separately.
+        folder: a tokenizer's folder of a released pipeline or reward.
 
     Returns:
-        A tokenizer of transformers, or a `NoVocabulary` if `tokenizer_config.json` names this
+        The tokenizer of transformers; or a `NoVocabulary`, if `tokenizer_config.json` names this
         class.
 
     Raises:
         FileNotFoundError: the folder or its `tokenizer_config.json` is missing.
         ValueError: `tokenizer_config.json` is not a JSON object, or transformers cannot load the
             tokenizer.
-        KeyError: the class is `NoVocabulary`, but there is no `model_max_length`.
+        KeyError: the class is `NoVocabulary`, but the file has no `model_max_length`.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such tokenizer directory")
@@ -60,15 +60,15 @@ def load_tokenizer(folder: Path) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class NoVocabulary:
-    """Stands in for a tokenizer in plans, where only its maximum length is known.
+    """A stand-in for a tokenizer without its vocabulary, for `solrl plan`, which needs only shapes.
 
-    It has the interface of a transformers tokenizer that is used here. Every text becomes zeros of
-    the right shape.
+    It has the part of a transformers tokenizer's interface that this package uses. Every text
+    becomes zeros of the right shape.
 
     Attributes:
-        model_max_length: maximum number of tokens of a text.
-        bos_token_id: token that begins a text.
-        eos_token_id: token that ends a text.
+        model_max_length: greatest number of tokens of a text.
+        bos_token_id: number of the token that begins a text.
+        eos_token_id: number of the token that ends a text.
     """
 
     model_max_length: int
@@ -78,30 +78,30 @@ class NoVocabulary:
     def __call__(
         self, texts: Sequence[str], max_length: int = 1, **_: Any
     ) -> dict[str, np.ndarray]:
-        """Returns zeros in place of tokens. Further keyword arguments of a tokenizer are ignored.
+        """Returns zeros in place of token numbers. Further keyword arguments are ignored.
 
         Args:
-            texts: the texts, of which only the number counts.
+            texts: the texts, for their number.
             max_length: number of tokens per text.
 
         Returns:
-            "input_ids" (zeros) and "attention_mask" (ones), int64 [texts, max_length].
+            A dictionary with two int64 arrays [texts, max_length]: "input_ids", zeros, and
+            "attention_mask", ones.
         """
         ids = np.zeros((len(texts), max_length), np.int64)
         return {"input_ids": ids, "attention_mask": np.ones_like(ids)}
 
     def num_special_tokens_to_add(self) -> int:
-        """Returns 0, the number of special tokens that are added to every text."""
+        """Returns 0: no special tokens are added to texts."""
         return 0
 
     def get_vocab(self) -> dict[str, int]:
-        """Returns an empty vocabulary, a dictionary from token texts to token numbers."""
+        """Returns an empty dictionary: there is no vocabulary."""
         return {}
 
     def encode(self, text: str) -> list[int]:
-        """Returns a third as many zeros as a text has characters, rounded down.
-
-        This is an upper estimate of its number of tokens.
+        """Returns as many zeros as a text is estimated to have tokens: a third of its characters,
+        rounded down.
 
         Args:
             text: the text.
@@ -117,8 +117,7 @@ class NoVocabulary:
         ignored.
 
         Args:
-            turns: the chats. Each is a list of messages {"role": ..., "content": ...} with one or
-                more entries.
+            turns: the chats. Each is a list of one or more messages {"role": ..., "content": ...}.
         """
         return [messages[0]["content"] for messages in turns]
 
@@ -133,27 +132,24 @@ class NoVocabulary:
 def tokenize(
     folder: Path, texts: Sequence[str], length: int, **options: Any
 ) -> dict[str, np.ndarray]:
-    """Tokenizes texts, padded and truncated to one length.
+    """Tokenizes texts, and pads or cuts them to one length.
 
-    The tokenizer's own settings decide on which side texts are padded and truncated, unless
-    `options` do.
+    The side is that of the tokenizer's own settings, unless `options` give another.
 
     Args:
         folder: the tokenizer's folder. `load_tokenizer` loads it once per process.
         texts: one or more texts.
-        length: number of tokens per text, special tokens included: up to 4096 (`MAX_LENGTH`), and
-            at least as many as the tokenizer adds to every text.
-        options: further keyword arguments of the transformers tokenizer, such as
-            `padding_side="right"`. The arguments on padding, truncation and lengths are set here.
+        length: number of tokens per text, special tokens included, up to 4096.
+        options: further keyword arguments for the transformers tokenizer, such as
+            `padding_side="right"`, but not those on padding, truncation and lengths.
 
     Returns:
-        "ids" [texts, length], int32, and "mask" [texts, length], bool, true on tokens and false on
-        padding.
+        A dictionary with two arrays [texts, length]: "ids", token numbers, int32, and "mask", bool,
+        true on tokens and false on padding.
 
     Raises:
-        InputError: the length is above `MAX_LENGTH` or below the number of special tokens that the
-            tokenizer adds; the tokenizer fails; or it is a `NoVocabulary` outside of the
-            configurations that this package carries for plans.
+        InputError: `length` is above 4096 or less than the number of special tokens; the tokenizer
+            fails; or it has no vocabulary.
         FileNotFoundError: the folder or its `tokenizer_config.json` is missing.
         ValueError: the tokenizer cannot be loaded.
     """
@@ -189,15 +185,14 @@ def tokenize(
 
 
 def count_tokens(folder: Path, text: str) -> int:
-    """Returns the number of tokens of a text, special tokens included, without truncation.
+    """Returns the number of tokens of a text, special tokens included. The text is not cut.
 
     Args:
         folder: directory of the tokenizer.
         text: the text.
 
     Returns:
-        The number of tokens. For a tokenizer without a vocabulary (`NoVocabulary`) it is a third of
-        the number of characters, rounded down.
+        The number of tokens; for a `NoVocabulary`, a third of the number of characters.
 
     Raises:
         FileNotFoundError: the folder or its `tokenizer_config.json` is missing.
@@ -207,13 +202,13 @@ def count_tokens(folder: Path, text: str) -> int:
 
 
 def check_chat_template(folder: Path) -> None:
-    """Checks that a tokenizer has a chat template, as a `NoVocabulary` has. It is not rendered.
+    """Checks that a tokenizer has a chat template. The template is not tried.
 
     Args:
         folder: directory of the tokenizer.
 
     Raises:
-        InputError: it has none, or the tokenizer or its `tokenizer_config.json` cannot be loaded.
+        InputError: it has none, or the tokenizer cannot be loaded.
         FileNotFoundError: the folder or its `tokenizer_config.json` is missing.
     """
     try:
@@ -223,20 +218,20 @@ def check_chat_template(folder: Path) -> None:
 
 
 def chat(folder: Path, prompts: Sequence[str], **variables: Any) -> list[str]:
-    """Renders each prompt as a user's turn of a chat, up to where the answer begins.
+    """Renders each prompt as a chat with one message of the user, up to where the answer begins.
 
     Args:
         folder: folder of a tokenizer with a chat template.
         prompts: one or more prompts.
-        variables: further variables of the template, such as `enable_thinking` (whether Qwen3 may
-            reason before its answer).
+        variables: further variables of the chat template, such as `enable_thinking` (whether Qwen3
+            may reason before its answer).
 
     Returns:
         The rendered texts, in the order of `prompts`.
 
     Raises:
-        InputError: the folder is missing, the tokenizer cannot be loaded, there is no template, or
-            it fails.
+        InputError: the folder is missing, the tokenizer cannot be loaded, or the template is
+            missing or fails.
     """
     turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
     try:
@@ -249,16 +244,15 @@ def chat(folder: Path, prompts: Sequence[str], **variables: Any) -> list[str]:
 
 
 def check_vocabulary(folder: Path, size: int) -> None:
-    """Checks that a text encoder knows every token of a tokenizer. A tokenizer without a vocabulary
+    """Checks that a text encoder has an embedding for every token of a tokenizer. A `NoVocabulary`
     passes.
 
     Args:
         folder: the tokenizer's folder.
-        size: number of tokens in the table of the text encoder.
+        size: number of tokens that the text encoder has embeddings for.
 
     Raises:
-        ValueError: the vocabulary has a token number of `size` or more, or the tokenizer cannot be
-            loaded.
+        ValueError: a token number is `size` or more, or the tokenizer cannot be loaded.
         FileNotFoundError: the folder or its `tokenizer_config.json` is missing.
     """
     largest = max(load_tokenizer(folder).get_vocab().values(), default=0)
@@ -270,17 +264,18 @@ def check_vocabulary(folder: Path, size: int) -> None:
 
 
 def clip_length(folder: Path, positions: int) -> int:
-    """Returns the number of tokens to which a CLIP tokenizer pads texts, its `model_max_length`.
+    """Returns the number of tokens to which texts are padded for a CLIP: the tokenizer's
+    `model_max_length`.
 
     Args:
         folder: the tokenizer's folder.
-        positions: number of positions of the text tower, its `max_position_embeddings`.
+        positions: the greatest number of tokens that the CLIP takes (`max_position_embeddings`).
 
     Returns:
-        The length, at most `positions`. It includes the tokens that begin and end a text.
+        The number, including the tokens that begin and end a text.
 
     Raises:
-        ValueError: the tower has fewer positions, or the tokenizer cannot be loaded.
+        ValueError: it exceeds `positions`, or the tokenizer cannot be loaded.
         FileNotFoundError: the folder or its `tokenizer_config.json` is missing.
     """
     length = load_tokenizer(folder).model_max_length

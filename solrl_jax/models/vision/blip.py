@@ -31,25 +31,24 @@ STD = 1.0333394966054072
 
 @dataclasses.dataclass(frozen=True)
 class ImageRewardConfig:
-    """The sizes of the released network, which none of its files holds completely.
-
-    The defaults are those of ImageReward v1.0.
+    """The sizes of the ImageReward network. The defaults are those of ImageReward v1.0, whose files
+    do not hold them all.
 
     Attributes:
-        image_size: Side of the square images in pixels, a multiple of `patch_size`.
+        image_size: Height and width of images in pixels, a multiple of `patch_size`.
         patch_size: Side of a patch in pixels.
-        vision_width: Features of an image token, a multiple of `vision_heads`. The MLP has four
-            times as many.
+        vision_width: Number of features of an image token, a multiple of `vision_heads`. The MLP
+            has four times as many.
         vision_layers: Number of layers of the vision transformer.
         vision_heads: Number of attention heads of the vision transformer.
-        vision_eps: Added to the variance in the norms of the vision transformer.
-        text_width: Features of a text token, a multiple of `text_heads`.
+        vision_eps: Epsilon of the layer norms of the vision transformer.
+        text_width: Number of features of a text token, a multiple of `text_heads`.
         text_layers: Number of layers of the text encoder.
-        text_heads: Number of attention heads of its self-attention and cross-attention.
-        text_mlp: Hidden features of the MLPs of the text encoder.
-        text_eps: Added to the variance in the norms of the text encoder.
+        text_heads: Number of attention heads of the text encoder.
+        text_mlp: Hidden width of the text encoder's MLPs.
+        text_eps: Epsilon of the layer norms of the text encoder.
         vocabulary: Number of tokens that the text encoder knows.
-        positions: Number of text positions, at least `tokens`.
+        positions: Greatest number of text tokens, at least `tokens`.
         tokens: Number of tokens to which a prompt is padded or cut.
     """
 
@@ -70,12 +69,11 @@ class ImageRewardConfig:
 
 
 class ImageReward(nnx.Module):
-    """The reward network: a vision transformer, a text encoder and a head.
-
-    No gradient may be taken of it, because its attention is `attention_forward`.
+    """The ImageReward network: a vision transformer, a text encoder that attends to the image, and
+    a head that gives one number. It has no gradient.
 
     Args:
-        config: The sizes of the network: images, patches, vocabulary, widths, heads and layers.
+        config: The sizes of the network.
         rngs: Random number generators for the initial parameters.
     """
 
@@ -92,14 +90,15 @@ class ImageReward(nnx.Module):
         input_ids: Int[Array, "b l"],
         mask: Bool[Array, "b l"],
     ) -> Float[Array, " b"]:
-        """Returns the standardised reward of each image for its prompt.
+        """Returns the reward of each image for its prompt.
 
-        It is the head's output, less its mean over ImageReward's training images and divided by its
-        standard deviation.
+        It is standardised: it has mean 0 and standard deviation 1 over ImageReward's training
+        images.
 
         Args:
-            pixels: Normalised images of the network's own size, `image_size` by `image_size` by 3.
-            input_ids: Tokens of the prompt of each image, at most `positions` per prompt.
+            pixels: Images of `image_size` by `image_size` pixels, normalised by mean and standard
+                deviation per channel (`Preprocessing`).
+            input_ids: Token numbers of each image's prompt, at most `positions` per prompt.
             mask: True on tokens, false on padding.
 
         Returns:
@@ -111,13 +110,12 @@ class ImageReward(nnx.Module):
 
 
 class VisualEncoder(nnx.Module):
-    """A vision transformer (arXiv 2010.11929) over patches and one class token.
+    """A vision transformer (arXiv 2010.11929) over the patches of an image and one class token.
 
-    Learned position embeddings are added to the tokens. The last layer is followed by a norm.
+    It has learned position embeddings, and a norm after the last layer.
 
     Args:
-        config: The sizes of the network, of which those of images, patches and the vision
-            transformer count.
+        config: The sizes of the network.
         rngs: Random number generators for the initial parameters.
     """
 
@@ -132,15 +130,15 @@ class VisualEncoder(nnx.Module):
         self.norm = LayerNorm(width, eps=config.vision_eps)
 
     def __call__(self, pixels: Float[Array, "b h w 3"]) -> Float[Array, "b n d"]:
-        """Returns all tokens: the class token, then one token per patch, row by row.
+        """Returns the states of all tokens: first the class token, then one token per patch, row by
+        row.
 
         Args:
-            pixels: Normalised images, `image_size` by `image_size` by 3. Another number of patches
-                raises JAX's error for shapes that do not broadcast.
+            pixels: Normalised images of `image_size` by `image_size` pixels.
 
         Returns:
-            The states [b, n, `vision_width`] after the last norm, with n = 1 + the number of
-            patches, in the dtype of `pixels`.
+            The states [b, 1 + patches, `vision_width`] after the last norm, in the dtype of
+            `pixels`.
         """
         patches = self.patch_embed.proj(pixels)
         dtype = patches.dtype
@@ -154,11 +152,11 @@ class VisualEncoder(nnx.Module):
 
 
 class VisionBlock(nnx.Module):
-    """Attention, then an MLP. Each is normalised before, and added to its input.
+    """A layer: attention, then an MLP of four times the width, each with a layer norm before it and
+    a residual connection.
 
     Args:
-        config: The sizes of the network: `vision_width` features per token, `vision_heads` heads,
-            an MLP of four times the width, and `vision_eps` in both norms.
+        config: The sizes of the network.
         rngs: Random number generators for the initial weights.
     """
 
@@ -170,7 +168,8 @@ class VisionBlock(nnx.Module):
         self.mlp = MLP(width, 4 * width, "gelu", rngs=rngs)
 
     def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
-        """Applies attention, then the MLP, each to a norm of its input and added to that.
+        """Applies attention, then the MLP. Each reads a norm of its input, and its result is added
+        to the input.
 
         Args:
             x: The image tokens: batch, tokens, features.
@@ -186,7 +185,7 @@ class VisionAttention(nnx.Module):
     """Softmax self-attention with one linear layer for queries, keys and values.
 
     Args:
-        d: Features of a token.
+        d: Number of features of a token.
         heads: Number of heads, a divisor of `d`.
         rngs: Random number generators for the initial weights.
     """
@@ -197,13 +196,14 @@ class VisionAttention(nnx.Module):
         self.heads = heads
 
     def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
-        """Applies attention. Every token attends to all tokens of its image.
+        """Applies attention: every token attends to all tokens of its image. The input is not
+        added.
 
         Args:
             x: The tokens: batch, tokens, features.
 
         Returns:
-            The attended and projected tokens, of the shape and dtype of `x`, which is not added.
+            One output per token, of the shape and dtype of `x`.
         """
         qkv = self.qkv(x).reshape(*x.shape[:2], 3, self.heads, -1)
         q, k, v = jnp.moveaxis(qkv, 2, 0)
@@ -213,12 +213,11 @@ class VisionAttention(nnx.Module):
 class TextEncoder(nnx.Module):
     """BERT (arXiv 1810.04805) with cross-attention to the image in every layer.
 
-    Token and position embeddings are added and normalised before the first layer. Self-attention is
-    not causal.
+    Token and position embeddings are added and normalised before the first layer. The
+    self-attention is not causal.
 
     Args:
-        config: The sizes of the network: those of the text encoder, and `vision_width`, the
-            features of the image tokens that it attends to.
+        config: The sizes of the network.
         rngs: Random number generators for the initial parameters.
     """
 
@@ -238,13 +237,13 @@ class TextEncoder(nnx.Module):
         """Returns the state of each token after the last layer.
 
         Args:
-            input_ids: Tokens of the prompts, at most `positions` per prompt. A longer text gets no
-                error, and its last tokens get the wrong position.
-            mask: True on tokens, false on padding, to which no token attends.
-            image: Image tokens from `VisualEncoder`, all of which every token attends to.
+            input_ids: Token numbers of the prompts, at most `positions` per prompt, which is not
+                checked.
+            mask: True on tokens, false on padding, which is not attended to.
+            image: Image tokens from `VisualEncoder`. Every text token attends to all of them.
 
         Returns:
-            The states [b, l, `text_width`], padding included, in the dtype of `image`.
+            The states [b, l, `text_width`], those of padding included, in the dtype of `image`.
         """
         embeddings = self.embeddings
         positions = jnp.arange(input_ids.shape[1])
@@ -255,13 +254,11 @@ class TextEncoder(nnx.Module):
 
 
 class TextLayer(nnx.Module):
-    """Self-attention, cross-attention to the image, then an MLP.
-
-    Each is added to its input and normalised after.
+    """A layer: self-attention, cross-attention to the image, then an MLP. The result of each is
+    added to its input, and the sum normalised.
 
     Args:
-        config: The sizes of the network: those of the text encoder, and `vision_width`, the
-            features of the image tokens that the layer attends to.
+        config: The sizes of the network.
         rngs: Random number generators for the initial weights.
     """
 
@@ -276,12 +273,12 @@ class TextLayer(nnx.Module):
     def __call__(
         self, x: Float[Array, "b l d"], mask: Bool[Array, "b 1 1 l"], image: Float[Array, "b n e"]
     ) -> Float[Array, "b l d"]:
-        """Applies self-attention, cross-attention and the MLP, each added to its input and then
-        normalised.
+        """Applies self-attention, cross-attention to the image, then the MLP. The result of each is
+        added to its input, and the sum normalised.
 
         Args:
             x: The text tokens: batch, tokens, features.
-            mask: True on tokens, false on padding, to which no token attends.
+            mask: True on tokens, false on padding, which is not attended to.
             image: The image tokens, all of which are attended to.
 
         Returns:
@@ -293,12 +290,12 @@ class TextLayer(nnx.Module):
 
 
 class TextAttention(nnx.Module):
-    """Attention of text tokens to text or image tokens, added to the text tokens and normalised.
+    """Attention of text tokens to text or image tokens, with a residual connection and a norm after
+    it.
 
     Args:
-        config: The sizes of the network: `text_width` features per text token, `text_heads` heads,
-            and `text_eps` in the norm.
-        source_width: Features of the tokens that are attended to.
+        config: The sizes of the network.
+        source_width: Number of features of a token that is attended to.
         rngs: Random number generators for the initial weights.
     """
 
@@ -319,12 +316,12 @@ class TextAttention(nnx.Module):
         source: Float[Array, "b s e"],
         mask: Bool[Array, "b 1 1 s"] | None,
     ) -> Float[Array, "b l d"]:
-        """Applies attention to `source`, adds the text tokens and normalises the sum.
+        """Applies attention from `x` to `source`, adds the result to `x`, and normalises the sum.
 
         Args:
             x: The text tokens: batch, tokens, features.
-            source: The tokens that are attended to: batch, tokens, `source_width` features. `x`
-                itself for self-attention.
+            source: The tokens that are attended to: batch, tokens, features. It is `x` for
+                self-attention.
             mask: True on the tokens of `source` that may be attended to. None: all of them.
 
         Returns:
@@ -342,12 +339,12 @@ class TextAttention(nnx.Module):
 
 
 class NormedProjection(nnx.Module):
-    """A linear layer whose output is added to the residual stream, and the sum normalised.
+    """A linear layer with a residual connection and a layer norm after it.
 
     Args:
-        n_in: Input features.
-        n_out: Features of the stream.
-        eps: Added to the variance in the norm.
+        n_in: Number of input features.
+        n_out: Number of output features, those of the residual stream.
+        eps: Epsilon of the norm.
         rngs: Random number generators for the initial weight.
     """
 
@@ -358,13 +355,13 @@ class NormedProjection(nnx.Module):
     def __call__(
         self, x: Float[Array, "b l n_in"], stream: Float[Array, "b l n_out"]
     ) -> Float[Array, "b l n_out"]:
-        """Returns the normalised sum of the stream and the projected `x`.
+        """Returns `norm(stream + linear(x))`.
 
         Args:
             x: The input of the linear layer: batch, tokens, features.
-            stream: The residual stream: the features of each token of `x` before this layer.
+            stream: The tokens to which the result is added (the residual stream).
 
         Returns:
-            The new stream, of the shape of `stream`.
+            The new residual stream, of the shape of `stream`.
         """
         return self.LayerNorm(self.dense(x) + stream)

@@ -30,7 +30,7 @@ from solrl_jax.models.loading.config_file import ReleasedConfig
 
 
 def quick_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns `x sigmoid(1.702 x)`, computed in float32 and rounded once, to the dtype of `x`.
+    """Returns `x sigmoid(1.702 x)`, computed in float32, in the dtype of `x`.
 
     Args:
         x: Activations of any shape and floating-point dtype.
@@ -40,9 +40,7 @@ def quick_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns the exact GELU (by the error function) in the dtype of `x`.
-
-    It is computed in float32 and rounded once.
+    """Returns the exact GELU (by the error function), computed in float32, in the dtype of `x`.
 
     Args:
         x: Activations of any shape and floating-point dtype.
@@ -56,18 +54,17 @@ ACTIVATIONS = {"quick_gelu": quick_gelu, "gelu": gelu}
 
 @dataclasses.dataclass(frozen=True)
 class TowerConfig(ReleasedConfig):
-    """The fields that the text tower and the vision tower have in common.
+    """Base class: the configuration fields that CLIP's text tower and vision tower have in common.
 
-    The defaults, here and in the subclasses, are those of fields that a `config.json` may leave
-    out. Errors are ValueErrors that name the field.
+    The defaults are those of transformers, for fields that a `config.json` leaves out.
 
     Attributes:
-        hidden_size: Features of a token, a multiple of `num_attention_heads`.
-        intermediate_size: Hidden features of the MLP.
+        hidden_size: Number of features of a token, a multiple of `num_attention_heads`.
+        intermediate_size: Hidden width of the MLPs.
         num_hidden_layers: Number of layers.
         num_attention_heads: Number of attention heads.
-        hidden_act: Activation of the MLP: "quick_gelu" or "gelu" (`ACTIVATIONS`).
-        layer_norm_eps: Added to the variance in the norms.
+        hidden_act: Activation of the MLPs: "quick_gelu" or "gelu".
+        layer_norm_eps: Epsilon of the layer norms.
     """
 
     hidden_size: int
@@ -94,22 +91,22 @@ class TowerConfig(ReleasedConfig):
 
 @dataclasses.dataclass(frozen=True)
 class CLIPTextConfig(TowerConfig):
-    """The text tower's part of a `config.json`, or the whole file of a text encoder.
+    """The configuration of CLIP's text tower: a part of a CLIP's `config.json`, or the whole file
+    of a text encoder.
 
     Attributes:
-        hidden_size: Features of a token, a multiple of `num_attention_heads`.
-        intermediate_size: Hidden features of the MLP.
+        hidden_size: Number of features of a token, a multiple of `num_attention_heads`.
+        intermediate_size: Hidden width of the MLPs.
         num_hidden_layers: Number of layers.
         num_attention_heads: Number of attention heads.
-        hidden_act: Activation of the MLP: "quick_gelu" or "gelu" (`ACTIVATIONS`).
-        layer_norm_eps: Added to the variance in the norms.
-        vocab_size: Number of tokens of the vocabulary.
-        max_position_embeddings: The most tokens of a text.
-        eos_token_id: The end-of-text token. 2 means the token with the highest id of a text, as in
-            files older than transformers 4.31.
-        projection_dim: Features of the space that texts and images share, to which a
-            `CLIPTextModelWithProjection` projects. In a whole CLIP, the field of this name of
-            `CLIPConfig` counts instead.
+        hidden_act: Activation of the MLPs: "quick_gelu" or "gelu".
+        layer_norm_eps: Epsilon of the layer norms.
+        vocab_size: Number of tokens in the vocabulary.
+        max_position_embeddings: Greatest number of tokens of a text.
+        eos_token_id: Number of the end-of-text token. 2, a wrong value in old files, stands for the
+            highest token number that a text has.
+        projection_dim: For a `CLIPTextModelWithProjection`: number of features of its projected
+            state. (A whole CLIP has its own field of this name.)
     """
 
     network = "CLIPTextModel"
@@ -127,17 +124,17 @@ class CLIPTextConfig(TowerConfig):
 
 @dataclasses.dataclass(frozen=True)
 class CLIPVisionConfig(TowerConfig):
-    """The vision tower's part of a `config.json`.
+    """The configuration of CLIP's vision tower: a part of a CLIP's `config.json`.
 
     Attributes:
-        hidden_size: Features of a token, a multiple of `num_attention_heads`.
-        intermediate_size: Hidden features of the MLP.
+        hidden_size: Number of features of a token, a multiple of `num_attention_heads`.
+        intermediate_size: Hidden width of the MLPs.
         num_hidden_layers: Number of layers.
         num_attention_heads: Number of attention heads.
-        hidden_act: Activation of the MLP: "quick_gelu" or "gelu" (`ACTIVATIONS`).
-        layer_norm_eps: Added to the variance in the norms.
+        hidden_act: Activation of the MLPs: "quick_gelu" or "gelu".
+        layer_norm_eps: Epsilon of the layer norms.
         num_channels: Number of channels of an image.
-        image_size: Side of the square images in pixels, a multiple of `patch_size`.
+        image_size: Height and width of images in pixels, a multiple of `patch_size`.
         patch_size: Side of a patch in pixels.
     """
 
@@ -170,13 +167,12 @@ class CLIPVisionConfig(TowerConfig):
 
 @dataclasses.dataclass(frozen=True)
 class CLIPConfig(ReleasedConfig):
-    """A released `config.json` of a whole CLIP, of transformers 4 or 5.
+    """The configuration of a whole CLIP: its `config.json`, of transformers 4 or 5.
 
     Attributes:
-        text_config: The sizes of the text tower (layers, widths, vocabulary), parsed and checked.
-        vision_config: The sizes of the vision tower (layers, widths, image and patch), parsed and
-            checked.
-        projection_dim: Features of the space that texts and images share.
+        text_config: The configuration of the text tower.
+        vision_config: The configuration of the vision tower.
+        projection_dim: Number of features of the space that texts and images share.
     """
 
     network = "CLIPModel"
@@ -188,21 +184,23 @@ class CLIPConfig(ReleasedConfig):
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "CLIPConfig":
-        """Makes a configuration from the contents of a `config.json`. Both towers are parsed too.
+        """Makes a configuration from the contents of a `config.json`, and checks it with both
+        towers.
+
+        Missing fields get their defaults, and unknown ones are ignored.
 
         Args:
-            fields: The contents, with the mappings "text_config" and "vision_config", one for each
-                tower. In the oldest files they are "text_config_dict" and "vision_config_dict",
-                which go first. Missing fields, also a missing tower, have their defaults; unknown
-                ones are ignored.
+            fields: The contents. The mappings "text_config" and "vision_config" hold the fields of
+                the towers; in the oldest files they are called "text_config_dict" and
+                "vision_config_dict". A tower may be missing.
 
         Returns:
-            The configuration, whose fields and towers have been checked.
+            The configuration.
 
         Raises:
-            ValueError: If a field of the file or of a tower is not supported, `model_type` is
-                another one, or `quantization_config` is set. The message names the field.
-            AttributeError: If the value for a tower is not empty and is no mapping.
+            ValueError: If a field has a type or value that is not supported. The message names the
+                field.
+            AttributeError: If a tower's fields are no mapping.
         """
         text = CLIPTextConfig.from_dict(_tower_fields(fields, "text_config"))
         vision = CLIPVisionConfig.from_dict(_tower_fields(fields, "vision_config"))
@@ -210,19 +208,17 @@ class CLIPConfig(ReleasedConfig):
 
 
 def _tower_fields(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Returns the fields of one tower of a `CLIPConfig`.
+    """Returns the fields of one tower from the `config.json` of a whole CLIP.
 
-    In the oldest files, the key `NAME_dict` has them, such as "text_config_dict". If it is there
-    and not null, it replaces all fields under `NAME`, as in transformers.
+    They are under `name`, or in the oldest files under `name` followed by "_dict", which takes
+    precedence.
 
     Args:
         fields: Contents of the whole `config.json`.
         name: "text_config" or "vision_config".
 
     Returns:
-        The value under `NAME_dict`, even an empty one, or else under `NAME`, as it is: neither
-        copied nor checked. A new empty dict if the file has neither, or if the value under `NAME`
-        is null or empty.
+        The fields, unchecked; an empty dictionary if the file has none.
     """
     oldest = fields.get(f"{name}_dict")
     if oldest is not None:
@@ -231,13 +227,14 @@ def _tower_fields(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 class CLIPModel(nnx.Module):
-    """Both towers of a CLIP, and the projections of both to the shared space.
+    """A whole CLIP: text tower, vision tower, and their projections to a shared space. It has no
+    gradient.
 
-    The parameter `logit_scale`, a scalar, is the logarithm of the factor of the cosines. Neither
-    tower may be differentiated: they use `attention_forward`, whose kernels need have no gradient.
+    The scalar parameter `logit_scale` is the logarithm of the factor by which cosines between texts
+    and images are multiplied.
 
     Args:
-        config: The sizes of both towers and of the space that they share.
+        config: The configuration.
         rngs: Random number generators for the initial parameters.
     """
 
@@ -257,30 +254,32 @@ class CLIPModel(nnx.Module):
     def encode_text(
         self, input_ids: Int[Array, "b l"], attention_mask: Bool[Array, "b l"]
     ) -> Float[Array, "b e"]:
-        """Returns texts in the shared space, not normalised, in the dtype of the token embedding.
+        """Maps texts to the shared space of texts and images.
 
         Args:
-            input_ids: Tokens, at most `max_position_embeddings` per text. Each text has an
+            input_ids: Token numbers, at most `max_position_embeddings` per text. Each text has an
                 end-of-text token.
             attention_mask: True on tokens, false on padding.
 
         Returns:
-            One vector per text, [b, `projection_dim`].
+            One vector per text, [b, `projection_dim`], not normalised, in the dtype of the token
+            embedding.
 
         Raises:
-            ValueError: If a text has more than `max_position_embeddings` tokens, padding included.
+            ValueError: If there are more than `max_position_embeddings` tokens per text, padding
+                included.
         """
         return self.text_projection(self.text_model(input_ids, attention_mask))
 
     def encode_image(self, pixels: Float[Array, "b h w c"]) -> Float[Array, "b e"]:
-        """Returns images in the shared space, not normalised, in the dtype of `pixels`.
+        """Maps images to the shared space of texts and images.
 
         Args:
-            pixels: Images of the tower's own size, `image_size` by `image_size`, normalised by the
-                mean and the standard deviation of CLIP's training images.
+            pixels: Images of `image_size` by `image_size` pixels, normalised by mean and standard
+                deviation per channel (`Preprocessing`).
 
         Returns:
-            One vector per image, [b, `projection_dim`].
+            One vector per image, [b, `projection_dim`], not normalised, in the dtype of `pixels`.
 
         Raises:
             ValueError: If the images have another size or number of channels.
@@ -289,14 +288,14 @@ class CLIPModel(nnx.Module):
 
 
 class CLIPTextOutput(NamedTuple):
-    """The states of a text tower for b texts of l tokens.
+    """The hidden states of CLIP's text tower for b texts of l tokens.
 
     Attributes:
-        penultimate: States before the last layer, not normalised: `hidden_states[-2]` in
-            transformers. [b, l, d].
-        last: States after the last layer, normalised. [b, l, d].
-        pooled: `last` at the first end-of-text token: [b, d], or [b, `projection_dim`] if the model
-            has a projection.
+        penultimate: States before the last layer, [b, l, d], without a norm: `hidden_states[-2]` in
+            transformers.
+        last: States after the last layer and its norm, [b, l, d].
+        pooled: One state per text: `last` at the first end-of-text token, [b, d], or its
+            projection, [b, `projection_dim`], if the model has one.
     """
 
     penultimate: Float[Array, "b l d"]
@@ -305,12 +304,12 @@ class CLIPTextOutput(NamedTuple):
 
 
 class CLIPTextModel(nnx.Module):
-    """The text tower alone. Padding needs no mask: it comes last, and the tower is causal.
+    """CLIP's text tower alone. It has no gradient.
 
-    No gradient may be taken of it, because it uses `attention_forward`.
+    Padding needs no mask, because it follows the text and the attention is causal.
 
     Args:
-        config: The sizes of the tower. `projection_dim` has no effect.
+        config: The configuration. `projection_dim` has no effect.
         rngs: Random number generators for the initial parameters.
     """
 
@@ -319,20 +318,21 @@ class CLIPTextModel(nnx.Module):
         self.text_model = TextModel(config, rngs=rngs)
 
     def __call__(self, input_ids: Int[Array, "b l"]) -> CLIPTextOutput:
-        """Returns all states, in the dtype of the token embedding.
+        """Returns the hidden states of texts, in the dtype of the token embedding.
 
         Args:
-            input_ids: Tokens, at most `max_position_embeddings` per text. Each text has an
-                end-of-text token, and any padding follows it.
+            input_ids: Token numbers, at most `max_position_embeddings` per text. Each text has an
+                end-of-text token, and padding follows it.
 
         Returns:
-            `penultimate`, the states before the last layer, not normalised; and `last`, the states
-            after the last layer, normalised, both [b, l, `hidden_size`]. `pooled` [b,
-            `hidden_size`] is, for each text, the row of `last` at the first end-of-text token, or
-            at the first token if there is none.
+            A `CLIPTextOutput`: `penultimate` [b, l, `hidden_size`], the states before the last
+            layer, without a norm; `last` [b, l, `hidden_size`], the states after the last layer and
+            its norm; and `pooled` [b, `hidden_size`], `last` at each text's first end-of-text
+            token.
 
         Raises:
-            ValueError: If a text has more than `max_position_embeddings` tokens, padding included.
+            ValueError: If there are more than `max_position_embeddings` tokens per text, padding
+                included.
         """
         tower = self.text_model
         mask = causal_mask(input_ids.shape[1])
@@ -349,10 +349,11 @@ class CLIPTextModel(nnx.Module):
 
 
 class CLIPTextModelWithProjection(CLIPTextModel):
-    """The text tower, with a projection of the pooled state to the space of texts and images.
+    """CLIP's text tower, whose pooled state is projected to the space that texts and images share.
 
     Args:
-        config: The sizes of the tower, and `projection_dim`, the features of the projected state.
+        config: The configuration. `projection_dim` is the number of features of the projected
+            state.
         rngs: Random number generators for the initial parameters.
     """
 
@@ -363,32 +364,32 @@ class CLIPTextModelWithProjection(CLIPTextModel):
         )
 
     def __call__(self, input_ids: Int[Array, "b l"]) -> CLIPTextOutput:
-        """Returns all states, in the dtype of the token embedding.
+        """Returns the hidden states of texts, in the dtype of the token embedding.
 
         Args:
-            input_ids: Tokens, at most `max_position_embeddings` per text. Each text has an
-                end-of-text token, and any padding follows it.
+            input_ids: Token numbers, at most `max_position_embeddings` per text. Each text has an
+                end-of-text token, and padding follows it.
 
         Returns:
-            `penultimate`, the states before the last layer, not normalised; and `last`, the states
-            after the last layer, normalised, both [b, l, `hidden_size`]. `pooled` [b,
-            `projection_dim`] is the projection of the row of `last` at each text's first
-            end-of-text token, not normalised.
+            A `CLIPTextOutput`: `penultimate` [b, l, `hidden_size`], the states before the last
+            layer, without a norm; `last` [b, l, `hidden_size`], the states after the last layer and
+            its norm; and `pooled` [b, `projection_dim`], the projection of `last` at each text's
+            first end-of-text token, not normalised.
 
         Raises:
-            ValueError: If a text has more than `max_position_embeddings` tokens, padding included.
+            ValueError: If there are more than `max_position_embeddings` tokens per text, padding
+                included.
         """
         output = super().__call__(input_ids)
         return output._replace(pooled=self.text_projection(output.pooled))
 
 
 class TextModel(nnx.Module):
-    """A causal transformer over tokens.
-
-    The end-of-text token attends to all tokens before it and stands for the text.
+    """CLIP's text transformer. It is causal, so the state of the end-of-text token stands for the
+    whole text.
 
     Args:
-        config: The sizes of the tower: vocabulary, positions, width, heads and layers.
+        config: The configuration of the tower.
         rngs: Random number generators for the initial parameters.
     """
 
@@ -401,10 +402,10 @@ class TextModel(nnx.Module):
     def __call__(
         self, input_ids: Int[Array, "b l"], attention_mask: Bool[Array, "b l"]
     ) -> Float[Array, "b d"]:
-        """Returns the normalised state of each end-of-text token.
+        """Returns the normalised state of each text's end-of-text token.
 
         Args:
-            input_ids: Tokens, at most `max_position_embeddings` per text. Each text has an
+            input_ids: Token numbers, at most `max_position_embeddings` per text. Each text has an
                 end-of-text token.
             attention_mask: True on tokens, false on padding.
 
@@ -412,7 +413,8 @@ class TextModel(nnx.Module):
             One state per text, [b, `hidden_size`], in the dtype of the token embedding.
 
         Raises:
-            ValueError: If a text has more than `max_position_embeddings` tokens, padding included.
+            ValueError: If there are more than `max_position_embeddings` tokens per text, padding
+                included.
         """
         mask = causal_mask(input_ids.shape[1]) & attention_mask[:, None, None, :]
         x = self.embeddings(input_ids)
@@ -422,14 +424,14 @@ class TextModel(nnx.Module):
     def at_end_of_text(
         self, x: Float[Array, "b l d"], input_ids: Int[Array, "b l"]
     ) -> Float[Array, "b d"]:
-        """Returns the state at each text's first end-of-text token.
+        """Selects the state of each text's first end-of-text token.
 
-        If `eos_token_id` is 2, this is the first token with the highest id of the text. The first
-        state of all is returned for a text without an end-of-text token.
+        If `eos_token_id` is 2, this token is the one with the highest number in the text. For a
+        text without an end-of-text token, the state of its first token is selected.
 
         Args:
-            x: States of all tokens, one row per token.
-            input_ids: The tokens of each text, among which the end-of-text token is looked for.
+            x: States of all tokens.
+            input_ids: The token numbers of each text.
 
         Returns:
             One state per text, in the dtype of `x`.
@@ -443,10 +445,11 @@ class TextModel(nnx.Module):
 
 
 class VisionModel(nnx.Module):
-    """A transformer over patches and one class token, which stands for the image.
+    """CLIP's vision transformer over the patches of an image and one class token, whose state
+    stands for the image.
 
     Args:
-        config: The sizes of the tower: image, patch, width, heads and layers.
+        config: The configuration of the tower.
         rngs: Random number generators for the initial parameters.
     """
 
@@ -458,14 +461,14 @@ class VisionModel(nnx.Module):
         self.post_layernorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def __call__(self, pixels: Float[Array, "b h w c"]) -> Float[Array, "b d"]:
-        """Returns the normalised state of the class token, in the dtype of `pixels`.
+        """Returns the normalised state of each image's class token.
 
         Args:
-            pixels: Images of the tower's own size, `image_size` by `image_size`, normalised by the
-                mean and the standard deviation of CLIP's training images.
+            pixels: Images of `image_size` by `image_size` pixels, normalised by mean and standard
+                deviation per channel (`Preprocessing`).
 
         Returns:
-            One state per image, [b, `hidden_size`].
+            One state per image, [b, `hidden_size`], in the dtype of `pixels`.
 
         Raises:
             ValueError: If the images have another size or number of channels.
@@ -479,8 +482,7 @@ class TextEmbeddings(nnx.Module):
     """Token embeddings plus learned position embeddings.
 
     Args:
-        config: The sizes of the tower: `vocab_size` tokens, `max_position_embeddings` positions,
-            and `hidden_size` features of each.
+        config: The configuration of the tower.
         rngs: Random number generators for the initial tables.
     """
 
@@ -491,16 +493,17 @@ class TextEmbeddings(nnx.Module):
         self.position_embedding = Embedding(self.max_length, width, rngs=rngs)
 
     def __call__(self, input_ids: Int[Array, "b l"]) -> Float[Array, "b l d"]:
-        """Embeds tokens, in the dtype of the token embedding.
+        """Embeds tokens.
 
         Args:
-            input_ids: Tokens, from the position 0 on.
+            input_ids: Token numbers of the positions 0 to l - 1.
 
         Returns:
-            One vector per token, [b, l, `hidden_size`].
+            One vector per token, [b, l, `hidden_size`], in the dtype of the token embedding.
 
         Raises:
-            ValueError: If a text has more than `max_position_embeddings` tokens, padding included.
+            ValueError: If there are more than `max_position_embeddings` tokens per text, padding
+                included.
         """
         length = input_ids.shape[1]
         if length > self.max_length:  # JAX would clamp the index without an error
@@ -510,11 +513,11 @@ class TextEmbeddings(nnx.Module):
 
 
 class VisionEmbeddings(nnx.Module):
-    """One class token and one token per patch, row by row, plus learned position embeddings.
+    """Embeds images as one class token and one token per patch, row by row, plus learned position
+    embeddings.
 
     Args:
-        config: The sizes of the tower: the sides of images and patches in pixels, the channels of
-            an image, and `hidden_size`, the features of a token.
+        config: The configuration of the tower.
         rngs: Random number generators for the initial parameters.
     """
 
@@ -529,13 +532,14 @@ class VisionEmbeddings(nnx.Module):
         self.image_shape = (config.image_size, config.image_size, config.num_channels)
 
     def __call__(self, pixels: Float[Array, "b h w c"]) -> Float[Array, "b n d"]:
-        """Embeds images, in the dtype of `pixels`.
+        """Embeds images.
 
         Args:
-            pixels: Images, `image_size` by `image_size` by `num_channels`.
+            pixels: Images of `image_size` by `image_size` pixels with `num_channels` channels.
 
         Returns:
-            The class token, then the patches: [b, 1 + number of patches, `hidden_size`].
+            First the class token, then the patches: [b, 1 + patches, `hidden_size`], in the dtype
+            of `pixels`.
 
         Raises:
             ValueError: If the images have another size or number of channels.
@@ -554,37 +558,37 @@ class VisionEmbeddings(nnx.Module):
 
 
 def make_encoder(config: TowerConfig, rngs: nnx.Rngs) -> nnx.Dict:
-    """Makes the layers of a tower, as a module with the name that they have in the released files.
+    """Builds the layers of a tower.
 
     Args:
-        config: The sizes of the tower: the number, width and heads of its layers, and their MLPs.
+        config: The configuration of the tower.
         rngs: Random number generators for the initial parameters.
 
     Returns:
-        A module whose only entry, "layers", is the stack of all layers: one `EncoderLayer` whose
-        parameters have a leading axis of layers.
+        A module with the single entry "layers" (as in released files): one `EncoderLayer` whose
+        parameters have a leading axis of layers, for `scan_blocks`.
     """
     layers = stack(config.num_hidden_layers, lambda rngs: EncoderLayer(config, rngs=rngs), rngs)
     return nnx.Dict(layers=layers)
 
 
 def causal_mask(length: int) -> Bool[Array, "1 1 l l"]:
-    """Returns a mask that is true where a query attends to a key: at its own position and before.
+    """Returns a causal mask: True where the key is at the query's position or before it.
 
     Args:
         length: Number l of tokens.
 
     Returns:
-        A Boolean matrix over queries and keys, with axes for batch and heads in front.
+        A Boolean array [1, 1, queries, keys].
     """
     return jnp.tril(jnp.ones((length, length), bool))[None, None]
 
 
 class EncoderLayer(nnx.Module):
-    """Attention, then an MLP. Each is normalised before, and added to its input.
+    """A layer: attention, then an MLP, each with a layer norm before it and a residual connection.
 
     Args:
-        config: The sizes of the tower: the width, heads, MLP, activation and epsilon of a layer.
+        config: The configuration of the tower.
         rngs: Random number generators for the initial weights.
     """
 
@@ -598,12 +602,13 @@ class EncoderLayer(nnx.Module):
     def __call__(
         self, x: Float[Array, "b l d"], mask: Bool[Array, "#b 1 l l"] | None
     ) -> Float[Array, "b l d"]:
-        """Applies attention, then the MLP, each to a norm of its input and added to that.
+        """Applies attention, then the MLP. Each reads a norm of its input, and its result is added
+        to the input.
 
         Args:
             x: The tokens: batch, tokens, features.
             mask: True where a query (third axis) attends to a key (last axis), for every head.
-                None: everywhere.
+                None: all keys.
 
         Returns:
             The tokens after the layer, of the shape and dtype of `x`.
@@ -616,8 +621,7 @@ class Attention(nnx.Module):
     """Softmax self-attention with separate linear layers for queries, keys, values and the output.
 
     Args:
-        config: The sizes of the tower: `hidden_size` features per token, divided into
-            `num_attention_heads` heads.
+        config: The configuration of the tower.
         rngs: Random number generators for the initial weights.
     """
 
@@ -632,15 +636,15 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "b l d"], mask: Bool[Array, "#b 1 l l"] | None
     ) -> Float[Array, "b l d"]:
-        """Applies self-attention and the output projection.
+        """Applies self-attention and the output layer. The input is not added.
 
         Args:
             x: The tokens: batch, tokens, features.
             mask: True where a query (third axis) attends to a key (last axis), for every head.
-                None: everywhere.
+                None: all keys.
 
         Returns:
-            The attended and projected tokens, of the shape and dtype of `x`, which is not added.
+            One output per token, of the shape and dtype of `x`.
         """
 
         def heads(y):
@@ -656,9 +660,9 @@ class MLP(nnx.Module):
     """Two linear layers with an activation between them.
 
     Args:
-        d: Input and output features.
-        hidden: Features between the layers.
-        activation: "quick_gelu" or "gelu", a key of `ACTIVATIONS`; others raise KeyError.
+        d: Number of input and output features.
+        hidden: Number of hidden features.
+        activation: "quick_gelu" or "gelu".
         rngs: Random number generators for the initial weights.
     """
 
@@ -668,12 +672,12 @@ class MLP(nnx.Module):
         self.activation = ACTIVATIONS[activation]
 
     def __call__(self, x: Float[Array, "b l d"]) -> Float[Array, "b l d"]:
-        """Applies linear layer, activation and linear layer to each token.
+        """Applies the two linear layers and the activation to each token. The input is not added.
 
         Args:
             x: The tokens: batch, tokens, features.
 
         Returns:
-            The mapped tokens, of the shape and dtype of `x`, which is not added.
+            One output per token, of the shape and dtype of `x`.
         """
         return self.fc2(self.activation(self.fc1(x)))

@@ -35,18 +35,20 @@ LOW_PART = 2**11  # a weight is split into a multiple of this and a remainder
 
 @dataclasses.dataclass(frozen=True)
 class Preprocessing:
-    """Converts images [b, H, W, 3] in [0, 1] to normalised pixels [b, size, size, 3], float32.
+    """Converts images [b, H, W, 3] in [0, 1] to the input of a vision tower: resized, cropped or
+    padded to a square, and normalised per channel.
 
     Attributes:
-        size: Side of the result in pixels.
+        size: Height and width of the result in pixels.
         kernel: Resampling kernel: "bilinear" or "bicubic".
-        eight_bit: Whether to clip and round to 8 bits as Pillow does; otherwise the result is
-            PyTorch's, which is not clipped.
-        fit: "crop": the shorter edge becomes `size` and the centre is kept. "pad": the longer edge
-            becomes `size`, with black around the image, which is in the centre.
-        odd: How half a pixel at the left or top edge of a crop is rounded: "down" as in
-            transformers, "even" (to the even number of pixels) as in torchvision. With "pad" it has
-            no effect: half a pixel before the image is rounded down.
+        eight_bit: Whether to work on 8-bit images, as Pillow does: values are rounded and clipped.
+            Otherwise the result is that of PyTorch, neither rounded nor clipped.
+        fit: How an image becomes square. "crop": its shorter edge is resized to `size`, and the
+            centre is kept. "pad": its longer edge is resized to `size`, and black is added on both
+            sides.
+        odd: For "crop", how the position of the left or top edge is rounded if an odd number of
+            pixels is cut off: "down" as in transformers, or "even" (half to even) as in
+            torchvision.
     """
 
     size: int
@@ -59,12 +61,11 @@ class Preprocessing:
         """Resizes images, crops or pads them to a square, and normalises them.
 
         Args:
-            images: RGB in [0, 1], of any floating-point dtype. With `eight_bit`, other values are
-                clipped.
+            images: RGB images in [0, 1], of any floating-point dtype.
 
         Returns:
-            The pixels, float32, less the mean of CLIP's training images and divided by their
-            standard deviation, by channel.
+            The pixels, float32, minus the mean of CLIP's training images and divided by their
+            standard deviation, per channel.
         """
         height, width = images.shape[1:3]
         resized_height, resized_width = self.resized(height, width)
@@ -81,19 +82,16 @@ class Preprocessing:
         return (x - MEAN) / STD
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
-        """Returns height and width in pixels after resizing, before cropping or padding.
-
-        With `fit` "crop", the shorter edge becomes `size`, and the longer edge is rounded down.
-        With "pad", the longer edge becomes `size`, and the shorter edge is rounded to the nearest
-        integer.
+        """Returns the size to which an image is resized, before cropping or padding.
 
         Args:
             height: Height of the image in pixels.
             width: Width of the image in pixels.
 
         Returns:
-            The height, then the width: one of them is `size`, and the other at least (with "crop")
-            or at most (with "pad") `size`.
+            (height, width) in pixels. With `fit` "crop", the shorter edge is `size` and the longer
+            one rounded down. With "pad", the longer edge is `size` and the shorter one rounded to
+            the nearest integer.
         """
         if self.fit == "pad":
             scale = self.size / max(height, width)
@@ -102,16 +100,16 @@ class Preprocessing:
         return int(self.size * height / short), int(self.size * width / short)
 
     def _matrix(self, n_in: int, n_out: int) -> Float[np.ndarray, "size n_in"]:
-        """Returns the matrix that resizes one axis and then crops or pads it to `size` pixels.
+        """Returns the matrix that resizes one axis of images, then crops or pads it to `size`
+        pixels.
 
         Args:
             n_in: Number of pixels of the image along the axis.
-            n_out: Number of pixels to resize to, before cropping or padding: at least `size` with
-                "crop", at most `size` with "pad".
+            n_out: Number of pixels after resizing, before cropping or padding.
 
         Returns:
-            The weights of the input pixels in each output pixel, float64. A row for padding is
-            zero.
+            The weight of each input pixel in each output pixel, [size, n_in], float64. Rows of
+            padding are zero.
         """
         matrix = resize_matrix(n_in, n_out, self.kernel)
         if self.fit == "pad":
@@ -123,11 +121,11 @@ class Preprocessing:
 
 
 def resize_matrix(n_in: int, n_out: int, kernel: Kernel) -> Float[np.ndarray, "n_out n_in"]:
-    """Returns the weight of each input pixel in each output pixel along one axis.
+    """Returns the matrix that resizes one axis of images: the weight of each input pixel in each
+    output pixel.
 
-    The centre of output i is at `(i + 1/2) n_in / n_out`. Where the image shrinks, the kernel is
-    widened by the same factor (antialiasing). At the border the kernel is cut off, and the
-    remaining weights are scaled up.
+    As in Pillow and PyTorch with antialiasing: when an image shrinks, the kernel is widened by the
+    same factor, and at the border it is cut off and rescaled.
 
     Args:
         n_in: Number of input pixels.
@@ -135,7 +133,8 @@ def resize_matrix(n_in: int, n_out: int, kernel: Kernel) -> Float[np.ndarray, "n
         kernel: Resampling kernel: "bilinear" or "bicubic".
 
     Returns:
-        The weights in float64. Rows sum to 1. Some are negative for "bicubic".
+        The weights [n_out, n_in] in float64. Rows sum to 1. Some weights are negative for
+        "bicubic".
     """
     scale = n_in / n_out
     widening = max(scale, 1.0)
@@ -150,15 +149,15 @@ def resize_matrix(n_in: int, n_out: int, kernel: Kernel) -> Float[np.ndarray, "n
 
 
 def _kernel(x: np.ndarray, kernel: Kernel) -> np.ndarray:
-    """Returns the weights of a resampling kernel, not yet scaled to the sum 1.
+    """Evaluates a resampling kernel.
 
     Args:
-        x: Distances in pixels of the kernel, not negative, of any shape.
-        kernel: "bilinear", or "bicubic", which is Keys' kernel with a = -1/2 (doi
-            10.1109/TASSP.1981.1163711). They are zero from the distance 1 or 2 on.
+        x: Distances in pixels, not negative, of any shape.
+        kernel: "bilinear" (zero from distance 1 on), or "bicubic" (Keys' kernel with a = -1/2, zero
+            from distance 2 on).
 
     Returns:
-        An array of the shape of `x`. The weight at the distance 0 is 1.
+        The weights, of the shape of `x`: 1 at the distance 0. They are not yet scaled to the sum 1.
     """
     if kernel == "bilinear":
         return np.maximum(1 - x, 0)
@@ -168,36 +167,36 @@ def _kernel(x: np.ndarray, kernel: Kernel) -> np.ndarray:
 
 
 def _resample(x: Array, matrix: np.ndarray, axes: str) -> Array:
-    """Multiplies images by a resizing matrix along one axis, in full float32 on every backend.
+    """Resizes one axis of images by a matrix, in full float32 on every backend.
 
     Args:
         x: Images in float32.
         matrix: The resizing matrix, [pixels out, pixels in]. It is rounded to float32.
-        axes: The einsum of image and matrix, which says the axis: "bHWc,wW->bHwc" resizes the
-            width, and "bHwc,hH->bhwc" the height.
+        axes: An einsum of images and matrix that selects the axis: "bHWc,wW->bHwc" for the width,
+            "bHwc,hH->bhwc" for the height.
 
     Returns:
-        The images in float32, with the number of output pixels along this axis.
+        The resized images in float32.
     """
     # in full float32, also on backends whose default is less
     return jnp.einsum(axes, x, matrix.astype(np.float32), precision=jax.lax.Precision.HIGHEST)
 
 
 def _resample_8bit(x: Array, matrix: np.ndarray, axes: str) -> Array:
-    """Resamples the levels 0, 1, ..., 255 (as float32) along one axis as Pillow does, exactly.
+    """Resizes one axis of 8-bit images by a matrix, with exactly the result of Pillow.
 
-    Pillow's sums do not fit into float32, but the sums over the upper and over the lower parts of
-    the weights do. They are exact in any order, hence the same on every backend and in every batch.
+    Pillow sums integers that do not fit into float32. Here each weight is split into an upper and a
+    lower part, whose sums do. So the result has the same bits on every backend.
 
     Args:
-        x: Images with values 0, 1, ..., 255 in float32.
+        x: Images in float32 with the values 0, 1, ..., 255.
         matrix: The resizing matrix, [pixels out, pixels in]. Its weights are rounded to multiples
-            of 2**-22, as Pillow's are.
-        axes: The einsum of image and matrix, which says the axis: "bHWc,wW->bHwc" resizes the
-            width, and "bHwc,hH->bhwc" the height.
+            of 2**-22, as in Pillow.
+        axes: An einsum of images and matrix that selects the axis: "bHWc,wW->bHwc" for the width,
+            "bHwc,hH->bhwc" for the height.
 
     Returns:
-        The images, rounded and clipped to 0, 1, ..., 255, in float32.
+        The resized images in float32, with the values 0, 1, ..., 255.
     """
     weights = np.trunc(matrix * 2**PILLOW_BITS + np.copysign(0.5, matrix))
     upper = np.round(weights / LOW_PART)

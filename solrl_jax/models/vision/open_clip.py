@@ -55,23 +55,25 @@ TRANSPOSED = ("text_projection.weight", "visual_projection.weight")
 def locate_open_clip_tensors(
     file: Path, state: nnx.State
 ) -> tuple[list[ParameterEntry], dict[str, StoredTensor]]:
-    """Finds the tensors of a `CLIPModel` in a file of OpenCLIP, from the header of the file alone.
+    """Finds the tensors of a `CLIPModel` in a file in OpenCLIP's layout, and checks that they fit.
+    Only the header of the file is read.
 
-    It serves as the argument `locate` of a `Component`.
+    OpenCLIP keeps queries, keys and values of a layer in one tensor, and stores some matrices
+    transposed. The function serves as the argument `locate` of a `Component`.
 
     Args:
-        file: A safetensors file, not a directory.
+        file: The safetensors file.
         state: Abstract state of the `CLIPModel`.
 
     Returns:
-        The parameter table of the network, and the position of each of its tensors by its name in
-        transformers. For queries, keys and values it is the position of their third of a tensor.
-        The projections to the shared space have the layout "same" in the table.
+        A list with one entry per parameter; and a dictionary with the position of each tensor under
+        its name in transformers. The position of queries, keys or values is that of their third of
+        a tensor.
 
     Raises:
-        ValueError: If the file is missing or cannot be read, or if tensors are missing, unexpected,
-            of another shape or of a dtype other than BF16, F16, F32 and F64. The message lists all
-            such tensors by their names in the file.
+        ValueError: If the file cannot be read, or if tensors are missing, unexpected, or of another
+            shape or dtype than the network takes. The message lists all such tensors by their names
+            in the file.
     """
     table = parameter_table(state)
     expected: dict[str, tuple[int, ...]] = {}
@@ -99,19 +101,18 @@ def locate_open_clip_tensors(
 
 
 def open_clip_name(name: str) -> tuple[str, int | None]:
-    """Returns OpenCLIP's name for a tensor of transformers' CLIP.
+    """Translates the name of a CLIP tensor in transformers to OpenCLIP.
 
     Args:
-        name: Name of the tensor in transformers, e.g. "text_model.encoder.layers.0.mlp.fc1.bias".
+        name: Name in transformers, e.g. "text_model.encoder.layers.0.mlp.fc1.bias".
 
     Returns:
-        The name in OpenCLIP, e.g. "transformer.resblocks.0.mlp.c_fc.bias", and which third of that
-        tensor it is: 0 (query), 1 (key) or 2 (value); None: all of it.
+        (name, third). The name in OpenCLIP, e.g. "transformer.resblocks.0.mlp.c_fc.bias"; and which
+        third of that tensor it is: 0 (query), 1 (key), 2 (value), or None for the whole tensor.
 
     Raises:
-        ValueError: If the name is neither one of CLIP's tensors outside of the layers (`NAMES`) nor
-            that of a weight or bias in a layer of one of the towers.
-        KeyError: If it is in such a layer, but the layers of CLIP have no such module.
+        ValueError: If CLIP has no tensor of this name.
+        KeyError: If the name is that of a layer of CLIP, but not of a module in it.
     """
     if name in NAMES:
         return NAMES[name], None
@@ -126,17 +127,15 @@ def open_clip_name(name: str) -> tuple[str, int | None]:
 
 
 def _third(tensor: StoredTensor, index: int) -> StoredTensor:
-    """Returns the position of one third of a fused query-key-value tensor.
-
-    The bytes of a third are contiguous in the file.
+    """Returns the position of one third of a tensor that holds queries, keys and values.
 
     Args:
-        tensor: Position of the whole tensor in its file. Its leading axis is divided by 3.
+        tensor: Position of the whole tensor in its file.
         index: 0 for the query, 1 for the key, 2 for the value.
 
     Returns:
-        A position with the file, name and dtype of `tensor`. Its shape has a third of the rows, and
-        `start` is the position of the third's first byte in the file.
+        A `StoredTensor` for these rows: with a third of the rows in its shape, and the offset of
+        their first byte as `start`. Its name is that of the whole tensor.
     """
     shape = (tensor.shape[0] // len(THIRDS), *tensor.shape[1:])
     size = math.prod(shape) * np.dtype(STORED_DTYPES[tensor.dtype]).itemsize

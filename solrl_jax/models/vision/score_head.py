@@ -16,7 +16,7 @@ INDICES = (0, 2, 4, 6, 7)
 class ScoreHead(nnx.Module):
     """Five linear layers in a row, with 1024, 128, 64, 16 and 1 output features.
 
-    There is no activation between them, so that the whole is one affine map.
+    There is no activation between them, so together they are one affine map.
 
     Args:
         features: Number of features of the input.
@@ -34,10 +34,10 @@ class ScoreHead(nnx.Module):
         """Maps each feature vector to one number, in the dtype of `x`.
 
         Args:
-            x: One vector per row.
+            x: The feature vectors, one per row.
 
         Returns:
-            One number per row, [b].
+            One number per vector, [b].
         """
         for index in INDICES:
             x = self.layers[str(index)](x)
