@@ -40,23 +40,20 @@ def configuration(
 ) -> tuple[Config, Path | None]:
     """Returns the configuration that a command-line target stands for. Loads no model.
 
-    A directory with a `config.yaml` is a run, even if a preset has its name; then come presets,
-    then models.
-
     Args:
-        target: A run directory, the name of a preset, or a model (a directory or "embedded:NAME").
+        target: A run directory (one with a `config.yaml`), the name of a preset, or a model (a
+            directory or "embedded:NAME"); the first of these that applies.
         overrides: Overrides of the form `key=value`. For a run, they cannot change which parameters
             are trained.
-        preset: The preset with the rest of the configuration, if `target` is a model. It is ignored
-            otherwise. None: models are not accepted.
+        preset: If `target` is a model: the name of the preset with the rest of the configuration.
+            None: models are not accepted.
         trust: Whether a run directory may name reward functions, reward services and objectives
-            that are not part of the package. They run code that whoever wrote the directory chose.
-            True if the user said so, or if the command uses none of them. Those that `overrides`
-            name are accepted in any case.
+            from outside the package, which run code that whoever wrote the directory chose. False:
+            only those are accepted that `overrides` name.
 
     Returns:
-        The configuration with the overrides, and the run directory as a path; None in its place for
-        a preset or a model.
+        A tuple: the configuration with the overrides, and the run directory as a path (None for a
+        preset or a model).
 
     Raises:
         InputError: If `target` is none of the three, or is a model while `preset` is None; if an
@@ -83,8 +80,8 @@ def configuration(
 def _refuse_other_parameters(target: str, saved: Config, config: Config) -> None:
     """Checks that overrides did not change which parameters a run trains.
 
-    Compared are `train.parameters`, the settings of `model.attention` and MHLA, and all of the
-    section `lora`, in this order.
+    Compared are `train.parameters`, the attention of the model (`model.attention` and its settings)
+    and the section `lora`.
 
     Args:
         target: The run directory, for the message.
@@ -106,20 +103,19 @@ def _refuse_other_parameters(target: str, saved: Config, config: Config) -> None
 def _refuse_foreign_rewards(
     target: str, saved: Config, config: Config, overrides: tuple[str, ...]
 ) -> None:
-    """Checks that a run directory names no reward functions or services outside of the package,
-    be it to train on, to watch, to rank candidates, or in an option of a reward.
+    """Checks that a run directory names no reward functions or services from outside the package.
 
-    Rewards that the overrides name are the user's choice and accepted.
+    Rewards that the user's overrides name are accepted.
 
     Args:
         target: The run directory, for the message.
         saved: The configuration that the run was trained with.
-        config: The configuration `saved` with the overrides applied.
-        overrides: The user's overrides, of the form `key=value`, which made `config` from `saved`.
+        config: The configuration `saved` with the overrides applied. All of its rewards are
+            checked, and the values of `reward.options`.
+        overrides: The user's overrides, of the form `key=value`.
 
     Raises:
-        InputError: If the rewards of `config` name such functions or services that are not from the
-            overrides.
+        InputError: If `config` names such functions or services and the overrides do not.
     """
     explore = dataclasses.replace(saved.rollout.explore, reward=None)
     without_rewards = dataclasses.replace(
@@ -162,18 +158,16 @@ def _refuse_foreign_objective(target: str, config: Config, overrides: tuple[str,
 
 
 def _foreign_names(config: Config) -> set[str]:
-    """Returns all rewards of a configuration that may run or ask something outside the package.
+    """Returns the rewards of a configuration that run code, or ask a service, outside the package.
 
     Args:
-        config: The configuration. Rewards are named in `reward.weights` (trained on),
-            `reward.eval_only` (watched) and `rollout.explore.reward` (ranks candidates), and may be
-            named in the values of `reward.options`.
+        config: The configuration. Its rewards are named in `reward.weights` (trained on),
+            `reward.eval_only` (recorded only) and `rollout.explore.reward` (ranks candidates).
 
     Returns:
-        The names of all rewards in the first three that the package does not have
-        ("module:function", names of entry points, and services), and all texts with a colon among
-        the values in `reward.options`, at any depth, because an option may name such a function or
-        service.
+        The names of those rewards that the package does not have: "module:function", names of entry
+        points, and URLs. Also every text with a colon among the values of `reward.options`, at any
+        depth, because an option may name a function or service too.
     """
 
     def texts_with_colon(value: Any) -> Iterator[str]:
@@ -230,21 +224,21 @@ def read_run(path: str | Path) -> Config:
 def find_checkpoint(target: str | Path, which: str) -> Path | None:
     """Finds a checkpoint of a run by its description.
 
-    The names and sizes of its files are verified, and the contents of those of at most 1 MiB, which
-    takes no time. `load_ema` verifies everything.
+    It is verified quickly: names and sizes of all files, and the contents of small ones. `load_ema`
+    verifies everything.
 
     Args:
-        target: The run directory. With "latest", anything else is accepted too.
+        target: The run directory.
         which: "latest", "best" (the highest "eval/reward"; of equal ones the newest) or the number
             of an iteration.
 
     Returns:
-        The directory of the checkpoint. None for "latest": the caller then loads the newest intact
-        one.
+        The directory of the checkpoint; for "latest" always None, with which `load_ema` loads the
+        newest intact one.
 
     Raises:
-        InputError: If `which` is none of the three; if `target` is no run directory, except for
-            "latest"; or if the run has no such checkpoint.
+        InputError: If `which` is none of the three; if the run has no such checkpoint; or if
+            `target` is no run directory ("latest" accepts a model or preset there).
         RunError: If the checkpoint of that iteration is damaged, or, for "latest", if all are; or
             if the directory of checkpoints cannot be read.
     """
@@ -285,21 +279,20 @@ def find_checkpoint(target: str | Path, which: str) -> Path | None:
 def load_policy(
     run: Path | None, config: Config, backbone: Backbone, path: Path | None = None
 ) -> tuple[Trainable, int]:
-    """Loads the policy of a run, or the one that training would start from.
+    """Loads the policy of a run, or the policy that training would start from.
 
     Args:
         run: The run directory, whose averaged parameters (EMA) are loaded. None: the start of
-            training, which is the LoRA of `lora.path`; without one, no adapters at all, which is
-            the base.
+            training, which is the LoRA at `lora.path` or, without one, the base model.
         config: The configuration of the run, preset or model, with overrides.
         backbone: The model of that configuration.
         path: The directory of a checkpoint of the run. None: its newest intact one.
 
     Returns:
-        The trainable parameters in float32 by path, e.g. "blocks/attn/to_q/kernel": for a layer
-        with an adapter {"a": ..., "b": ...}, for a parameter that is trained in full an array. For
-        a start without a LoRA an empty dict. Second, the number of iterations that they were
-        trained for; 0 without a run.
+        A tuple. First, the trainable parameters in float32 by path, e.g. "blocks/attn/to_q/kernel":
+        {"a": ..., "b": ...} for a layer with an adapter, an array for a parameter that is trained
+        in full; {} for the base model. Second, the number of iterations that they were trained for;
+        0 without a run.
 
     Raises:
         RunError: If the checkpoint is damaged, or all are.
@@ -320,24 +313,20 @@ def load_ema(
 ) -> tuple[Trainable, int]:
     """Loads the averaged trainable parameters (EMA) from a checkpoint of a run.
 
-    Every byte of the checkpoint is verified. The checkpoint also holds the old policy, whose fully
-    trained parameters have the run's own training precision. It is read in that precision, whatever
-    the dtype of `backbone`.
+    Every byte of the checkpoint is verified.
 
     Args:
-        folder: The run directory. The training precision is that of its `config.yaml`,
-            `rollout.precision`.
-        config: Its configuration, perhaps with overrides. The section `lora`, the section
-            `optimizer` and the settings of the trained parameters tell which arrays the checkpoint
-            holds. Its `rollout.precision` does not count, because an override may have changed it.
+        folder: The run directory. Its `config.yaml` tells the dtype that the run trained in.
+        config: Its configuration, perhaps with overrides. It tells which parameters are trained,
+            hence which arrays the checkpoint holds. Its `rollout.precision` is not used.
         backbone: The model of that configuration, in any precision. The parameters are placed on
             its mesh.
         path: The directory of the checkpoint. None: the newest intact one of the run.
 
     Returns:
-        The averaged parameters in float32 by path, e.g. "blocks/attn/to_q/kernel": {"a": ..., "b":
-        ...} for an adapter, an array for a parameter that is trained in full. Second, the iteration
-        of the checkpoint.
+        A tuple. First, the averaged parameters in float32 by path, e.g. "blocks/attn/to_q/kernel":
+        {"a": ..., "b": ...} for an adapter, an array for a parameter that is trained in full.
+        Second, the iteration of the checkpoint.
 
     Raises:
         RunError: If the checkpoint is damaged, or its arrays are not those that `config` trains, or

@@ -36,17 +36,18 @@ class Evaluation:
     """The scores of a policy on p prompts with m images each.
 
     `means`, `errors` and `scores` have the same keys: "reward", the weighted sum that is trained
-    on, and the name of every single score, also of those that are only watched.
+    on, and the name of every single score, including those that are only recorded.
 
     Attributes:
         means: The mean of each score over all images with a finite value; NaN if there are none.
         errors: The standard error of each mean: the standard deviation of the finite values divided
             by the root of their number. NaN if there are none, 0 for a single one.
         scores: The score of each image, float [p, m], not finite where it failed.
-        failed: For each reward outside of JAX, by its name, the number of images that it could not
-            score. Other rewards cannot fail.
-        usage: What these rewards cost: the sum of each counter of `rewards.usage` by the name
-            "REWARD/COUNTER", e.g. "judge/requests". Empty if nothing was counted.
+        failed: For each reward outside JAX, by its name, the number of images that it could not
+            score.
+        usage: What the rewards outside JAX cost: the sum of each of their counters
+            (`rewards.usage`) by the name "REWARD/COUNTER", e.g. "judge/requests". Empty if nothing
+            was counted.
     """
 
     means: dict[str, float]
@@ -62,24 +63,22 @@ def evaluate(
     """Generates images of the first test prompts with a policy, and scores them.
 
     The images have the evaluation's size and number of steps. They are generated in the training
-    precision, without noise in the solver, and are not kept. Also encodes the prompts, for which
-    the text encoders are loaded unless the prompt cache has all, and writes new encodings to that
-    cache. Every process of a run must call it.
+    precision, without noise in the solver, and are not kept. Prompts that are not in the prompt
+    cache are encoded and added to it. Every process of a run must call it.
 
     Args:
-        experiment: The experiment. The first `eval.num_prompts` test prompts, of which there must
-            be so many, get `eval.num_images_per_prompt` images each. The seed of an image depends
-            on `eval.seed`, its prompt and its index alone, so that all policies start from the same
-            noise.
-        adapters: The trainable parameters of the policy by path, e.g. `state.ema`. An empty dict
-            gives the base model.
-        progress: Called with the number of images of each batch when the batch has been queued on
-            the devices, so that one batch is still being computed. The numbers add up to all.
+        experiment: The experiment, whose test prompts and section `eval` say what is generated:
+            `eval.num_images_per_prompt` images for each of the first `eval.num_prompts` test
+            prompts. The noise of an image depends on `eval.seed`, its prompt and its index alone,
+            so all policies are compared on the same noise.
+        adapters: The trainable parameters of the policy by path, e.g. `state.ema`. {} gives the
+            base model.
+        progress: Called with the number of images of each batch when it has been queued on the
+            devices. The numbers add up to all.
 
     Returns:
-        Means, standard errors and the score of each image, [p, m]: p prompts in the order of the
-        test prompts, m images each. The scores are those of `experiment.evaluation_reward`:
-        "reward" and every single one, watched ones too.
+        Means, standard errors and the score of each image, by the name of the score. Prompts are in
+        the order of the test prompts.
 
     Raises:
         InputError: If the prompts cannot be encoded.
@@ -169,14 +168,13 @@ def paired_difference(first: Evaluation, second: Evaluation) -> dict[str, tuple[
 
 @dataclasses.dataclass(frozen=True)
 class ImageGrid:
-    """Images of fixed prompts and seeds, which show how a policy changes: m images for each of p
-    prompts.
+    """Images that show how a policy changes: m images for each of p prompts.
 
     Attributes:
         prompts: The p prompts, one per row of the grid.
         images: The images, float32 [p, m, height, width, 3], with values in [0, 1].
-        right: Whether each image is right, bool [p, m]: whether the first score whose name ends in
-            "/strict" is above 0.5. An image without that score counts as wrong. None if there is no
+        right: Whether a verifier accepts each image, bool [p, m]: whether the first score named
+            ".../strict", such as "shapes/strict", is above 0.5 (NaN is not). None if there is no
             score of such a name.
     """
 
@@ -207,30 +205,25 @@ class ImageGrid:
 
     @property
     def marks(self) -> list[bool | None]:
-        """Whether each image is right, as a flat list of p * m values, row by row.
-
-        All values are None if there are no verdicts.
-        """
+        """`right` as a flat list of p * m values, row by row; all None if `right` is None."""
         if self.right is None:
             return [None] * (self.images.shape[0] * self.images.shape[1])
         return self.right.reshape(-1).tolist()
 
 
 def sample_grid(experiment: Experiment, adapters: Trainable) -> ImageGrid:
-    """Generates images of the first test prompts with a policy, four per prompt.
+    """Generates images of the first test prompts with a policy, up to four per prompt.
 
-    They have the size, the number of steps and the seeds of the evaluation, so that an image equals
-    the one that `evaluate` scores for this prompt and index, if it has that many.
+    They have the size, the number of steps and the seeds of the evaluation, so they equal those
+    that `evaluate` scores, as far as it generates as many.
 
     Args:
-        experiment: The experiment. `eval.num_grid_images`, which must not be 0, is the largest
-            number of images: it is rounded down to whole prompts. Below 4 there is one prompt with
-            so many images. There are no more prompts than test prompts.
+        experiment: The experiment. `eval.num_grid_images` is the most images, at least 1: 10 gives
+            two prompts with four images each, 3 gives one prompt with three.
         adapters: The trainable parameters of the policy by path, e.g. `state.ema`.
 
     Returns:
-        The grid, with one row per prompt. `right` is from the scores of
-        `experiment.evaluation_reward`.
+        The grid, with one row per prompt.
 
     Raises:
         InputError: If the prompts cannot be encoded.
@@ -249,18 +242,17 @@ def sample_grid(experiment: Experiment, adapters: Trainable) -> ImageGrid:
 def untrained(experiment: Experiment, trained: Trainable) -> Trainable:
     """Returns the trainable parameters of the base model, in the structure of a trained policy.
 
-    Because of the equal structure, the programs that are compiled for one serve the other.
+    The base model can then be sampled by the programs that are compiled for the trained policy.
 
     Args:
-        experiment: The experiment, whose base model gives the values of parameters that are trained
-            in full.
-        trained: The trainable parameters of a policy by path, a dict of factors for an adapter and
-            an array for a parameter that is trained in full. Their values do not matter.
+        experiment: The experiment, which has the base model.
+        trained: The trainable parameters of a policy by path: a dict of factors for an adapter, an
+            array for a parameter that is trained in full. Only their structure and shapes matter.
 
     Returns:
-        Parameters by the same paths, which make a policy equal to the base. The factors of adapters
-        are zeros of the same shapes, and a parameter that is trained in full is the base model's
-        own array, in the dtype of the base.
+        Parameters by the same paths that make a policy equal to the base: zeros for the factors of
+        adapters, and the base model's own array, in its dtype, for a parameter that is trained in
+        full.
     """
     base = flatten(experiment.backbone.transformer)
     return {
@@ -271,15 +263,15 @@ def untrained(experiment: Experiment, trained: Trainable) -> Trainable:
 
 @dataclasses.dataclass(frozen=True)
 class LargestDifferences:
-    """The images of an evaluation on which two policies differ most: m images of p prompts.
+    """The images of an evaluation on which two policies differ most: m for each of p prompts.
 
     Attributes:
         prompts: The positions of the prompts among the test prompts, int [p], the prompt with the
             largest difference first.
         images: The positions of the images within their prompt, int [p, m], the largest difference
             first.
-        gains: By how much the reward ("reward") of the first policy is higher for each image, float
-            [p, m]. Not finite where a reward is not.
+        gains: The reward of each image by the first policy minus that by the second, float [p, m].
+            Not finite where a reward is not.
     """
 
     prompts: Int[np.ndarray, " p"]
@@ -312,10 +304,9 @@ class LargestDifferences:
         return cls(prompts, images[prompts], np.take_along_axis(gains, images, axis=1)[prompts])
 
     def draw(self, experiment: Experiment, adapters: Trainable) -> ImageGrid:
-        """Generates these images again by a policy, from the seeds of the evaluation.
+        """Generates the images at these positions with one of the policies.
 
-        They equal the images that were scored, if the policy and the experiment are those of the
-        evaluation.
+        They start from the seeds of the evaluation, so they equal the images that were scored.
 
         Args:
             experiment: The experiment of the evaluation.
@@ -339,16 +330,14 @@ class LargestDifferences:
 
 @dataclasses.dataclass(frozen=True)
 class PoolImages:
-    """The best and the worst kept candidates of some prompts of an iteration: m of each of p
-    prompts.
+    """Images of kept candidates of an iteration: m of each of p prompts, the best and the worst.
 
     Attributes:
-        prompts: The p prompts, of which each has one row in the image grids of `stages`.
-        candidates: The indices of the candidates within their prompt, int [p, m], the best place in
-            the ranking for selection first.
-        stages: Their images by stage: "explored", as the iteration explored them, and then, unless
-            it trained on explored samples, "regenerated", as it regenerated them. Each grid has p
-            rows of m images.
+        prompts: The p prompts, one per row of each grid.
+        candidates: The indices of the candidates within their prompt, int [p, m], in the order of
+            their rank by reward, the best first.
+        stages: The images by the stage that made them: "explored", and "regenerated" if the run
+            regenerates the kept candidates. Each grid has p rows of m images.
     """
 
     prompts: Sequence[str]
@@ -363,22 +352,22 @@ def pool_images(
     ledger: Mapping[str, Any],
     iteration: int,
 ) -> PoolImages:
-    """Generates some kept candidates of an iteration again: the best and the worst of its first
-    prompts.
+    """Generates some kept candidates of a training iteration again: the best and the worst ones.
 
-    A candidate is its seed, so the images equal those of the iteration. They are scored again too.
+    A candidate is determined by its seed, so the images equal those of the iteration. They are
+    scored again, too.
 
     Args:
-        experiment: The experiment. `eval.num_grid_images`, which must not be 0, is the largest
-            number of candidates in all. There are four per prompt, or fewer if that number or
-            `rollout.kept` is smaller; of these, half (rounded down) are the worst.
-        old: The trainable parameters by path that the iteration explored and regenerated with,
-            `TrainState.old` before its update.
-        exploration: The precision and number of steps that it explored with.
-        ledger: The columns of its candidates by name, prompt by prompt. "rank" (the place in the
-            ranking of its prompt for selection, 0 is the best) and "kept" (bool) decide which
-            candidates are drawn.
-        iteration: Its number, from 1.
+        experiment: The experiment. `eval.num_grid_images` is the most candidates in all, at least
+            1. Up to four per prompt are generated, of which half (rounded down) are the worst, for
+            as many of the first prompts as this number allows.
+        old: The trainable parameters by path that the iteration generated with (`TrainState.old`
+            before its update).
+        exploration: The precision and number of steps that the iteration explored with.
+        ledger: The columns of the iteration's candidates by name, prompt by prompt, of which "rank"
+            (the place among the candidates of the prompt, 0 is the best) and "kept" (bool) are
+            read.
+        iteration: The number of the iteration, from 1.
 
     Returns:
         The candidates and their images. For a prompt of which nothing was kept, the `rollout.kept`
@@ -438,12 +427,12 @@ def pool_images(
 def _best_and_worst_kept(
     ledger: Mapping[str, Any], num_prompts: int, kept: int, count: int
 ) -> Int[np.ndarray, "p m"]:
-    """Finds the kept candidates with the best and the worst places in the ranking of their prompt.
+    """Finds the kept candidates of each prompt with the best and the worst ranks.
 
     Args:
-        ledger: The columns of an iteration's ledger by name: "rank" (the place in the ranking of
-            its prompt for selection, 0 is the best) and "kept" (bool), both with one entry per
-            candidate, prompt by prompt.
+        ledger: The columns of an iteration's ledger by name, of which "rank" (the place among the
+            candidates of the prompt, 0 is the best) and "kept" (bool) are read. Both have one entry
+            per candidate, prompt by prompt.
         num_prompts: The number p of prompts of the iteration.
         kept: The number of kept candidates per prompt.
         count: The number m of candidates to return per prompt, at most `kept`.

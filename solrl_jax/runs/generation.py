@@ -73,19 +73,18 @@ class Request:
         prompts: One prompt per image, at least one. Each has at most 20,000 characters.
         num_steps: The number of solver steps, 1 to 1000. None: that of the run's evaluation, or
             `DEFAULT_NUM_STEPS` (10) for a model.
-        guidance_scale: The guidance scale of the model, at least 0: an input for models that embed
-            it (FLUX.1), for all others the scale of classifier-free guidance, off up to 1. None:
-            the run's, or 1.
+        guidance_scale: The guidance scale, at least 0. For models that embed it (FLUX.1) it is an
+            input of the network. For all others it is the scale of classifier-free guidance, which
+            is off at 1 or less. None: the run's, or 1.
         true_cfg_scale: The scale of classifier-free guidance for models that embed
             `guidance_scale`, at least 0; others accept only 1. None: the run's, or 1.
         negative_prompt: The negative prompt of classifier-free guidance, one for all images, of at
-            most 20,000 characters. "" is the empty prompt. Any other needs classifier-free guidance
-            above 1.
+            most 20,000 characters. Any but "" needs classifier-free guidance above 1.
         seed: The seed of the initial noise, 0 to 2**31 - 1.
         size: Height and width in pixels, each 1 to 16,384. None: that of `latents`, or of the run's
             evaluation, or the model's default.
-        latents: The initial noise, float32 [N, C, h, w]. It takes precedence over `seed`. None:
-            drawn from the seed.
+        latents: The initial noise, float32 [N, C, h, w], instead of noise from `seed`. None: drawn
+            from the seed.
         lora: A LoRA file, or a directory of PEFT; only for a model. None: no LoRA.
         precision: The number format of all steps: "bf16", "fp32", "int8", "fp8", "nvfp4" or "auto",
             the fastest that the device runs natively.
@@ -192,14 +191,14 @@ def generate_images(
 ) -> Generation:
     """Generates one image per prompt.
 
-    A prompt's seed depends on `request.seed`, on its text and on how often it came before, not on
-    the other prompts. Loads the model on all devices, each of which generates a share of the
-    images; the model is released when the function returns.
+    Loads the model on all devices, each of which generates a share of the images; the model is
+    released when the function returns. The noise of an image depends on `request.seed`, its prompt
+    and how often this prompt came before, not on the other prompts.
 
     Args:
         request: The checked arguments of `api.generate`.
-        progress: Called with the number of images of each batch when the batch has been queued on
-            the devices, so that one batch is still being computed.
+        progress: Called with the number of images of each batch when it has been queued on the
+            devices.
 
     Returns:
         The images in the order of the prompts, with the noise that they started from.
@@ -207,8 +206,7 @@ def generate_images(
     Raises:
         InputError: If the model, the run, its checkpoint or the LoRA cannot be used, if the model
             does not support an argument, or if the images take more than the memory of this host.
-            Raised before any weight of the model is loaded, unless a weight file itself cannot be
-            read, or the tokenizer fails or cannot make so many tokens.
+            Nearly always before any weight is loaded.
         ConfigError: If the configuration of the run is invalid.
         RunError: If an image is not finite, the checkpoint is damaged, or the prompt cache of the
             run cannot be written.
@@ -392,13 +390,14 @@ def _check_memory(count: int, size: tuple[int, int]) -> None:
 def build_schedule(
     request: Request, config: Config | None, pipeline: Pipeline, size: tuple[int, int]
 ) -> Schedule:
-    """Builds the schedule of the run, or that of the model directory's own scheduler.
+    """Builds the sampling schedule of a run's policy or of a model directory.
 
-    The schedule of a run adds no noise, whatever its solver is.
+    A run has the schedule of its evaluation, without noise in the solver. A model directory has
+    that of its own scheduler.
 
     Args:
-        request: Its number of steps, guidance scales and negative prompt. A value that is None is
-            that of the run's evaluation; for a model directory 10 steps and scales of 1.
+        request: Its number of steps, guidance scales and negative prompt are used. A None among
+            them is the run's setting or, for a model directory, 10 steps and scales of 1.
         config: The configuration of the run. None: `pipeline` is a model directory.
         pipeline: The model. It says whether guidance is embedded, and has the scheduler of a model
             directory.
@@ -458,14 +457,16 @@ def build_schedule(
 
 
 def _released_rules(pipeline: Pipeline) -> Quantization:
-    """Returns which linear layers are quantized, by the preset for the same kind of pipeline.
+    """Returns which linear layers of a model directory are quantized.
+
+    The rules are those of the preset for the first released model of the same kind.
 
     Args:
         pipeline: The model. Its kind is the class name in `model_index.json`, e.g. "FluxPipeline".
 
     Returns:
-        The section `model.quantization` (parts of paths that are kept, and the smallest width) of
-        the preset of the first released model of that kind.
+        The section `model.quantization` of the preset: parts of the paths of layers that are not
+        quantized, and the smallest width of layers that are.
 
     Raises:
         AssertionError: If there is no such preset, which is a fault of the package.
@@ -483,13 +484,10 @@ def _load_backbone(
 ) -> Backbone:
     """Loads the networks of the model, with a copy of the weights on every device.
 
-    An instruction and a tile size of the request take precedence over those of the run. The prompt
-    cache and the dtype of the decoder are always the run's. A model directory has no prompt cache.
-
     Args:
-        request: Its `instruction` and `vae_tile_size`; None stands for those of the run, or for
-            none.
-        config: The configuration of the run, or None for a model directory.
+        request: Its `instruction` and `vae_tile_size` are used; if None, those of the run, or none.
+        config: The configuration of the run, whose prompt cache and precision of the decoder are
+            used. None: a model directory, which has no prompt cache.
         pipeline: The opened model, whose weights are loaded.
         precision: The dtype of the transformer: "bf16" or "fp32".
 
@@ -521,9 +519,10 @@ def _load_backbone(
 
 
 def _seeds(prompts: Sequence[str], seed: int) -> np.ndarray:
-    """Returns the seed of each prompt, uint32 [prompts, 2].
+    """Returns the seed of each prompt's noise, uint32 [prompts, 2].
 
-    A repeated prompt gets the seed of its next candidate, so that its images differ.
+    The k-th occurrence of a prompt gets its k-th seed, so that the images of a repeated prompt
+    differ and do not depend on the other prompts.
 
     Args:
         prompts: The prompts, at least one, of which some may be equal.

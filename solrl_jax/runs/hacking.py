@@ -9,20 +9,21 @@ Row = Mapping[str, float | int | None]
 
 
 def hacking_alarms(rows: Sequence[Row], now: Row, watched: Sequence[str]) -> list[str]:
-    """Warns of each watched score that has fallen while the trained reward "eval/reward" has risen.
+    """Warns of reward hacking: a watched score has fallen while the trained reward has risen.
 
-    Both changes are counted from the first row that has both scores. Each must be larger than its
-    standard error, which combines those of the two evaluations.
+    The newest evaluation is compared with the first one that has both scores. A change counts if it
+    is larger than its standard error, which combines those of the two evaluations.
 
     Args:
-        rows: The earlier rows of the run's record, in order, from `metrics.read`. Rows without an
-            evaluation may be among them.
+        rows: The earlier rows of the run's `metrics.jsonl`, in order, from `metrics.read`. Rows
+            without an evaluation may be among them.
         now: The newest evaluation: the values by name, as in a row.
-        watched: The names of the watched scores, without "eval/".
+        watched: The names, without "eval/", of the watched scores: those that are evaluated but not
+            trained on.
 
     Returns:
-        One warning for each such score, in the order of `watched`. A score whose value or standard
-        error is unknown or not finite gives none.
+        One line of warning for each such score, in the order of `watched`. A score whose value or
+        standard error is unknown or not finite gives none.
     """
     alarms = []
     for name in watched:
@@ -41,19 +42,18 @@ def hacking_alarms(rows: Sequence[Row], now: Row, watched: Sequence[str]) -> lis
 
 
 def _standard_errors(first: Row, now: Row, key: str) -> float:
-    """Returns the change of a score between two evaluations, in standard errors of the change.
+    """Returns the change of a score between two evaluations, in units of its standard error.
 
     Args:
-        first: The earlier evaluation, with the score as `key` and its standard error as
-            "KEY/standard_error".
-        now: The later evaluation, values by name with the score and its error under the names that
-            `first` has.
-        key: The name of the score in the rows, e.g. "eval/reward".
+        first: The earlier evaluation: values by name, with the score under `key` and its standard
+            error under "KEY/standard_error".
+        now: The later evaluation, in the same form.
+        key: The name of the score, e.g. "eval/reward".
 
     Returns:
-        The change, positive if the score has risen, divided by the root of the sum of both squared
-        errors. 0 if a value is missing or not finite or there is no change. If both errors are 0,
-        plus or minus infinity.
+        The change (positive if the score has risen) divided by the root of the sum of both squared
+        standard errors; infinite with its sign if both are 0. 0 if there is no change, or if a
+        value is missing or not finite.
     """
     values = [row.get(name) for row in (first, now) for name in (key, f"{key}/standard_error")]
     if any(value is None or not math.isfinite(value) for value in values):

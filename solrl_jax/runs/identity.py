@@ -49,7 +49,7 @@ RECORDS = (
 
 
 def refuse_another_run(folder: Path, config: Config) -> None:
-    """Checks that training `config` in `folder` overwrites nothing but the records of this run.
+    """Checks that training `config` in `folder` overwrites nothing but the files of this very run.
 
     Nothing is written.
 
@@ -58,11 +58,11 @@ def refuse_another_run(folder: Path, config: Config) -> None:
         config: The resolved configuration of the run that is about to start.
 
     Raises:
-        InputError: If the directory has no `config.yaml` but one of the other files of a run
-            (`RECORDS`, such as `metrics.jsonl` or `checkpoints` with content); if it holds a run
-            with another `fingerprint`, also one whose format "auto" stood for another one than on
-            these devices; if it holds this very run but lost the checkpoints that it had; or if its
-            `config.yaml` cannot be read. The message lists the settings that differ.
+        InputError: If the directory has files of a run (`RECORDS`, such as `metrics.jsonl`) but no
+            `config.yaml`; if it holds a run with another `fingerprint`, i.e. with other settings
+            that matter for training, or with a format "auto" that stands for another one on these
+            devices; if it holds this run but its checkpoints are gone; or if its `config.yaml`
+            cannot be read. The message lists the settings that differ.
         ConfigError: If the directory's `config.yaml` is not a configuration.
         RunError: If the directory of checkpoints cannot be read.
     """
@@ -106,11 +106,11 @@ def _is_occupied(path: Path) -> bool:
 
 
 def _refuse_lost_checkpoints(folder: Path, name: str) -> None:
-    """Checks that a run that had checkpoints still has one, intact or not.
+    """Checks that a run whose checkpoints are gone is not started over, erasing its files.
 
-    Otherwise it would start over and erase its records. A run that stopped before its first save
-    may start over: it has a directory `checkpoints`, which `claim` created, and its `run.json` does
-    not say that it finished.
+    Checkpoints are gone if there are metrics or a ledger of iterations but no checkpoint. A run
+    that stopped before its first save looks the same, and may start over: its directory
+    `checkpoints` exists and its `run.json` does not say that it finished.
 
     Args:
         folder: The run directory. Its `run.json`, `ledger/`, `metrics.jsonl` and `checkpoints/` are
@@ -118,8 +118,7 @@ def _refuse_lost_checkpoints(folder: Path, name: str) -> None:
         name: The directory as the message names it.
 
     Raises:
-        InputError: If the ledger or the metrics have iterations from 1 on but there is no
-            checkpoint, and the directory `checkpoints` is missing too or the run has finished.
+        InputError: If the checkpoints are gone. Damaged ones count as checkpoints.
         RunError: If the directory of checkpoints cannot be read.
     """
     root = folder / "checkpoints"
@@ -185,14 +184,13 @@ def _read_facts(folder: Path) -> dict[str, Any]:
 def fingerprint(config: Config, explore_format: str) -> str:
     """Hashes all settings that the trained parameters depend on.
 
-    A run may resume another with the same fingerprint. Left out are the settings in `FREE` (such as
-    the run directory, the evaluation, the mesh and the number of iterations), the paths and options
-    of rewards that are only watched, options of judges on which no score depends, such as the
-    address of the service, and settings that have their default value, so that a new field with a
-    default does not change the fingerprint of older runs.
+    A run may be continued with a configuration of the same fingerprint. Settings that have their
+    default value are left out too, so that a new field with a default does not change the
+    fingerprint of older runs.
 
     Args:
-        config: The resolved configuration of the run.
+        config: The resolved configuration of the run. Its settings are those of `_bound_settings`,
+            i.e. without e.g. the run directory, the evaluation and the number of iterations.
         explore_format: The name of the format that `rollout.explore.precision` resolves to on the
             devices of the run, e.g. "nvfp4". It is hashed in place of that setting.
 
@@ -208,18 +206,16 @@ def fingerprint(config: Config, explore_format: str) -> str:
 def _bound_settings(config: Config) -> dict[str, Any]:
     """Returns the settings of a configuration that may not differ between the starts of a run.
 
-    These are all settings but those in `FREE` (the version of the format, the sections `run`,
-    `eval` and `mesh`, the name of the preset, the test prompts, the number of iterations, the
-    prompt cache, and how rewards are watched and run), the paths and options of rewards that
-    training does not depend on (`Config.training_scores`), and the options of judges on which no
-    score depends.
+    Left out are settings that the trained parameters do not depend on: those in `FREE` (such as the
+    sections `run`, `eval` and `mesh`, the test prompts and the number of iterations), the paths and
+    options of rewards that are not trained on and rank no candidates, and options of judges that no
+    score depends on, such as the address.
 
     Args:
         config: The resolved configuration, which is not changed.
 
     Returns:
-        New nested dicts of plain values, e.g. {"rollout": {"kept": 24, ...}, ...}, without the
-        fields that are left out.
+        New nested dicts of plain values, e.g. {"rollout": {"kept": 24, ...}, ...}.
     """
     settings = yaml.safe_load(to_yaml(config))
     for name in FREE:

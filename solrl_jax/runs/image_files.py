@@ -78,9 +78,9 @@ def save_grid(
         images: The n images, at least one, with values in [0, 1]. Other values are clipped.
         columns: The largest number of images in a row, at least 1.
         captions: One caption per image, shown below it in at most two lines. A longer one is cut.
-        facts: JSON values by name about each image, which `read_grid` returns with it. They are
-            stored as metadata in the file. If there are fewer than n, `read_grid` returns so many
-            images. The name "box" is reserved.
+        facts: For each image a dict of JSON values, which is stored in the file and which
+            `read_grid` returns with the image. The key "box" is reserved. If there are fewer than
+            n, `read_grid` returns only the first images.
 
     Raises:
         ValueError: If there is not one caption per image.

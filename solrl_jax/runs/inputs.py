@@ -31,24 +31,24 @@ def hash_inputs(
 ) -> dict[str, str]:
     """Hashes the inputs that the trained parameters depend on.
 
-    Reads all source files and a sample of the weight files. To find the source file of
-    `package.module:function`, the package is imported. Rewards that are trained on and those that
-    only rank candidates count; rewards that are only watched do not.
+    The source files of functions outside the package are read whole, the weight files in part. To
+    find the source file of `package.module:function`, the package is imported.
 
     Args:
         config: The configuration, which names rewards and objectives outside of the package.
-        pipeline: The model, whose weight files are sampled.
-        prompts: The training prompts with their metadata, in the order in which they are hashed.
-        instruction: The text before each prompt (the text itself, not the file that holds it), or
-            None for none.
+        pipeline: The model, whose weight files are hashed.
+        prompts: The training prompts with their metadata, in order.
+        instruction: The text before each prompt (not the file that holds it), or None for none.
 
     Returns:
-        Hashes of 16 hexadecimal digits by name: "prompts" (the training prompts with their
-        metadata, in order), "instruction" (also if it is None), "weights/COMPONENT" for every
-        component of the model whose directory is there, "code/MODULE:FUNCTION" for every reward
-        that training depends on (`Config.training_scores`) and for the objective if they are
-        outside of the package and the source file exists, and "question/NAME" for every judge that
-        training depends on.
+        Hashes of 16 hexadecimal digits by name:
+          * "prompts": the training prompts with their metadata, in order;
+          * "instruction";
+          * "weights/COMPONENT": for every component of the model whose directory exists;
+          * "code/MODULE:FUNCTION": the source file of the objective and of every reward that
+            training depends on, if they are outside of the package and the file exists;
+          * "question/NAME": for every judge that training depends on.
+        Training depends on the rewards that are trained on or rank candidates.
 
     Raises:
         FileNotFoundError: If the directory of a component holds no weights, several files none of
@@ -105,13 +105,15 @@ def refuse_changed_inputs(
 
 
 def _describe(config: Config, name: str) -> str:
-    """Returns the beginning of the sentence that says that an input has changed, up to "has" or
-    "have".
+    """Returns the subject of the sentence that says that an input has changed, with its verb.
 
     Args:
-        config: The configuration of the run. The setting that names the input is quoted from it.
-        name: The name of an input, as `hash_inputs` gives it: "prompts", "instruction",
+        config: The configuration of the run, from which the setting that names the input is quoted.
+        name: The name of the input, as `hash_inputs` gives it: "prompts", "instruction",
             "weights/COMPONENT", "code/MODULE:FUNCTION" or "question/NAME".
+
+    Returns:
+        The text up to "has" or "have"; the caller adds what happened to the input.
     """
     kind, _, detail = name.partition("/")
     if kind == "prompts":
@@ -193,10 +195,10 @@ def _plugins(config: Config) -> list[str]:
 
 
 def _source_file(plugin: str) -> Path | None:
-    """Returns the file that defines the module of a plug-in.
+    """Returns the file that defines the module of a function outside the package.
 
-    The module has been imported before, or its directory is on `sys.path`. The module itself is not
-    imported here, but the packages that it is in are.
+    The module itself is not imported, but the packages that it is in are. It must be importable: it
+    has been imported before, or its directory is on `sys.path`.
 
     Args:
         plugin: The function, as "module:function".

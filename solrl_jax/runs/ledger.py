@@ -67,19 +67,17 @@ def path_of(root: Path, iteration: int) -> Path:
 
 
 def write(root: Path, iteration: int, columns: Mapping[str, Any]) -> Path:
-    """Writes the candidates of one iteration, one row each, in the order given.
+    """Writes the candidates of one iteration to a file, one row each, in the order given.
 
     An existing file of the iteration is replaced.
 
     Args:
         root: The directory of the ledger. It is created if necessary.
         iteration: The number of the iteration, from 1, which becomes the column "iteration".
-        columns: For every other column of `SCHEMA` ("prompt", "prompt_uid", "candidate", "seed",
-            "precision", "steps", "proxy_reward", "rank", "kept", "regenerated_reward", "advantage"
-            and "policy_revision") an array [rows], or one value for all rows; "kept" must be an
-            array. Other names are ignored. A column is null where a masked array (numpy.ma) masks
-            it, or everywhere if it is None; only "regenerated_reward" and "advantage" may be null.
-            NaN stays NaN.
+        columns: By its name, the values of every other column that `read` returns: an array [rows],
+            or one value for all rows ("kept" must be an array). In "regenerated_reward" and
+            "advantage", masked entries (numpy.ma) or a None for all rows become null. Other names
+            are ignored.
 
     Returns:
         The path of the file.
@@ -111,17 +109,24 @@ def read(root: Path, iteration: int) -> pa.Table:
         iteration: The number of the iteration.
 
     Returns:
-        A table with one row per candidate, prompt by prompt, and the columns of `SCHEMA`:
-        "iteration" (from 1), "prompt" (its text), "prompt_uid", "candidate" (the index within its
-        prompt, from 0), "seed", "precision" and "steps" of exploration, "proxy_reward" (NaN if not
-        finite), "rank" (the place in the ranking that selection used, 0 is the best), "kept",
-        "regenerated_reward" (null if not regenerated), "advantage" (null if not kept) and
-        "policy_revision".
+        A table with one row per candidate, prompt by prompt, and these columns (`SCHEMA`):
+          * "iteration": from 1;
+          * "prompt" and "prompt_uid": its text, and the number that its noise seeds depend on;
+          * "candidate": the index within its prompt, from 0;
+          * "seed": the seed of the initial noise;
+          * "precision" and "steps": the number format and the solver steps of exploration;
+          * "proxy_reward": the reward of the explored image, NaN if not finite;
+          * "rank": the place among the candidates of the prompt by which they were selected, 0 is
+            the best;
+          * "kept": whether it was selected for training;
+          * "regenerated_reward": the reward of the regenerated image, null if there is none;
+          * "advantage": null if not kept;
+          * "policy_revision": the number of syncs before the policy that generated it.
 
     Raises:
         InputError: If the file does not exist, cannot be read or is no Parquet file, if its columns
-            differ from `SCHEMA` in names, order, types or in which of them may be null, or if it
-            has more than `MAX_ROWS` (2**18) rows or `MOST_TEXT` (64 MiB) bytes in memory.
+            are not those of `SCHEMA`, or if it has more than `MAX_ROWS` (2**18) rows or `MOST_TEXT`
+            (64 MiB) bytes in memory.
     """
     path = path_of(root, iteration)
     try:
@@ -177,10 +182,9 @@ def _column(field: pa.Field, values: Any, num_rows: int) -> pa.Array:
 
     Args:
         field: The field of the schema, which gives the type.
-        values: An array [rows], masked or not, one value for all rows, or None for nulls. Masked
-            entries become null.
-        num_rows: The number of rows of a column of nulls or of one repeated value. An array has its
-            own.
+        values: An array [rows], of which masked entries become null; or one value, or None (null),
+            for all rows.
+        num_rows: The number of rows that one value or None is repeated for.
 
     Returns:
         The column, with the type of `field`.

@@ -36,25 +36,25 @@ _WANDB_ID = "wandb-id.txt"
 
 
 def read(run_dir: Path) -> list[dict[str, Any]]:
-    """Reads the rows of a run's record `metrics.jsonl`, in order.
+    """Reads the rows of a run's `metrics.jsonl`, in order.
 
     Damaged lines are left out, and so is an incomplete last line, which the run may be writing.
     Nothing is raised for a file that cannot be read.
 
     Args:
-        run_dir: The run directory, in which `metrics.jsonl` is read.
+        run_dir: The run directory.
 
     Returns:
         One dict per row: "iteration" (an int) and the recorded numbers by name, None where a value
-        was not finite. An iteration may have several rows. An empty list if there is no record, or
-        if it is larger than `MAX_BYTES` (64 MiB) or has more than `MAX_ROWS` (2**16) lines.
+        was not finite. An iteration may have several rows. [] if there is no file, or if it is
+        larger than `MAX_BYTES` (64 MiB) or has more than `MAX_ROWS` (2**16) lines.
     """
     rows, _ = _read(Path(run_dir) / _JSONL)
     return rows
 
 
 def by_iteration(rows: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Merges the rows of each iteration, as a run has several if it stopped between them.
+    """Merges the rows of each iteration. A run has several of one if it stopped between them.
 
     Args:
         rows: Rows in the order in which they were recorded, each with "iteration" and values by
@@ -62,7 +62,7 @@ def by_iteration(rows: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, Any]]
 
     Returns:
         One new row per iteration by its number, in the order of their first rows, with "iteration".
-        If rows of an iteration have values of one name, the last one counts, even if it is None.
+        Of several values of one name the last one counts, even if it is None.
     """
     merged: dict[int, dict[str, Any]] = {}
     for row in rows:
@@ -71,18 +71,17 @@ def by_iteration(rows: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, Any]]
 
 
 def _read(path: Path) -> tuple[list[dict[str, Any]], bool]:
-    """Reads the rows of a record.
+    """Reads the rows of a file `metrics.jsonl`, and notices damage.
 
     A line is readable if it is a JSON object of at most `MAX_LINE_BYTES` (64 KiB) with an integer
     "iteration" and otherwise numbers within float32 and nulls.
 
     Args:
-        path: The file `metrics.jsonl`.
+        path: The file. If it is missing, there are no rows and no damage.
 
     Returns:
-        The readable rows in order, and whether the file is damaged: whether it cannot be read, is
-        too large, or holds anything else, apart from a bad last line. A missing file gives no rows
-        and is not damaged.
+        A tuple: the rows of the readable lines in order, and whether the file is damaged. It is if
+        it cannot be read, is too large, or has an unreadable line before the last one.
     """
     try:
         data = read_bytes(path, MAX_BYTES)
@@ -128,14 +127,15 @@ def import_wandb() -> Any:
 
 
 class Metrics:
-    """The record of one run: `metrics.jsonl` and, if configured, TensorBoard and Weights & Biases.
+    """Writes the metrics of one run to `metrics.jsonl` and, if configured, to TensorBoard and W&B.
 
-    It is a context manager; files are read and written only within it.
+    It is a context manager. Entering it opens the outputs and reads the rows of an earlier start;
+    those after the iteration that the run resumes from are dropped.
 
     Attributes:
-        rows: The rows that were recorded up to now, in order: dicts of "iteration" and the values
-            by name, None where one was not finite. Empty until the record is opened.
-        set_aside: Where a damaged record was moved to when it was opened, or None.
+        rows: All rows up to now, in order: dicts of "iteration" and the values by name, None where
+            one was not finite. Empty before the context is entered.
+        set_aside: The path that a damaged `metrics.jsonl` was moved to on entering, or None.
     """
 
     def __init__(
@@ -209,14 +209,12 @@ class Metrics:
 
         Args:
             iteration: The number of the iteration; 0 before training.
-            values: The values by name, e.g. "kept/reward", each a number or a scalar array. A value
-                that is not finite is recorded as null in `metrics.jsonl` and as None in `rows`, and
-                as it is in the other outputs.
+            values: The values by name, e.g. "kept/reward", each a number or a scalar array. In
+                `metrics.jsonl` and `rows`, a value that is not finite becomes null or None.
 
         Raises:
-            RunError: If the disk refuses. `rows` then lacks the row. If the disk refused
-                `metrics.jsonl`, the record ends with the previous row; if it refused TensorBoard's
-                file, `metrics.jsonl` has the row.
+            RunError: If the disk refuses. `rows` then lacks the row, and so does `metrics.jsonl` if
+                it was the file that could not be written.
             Exception: What Weights & Biases raises, as it is. `rows` then lacks the row.
         """
         numbers = {name: float(value) for name, value in values.items()}
@@ -267,12 +265,10 @@ def _record(path: Path, rows: Sequence[Mapping[str, Any]]) -> Iterator[Log]:
 def _tensorboard(folder: Path, purge_step: int) -> Iterator[Log]:
     """Opens a new event file of TensorBoard, as a context manager.
 
-    The event writer of tensorboardX is used directly. Its SummaryWriter writes in a thread, which a
-    full disk kills, and the run would then wait forever at the next event.
-
     Args:
         folder: The directory of the event files. It is created if necessary.
-        purge_step: TensorBoard hides events of older files from this step on.
+        purge_step: The first iteration that this start of the run writes. TensorBoard hides events
+            of older files from it on.
 
     Yields:
         A function (iteration, values by name) that writes a row and flushes it. It raises RunError

@@ -145,13 +145,14 @@ def model_card(
 def find_licence(base: str) -> Licence | None:
     """Returns the licence of a base model, without asking the hub.
 
+    It is looked up among the models that the package has or that its presets name (`LICENCES`),
+    then in the card of the model: in its directory, or in the hub's cache.
+
     Args:
         base: `model.path`: a repository of the hub, a directory, or "embedded:NAME".
 
     Returns:
-        That of this package for an embedded model, else that of `LICENCES` (the models that presets
-        name), else that of the card in the directory or in the hub's cache; None if none of these
-        says one.
+        The licence; None if none of these says one.
     """
     if base.startswith("embedded:"):
         return Licence("apache-2.0")
@@ -197,13 +198,13 @@ def training_command(config: Config) -> str | None:
 def _changes(
     start: Mapping[str, Any], end: Mapping[str, Any], prefix: str
 ) -> Iterator[tuple[str, Any]]:
-    """Yields the settings that differ between two configurations, apart from those that say where a
-    run works (`PLACES`).
+    """Yields the settings in which two configurations differ.
+
+    Settings that only say where a run works (`PLACES`) are left out.
 
     Args:
-        start: The fields of a section of the first configuration by name; fields of inner sections
-            are dicts.
-        end: The fields of that section in the second configuration, by the same names.
+        start: The fields of a section of the first configuration by name; inner sections are dicts.
+        end: The fields of the same section in the second configuration.
         prefix: The dotted name of the section with a dot at its end; "" for the whole.
 
     Yields:
@@ -244,8 +245,8 @@ def _front_matter(config: Config, whole: bool) -> str:
     Args:
         config: The configuration with which the run was trained, which names the base model and the
             prompts.
-        whole: Whether parameters are trained in full. The relation to the base is then "finetune"
-            in place of "adapter", and there is no tag "lora".
+        whole: True: parameters are trained in full, and the relation to the base is "finetune".
+            False: a LoRA, whose relation is "adapter" and which gets the tag "lora".
     """
     base = config.model.path
     metadata: dict[str, Any] = {}
@@ -270,17 +271,18 @@ def _is_repository(base: str) -> bool:
     """Whether `model.path` names a repository of the hub, and no directory.
 
     Args:
-        base: `model.path`.
+        base: `model.path`: a repository of the hub, a directory, or "embedded:NAME".
     """
     return not base.startswith("embedded:") and not Path(base).is_dir() and hub.is_name(base)
 
 
 def _base_link(base: str) -> str:
-    """Returns the name of the base as Markdown, with a link if it is on the hub; otherwise as code,
-    an absolute path cut to its last part.
+    """Returns the name of the base model in Markdown, with a link if it is on the hub.
+
+    A base that is not on the hub is shown as code, an absolute path cut to its last part.
 
     Args:
-        base: `model.path`.
+        base: `model.path`: a repository of the hub, a directory, or "embedded:NAME".
     """
     if _is_repository(base):
         return f"[{base}](https://huggingface.co/{base})"
@@ -288,11 +290,12 @@ def _base_link(base: str) -> str:
 
 
 def _licence_sentence(base: str) -> str:
-    """Returns the sentence about the licence of the base, with a link to its text if known. If no
-    licence is known, two sentences that ask the reader to add it.
+    """Returns the sentence about the licence of the base model, with a link to its text if known.
+
+    If no licence is known, two sentences ask the reader of the card's draft to add it.
 
     Args:
-        base: `model.path`.
+        base: `model.path`: a repository of the hub, a directory, or "embedded:NAME".
     """
     licence = find_licence(base)
     if licence is None:

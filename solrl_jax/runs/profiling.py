@@ -49,16 +49,16 @@ def refuse(profile: Collection[int], folder: Path, iterations: int) -> None:
 
 @contextlib.contextmanager
 def traced(folder: Path, iteration: int, profile: Collection[int]) -> Iterator[None]:
-    """Writes a trace of the body of a `with` statement, if the body does not raise.
+    """A context manager that writes a JAX profiler trace of its body, if the body does not raise.
 
-    Only the first process writes one, of itself. Without a trace the body runs as it is.
+    Only the first process of a run writes a trace, of its own work.
 
     Args:
         folder: The run directory. The trace is the directory `profile/iteration-NNNNNN` in it,
             which TensorBoard and Perfetto read; an older trace of the iteration is replaced.
         iteration: The number of the iteration that the body runs.
-        profile: The numbers of the iterations to trace. If `iteration` is not among them, nothing
-            is written.
+        profile: The numbers of the iterations to trace. If `iteration` is not among them, the body
+            runs without a trace.
 
     Raises:
         RunError: If the disk refuses.

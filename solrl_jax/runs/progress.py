@@ -17,15 +17,15 @@ from solrl_jax.parallel import hosts
 
 
 class TerminalProgress:
-    """Shows progress on standard error, as a bar or as lines. Standard output is for results alone.
+    """Shows progress on standard error: a bar in a terminal, otherwise one line per iteration.
 
-    As a context manager it also handles Ctrl-C and SIGTERM, if it is entered in the main thread:
-    the first signal is noted, and `stage` or `iteration` raises KeyboardInterrupt for it; the
-    second one ends the process. At the end the earlier handlers are restored and the bar is
-    removed.
+    As a context manager, entered in the main thread, it also handles Ctrl-C and SIGTERM. The first
+    signal is noted, and the next call of `stage` or `iteration` raises KeyboardInterrupt for it, so
+    that nothing stops half-way; the second one ends the process. Leaving the context restores the
+    earlier handlers and removes the bar.
 
     Attributes:
-        speaks: Whether this process prints: whether it is the first one of the run.
+        speaks: Whether this process prints, which only the first process of a run does.
     """
 
     def __init__(self, *, bars: bool = True) -> None:
@@ -68,8 +68,10 @@ class TerminalProgress:
         self.stop()
 
     def _interrupt(self, number: int, frame: Any) -> None:
-        """Handles a signal: notes the first one and prints a line. `stage` or `iteration` raises
-        KeyboardInterrupt for it later, because the state may be half updated now.
+        """Handles a signal: notes the first one and prints a line.
+
+        It does not raise at once, because the state may be half updated. `stage` or `iteration`
+        raises KeyboardInterrupt for it later.
 
         Args:
             number: The number of the signal. Not read.
@@ -115,16 +117,17 @@ class TerminalProgress:
     def stage(self, name: str, total: int, done: int) -> None:
         """Shows how far a stage of an iteration has come.
 
+        A stage begins with a call with `done` 0; further calls add to its count.
+
         Args:
-            name: The name of the stage, e.g. "explore".
-            total: The number of samples (of "encode": prompts) of the stage.
-            done: The number of them that are done since the last call, which is added to the
-                previous ones. If it is 0, or if `name` is another one than in the last call, the
-                stage begins: the count is then 0, whatever `done` is.
+            name: The name of the stage, e.g. "explore". Another name than in the last call also
+                begins a stage, with the count 0.
+            total: The number of samples (for "encode": prompts) of the stage.
+            done: The number of them that are done since the last call.
 
         Raises:
-            KeyboardInterrupt: After a signal. Several processes stop together, and therefore only
-                where a stage begins.
+            KeyboardInterrupt: After a signal. If the run has several processes, only where a stage
+                begins, so that all stop together.
         """
         if self._is_interrupted(between_stages=not done):
             raise KeyboardInterrupt
@@ -166,9 +169,10 @@ class TerminalProgress:
         """Whether a signal has arrived, in any process of the run.
 
         Args:
-            between_stages: Whether every process calls this at this point, between stages or
-                iterations, so that they can agree, which waits for all of them. If False and there
-                are several processes, the result is False. A single process ignores it.
+            between_stages: Whether every process of the run makes this call at the same point
+                (where a stage or iteration begins or ends). Only then can several processes agree,
+                which waits for all; otherwise the result is False for them. Not read for a single
+                process.
         """
         if jax.process_count() == 1:
             return self._stopping

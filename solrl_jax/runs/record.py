@@ -35,16 +35,14 @@ def describe(
     Every process calls this; the first one writes and prints.
 
     Args:
-        experiment: The loaded experiment, which knows the devices, the exploration format and the
-            trained parameters.
+        experiment: The loaded experiment.
         folder: The run directory, in which `run.json` is written.
         done: The number of iterations that are complete at this start.
-        progress: Prints three lines.
+        progress: The output in the terminal, which prints three lines.
 
     Returns:
         The content of `run.json`, JSON values by name, e.g. "devices", "mesh", "exploration",
-        "evaluation", "parameters", "adapted", "trained_in_full", "quantized" and
-        "started_after_iteration" (all are listed in `_facts`).
+        "evaluation", "parameters" and "started_after_iteration" (`_facts` has all).
 
     Raises:
         RunError: If the disk refuses.
@@ -80,20 +78,23 @@ def _facts(experiment: Experiment, done: int) -> dict[str, Any]:
     """Collects the content of `run.json`.
 
     Args:
-        experiment: The experiment of the run. Nothing is measured for it.
+        experiment: The experiment of the run.
         done: The number of iterations that were done before this start.
 
     Returns:
-        JSON values by name: "solrl_jax", "python" and "packages" (versions), "devices" (e.g. "8 x
-        NVIDIA H100"), "hosts" (their number) and "mesh" (sizes by axis), "exploration" ("precision"
-        as configured, "format", the one that it stands for here, "native", whether the devices have
-        units for it, "options", the class names of the active options, and "means", a phrase for
-        people), "evaluation" (one line: prompts, images, solver, guidance, precision and seed),
-        "remat" (what the gradient recomputes: "none", "matmuls" or "blocks"), "parameters" (their
-        number by component), "adapted", "trained_in_full" and "quantized" (lists of parameter
-        paths, e.g. "blocks/attn/to_q/kernel"; the last is empty for a format that quantizes
-        nothing), "linears" (the numbers and the bytes of all linear layers and of the quantized
-        ones, from `quantized_layers.totals`), and "started_after_iteration" (`done`).
+        JSON values by name:
+          * "solrl_jax", "python" and "packages": versions;
+          * "devices" (e.g. "8 x NVIDIA H100"), "hosts" (their number), "mesh" (sizes by axis);
+          * "exploration": a dict with "precision" (as configured), "format" (the one that it stands
+            for here), "native" (whether the devices have units for it), "options" (class names of
+            the active options) and "means" (a phrase for people);
+          * "evaluation": one line with prompts, images, solver, guidance, precision and seed;
+          * "remat": what the gradient recomputes: "none", "matmuls" or "blocks";
+          * "parameters": their number by component;
+          * "adapted", "trained_in_full" and "quantized": lists of parameter paths, e.g.
+            "blocks/attn/to_q/kernel";
+          * "linears": number and bytes of all linear layers and of the quantized ones;
+          * "started_after_iteration": `done`.
     """
     config = experiment.config
     backbone = experiment.backbone
@@ -142,19 +143,19 @@ def draw_pools(
 ) -> None:
     """Writes `pictures/pool-NNNNNN.png`: the best and the worst kept candidates of an iteration.
 
-    The image grid has one row per prompt and stage ("explored" and, if the kept candidates are
-    regenerated, "regenerated"). Each image has its stage and reward as caption. The candidates are
-    generated again from their seeds by `evaluate.pool_images`. Every process calls this; the first
-    one writes.
+    The grid has one row per prompt and stage ("explored" and, if the kept candidates are
+    regenerated, "regenerated"). The caption of an image is its stage and reward. The images are
+    generated again from the seeds of the candidates. Every process calls this; the first one
+    writes.
 
     Args:
-        experiment: The experiment of the run. `eval.num_grid_images`, which must not be 0, is the
-            largest number of candidates; there are at most four per prompt.
+        experiment: The experiment of the run. `eval.num_grid_images` is the most candidates, at
+            least 1; there are at most four per prompt.
         folder: The run directory, in which the image is written to `pictures/`.
-        old_policy: The trainable parameters by path that the iteration explored with, from before
+        old_policy: The trainable parameters by path that the iteration generated with, from before
             its update.
-        setting_index: The index in `experiment.explorer.settings` (0 is the configured one) of the
-            precision and number of steps that the iteration explored with.
+        setting_index: The index, in `experiment.explorer.settings`, of the precision and number of
+            steps that the iteration explored with.
         ledger: The columns of the iteration's candidates by name, prompt by prompt: "rank" and
             "kept" choose the candidates, and "proxy_reward" and "regenerated_reward" are the
             captions.

@@ -152,10 +152,10 @@ def is_page(path: Path) -> bool:
 
 
 class HtmlReport:
-    """The report of a run while it trains.
+    """The page `report.html` of a run while it trains.
 
-    It is refreshed as often as `MAX_TIME_FRACTION` (1 %) of the time of the run allows, counted
-    from when this object was made.
+    `refresh` may be called after every iteration: it writes the page only so often that all
+    refreshes take at most 1 % of the time (`MAX_TIME_FRACTION`) since this object was created.
 
     Attributes:
         path: The file, `report.html` in the run directory.
@@ -175,18 +175,17 @@ class HtmlReport:
     def refresh(self, *, last: bool = False) -> str | None:
         """Writes the report, unless it is too soon.
 
-        It is too soon if all refreshes so far and one as long as the last would take more than
-        `MAX_TIME_FRACTION` (1 %) of the time since this object was made. The first one counts as
-        1.5 seconds.
+        It is too soon if all refreshes, with one more like the last, would take more than 1 %
+        (`MAX_TIME_FRACTION`) of the time since this object was created.
 
         Args:
             last: Whether the run ends here. The report is then written in any case, and no longer
                 offers to reload itself.
 
         Returns:
-            Why the report could not be written, as a line; None if it was written or it is too
-            soon. InputError, ConfigError (the run's `config.yaml` has become invalid since the run
-            started) and RunError are returned so and not raised.
+            None if it was written or it is too soon. Otherwise a line that says why the report
+            could not be written: InputError, ConfigError and RunError are returned so and not
+            raised.
         """
         began = time.monotonic()
         if not last and self._spent + self._last > MAX_TIME_FRACTION * (began - self._began):
@@ -205,23 +204,28 @@ def _describe_run(folder: Path, name: str, max_rows: int) -> dict[str, Any]:
     """Collects all that the page shows of a run.
 
     Args:
-        folder: The run directory, whose configuration, record, ledger and images are read.
+        folder: The run directory, whose configuration, metrics, ledger and images are read.
         name: The name of the run on the page.
         max_rows: The largest number of candidates that are shown. The newest iteration is shown in
             any case.
 
     Returns:
-        JSON values by name: "name", "config" (settings by dotted name), "preset" (those of its
-        preset; None if that is unknown), "facts" (entries of `run.json`), "trained" and "watched"
-        (names of rewards), "metrics" (by name, "iteration" among them, one list with a value per
-        recorded iteration, None where unknown; several rows of an iteration are merged, and later
-        ones win), "ledger" (a dict with "iterations", "shown", "texts" and "columns", from
-        `_read_ledger`), and "grids" and "pools" (images of test prompts and of candidates: one dict
-        per iteration with "iteration", "size" and "cells").
+        JSON values by name:
+          * "name";
+          * "config": settings by dotted name; "preset": those of its preset, or None if that is
+            unknown;
+          * "facts": entries of `run.json`;
+          * "trained" and "watched": names of the rewards that are trained on, and of those that are
+            only evaluated;
+          * "metrics": by name ("iteration" among them) one list with a value per recorded
+            iteration, None where unknown;
+          * "ledger": the dict of `_read_ledger`;
+          * "grids" and "pools": images of test prompts and of candidates, the lists of
+            `_read_images`.
 
     Raises:
-        InputError: If `folder` is no run directory, a file of the run is damaged, or the record has
-            no readable line or more than `MAX_VALUES` (2**23) values.
+        InputError: If `folder` is no run directory, a file of the run is damaged, or its metrics
+            have no readable line or more than `MAX_VALUES` (2**23) values.
         ConfigError: If the configuration is invalid.
     """
     config = read_run(folder)
@@ -275,15 +279,15 @@ def _by_dotted_name(config: Config) -> dict[str, Any]:
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """Reads the entries of a run's `run.json` that are for readers.
+    """Reads the entries of a run's `run.json` that are shown to readers.
 
     Args:
         folder: The run directory, in which `run.json` is read.
 
     Returns:
-        Those of the entries `_FACTS` that the file has, in that order: versions ("solrl_jax",
-        "python", "packages"), "devices", "mesh", "exploration" and "evaluation". An empty dict if
-        there is no such file.
+        Those of these entries that the file has, in this order: "solrl_jax", "python" and
+        "packages" (versions), "devices", "mesh", "exploration" and "evaluation". {} if there is no
+        such file.
 
     Raises:
         InputError: If the file cannot be read, or if it or its entry "packages" is no JSON object.
@@ -309,11 +313,11 @@ def _read_plan(path: Path) -> dict[str, Any]:
         path: A file with the JSON of `solrl plan PRESET --json`.
 
     Returns:
-        The entries "preset", "device", "devices", "hosts", "exploration", "rollout",
-        "naive_scaling" and "fits" of the plan as they are (None if absent), "usable" and "seconds"
-        as floats, and "stages". "stages" has one list per stage: its name, its roofline seconds,
-        the seconds that matmuls, attention, memory and links between devices limit (four numbers),
-        and its peak memory in bytes.
+        A dict with the plan's entries "preset", "device", "devices", "hosts", "exploration",
+        "rollout", "naive_scaling" and "fits" (None if absent), "usable" and "seconds" as floats,
+        and "stages": for each stage a list of its name; its roofline seconds; the seconds if only
+        matmuls, only attention, only memory or only links between devices limited it (a list of
+        four); and its peak memory in bytes.
 
     Raises:
         InputError: If the file cannot be read or is no plan.
@@ -373,15 +377,16 @@ def _read_ledger(root: Path, max_rows: int) -> dict[str, Any]:
     Args:
         root: The directory of the ledger.
         max_rows: The largest number of rows. The newest iteration is read in any case, and no
-            iteration is read in part. Reading also stops before an iteration with which the tables
-            exceed `MOST_TEXT` (64 MiB).
+            iteration is read in part. Reading also stops at 64 MiB (`MOST_TEXT`) in memory.
 
     Returns:
-        "iterations" (the numbers of all iterations, ascending), "shown" (how many of the newest
-        were read), "texts" (the distinct prompts and precisions), and "columns": for each column of
-        the ledger but "prompt_uid" and "policy_revision" a list of values for JSON, oldest
-        iteration first. A prompt or precision is its index in "texts". All lists are empty if there
-        is no ledger.
+        A dict, whose lists are empty if there is no ledger:
+          * "iterations": the numbers of all iterations, ascending;
+          * "shown": how many of the newest were read;
+          * "texts": the distinct prompts and precisions;
+          * "columns": by the name of each column of the ledger (but "prompt_uid" and
+            "policy_revision") a list of values for JSON, oldest iteration first. A prompt or
+            precision is its index in "texts".
 
     Raises:
         InputError: If a file of the ledger cannot be read, is no Parquet file, has other columns
@@ -441,7 +446,7 @@ def _float_for_json(x: float | None) -> float | str | None:
 
 
 def _read_images(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """Reads the image grids of a run, at most `MAX_ITERATIONS_WITH_IMAGES` (12) of them.
+    """Reads the image grids of a run, at most 12 (`MAX_ITERATIONS_WITH_IMAGES`) of them.
 
     If there are more, evenly spaced ones are read, the first and the last among them.
 
@@ -450,10 +455,8 @@ def _read_images(folder: Path, kind: str) -> list[dict[str, Any]]:
         kind: The prefix of the file names: "iteration" or "pool".
 
     Returns:
-        One dict per iteration, ascending: "iteration" (its number), "size" (height and width of an
-        image in pixels as text, e.g. "512 x 768") and "cells" (a dict for each image: the facts
-        about it, e.g. "prompt", and the shrunken image as a `data:` URL under "src"). Grids without
-        facts about their images are left out.
+        One dict per iteration, ascending: "iteration" (its number) and, from `_read_cells`, "size"
+        and "cells". Grids without facts about their images are left out.
 
     Raises:
         InputError: If a file is damaged.
@@ -479,10 +482,9 @@ def _read_cells(path: Path) -> dict[str, Any]:
         path: A file of `image_files.save_grid`.
 
     Returns:
-        "size", the height and width of an image in pixels as text, e.g. "512 x 768", and "cells",
-        for each image a dict of the facts about it, which `save_grid` stored (e.g. "prompt"), with
-        the shrunken image as a `data:` URL under "src". An empty text and list if the file has no
-        facts.
+        A dict. "size": height and width of an image in pixels as text, e.g. "512 x 768". "cells":
+        for each image a dict of the facts that `save_grid` stored about it (e.g. "prompt") and,
+        under "src", the shrunken image as a `data:` URL. "" and [] if the file has no facts.
 
     Raises:
         InputError: If the file is damaged.
@@ -518,10 +520,12 @@ def _figures(runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
             "metrics" (lists of values by name) are used.
 
     Yields:
-        One dict per figure: "section", "metric", "title", "svg" (the `<svg>` element as text),
-        "axis" (first and last iteration, and their distances from the left edge in CSS pixels), and
-        "lines": for each run that has the metric "run" (its number), "x" (iterations), "y" (values)
-        and "error" (standard errors, empty if not recorded).
+        One dict per figure:
+          * "section", "metric" and "title", from `_titles`;
+          * "svg": the `<svg>` element as text;
+          * "axis": first and last iteration, and their distances from the left edge in CSS pixels;
+          * "lines": for each run that has the metric a dict of "run" (its index), "x" (iterations),
+            "y" (values) and "error" (standard errors, empty if not recorded).
     """
     for number, (section, metric, title) in enumerate(_titles(runs)):
         lines = [
@@ -548,10 +552,9 @@ def _line(index: int, run: Mapping[str, Any], metric: str, *, named: bool) -> Li
     """Returns the line of one metric of a run. Iterations without a value are left out.
 
     Args:
-        index: The number of the run, from 0.
-        run: The dict of the run from `_describe_run`. Its "metrics" are lists of values by name,
-            "iteration" among them, with None for unknown values, and its "name" may become the
-            label.
+        index: The index of the run on the page, from 0, which decides the colour.
+        run: The dict of the run from `_describe_run`, of which "metrics" (lists of values by name,
+            "iteration" among them, None for unknown values) and "name" are used.
         metric: The name of the metric. Its standard error "METRIC/standard_error", if recorded,
             becomes a band; where it is unknown it counts as 0.
         named: Whether the label is the name of the run. Otherwise it is the last value with three
@@ -576,13 +579,12 @@ def _line(index: int, run: Mapping[str, Any], metric: str, *, named: bool) -> Li
 
 
 def _titles(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
-    """Lists all figures: first the evaluated scores, then the fixed ones of `_FIGURES` (rewards of
-    the explored and kept samples, rank correlations, the update, and times), then what rewards
-    outside JAX cost in training (the metrics "reward_cost/REWARD/COUNTER").
+    """Lists the figures of the page: evaluated scores, fixed ones, then what rewards cost.
 
-    The evaluated scores are the metrics of any run that have a standard error. If a run trains on a
-    single reward, the own score of that reward equals "reward" and has no figure. The fixed figures
-    are listed also if no run has the metric.
+    The evaluated scores are the metrics of any run that have a standard error; the score of a
+    single trained reward is left out, because it equals "reward". The fixed figures (`_FIGURES`:
+    rewards of explored and kept samples, rank correlations, the update, times) are listed even if
+    no run has the metric. The costs are the metrics "reward_cost/REWARD/COUNTER".
 
     Args:
         runs: One dict per run from `_describe_run`: the names in "metrics", "trained" and "watched"

@@ -30,11 +30,11 @@ _VARIABLES = {_INK: "--muted", _RULE: "--rule"} | {
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One metric of one run.
+    """One metric of one run, as a line of a figure.
 
     Attributes:
-        run: The number of the run from 0, which decides the colour. There are six colours, in a
-            cycle.
+        run: The index of the run on the page, from 0, which decides the colour. There are six
+            colours, in a cycle.
         label: Text at the end of the line.
         x: Iterations, at least one, ascending.
         y: The finite value at each iteration.

@@ -106,15 +106,17 @@ class _Run:
 
     @property
     def config(self) -> Config:
-        """The configuration that this process trains with: the one that `run` was given, with its
-        numbers of prompts reduced to those that there are. Formats and checkpointing that are
-        "auto" still say "auto".
+        """The configuration that this process trains with.
+
+        It is the one that `run` was given, with its numbers of prompts reduced to those that there
+        are. Settings that are "auto" still say "auto".
         """
         return self.experiment.config
 
     def log(self, row: Row) -> None:
-        """Appends a row to the record, as that of iteration `done`. Every process calls this; the
-        first one writes.
+        """Appends a row to `metrics.jsonl` (and further outputs), as that of iteration `done`.
+
+        Every process calls this; the first one writes.
 
         Args:
             row: The values by name, e.g. "kept/reward" or "eval/reward". Values that are not finite
@@ -150,19 +152,16 @@ def run(
     *,
     force: bool = False,
 ) -> dict[str, Any]:
-    """Trains the run that `config` describes, or resumes it from its newest checkpoint that can be
-    used.
+    """Trains the run that `config` describes, or resumes it from its newest usable checkpoint.
 
     Every process of a run calls this with the same arguments. The run directory is created if
     necessary and locked for this process (`.lock`). Once all input has been accepted, `config.yaml`
     and `run.json` are written to it, then per iteration a row of `metrics.jsonl` and a file in
     `ledger/`, and now and then checkpoints and images (`pictures/`).
 
-    After an interruption (Ctrl-C or SIGTERM) while it trains, the last complete iteration is saved
-    and the function returns. After any other failure of the training but Diverged that iteration is
-    saved too, and the error is raised again. Nothing can be saved before the first iteration is
-    complete, or if the stop is within an update, which deletes the arrays of the state; the last
-    checkpoint then stays.
+    If training is interrupted (Ctrl-C or SIGTERM), the last complete iteration is saved and the
+    function returns. If it fails, that iteration is saved too (except after Diverged) and the error
+    is raised again. A stop within an update leaves only the last checkpoint.
 
     Args:
         config: The resolved configuration (a preset with its overrides). `run.dir` is the run
@@ -177,11 +176,10 @@ def run(
             not write the `report.html` that the report would replace.
 
     Returns:
-        The summary of the run: "run" (its directory as text), "iterations" (the number of complete
-        ones), "interrupted", "trained_in_full" (the number of arrays that are trained without an
-        adapter), and the first and the last recorded evaluation as "before" and "after", each a
-        dict of metrics whose names begin with "eval/" (None where not finite; empty if nothing was
-        evaluated).
+        The summary of the run, a dict: "run" (its directory as text), "iterations" (the number of
+        complete ones), "interrupted" (bool), "trained_in_full" (the number of arrays that are
+        trained without an adapter), and "before" and "after": the first and the last recorded
+        evaluation, each a dict of metrics whose names begin with "eval/" ({} if there is none).
 
     Raises:
         InputError: If the configuration, the run directory or an input file cannot be used, or if
@@ -330,11 +328,11 @@ def _restore(
 
 
 def _report_lost_rows(metrics: Metrics, done: int, progress: TerminalProgress) -> None:
-    """Prints a line if the record was damaged, or if it lacks rows of complete iterations.
+    """Prints a line if `metrics.jsonl` was damaged, or if it lacks rows of complete iterations.
 
     Args:
-        metrics: The record `metrics.jsonl`. In the first process it is open and its rows are those
-            up to iteration `done`; in the others it is not open and has no rows.
+        metrics: The metrics of the run. In the first process they are open, with the rows up to
+            iteration `done`; in the others they have no rows.
         done: The number of complete iterations.
         progress: Prints the line, in the first process.
     """
@@ -354,18 +352,15 @@ def _report_lost_rows(metrics: Metrics, done: int, progress: TerminalProgress) -
 
 
 def _train(this: _Run) -> None:
-    """Runs the iterations from `this.done + 1` to the last one: trains, records, evaluates and
-    saves.
+    """Runs the iterations from `this.done + 1` to the last: trains, records, evaluates and saves.
 
-    Before them, all prompts are encoded if there is a prompt cache, exploration is calibrated if
-    its options need it, and the policy is evaluated if that is due and not recorded yet. After each
-    iteration its ledger and its row of the record are written, also if the evaluation fails, and
-    the HTML report is refreshed. `this.state` and `this.done` are those of the last complete
-    iteration at any time, also after an exception; only within an update the arrays of `this.state`
-    are deleted.
+    Before them, exploration is calibrated and prompts are encoded if necessary, and the policy is
+    evaluated if that is due and not recorded yet. Each iteration writes its file of the ledger and
+    its metrics, even if its evaluation fails, and refreshes the HTML report.
 
     Args:
-        this: The run. Its `state` and `done` are advanced.
+        this: The run. `state` and `done` are always those of the last complete iteration, also
+            after an exception; only a stop within an update leaves the arrays of `state` deleted.
 
     Raises:
         KeyboardInterrupt: After a signal, between batches or iterations.
@@ -433,13 +428,11 @@ def _train(this: _Run) -> None:
 
 
 def _prepare(this: _Run) -> None:
-    """Encodes all prompts that the rest of the run needs, and calibrates exploration for every
-    image size.
+    """Encodes the prompts that the rest of the run needs, and calibrates exploration if necessary.
 
     With a prompt cache, the prompts that it lacks (the empty one too) are encoded and the text
     encoders are freed. Without one, prompts are encoded later, when they are needed. Exploration is
-    calibrated only if its options need it and iterations are left. Shows the stages "encode" and
-    "calibrate".
+    calibrated, for every image size, only if its options need it and iterations are left.
 
     Args:
         this: The run. Its experiment's prompt cache and calibrated quantizers and schedules are
@@ -483,16 +476,16 @@ def _prepare(this: _Run) -> None:
 
 
 def _remaining_prompts(experiment: Experiment, done: int) -> Sequence[Prompt]:
-    """Returns the training prompts that the rest of the run may draw.
-
-    If these iterations draw fewer than twice as many prompts as there are, these are the drawn
-    prompts, in order and with repetitions. Otherwise they are all training prompts, because nearly
-    all are drawn then.
+    """Returns the training prompts that the rest of the run draws, or all of them.
 
     Args:
         experiment: The experiment of the run, which has the training prompts, the seed and the
             number of iterations.
-        done: The number of iterations that are done. If none is left, the result is empty.
+        done: The number of iterations that are done.
+
+    Returns:
+        The prompts of the remaining iterations, in order and with repetitions. If these would be
+        at least twice as many as there are training prompts, all training prompts, once each.
     """
     train = experiment.config.train
     remaining = range(done, train.iterations)
@@ -507,18 +500,18 @@ def _remaining_prompts(experiment: Experiment, done: int) -> Sequence[Prompt]:
 
 
 def _choose_setting(this: _Run) -> int:
-    """Chooses the precision and number of steps that the next iteration explores with, from the
-    rank correlations of the iterations before.
+    """Chooses the precision and number of steps that the next iteration explores with.
 
-    Prints a line if it differs from that of the last iteration.
+    If the cheap rewards of exploration have ranked candidates too badly, a more faithful setting is
+    chosen. Prints a line if it differs from that of the last iteration.
 
     Args:
-        this: The run. Its rows "fidelity/level" and "fidelity/spearman" are the history, so only
-            the first process, which has the record, calls this.
+        this: The run. The rank correlations ("fidelity/spearman") and settings ("fidelity/level")
+            of earlier iterations are read from its metrics, so only the first process calls this.
 
     Returns:
         The index in `Explorer.settings`: 0 is the configured setting, larger ones are more
-        faithful. It is always 0 unless `rollout.explore.min_rank_correlation` sets a floor.
+        faithful. Always 0 unless `rollout.explore.min_rank_correlation` sets a floor.
     """
     floor = this.config.rollout.explore.min_rank_correlation
     if floor is None:
@@ -539,19 +532,17 @@ def _choose_setting(this: _Run) -> int:
 def exploration_history(
     rows: Sequence[Mapping[str, Any]], num_settings: int
 ) -> list[tuple[int, float]]:
-    """Reads from the record of a run how its iterations explored.
+    """Reads from the metrics of a run how well each iteration's exploration ranked candidates.
 
     Args:
         rows: The rows of `metrics.jsonl` in order. "fidelity/level" is the index of the setting
-            that an iteration explored with. If an iteration has several rows, the last one with a
-            valid index counts. Rows before training (iteration 0), and rows whose index is missing
-            or not in 0..`num_settings` - 1, are left out.
-        num_settings: The number of exploration settings.
+            that an iteration explored with; rows without a valid one are left out, and of several
+            rows of an iteration the last counts.
+        num_settings: The number of exploration settings; an index is valid below it.
 
     Returns:
-        For each iteration, ascending, the index of its setting and the rank correlation of its
-        proxy and regenerated rewards ("fidelity/spearman"; NaN if it is not recorded or was not
-        finite).
+        For each iteration from 1 on, ascending, a pair: the index of its setting, and the rank
+        correlation of its explored and regenerated rewards ("fidelity/spearman"; NaN if unknown).
     """
     explored = {}
     for row in rows:
@@ -567,30 +558,26 @@ def exploration_history(
 
 
 def _learned_nothing(row: Row) -> bool:
-    """Whether an iteration had no finite loss, or no prompt with enough finite rewards
-    (`rollout.kept`).
-
-    The first is so if micro-batches were skipped and the gradient norm is 0, the second if the
-    spread of the kept rewards is NaN.
+    """Whether an iteration could not update the parameters for want of finite numbers.
 
     Args:
-        row: The metrics of the iteration by name: "skipped_micro_batches" (the number of
-            micro-batches without a finite loss), "grad_norm" (0 if nothing was added up), and
-            "kept/spread" (the best minus the worst kept reward, NaN without a usable prompt).
+        row: The metrics of the iteration by name. Either no loss was finite: some micro-batches
+            were skipped ("skipped_micro_batches" above 0) and "grad_norm" is 0. Or no prompt had
+            `rollout.kept` finite rewards: "kept/spread" is NaN.
     """
     no_finite_loss = row["skipped_micro_batches"] > 0 and row["grad_norm"] == 0
     return no_finite_loss or math.isnan(row["kept/spread"])
 
 
 def _rewards_are_equal(candidates: Mapping[str, Any]) -> bool:
-    """Whether the rewards of each prompt are equal up to rounding, among the trained samples.
-
-    All advantages are 0 then. True also if no sample was trained on.
+    """Whether an iteration had nothing to learn from, because the rewards of each prompt are equal.
 
     Args:
-        candidates: The record of an iteration's candidates, a column by name. "advantage" is a
-            masked float array with one entry per candidate; entries of candidates that were not
-            trained on are masked and do not count.
+        candidates: The columns of the iteration's ledger by name, of which "advantage" is read: a
+            masked float array with one entry per candidate, masked where it was not trained on.
+
+    Returns:
+        Whether all advantages that are not masked are 0. True also if all are masked.
     """
     return not np.any(candidates["advantage"].compressed())
 
@@ -600,11 +587,11 @@ def _refuse_divergence(this: _Run, row: Row, failures: int) -> None:
 
     Args:
         this: The run, after the iteration.
-        row: The metrics of the iteration by name. "kept/spread", "kept/reward" and "pool/reward",
-            which are NaN where no finite reward was left, tell the message which stage was the
-            first without finite values.
+        row: The metrics of the iteration by name, from which the message names the first stage
+            without finite values ("kept/spread", "kept/reward" and "pool/reward" may be NaN).
         failures: The number of iterations in a row, up to this one, from which nothing could be
-            learned. `MAX_FAILED_ITERATIONS` (3) end the run; in its last iteration, one does.
+            learned. Three (`MAX_FAILED_ITERATIONS`) end the run; after its last iteration, one
+            does.
 
     Raises:
         Diverged: If the run must end. The message names the iteration, the problem and the last
@@ -661,17 +648,15 @@ def _evaluation_is_due(config: Config, done: int) -> bool:
 
 
 def _recorded_evaluation(this: _Run) -> Row:
-    """Returns the recorded evaluation after iteration `this.done`, the same in every process.
+    """Returns the evaluation of the current state (after `this.done` iterations) if it is recorded.
 
-    Every process calls this; the record of the first one is read.
+    Every process calls this, and all get what the first one has recorded.
 
     Args:
-        this: The run. Only the last two rows of its record are searched, and only those of
-            iteration `done` that have "eval/reward".
+        this: The run, whose last two rows of metrics are searched.
 
     Returns:
-        The values whose names begin with "eval/", by name; an empty dict if there is none. If the
-        last two rows both have one, values of the later row count.
+        The values whose names begin with "eval/", by name; {} if there is no such evaluation.
     """
 
     def find() -> Row:
@@ -776,11 +761,9 @@ def _checkpoint_is_due(config: Config, done: int) -> bool:
 
 
 def _save(this: _Run) -> None:
-    """Starts to save the state after iteration `this.done`, with the evaluation of it if there is
-    one.
+    """Starts to save the state after iteration `this.done`, with its evaluation if there is one.
 
-    Waits for the save before; the rest happens in a thread. The random key and the position in the
-    prompts follow from the seed and the iteration. They are in the metadata for readers only.
+    Waits for the save before; the rest happens in a thread.
 
     Args:
         this: The run. Its state, its number of iterations and its input hashes are saved.
@@ -802,18 +785,17 @@ def _save(this: _Run) -> None:
 def _save_after_stop(this: _Run, cause: BaseException) -> None:
     """Saves the last complete iteration after an interruption or a failure, and prints a line.
 
-    Nothing is saved if no iteration is complete or if the arrays of the state are deleted (the stop
-    was within an update). After Diverged, whose state must not be continued from, nothing is saved
-    or printed.
+    Nothing is saved if no iteration is complete, if the stop was within an update (which deletes
+    the arrays of the state), or after Diverged, whose state must not be continued from.
 
     Args:
         this: The run, with the state of its last complete iteration.
         cause: What stopped `_train`: KeyboardInterrupt, or the error.
 
     Raises:
-        RunError: If the state cannot be saved and `cause` is an interruption, or is an error with
-            the same message. After any other failure the second error is only printed, because the
-            failure is the one to report. Also if an earlier save that is still in progress fails.
+        RunError: If the state cannot be saved after an interruption. After a failure, an error of
+            the save is only printed, unless it is the failure itself (the same message) or an
+            earlier save had failed.
     """
     interrupted = isinstance(cause, KeyboardInterrupt)
     what = "interrupted" if interrupted else "failed"
