@@ -61,25 +61,23 @@ def read_scheduler(
     pipeline_sigmas: bool = False,
     mu: Mu | None = None,
 ) -> tuple[Float[np.ndarray, " n"], np.ndarray, Table]:
-    """Reads a scheduler configuration as diffusers would use it.
+    """Converts a scheduler configuration of diffusers to sigmas, timesteps and solver coefficients.
 
-    Supported are FlowMatchEulerDiscreteScheduler ("euler" steps) and DPMSolverMultistepScheduler
-    with flow sigmas ("dpm1" or "dpm2" steps, by `solver_order`, which is 2 if it is absent).
+    Supported are FlowMatchEulerDiscreteScheduler (solver "euler") and DPMSolverMultistepScheduler
+    with flow sigmas (solver "dpm1" or "dpm2", by `solver_order`, which is 2 if it is absent). A
+    setting that would change the samples and is not supported is refused.
 
     Args:
         config: The contents of `scheduler_config.json`. `_class_name` names the scheduler. Other
-            settings that are absent have the defaults of diffusers. Keys that are neither read nor
-            in the tables `EULER`, `FLUX_MU` and `DPM` are ignored.
+            settings that are absent have the defaults of diffusers.
         steps: Number of solver steps, at least 1.
-        tokens: Number of image tokens of one latent. Read only with `use_dynamic_shifting`, whose
-            shift depends on the resolution; the setting `shift` is then checked but not used.
-        pipeline_sigmas: Whether the pipeline gives its scheduler the sigmas `linspace(1, 1/n, n)`
-            to be shifted, as FLUX does. False: it gives the number of steps alone, and the
-            scheduler makes the sigmas. Only for the Euler scheduler does it matter.
-        mu: Computes the logarithm of a shift that depends on the resolution, from `steps` and
-            `tokens`. It is called only with `use_dynamic_shifting`. None uses the formula of FLUX.1
-            (`sigmas.flux_mu`); the Euler scheduler then refuses other constants of the formula than
-            those in `FLUX_MU`, even without `use_dynamic_shifting`.
+        tokens: Number of image tokens of one latent, from which `mu` follows.
+        pipeline_sigmas: What the pipeline gives its Euler scheduler. True, as FLUX does: the sigmas
+            `linspace(1, 1/n, n)`, which are then shifted. False: the number of steps alone, from
+            which the scheduler makes the sigmas.
+        mu: (steps, tokens) -> the logarithm of the shift of the sigmas, for configurations with
+            `use_dynamic_shifting`. None: the formula of FLUX.1 (`sigmas.flux_mu`), and a
+            configuration with other constants of that formula is refused.
 
     Returns:
         A tuple of three arrays:
@@ -94,12 +92,10 @@ def read_scheduler(
           i; e is 0.
 
     Raises:
-        ValueError: If the scheduler or a setting is not supported: `_class_name` is another one or
-            absent; a setting of `EULER`, `FLUX_MU` or `DPM` has a value that the table does not
-            list (for both schedulers: 1000 training timesteps, flow prediction, no Karras,
-            exponential or beta sigmas); `shift_terminal` is neither None nor in [0, 1); `shift` or
-            `flow_shift` is no finite number of at least 1e-6; `solver_order` is not 1 or 2;
-            `use_flow_sigmas` or `prediction_type` of DPMSolverMultistepScheduler is absent; or
+        ValueError: If the scheduler or the value of a setting is not supported (`EULER`, `FLUX_MU`
+            and `DPM` list the accepted values); if `shift_terminal` is neither None nor in [0, 1);
+            if `shift` or `flow_shift` is not a finite number of at least 1e-6; if `use_flow_sigmas`
+            or `prediction_type` of DPMSolverMultistepScheduler is absent; or if
             `use_dynamic_shifting` is set without `pipeline_sigmas`. The message names the setting,
             its value and the accepted values.
     """
@@ -167,19 +163,20 @@ def _positive(kind: str, config: dict[str, Any], name: str) -> float:
 
 
 def _check_settings(kind: str, config: dict[str, Any], settings: dict[str, tuple]) -> None:
-    """Checks the settings of a scheduler whose values this package does not all support.
+    """Checks the settings of a scheduler against the values that this package supports.
+
+    An absent setting has its default and is accepted. Only DPMSolverMultistepScheduler must set
+    `use_flow_sigmas` and `prediction_type`, whose defaults are not for flow models.
 
     Args:
         kind: The name of the scheduler's class, for the message.
         config: The contents of `scheduler_config.json`.
-        settings: The accepted values of each setting by its name, compared with `==`: `EULER`,
-            alone or with `FLUX_MU`, or `DPM`. An absent setting is accepted, except for
-            `use_flow_sigmas` and `prediction_type` if `settings` is `DPM` itself, because the
-            defaults of these two in diffusers are not for flow models.
+        settings: The accepted values of each setting by its name: `EULER`, `EULER | FLUX_MU`, or
+            `DPM`.
 
     Raises:
-        ValueError: For the first setting, in the order of `settings`, whose value is not accepted;
-            if all are, for the first of these two that is absent.
+        ValueError: For the first setting whose value is not accepted, or that is absent and must
+            not be.
     """
     for name, accepted in settings.items():
         if name in config and config[name] not in accepted:

@@ -43,29 +43,27 @@ def trajectory(
 ) -> tuple[Float[Array, " b *latent"], Float[Array, " b states *latent"] | None]:
     """Integrates the flow from noise at the first sigma to clean latents at sigma 0.
 
-    At each step, the prediction `x0 = x - sigma v` is combined linearly with x and the two
-    predictions before it (zeros at the beginning), and noise is added if the step is stochastic;
-    the coefficients are a row of the schedule's table. The predictions of one segment are passed on
-    to the next. The state is float32, whatever precision a velocity is computed in. For use under
-    jit.
+    Each step computes `x_next = a x + b x0[i] + c x0[i - 1] + d x0[i - 2] + e noise`, where (a, b,
+    c, d, e) is a row of the schedule's table and `x0[i] = x - sigma v` the prediction at step i
+    (zeros before the first step). The latents are float32, whatever precision a velocity is
+    computed in. For use under jit.
 
     Args:
-        segments: Pairs (velocity field, schedule), followed one after another. A field maps the
-            latents and the timestep of the schedule (a scalar in 0 to 1000) to velocities `noise -
-            x0` in the shape of the latents and of any float dtype. Each segment is a scan of its
-            own.
+        segments: Pairs (velocity field, schedule), whose steps are taken one after another. A field
+            maps the latents and the timestep of the schedule (a scalar in 0 to 1000) to velocities
+            `noise - x0` in the shape of the latents and of any float dtype.
         noise: The latents at the first sigma, float32.
         seeds: One seed per latent, the two words of a key. The noise of stochastic steps is drawn
-            from the stream "solver" of each seed; deterministic steps do not need it.
-        recorded_steps: How many stochastic steps are recorded, from the first one on. They must
-            follow each other without deterministic steps in between. More than 0 keeps the states
-            of all steps in memory until the end. If no step is stochastic, the first steps are
-            recorded. It must not exceed the number of all steps.
+            from the stream "solver" of each seed.
+        recorded_steps: How many steps to record, from the first step that adds noise on (from step
+            0 if none does), at most as many as follow. If above 0, the latents of all steps are
+            kept in memory until the end.
 
     Returns:
-        The clean latents, float32, of the shape of `noise`, and the `recorded_steps` + 1 states
-        before and after the recorded steps in their order, float32, or None if `recorded_steps` is
-        0. Velocities that are not finite make the latents of their sample non-finite.
+        The clean latents, float32, of the shape of `noise`; and the latents before the first
+        recorded step and after each recorded step, float32, in that order, or None if
+        `recorded_steps` is 0. Velocities that are not finite make the latents of their sample
+        non-finite.
     """
 
     def step(velocity, carry, inputs):
@@ -104,13 +102,16 @@ def trajectory(
 def _solver_noise(
     seeds: UInt32[Array, "b 2"], weights: Float[Array, " draws"], shape: tuple[int, ...]
 ) -> Float[Array, "b ..."]:
-    """Returns a weighted sum of numbered standard normal draws for each seed, float32 [b, *shape].
+    """Computes the noise of one solver step: for each seed, a weighted sum of standard normal
+    draws.
 
     Args:
-        seeds: One seed per sample. Draw number i comes from its stream "solver".
-        weights: The weight of each numbered draw; index i is the number of the draw. Draws of
-            weight 0 are not computed.
+        seeds: One seed per sample. Each has numbered draws in its stream "solver".
+        weights: The weight of draw 0, 1, and so on. Draws of weight 0 are not computed.
         shape: The shape of one sample, without the batch axis.
+
+    Returns:
+        The noise, float32 [b, *shape].
     """
 
     def add(i, total):

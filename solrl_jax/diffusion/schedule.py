@@ -31,16 +31,16 @@ class Schedule:
             x0[i] + c x0[i - 1] + d x0[i - 2] + e noise`, where x0[i] is the prediction `x - sigma
             v` at step i. Column 4, e, is the standard deviation of the noise that a step adds; 0
             for a deterministic step.
-        noise_weights: For each step, the weights of the numbered noise draws of a seed whose sum is
-            its noise. A row has unit norm, or is zero if the step needs no noise. The number of
-            draws is the number of steps of the full schedule, which may differ from `steps`.
+        noise_weights: How each step makes its noise from the numbered standard normal draws of a
+            seed: as their sum with the weights of its row, which has norm 1 (or is zero for a step
+            without noise). Usually step i has draw i alone; a coarse schedule combines the draws of
+            the full one, so that one seed gives both the same noise.
         embedded_guidance: The guidance scale given as an input to networks that embed it (FLUX.1),
             a scalar. Other networks ignore it.
         guidance_scale: The scale of classifier-free guidance (arXiv 2207.12598), a scalar. Ignored
             unless `guided`.
         guided: Whether classifier-free guidance is applied, so that each step evaluates the network
-            twice. As in the pipelines of diffusers, it is for scales above 1 only. Static under
-            jit.
+            twice: as in diffusers, for scales above 1. Static under jit.
     """
 
     sigmas: Float[Array | np.ndarray, " steps"]
@@ -64,9 +64,8 @@ class Schedule:
     ) -> "Schedule":
         """Builds the schedule that a configuration asks for, with any number of steps.
 
-        With fewer steps than `rollout.num_steps`, the schedule adds the same noise as the full one
-        between the same sigmas, so that one seed follows one Brownian path on both. With more
-        steps, the schedule is its own full schedule: each step has a noise draw of its own.
+        The full schedule is that with `rollout.num_steps` steps. One with fewer steps adds the same
+        noise between the same sigmas for the same seed. One with more steps draws other noise.
 
         Args:
             rollout: The section `rollout` of the configuration: `schedule` and `shift` give the
@@ -78,10 +77,10 @@ class Schedule:
                 `rollout.guidance_scale` is then that input, and classifier-free guidance is
                 `rollout.true_cfg_scale`. Otherwise `rollout.guidance_scale` is classifier-free
                 guidance, and `rollout.true_cfg_scale` has no effect.
-            noise_start: The first step of the full schedule (counted from 0) that adds noise, if
-                `rollout.noise_level` is above 0. The `rollout.sde_window_size` steps from there add
-                noise, or all that follow if that is None or 0; the last step of a schedule never
-                does. None: no step does.
+            noise_start: Where noise is added, if `rollout.noise_level` is above 0: at
+                `rollout.sde_window_size` steps of the full schedule from step `noise_start`
+                (counted from 0) on; without a window size (None or 0), at all steps from there on.
+                The last step never adds noise. None: no step does.
             mu: (number of steps, number of tokens) -> the logarithm of the shift of the "flux"
                 schedule. None uses the formula of FLUX.1 (`sigmas.flux_mu`). Other schedules do not
                 call it.
@@ -131,8 +130,9 @@ class Schedule:
         embedded_guidance: float,
         guidance_scale: float,
     ) -> "Schedule":
-        """Builds a schedule from its sigmas and solver coefficients. Each stochastic step has a
-        noise draw of its own. Nothing is checked.
+        """Builds a schedule from its sigmas and solver coefficients. Nothing is checked.
+
+        Step i uses the noise draw number i of a seed, if it adds noise.
 
         Args:
             sigmas: The `steps` + 1 noise levels, decreasing, the last one 0.
@@ -162,10 +162,9 @@ class Schedule:
         return len(self.sigmas)
 
     def with_sigmas(self, sigmas: Sigmas, table: Table) -> "Schedule":
-        """Returns the schedule with the same guidance on other sigmas.
+        """Returns a schedule with other sigmas and coefficients, and the guidance of this one.
 
-        Its timesteps are 1000 times the sigmas, whatever they were before, and each stochastic step
-        has a noise draw of its own. This schedule is not changed.
+        Its timesteps are 1000 times the sigmas, and step i uses the noise draw number i of a seed.
 
         Args:
             sigmas: The noise levels, decreasing, the last one 0. There may be more or fewer than in

@@ -45,7 +45,7 @@ def prompt_uid(prompt: str) -> int:
 
 
 def stream(key: Array, name: str) -> Array:
-    """Derives the key of a stream.
+    """Derives the key of a stream: the random numbers that a run or a candidate has for one use.
 
     Args:
         key: The key of a run or of a candidate, a typed key of `jax.random`.
@@ -61,11 +61,14 @@ def stream(key: Array, name: str) -> Array:
 
 
 def key(run_seed: int | Int[Array, ""], name: str) -> Array:
-    """Returns the root key of a stream of a run, a typed key of `jax.random`.
+    """Returns the key from which a run draws the random numbers for one use (stream).
 
     Args:
         run_seed: The seed in the configuration of the run, from 0 to 2**31 - 1. It may be traced.
         name: The name of the stream, a key of `STREAMS` such as "candidate" or "adapters".
+
+    Returns:
+        A typed key of `jax.random`.
 
     Raises:
         KeyError: If there is no stream of that name.
@@ -85,8 +88,8 @@ def candidate_seeds(
 
     Args:
         run_seed: The seed in the configuration of the run.
-        name: The stream of the run, a key of `STREAMS`: "candidate", "evaluation", "ranking" or
-            "calibration seeds". Static.
+        name: What the candidates are for, which gives other seeds for each use: "candidate"
+            (training), "evaluation", "ranking" or "calibration seeds". Static.
         iteration: The number of the iteration, from 1; 0 for uses outside the iterations.
         prompt_uids: The `prompt_uid` of each of the p prompts.
         candidates: The indices of the n candidates within each prompt, from 0.
@@ -112,17 +115,16 @@ def normal(
     shape: tuple[int, ...],
     draw: int | Int[Array, ""] | Int[Array | np.ndarray, " b"] | None = None,
 ) -> Float[Array, "b ..."]:
-    """Draws standard normal numbers from one stream of each seed.
+    """Draws standard normal numbers for one use (stream) of each seed.
 
     Args:
         seeds: The b seeds, the two words of a threefry key per row.
-        name: The stream of the seed to draw from: "initial" (latents to start from), "solver"
-            (stochastic steps), "sigmas", "training" (noise of the update), "calibration" or
-            "reference".
+        name: The use: "initial" (latents to start from), "solver" (stochastic steps), "sigmas",
+            "training" (noise of the update), "calibration" or "reference".
         shape: The shape of the numbers of one seed.
         draw: The number of the draw, for a stream that is drawn from several times: one number for
-            all seeds, or one per seed. None for a stream that is drawn from once; its numbers
-            differ from draw 0 of that stream.
+            all seeds, or one per seed; other numbers give other results. None for a stream that is
+            drawn from once (it is not the same as 0).
 
     Returns:
         An array of float32 with shape [b, *shape]. A row depends on its own seed alone.

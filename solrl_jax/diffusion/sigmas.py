@@ -33,7 +33,7 @@ def shift_sigmas(sigmas: Float[np.ndarray, " n"], shift: float) -> Float[np.ndar
 
 
 def stretch_to_terminal(sigmas: Sigmas, terminal: float | None) -> Sigmas:
-    """Stretches sigmas so that the lowest one before the final 0 is a given one. 1 stays 1.
+    """Stretches sigmas linearly about 1, so that the lowest one before the final 0 is a given one.
 
     Args:
         sigmas: Noise levels, the first one 1 and the last one 0.
@@ -49,17 +49,15 @@ def stretch_to_terminal(sigmas: Sigmas, terminal: float | None) -> Sigmas:
 
 
 def sd3(steps: int, shift: float, train_timesteps: int = 1000) -> Sigmas:
-    """The default schedule of the released SD3 scheduler.
+    """The sigmas of the released SD3 scheduler when it is given a number of steps alone.
 
-    The sigmas are evenly spaced between ends that are already shifted, and then shifted a second
-    time.
+    It shifts twice (by `k s / (1 + (k - 1) s)`): first 1 and 1 / `train_timesteps`, the ends
+    between which the sigmas are evenly spaced, and then all sigmas.
 
     Args:
         steps: Number of solver steps, at least 1. One step goes from 1 to 0.
-        shift: The factor k in `k s / (1 + (k - 1) s)`, above 0, by which a sigma s is shifted. SD3
-            was released with 3.
+        shift: The factor k of the shift, above 0. SD3 was released with 3.
         train_timesteps: Number of timesteps that the scheduler was configured with for training.
-            The lowest sigma before the final 0 is 1 / `train_timesteps`, shifted twice.
 
     Returns:
         `steps` + 1 sigmas, float64, from 1 down to 0.

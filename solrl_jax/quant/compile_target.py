@@ -27,23 +27,23 @@ def platform() -> str:
 
 
 def triton_converts_fp8() -> bool:
-    """Whether Triton kernels can convert to FP8.
+    """Whether Triton kernels can convert to FP8, judged by the first device of JAX.
 
     Returns:
-        False if the first device of JAX is an NVIDIA GPU older than Ada (compute capability below
-        8.9). True otherwise, also without any GPU: programs for a described GPU are taken to be for
-        a newer one.
+        False if that is an NVIDIA GPU older than Ada (compute capability below 8.9). True
+        otherwise, also without a GPU: a GPU that programs are only compiled for is taken to be
+        newer.
     """
     return not _local_gpu_older_than(8.9)
 
 
 def cudnn_attends_in_fp8() -> bool:
-    """Whether cuDNN's FP8 attention is available.
+    """Whether the program that is traced can use cuDNN's FP8 attention.
 
     Returns:
-        True if the program is traced for a GPU (`platform`) and the first device of JAX is not an
-        NVIDIA GPU older than Hopper (compute capability below 9.0). A described GPU is taken to be
-        new enough.
+        True if it is traced for a GPU (`platform`), unless the first device of JAX is an NVIDIA GPU
+        older than Hopper (compute capability below 9.0). A GPU that programs are only compiled for
+        is taken to be newer.
     """
     return platform() == "gpu" and not _local_gpu_older_than(9.0)
 

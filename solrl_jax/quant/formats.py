@@ -183,23 +183,22 @@ def scoring_dtypes(
     """The dtypes that images are decoded and scored in.
 
     Args:
-        name: "fp32", "half" or "auto". "half" decodes in BF16, whose range the autoencoder needs,
-            and multiplies in FP16 in reward networks, which has three more bits of precision (BF16
-            on TPUs, which have no FP16). "fp32" decodes and scores in float32. "auto" is "half" if
-            `precision` is "bf16" and `device` computes in BF16: TPUs, and NVIDIA GPUs from compute
-            capability 8.0. Otherwise "auto" decodes in the dtype that the autoencoder was released
-            for, and scores in float32. Other names are not refused and act as this last case.
+        name: "fp32" decodes and scores in float32. "half" decodes in BF16 and scores in FP16 (BF16
+            on TPUs, which have no FP16). "auto" is "half" if `precision` is "bf16" and the device
+            computes in BF16 (TPUs, and NVIDIA GPUs from compute capability 8.0); otherwise it
+            decodes in the dtype that the autoencoder was released for and scores in float32.
         precision: The training precision, "bf16" or "fp32". It matters only for "auto".
         device: The device that decodes and scores.
 
     Returns:
-        The dtype of the decoder (None: the dtype that the autoencoder was released for), and the
-        dtype of the matmuls in reward networks.
+        A pair: the dtype of the decoder (None: that which the autoencoder was released for), and
+        the dtype of the matmuls in reward networks.
     """
     # Ampere and later GPUs, and TPUs. CPUs are slower in BF16 than in float32.
     has_bf16_units = device.is_cuda_from((8, 0)) or device.platform == "tpu"
     if name == "half" or (name == AUTO and precision == "bf16" and has_bf16_units):
         bf16 = jnp.dtype(jnp.bfloat16)
+        # The autoencoder needs the range of BF16. FP16 has three more bits of precision.
         return bf16, bf16 if device.platform == "tpu" else jnp.dtype(jnp.float16)
     float32 = jnp.dtype(jnp.float32)
     return float32 if name == "fp32" else None, float32

@@ -49,11 +49,11 @@ class FP8Tensor(QuantizedWithInput):
     scales: Float[Array, "... n_out"]
 
     def lazy_matmul(self, x: LazyActivation) -> LazyActivation:
-        """`x @ w` with both operands in FP8. The reader of the result applies the scales.
+        """`x @ w` with both operands in FP8.
 
         The rows of `x` are quantized by `encode`, once for all matmuls that read `x`. Sums are
-        accumulated in float32 (on Hopper with fast accumulation), and the unscaled result has the
-        dtype of `x`.
+        accumulated in float32 (on Hopper with fast accumulation) and written in the dtype of `x`.
+        The scales of rows and columns are applied by the kernel that reads the lazy result.
 
         Args:
             x: The input [b, s, in]. The leaf must hold a single matrix.
@@ -103,13 +103,14 @@ def encode(
     nearest, ties to even.
 
     Args:
-        parts: Float32 arrays [..., n_i] that lie side by side along the last axis. At least one.
+        parts: The columns of the rows as one or more float32 arrays [..., n_i], the first columns
+            first.
 
     Returns:
-        Two lists: the codes of each part, float8_e4m3fn [..., n_i]; and, as a list of one array,
-        the scales of the rows [..., 1], float32. A row whose scale would be subnormal (below
-        2^-126), also a row of zeros, has zero codes. A row with a NaN or an infinity has a
-        non-finite scale, so that its matmul is NaN.
+        A pair (codes, scales). The codes are a list with one array per part, float8_e4m3fn [...,
+        n_i]. The scales are a list of one array [..., 1], float32. A row of zeros (or whose scale
+        would be below 2^-126) has zero codes. A row with a NaN or an infinity has a non-finite
+        scale, so that its matmul is NaN.
     """
     scale = row_amax(parts) / E4M3_MAX
     divisor = jnp.where(scale >= SMALLEST_SCALE, scale, jnp.inf)

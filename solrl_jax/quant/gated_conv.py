@@ -18,22 +18,21 @@ def gated_conv(
     kernel: Float[Array, "3 3 1 c"],
     bias: Float[Array, " c"],
 ) -> Float[Array, "b n c/2"]:
-    """Computes `y * silu(g)`; y and g are the halves of the depthwise convolution of `silu(x)`.
+    """Computes `y * silu(g)`, where y and g are the first and the second half of the channels of
+    `conv(silu(x)) + bias`, a depthwise 3x3 convolution.
 
     `silu` and the convolution are computed in float32; results of each are rounded to the dtype of
     `x`.
 
     Args:
-        x: The pixels [b, n, c], in raster order, as one lazy part. c is even. The first of its
-            arrays is the result of a matmul over all c channels (or a view of its columns), which a
-            TPU writes to memory.
+        x: The pixels [b, n, c], in raster order; c is even. On a TPU it must be one lazy part, and
+            the first of its arrays a matmul over all c channels, which is then written to memory.
         grid: The number of rows and of columns of the n pixels; their product is n.
         kernel: The filters [3, 3, 1, c] of the convolution, which has stride 1 and zero padding.
         bias: The bias [c] of the convolution.
 
     Returns:
-        The gated pixels [b, n, c / 2] in the dtype of `x`: y is the first half of the channels, g
-        the second.
+        The gated pixels [b, n, c / 2] in the dtype of `x`.
 
     Raises:
         ValueError: On a TPU, if `x` has several parts, as after `LazyActivation.concat`.
@@ -49,12 +48,14 @@ def gated_conv(
 
 
 def _materialize_matmul(x: LazyActivation, grid: tuple[int, int]) -> LazyActivation:
-    """Makes a TPU write the first array of an activation, a matmul, as images in its own dtype.
+    """Makes XLA write the matmul that an activation begins with to memory, in the matmul's own
+    dtype.
 
-    XLA would write it in float32, and copy it. An optimization barrier prevents that.
+    By itself, XLA would write it in float32 and copy it on a TPU. An optimization barrier on the
+    array as images [b, rows, columns, c] prevents that.
 
     Args:
-        x: The activation [b, n, c] as one lazy part.
+        x: The activation [b, n, c] as one lazy part, whose first array is the result of a matmul.
         grid: The number of rows and of columns of the n pixels.
 
     Returns:
@@ -89,11 +90,6 @@ def depthwise_conv(
 ) -> Float[Array, "b h w c"]:
     """A convolution with one filter per channel, stride 1 and zero padding.
 
-    On CPUs and GPUs, it is a sum of shifted products, which XLA fuses into one pass over memory.
-    XLA's grouped convolution is far slower on CPU, above all its gradient. On a TPU, BF16 images
-    take the grouped convolution: a third of the cycles of the sum (by the compiler's count) and two
-    thirds of its memory traffic.
-
     Args:
         x: The images [b, h, w, c].
         kernel: The filters [k, k, 1, c]; k is odd. As usual for networks, they are not flipped.
@@ -101,11 +97,14 @@ def depthwise_conv(
 
     Returns:
         The convolved images [b, h, w, c] in the dtype of `x`, computed in float32 and rounded once.
-        With BF16 images on a TPU, the filters are rounded to BF16 first.
+        With BF16 images on a TPU, which take XLA's grouped convolution, the filters are rounded to
+        BF16 first.
     """
     # in float32, rounded once: in BF16, rounding each product takes 2.5 times as long on CPU
     x32 = x.astype(jnp.float32)
     kernel32 = kernel.astype(jnp.float32)
+    # On CPU, XLA's grouped convolution is far slower than the sum, above all its gradient. On a TPU
+    # it takes a third of the cycles (by the compiler's count) and two thirds of the memory traffic.
     if compile_target.platform() == "tpu" and x.dtype == jnp.bfloat16:
         y = conv_by_groups(x32, kernel32)
     else:

@@ -53,17 +53,17 @@ class INT8Tensor(QuantizedWithInput):
     def lazy_matmul(self, x: LazyActivation) -> LazyActivation:
         """`x @ w` with both operands in INT8, accumulated in INT32.
 
-        The rows of `x` are quantized by `encode`, once for all matmuls that read `x`. The scales
-        are applied to the sums in float32, in the fusion of the matmul where the compiler has one,
-        and the result is rounded to the dtype of `x`.
+        The rows of `x` are quantized by `encode`, once for all matmuls that read `x`. The scales of
+        rows and columns are applied to the sums in float32, and the result is rounded to the dtype
+        of `x`.
 
         Args:
             x: The input [b, s, in]. The leaf must hold a single matrix.
 
         Returns:
-            A lazy activation [b, s, out] in the dtype of `x`, marked as not exact: an array,
-            complete on every device of the mesh axis `tensor`. Rows with a non-finite input value
-            become NaN or infinite.
+            The result [b, s, out] in the dtype of `x`, as a lazy activation that is an array
+            already. It is complete on every device of the mesh axis `tensor`. Rows with a
+            non-finite input value become NaN or infinite.
         """
         codes, scales = x.encode(encode)
         sums = jax.lax.dot_general(
@@ -108,15 +108,17 @@ def encode(
 ) -> tuple[list[Int8[Array, "..."]], list[Float[Array, "..."]]]:
     """Quantizes rows to INT8 (an encoder for `LazyActivation.encode`).
 
+    The scale of a row is its largest magnitude over all parts, divided by 127.
+
     Args:
-        parts: Float32 arrays [..., n_i] that lie side by side along the last axis. At least one.
+        parts: The columns of the rows as one or more float32 arrays [..., n_i], the first columns
+            first.
 
     Returns:
-        Two lists: the codes of each part, int8 [..., n_i]; and, as a list of one array, the scales
-        of the rows [..., 1], float32. The scale of a row is its largest magnitude over all parts,
-        divided by 127. A row whose scale would be subnormal (below 2^-126), also a row of zeros,
-        has zero codes. A row that contains an infinite number or NaN has a scale that is not
-        finite, and codes without a meaning.
+        A pair (codes, scales). The codes are a list with one array per part, int8 [..., n_i]. The
+        scales are a list of one array [..., 1], float32. A row of zeros (or whose scale would be
+        below 2^-126) has zero codes. A row with a NaN or an infinity has a non-finite scale, and
+        codes without a meaning.
     """
     amax = row_amax(parts)
     scale = amax / CODE_MAX
@@ -127,13 +129,14 @@ def encode(
 
 
 def _round(x: Float[Array, "..."]) -> Int8[Array, "..."]:
-    """Rounds to the nearest integer, ties to even, by the rounding of a float32 sum.
+    """Rounds to the nearest integer, ties to even, without a rounding instruction, which Triton
+    lacks.
 
-    Triton has no instruction for it. The last bits of `x + ROUNDER` are the integer.
+    Adding `ROUNDER` in float32 rounds, and the last bits of the sum are the integer.
 
     Args:
-        x: Float32 numbers from -127 to 127, up to rounding. The result is arbitrary for all others
-            and for NaN.
+        x: Float32 numbers from -127 to 127 (or beyond by a rounding error). The result for others
+            and for NaN is arbitrary.
 
     Returns:
         The integers, int8, of the shape of `x`.

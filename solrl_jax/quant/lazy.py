@@ -94,9 +94,9 @@ class LazyPart:
             n may also be 1 (broadcast), and each array may have a width n of its own.
         exact: Whether the part contains no quantized matmul. An exact part is computed in the
             dtypes of its arrays, as in the released networks. Other parts are computed in float32.
-        start: The first row of the first array that the part uses; the rows before it are skipped.
-            It has no effect if `stop` is None. The other arrays are used from their first row on.
-        stop: The row of the first array after the last one that the part uses. None uses all rows.
+        start: With `stop`, the rows `start` to `stop` of the first array that the part uses; row
+            `start` meets row 0 of the other arrays. Ignored if `stop` is None.
+        stop: The row of the first array after the last one that is used. None uses all rows.
     """
 
     function: Callable[..., Array]
@@ -125,14 +125,14 @@ class LazyPart:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LazyActivation:
-    """An activation [b, s, n] that need not exist in memory.
+    """An activation [b, s, n] that need not exist in memory: it is computed by what reads it.
 
     Its value and its encodings are computed when they are first read, and then kept. Two
     activations are equal only if they are the same object.
 
     Attributes:
-        parts: The columns of the activation, as one or more parts that lie side by side along the
-            last axis.
+        parts: The columns of the activation, from the first on, in one or more parts. Each is a
+            function with the arrays that it is computed from. Usually there is one.
         dtype: The dtype of the activation once it is materialized.
     """
 
@@ -152,15 +152,14 @@ class LazyActivation:
 
         Args:
             x: The array [b, s, n].
-            rows: The first row (along s) to read and the row after the last one. None reads all
-                rows.
+            rows: The range of rows (along s) that the activation consists of: the first one, and
+                the one after the last. None takes all rows.
             dtype: The dtype of the activation. None: the dtype of `x`.
             exact: Whether `x` was computed without a quantized matmul. Activations that are not
                 exact are computed further in float32.
 
         Returns:
-            The lazy activation [b, rows, n] with one part, whose value is the chosen rows of `x`,
-            cast to `dtype`.
+            The lazy activation, whose value is the rows of `x`, cast to `dtype`.
         """
         return cls((LazyPart(_identity, (x,), exact, *(rows or ())),), dtype or x.dtype)
 
@@ -295,27 +294,25 @@ class LazyActivation:
 
     @cached_property
     def _encodings(self) -> dict[Encode, tuple[Array, ...]]:
-        """The outputs of the encoders that have run on this activation. `encode` fills it.
-
-        The keys are the encoder functions; a value is the tuple of arrays [b, s, m] that `encode`
-        returned. Empty at first.
+        """The outputs of the encoders that have run on this activation, filled by `encode`: by the
+        encoder function, the tuple of arrays [b, s, m]. Empty at first.
         """
         return {}
 
     def encode(self, encode: Encode) -> tuple[Array, ...]:
-        """Encodes the rows of the activation in one pass over memory.
+        """Encodes the rows of the activation, for example as codes and scales, in one pass over
+        memory.
 
-        All parts are computed in float32 for it, also exact ones. No gradient may be taken of it.
+        The rows are computed in float32. No gradient may be taken of it.
 
         Args:
-            encode: The encoder, for example `solrl_jax.quant.nvfp4.encode`: a function from the
-                parts of rows, float32 arrays side by side, to a tuple of outputs (such as codes and
-                scales), each a list of arrays side by side. Outputs are kept by this function
-                object: a new object encodes anew.
+            encode: The encoder, such as `solrl_jax.quant.nvfp4.encode`: from the columns of rows
+                (float32 arrays, the first columns first) to a tuple of outputs (such as codes and
+                scales), each again a list of arrays with the first columns first.
 
         Returns:
-            The outputs of the encoder, each [b, s, m] with the parts joined along the last axis.
-            They are computed once per encoder and kept, however many matmuls read them.
+            The outputs of the encoder, each one array [b, s, m]. They are computed once per encoder
+            (by the identity of the function) and kept, however many matmuls read them.
         """
         if encode not in self._encodings:
             if compile_target.platform() == "tpu" and tpu_kernel_takes(encode, self):
@@ -336,10 +333,8 @@ def materialize_heads(
 ) -> Float[Array, "b s n head"]:
     """Writes activations to memory as one sequence of attention heads.
 
-    If any of the activations contains a quantized matmul, all are computed in float32: in CUDA
-    programs by one kernel that writes all of them (`encode_in_one_pass`), elsewhere by plain JAX
-    operations. Otherwise each is computed by plain JAX operations, cast to its own dtype, and then
-    to `dtype`.
+    Activations without a quantized matmul are computed in their own dtypes, by plain JAX
+    operations. If one has a quantized matmul, all are computed in float32, on CUDA by one kernel.
 
     Args:
         pieces: At least one activation [b, s_i, n * head_dim]. They follow each other along the
@@ -383,24 +378,24 @@ def cast_saturating(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
 
 
 def cast_rows(dtype: Any, parts: Sequence[Array]) -> tuple[list[Array]]:
-    """An encoder for `LazyActivation.encode` whose single output is the rows themselves.
+    """An encoder for `LazyActivation.encode` that only casts the rows.
 
     Args:
         dtype: The dtype of the output. Casts to FP8 saturate.
-        parts: Float32 arrays [..., n_i] that lie side by side.
+        parts: The columns of the rows as float32 arrays [..., n_i], the first columns first.
 
     Returns:
-        A tuple of one list: each part, cast to `dtype`.
+        A tuple with its single output, a list: each part, cast to `dtype`.
     """
     return ([cast_saturating(x, dtype) for x in parts],)
 
 
 def row_amax(parts: Sequence[Float[Array, "..."]]) -> Float[Array, "..."]:
-    """The largest magnitude of each row, over several arrays that lie side by side.
+    """The largest magnitude of each row, over the arrays that hold its columns.
 
     Args:
-        parts: At least one float32 array [..., n_i], n_i at least 1. The leading axes of all are
-            equal.
+        parts: The columns of the rows as one or more float32 arrays [..., n_i], n_i at least 1,
+            with equal leading axes.
 
     Returns:
         The maxima [..., 1], float32. A row with a NaN gives NaN.
@@ -415,17 +410,18 @@ def row_amax(parts: Sequence[Float[Array, "..."]]) -> Float[Array, "..."]:
 def encode_in_one_pass(encode: Encode, pieces: Sequence[LazyActivation]) -> tuple[Array, ...]:
     """Encodes the rows of activations that follow each other along the sequence axis.
 
+    CUDA programs use a Triton kernel, in which each device encodes its own rows of the batch. Other
+    platforms use plain JAX, and so do GPUs older than Ada for outputs in FP8, which their Triton
+    cannot write.
+
     Args:
-        encode: The encoder. It gets a list of float32 arrays that are the columns of the rows, side
-            by side: their widths add up to n. It returns a tuple of outputs, each such a list whose
+        encode: The encoder: from the columns of rows (float32 arrays [..., n_i] whose widths add up
+            to n, the first columns first) to a tuple of outputs, each again a list of arrays whose
             widths add up to the m of that output.
         pieces: At least one activation [b, s_i, n], all of one batch b and one width n.
 
     Returns:
-        The outputs of the encoder, each [b, sum of s_i, m]. CUDA programs compute them with
-        `triton_kernel` on each device's own rows of the batch, all others with `reference`. If the
-        first device of JAX is a GPU whose Triton cannot convert to FP8 (older than Ada), and an
-        output is an 8-bit floating-point array, `reference` computes them in CUDA programs, too.
+        The outputs of the encoder, each one array [b, sum of s_i, m].
     """
     parts = [x.parts for x in pieces]
 
@@ -445,16 +441,16 @@ def encode_in_one_pass(encode: Encode, pieces: Sequence[LazyActivation]) -> tupl
 
 
 def _encode_on_tpu(encode: Encode, x: LazyActivation) -> tuple[Array, ...]:
-    """Encodes the rows of an activation with `tpu_kernel`, each device its own rows.
+    """Encodes the rows of an activation with `tpu_kernel`, each device its own rows of the batch.
 
     Args:
-        encode: The encoder. It gets a list of float32 arrays that are the columns of the rows, side
-            by side: their widths add up to n. It returns a tuple of outputs, each such a list whose
+        encode: The encoder: from the columns of rows (float32 arrays [..., n_i] whose widths add up
+            to n, the first columns first) to a tuple of outputs, each again a list of arrays whose
             widths add up to the m of that output.
         x: An activation for which `tpu_kernel_takes` is True.
 
     Returns:
-        The outputs of the encoder, each [b, s, m].
+        The outputs of the encoder, each one array [b, s, m].
     """
 
     def kernel_on(*arrays: Array) -> tuple[Array, ...]:
@@ -465,14 +461,14 @@ def _encode_on_tpu(encode: Encode, x: LazyActivation) -> tuple[Array, ...]:
 
 
 def _arrays(pieces: Sequence[Sequence[LazyPart]]) -> list[Array]:
-    """The arrays in memory that the parts of all pieces read, in order; whole ones for views.
+    """Lists the arrays in memory that the parts of some activations are computed from.
 
     Args:
         pieces: For each of several activations, its parts.
 
     Returns:
-        A flat list: piece by piece, part by part, array by array. A `ColumnView` gives the array
-        that it views. Arrays that several parts read are repeated.
+        A flat list: activation by activation, part by part, array by array. A `ColumnView` gives
+        the whole array that it views. Arrays that several parts read are repeated.
     """
     arrays = [x for parts in pieces for part in parts for x in part.arrays]
     return [x.array if isinstance(x, ColumnView) else x for x in arrays]
@@ -481,12 +477,12 @@ def _arrays(pieces: Sequence[Sequence[LazyPart]]) -> list[Array]:
 def _replace_arrays(
     pieces: Sequence[Sequence[LazyPart]], arrays: Iterator[Array]
 ) -> list[list[LazyPart]]:
-    """Returns copies of parts that read other arrays.
+    """Returns copies of parts that are computed from other arrays.
 
     Args:
         pieces: For each of several activations, its parts.
-        arrays: The new arrays, in the order of `_arrays`. The iterator is advanced by as many as
-            the parts read.
+        arrays: The new arrays, in the order of `_arrays`. As many as needed are taken from the
+            iterator.
 
     Returns:
         The parts of each activation, with their functions and ranges of rows kept. A `ColumnView`
@@ -505,18 +501,19 @@ def _replace_arrays(
 
 
 def reference(encode: Encode, pieces: Sequence[Sequence[LazyPart]]) -> tuple[Array, ...]:
-    """Computes what `triton_kernel` computes, in plain JAX and in float32.
+    """Computes the rows of activations and encodes them, in plain JAX and in float32. The kernels
+    compute the same.
 
     Args:
-        encode: The encoder. It gets a list of float32 arrays that are the columns of the rows, side
-            by side: their widths add up to n. It returns a tuple of outputs, each such a list whose
+        encode: The encoder: from the columns of rows (float32 arrays [..., n_i] whose widths add up
+            to n, the first columns first) to a tuple of outputs, each again a list of arrays whose
             widths add up to the m of that output.
         pieces: The parts of each activation, at least one. Activations follow each other along the
             sequence axis.
 
     Returns:
-        The outputs of the encoder, each [b, s, m], where s is the number of rows of all pieces
-        together.
+        The outputs of the encoder, each one array [b, s, m], where s is the number of rows of all
+        activations together.
     """
     encoded = [encode([part.compute(jnp.float32) for part in parts]) for parts in pieces]
     outputs = []
@@ -529,22 +526,23 @@ def reference(encode: Encode, pieces: Sequence[Sequence[LazyPart]]) -> tuple[Arr
 def triton_kernel(
     encode: Encode, pieces: Sequence[Sequence[LazyPart]], *, interpret: bool = False
 ) -> tuple[Array, ...]:
-    """Computes and encodes every row in one pass over memory.
+    """Computes the rows of activations and encodes them, in one pass over memory on a GPU.
 
     One Triton program handles one row, in float32. Also silences JAX's deprecation warning of
     Pallas for Triton in this process.
 
     Args:
-        encode: The encoder: from float32 arrays side by side along the last axis, the parts of a
-            row, to a tuple of outputs, each a list of arrays. Parts are padded with zeros to a
-            power of two, which must not change what it makes of the values before the padding.
+        encode: The encoder: from the columns of a row (float32 arrays, one per part, the first
+            columns first) to a tuple of outputs, each again a list of arrays. The columns of each
+            part come padded with zeros to a power of two; the padding must not change the outputs
+            of the others.
         pieces: The parts of each activation, at least one. Activations follow each other along the
             sequence axis, and all have one batch and one width.
         interpret: Whether to run the kernel in Pallas' interpreter, which needs no GPU.
 
     Returns:
-        The outputs of the encoder, each [b, s, m], where s is the number of rows of all pieces
-        together.
+        The outputs of the encoder, each one array [b, s, m], where s is the number of rows of all
+        activations together.
     """
     from jax.experimental import pallas as pl  # imported here because the import takes a second
     from jax.experimental.pallas import triton as plgpu
@@ -623,9 +621,9 @@ def _encode_row(
     """Runs inside the kernel: computes one row of an activation, encodes it, and stores it.
 
     Args:
-        encode: The encoder: from float32 rows [n] side by side, padded with zeros to powers of two,
-            to a tuple of outputs, each a list of arrays.
-        parts: The parts of the activation, side by side.
+        encode: The encoder: from the columns of the row (float32 arrays [n], padded with zeros to
+            powers of two) to a tuple of outputs, each a list of arrays.
+        parts: The parts of the activation, the first columns first.
         widths: The number of columns of each part.
         inputs: For each part, references [n] to one row of each of its arrays.
         results: References [m] to one row of each output of the encoder, which are written.
@@ -669,13 +667,12 @@ def tpu_kernel_takes(encode: Encode, x: LazyActivation) -> bool:
     """Whether `tpu_kernel` can encode an activation.
 
     Args:
-        encode: The encoder, a function from parts of rows to outputs. Its outputs must be of dtypes
-            that all TPUs compute with: INT8, BF16 or float32. Those of NVFP4 and FP8 are not.
-        x: The activation. All of its parts but the last must have a multiple of `LANES` (128)
-            columns.
+        encode: The encoder that would run.
+        x: The activation.
 
     Returns:
-        True if the outputs have such dtypes and the parts such widths; otherwise False.
+        True if the encoder's outputs are INT8, BF16 or float32 (not those of NVFP4 and FP8), and
+        all parts of the activation but the last have a multiple of `LANES` (128) columns.
     """
     widths = [jax.eval_shape(part.compute).shape[-1] for part in x.parts]
     outputs = jax.eval_shape(lambda: reference(encode, [x.parts]))
@@ -687,18 +684,19 @@ def tpu_kernel_takes(encode: Encode, x: LazyActivation) -> bool:
 def tpu_kernel(
     encode: Encode, parts: Sequence[LazyPart], *, interpret: bool = False
 ) -> tuple[Array, ...]:
-    """Computes and encodes every row in one pass over memory, on a TPU.
+    """Computes the rows of an activation and encodes them, in one pass over memory on a TPU.
 
     One step of the kernel handles up to `TPU_ROWS` rows of one sample, in float32.
 
     Args:
-        encode: The encoder: from float32 blocks [rows, n] side by side to a tuple of outputs, each
-            a list of arrays, in INT8, BF16 or float32.
+        encode: The encoder: from the columns of a block of rows (float32 arrays [rows, n], one per
+            part, the first columns first) to a tuple of outputs, each again a list of arrays, in
+            INT8, BF16 or float32.
         parts: The parts of the activation. The widths of all but the last are multiples of `LANES`.
         interpret: Whether to run the kernel in Pallas' interpreter, which needs no TPU.
 
     Returns:
-        The outputs of the encoder, each [b, s, m].
+        The outputs of the encoder, each one array [b, s, m].
     """
     from jax.experimental import pallas as pl  # imported here because the import takes a second
     from jax.experimental.pallas import tpu as pltpu
@@ -774,15 +772,16 @@ def tpu_kernel(
 
 
 def _in_whole_blocks(part: LazyPart) -> LazyPart:
-    """Copies the arrays of a part whose rows or columns do not start at a block of `tpu_kernel`.
+    """Copies those arrays of a part that `tpu_kernel` could not read in place.
+
+    It reads blocks of `TPU_ROWS` (128) rows, and views whose columns are a block (`_column_block`).
 
     Args:
         part: A part of an activation that `tpu_kernel` is to read.
 
     Returns:
-        A part that computes what `part` does. Column views that are no block (`_column_block`) are
-        copied to arrays. A range of rows is kept if it starts at a multiple of `TPU_ROWS` (128) and
-        has as many rows or more; otherwise its rows are copied to an array of their own.
+        A part with the same value. Other column views are copied to arrays; so is a range of rows
+        that does not start at a multiple of 128, or is shorter than that.
     """
     first, *others = (
         x.value if isinstance(x, ColumnView) and _column_block(x) is None else x

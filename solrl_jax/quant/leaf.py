@@ -57,8 +57,8 @@ class Leaf(abc.ABC):
     def lazy_matmul(self, x: LazyActivation) -> LazyActivation:
         """`x @ w` for a lazy activation and a single matrix.
 
-        This default materializes both the input and the output, and names the output "matmul" for
-        gradient checkpointing.
+        This default materializes both the input and the output. Gradient checkpointing knows the
+        output by the name "matmul".
 
         Args:
             x: The input [b, s, n_in], which need not be in memory. It is computed and kept.
@@ -148,7 +148,8 @@ class QuantizedWithInput(Quantized):
 def scale_lazily(
     y: Float[Array, "b s padded"], *scales: Float[Array, "..."], width: int
 ) -> LazyActivation:
-    """Multiplies the matmul of two code arrays by the scales of its operands.
+    """Multiplies the matmul of two code arrays by their scales, in the kernel that reads the
+    result.
 
     Args:
         y: The matmul of the codes [b, s, padded]. Columns from `width` on are padding, which is
@@ -158,9 +159,9 @@ def scale_lazily(
         width: The number of columns of the result.
 
     Returns:
-        A lazy activation [b, s, width] in the dtype of `y`, marked as not exact. The multiplication
-        happens in float32, in the kernel that reads it. `y` and the scales are gathered along their
-        last axes over the mesh axis `tensor`.
+        A lazy activation [b, s, width] in the dtype of `y`, which computes the product in float32
+        and is marked as containing a quantized matmul. It is complete on every device of the mesh
+        axis `tensor`.
     """
     y = tensor_parallel.gather_axis(y)
     columns = y if width == y.shape[-1] else ColumnView(y, 0, width)

@@ -44,17 +44,19 @@ MAX_VALUES = 2**14
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How the tokens of an image, in raster order, are divided into equal blocks.
+    """The blocks of an image in MHLA's linear attention (arXiv 2601.07832): the keys of each block
+    are summed separately, and each block's queries read a mixture of the sums.
 
     Attributes:
         layout: The number of blocks from top to bottom and from left to right. Each must divide the
             number in `grid`; this is not checked.
-        grid: The number of rows and of columns of tokens of the image.
+        grid: The number of rows and of columns of tokens of the image, which are in raster order.
         eps: Added to the ReLU of queries and keys. The default adds nothing.
         least: Added to the denominator of the attention, so that it is not 0. The default is 1e-15.
-        released: Whether to compute the variant of MHLA's released code, whose denominator mixes,
-            over the blocks, the products of the query at the same place in each block with that
-            block's z.
+        released: Which denominator a query q of block i has, with the mixing weights m_ib and the
+            sum z_b of the keys of block b. False, as in the paper: `q . sum_b m_ib z_b`. True, as
+            in MHLA's released code: `sum_b m_ib q_b . z_b`, where q_b is the query at the same
+            place in block b.
     """
 
     layout: tuple[int, int]
@@ -95,31 +97,33 @@ def linear_attention(
 ) -> Float[Array, "b n d"]:
     """Computes linear attention with the features `f(x) = relu(x) + eps`, summed in float32.
 
-    Without blocks, the result for each head is `f(q) S / (f(q) . z + least)`, where `S = sum f(k)
-    v^T` and `z = sum f(k)` over all keys, with eps 0 and least 1e-15 (the defaults of `Blocks`).
-    With blocks, eps and least are fields of `blocks`; each block b has its own sums S_b and z_b,
-    and a query of block i reads `S = sum_b m_ib S_b` and `z = sum_b m_ib z_b`. In the released
-    variant (`blocks.released`), S is the same, but the denominator of the query at position p of
-    block i is `sum_b m_ib f(q_bp) . z_b + least`, where q_bp is the query at position p of block b.
+    For each head, a query q becomes
 
-    One Triton kernel computes it on a GPU if q is in BF16, the variant is not the released one,
-    each input is one lazy part without a range of rows, heads have 16, 32 or 64 features, and (m
-    rounded up to a power of two) * features^2 is at most 16384. Otherwise plain JAX does. Both are
-    differentiable in q, k, v and m.
+        f(q) S / (f(q) . z + least)         S = sum f(k) v^T, z = sum f(k), over all keys
+
+    with eps 0 and least 1e-15. With blocks, each block b of the image has its own sums S_b and z_b
+    over its keys, and a query of block i becomes, with the mixing matrix m,
+
+        f(q) (sum_b m_ib S_b) / (f(q) . (sum_b m_ib z_b) + least)
+
+    In the released variant, the first term of its denominator is `sum_b m_ib f(q_b) . z_b`, where
+    q_b is the query at the same place in block b.
+
+    BF16 inputs on a GPU run in one Triton kernel, if the sizes allow it (16, 32 or 64 features per
+    head; not for the released variant). Otherwise plain JAX computes the same. Both have gradients
+    with respect to q, k, v and m.
 
     Args:
-        q: Queries [b, n, d], heads side by side in d. n are all tokens of the image in raster
-            order. Column j of q, k and v must depend only on column j of the arrays that they are
-            computed from (or on arrays of width 1), as after a matmul and a bias: the kernel
-            computes them head by head. This is not checked.
+        q: Queries [b, n, d] before their feature, heads side by side in d. n are all tokens of the
+            image in raster order. Column j of q, k and v must depend only on column j of the arrays
+            that they are computed from (or on arrays of width 1), as after a matmul and a bias.
+            This is not checked.
         k: Keys [b, n, d] before their feature, as `q`.
         v: Values [b, n, d], heads side by side.
         heads: The number of heads, which divides d.
-        blocks: The blocks of the image, with eps, least and the variant. Their number in each
-            direction divides the number of tokens there.
-        mix: The matrix m [blocks, blocks]; row i belongs to the queries of block i. If `blocks` or
-            `mix` is None, the other one is ignored, and there is one block, with eps 0 and least
-            1e-15.
+        blocks: The blocks of the image, with eps, least and the variant. None: no blocks.
+        mix: The mixing matrix m [blocks, blocks]; row i belongs to the queries of block i. None: no
+            blocks.
 
     Returns:
         The attended values [b, n, d]: without blocks in the dtype of `q`, with blocks in that of
@@ -160,9 +164,11 @@ def linear_attention(
 def reference(
     q: Float[Array, "b n d"], k: Float[Array, "b n d"], v: Float[Array, "b n d"], heads: int
 ) -> Float[Array, "b n d"]:
-    """Computes the attention of SANA in plain JAX: relu(q) (relu(k)^T v) over its row sums.
+    """Computes SANA's linear attention in plain JAX, without blocks: for each head, a query q
+    becomes `relu(q) S / (relu(q) . z + 1e-15)`, where `S = sum relu(k) v^T` and `z = sum relu(k)`
+    over all keys.
 
-    The same function as `linear_attention`, without blocks. Sums are in float32.
+    Sums are in float32.
 
     Args:
         q: Queries [b, n, d] before the ReLU, heads side by side.
@@ -281,22 +287,23 @@ def exact_in_float32(*factors: Float[Array, "..."]) -> tuple[Float[Array, "..."]
 def with_gradient(
     kernel: Callable[..., Any], functions: Sequence[Callable[..., Array]], counts: Sequence[int]
 ) -> Callable[..., Array]:
-    """Makes a differentiable function of the two kernels.
+    """Makes a differentiable function of the kernels of the attention and of its gradient.
 
-    The forward pass keeps only its arguments; the backward pass computes the sums again.
+    The forward pass keeps only its arguments; the backward pass computes the sums again. Each
+    device runs the kernels on its own images.
 
     Args:
-        kernel: Called as `kernel(False, m, *arrays)` for the attended values, and as `kernel(True,
-            m, *arrays, g)`, with their gradient g, for the gradients of m, q, k and v: `run_kernel`
-            with its first four arguments given. Each device runs it on its own images.
+        kernel: `run_kernel` with its first four arguments given. Called as `kernel(False, mix,
+            *arrays)`, it returns the attended values; as `kernel(True, mix, *arrays, g)`, with
+            their gradient g, the gradients of mix, q, k and v.
         functions: The three functions that compute q, k and v [b, n, d], each from its own arrays
             [b or 1, n or 1, columns or 1].
         counts: How many arrays each of these functions takes, in the order of `functions`.
 
     Returns:
-        A function `(m [1, m, m], *arrays) -> attended values [b, n, d]`, which takes the arrays of
-        q, then of k, then of v. It has gradients: that of m is summed over images and heads, and
-        those of the arrays are the gradients of q, k and v, pulled back through the functions.
+        A function `(mix, *arrays) -> attended values [b, n, d]`. `mix` is the mixing matrix [1,
+        blocks, blocks], and the arrays are those of q, then of k, then of v. It has gradients with
+        respect to all of them.
     """
     forward = shard_map_kernel(functools.partial(kernel, False))
     backward = shard_map_kernel(functools.partial(kernel, True))
@@ -328,29 +335,31 @@ def run_kernel(
     *arrays: Array,
     interpret: bool = False,
 ) -> Array | tuple[Array, ...]:
-    """Runs the kernel of the attention or of its gradient. One program handles one image's head.
+    """Runs the kernel of the attention or of its gradient. One Triton program handles one head of
+    one image.
 
     Also silences JAX's deprecation warning of Pallas for Triton in this process.
 
     Args:
-        functions: The three functions that compute q, k and v from arrays, row by row and column by
-            column. A kernel calls them on float32 blocks [tokens or 1, head or 1], one for each
-            array: some tokens of the image, and the columns of one head. They return [tokens,
-            head].
-        first_columns: For each array of each function, the column at which the first head begins.
+        functions: The three functions that compute q, k and v, each from its own arrays, row by row
+            and column by column. The kernel calls them on float32 blocks of these arrays [tokens or
+            1, head or 1]: some tokens of the image, and the columns of one head. They return
+            [tokens, head].
+        first_columns: For each array of each function, the column of the array at which the first
+            head begins.
         widths: The number of features of one head (one of `HEAD_DIMS`: 16, 32 or 64), and of all
             heads together.
         blocks: The blocks of the image. `released` is ignored.
         backward: Whether to compute the gradient instead of the attended values.
-        *arrays: m [b or 1, m, m] in float32, padded with zeros to a power of two of blocks; the
-            arrays [b or 1, n or 1, columns or 1] of all functions in order; and, if `backward`, the
-            gradient [b, n, d] of the result. An axis of size 1 is broadcast. At least one has b
-            images.
+        *arrays: The mixing matrix [b or 1, m, m] in float32, where m is the number of blocks,
+            padded with zeros to a power of two; the arrays [b or 1, n or 1, columns or 1] of all
+            functions in order; and, if `backward`, the gradient [b, n, d] of the result. An axis of
+            size 1 is broadcast. At least one has b images.
         interpret: Whether to run the kernel in Pallas' interpreter, which needs no GPU.
 
     Returns:
-        The attended values [b, n, d] in BF16. If `backward`, a tuple: the gradients of m for each
-        head [b, heads, m, m] in float32, and of q, k and v [b, n, d] in BF16.
+        The attended values [b, n, d] in BF16. If `backward`, a tuple: the gradients of the mixing
+        matrix for each head [b, heads, m, m] in float32, and of q, k and v [b, n, d] in BF16.
     """
     from jax.experimental import pallas as pl  # imported here because the import takes a second
     from jax.experimental.pallas import triton as plgpu
@@ -398,11 +407,11 @@ def run_kernel(
 class _Head:
     """One head of one image inside a kernel: loads and stores tokens, and computes sums over keys.
 
-    A block of the image is processed in groups of 16 to 64 tokens. A group is a pair: the indices
-    of its tokens in raster order [tokens, 1], and whether each of them exists [tokens, 1], since
-    the last group of a block may be incomplete. Sums [m, head, head] and [m, head] are padded with
-    zeros to a power of two of blocks. It can be created only inside a Pallas kernel with the grid
-    (images, heads).
+    The tokens of a block of the image are processed in groups of 16 to 64. A group is a pair of
+    arrays [tokens, 1]: the indices of its tokens in the image, and whether each exists (the last
+    group of a block may be incomplete). Arrays with an axis of blocks have its size m rounded up to
+    a power of two. A `_Head` can be created only inside a Pallas kernel with the grid (images,
+    heads).
 
     Args:
         pl: The module `jax.experimental.pallas`.
@@ -543,14 +552,13 @@ class _Head:
         return jax.lax.fori_loop(0, num_groups, one_group, start)
 
     def zeros(self, *num_blocks: int) -> tuple[Array, Array]:
-        """Zeros in the shapes of the sums S and z, in float32.
+        """Zeros in the shapes of the sums S and z over the keys, in float32.
 
         Args:
-            *num_blocks: Nothing for the sums of one block; the padded number m of blocks for a
-                leading axis of blocks.
+            *num_blocks: Nothing for the sums of one block. One number, m, for those of m blocks.
 
         Returns:
-            S [head, head] and z [head], or S [m, head, head] and z [m, head].
+            S [head, head] and z [head]; with m, S [m, head, head] and z [m, head].
         """
         state = jnp.zeros((*num_blocks, self.head_dim, self.head_dim), jnp.float32)
         return state, jnp.zeros((*num_blocks, self.head_dim), jnp.float32)
@@ -603,8 +611,9 @@ def _forward(head: _Head, *refs: Any) -> None:
 
     Args:
         head: The head of the image that this program of the kernel computes.
-        *refs: References to m [m, m], to the arrays of q, k and v in order, and last to the
-            attended values [n, width], whose columns of this head are written.
+        *refs: References to the mixing matrix [m, m] of the m blocks, to the arrays of q, k and v
+            in order, and last to the attended values [n, width], whose columns of this head are
+            written.
     """
     mix, *inputs, out = refs
     q, k, v = head.loaders(inputs)
@@ -630,10 +639,11 @@ def _backward(head: _Head, *refs: Any) -> None:
 
     Args:
         head: The head of the image that this program of the kernel computes.
-        *refs: References to m [m, m]; to the arrays of q, k and v in order; to the gradient of the
-            attended values [n, width]; and to the outputs: the gradient of m for each head [heads,
-            m, m], and the gradients of q, k and v [n, width]. This head's part of the outputs is
-            written; rows of m that are padding are not.
+        *refs: References to the mixing matrix [m, m] of the m blocks; to the arrays of q, k and v
+            in order; to the gradient of the attended values [n, width]; and to the outputs: the
+            gradient of the mixing matrix for each head [heads, m, m], and the gradients of q, k and
+            v [n, width]. This head's part of the outputs is written; rows that are padding of m are
+            not.
     """
     mix, *inputs, gradient, mix_gradient, q_gradient, k_gradient, v_gradient = refs
     q, k, v = head.loaders(inputs)
@@ -698,14 +708,15 @@ def _along_first_axis(values: Array, like: Array) -> Array:
 
 
 def _mix_sums(weights: Float[Array, " m"], sums: tuple[Array, ...]) -> list[Array]:
-    """The sums that the queries of one block read: S [head, head] and z [head].
+    """Mixes the sums over keys of all blocks, with the weights that one block's queries have for
+    them.
 
     Args:
-        weights: The row of the mixing matrix [m] that belongs to the block.
+        weights: The row of the mixing matrix [m] that belongs to the block of the queries.
         sums: S [m, head, head] and z [m, head] of all blocks.
 
     Returns:
-        A list [S, z] of the sums over the blocks, weighted with `weights`.
+        A list [S, z], [head, head] and [head]: the weighted sums over the blocks.
     """
     return [(_along_first_axis(weights, x) * x).sum(0) for x in sums]
 

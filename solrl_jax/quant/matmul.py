@@ -59,8 +59,9 @@ def lazy_matmul(x: LazyActivation, w: Weight) -> LazyActivation:
 
     Args:
         x: The lazy activation [b, s, n_in], of a floating-point dtype.
-        w: A single matrix [n_in, n_out]: an array, or a leaf of the parameter tree. If it is not a
-            leaf that quantizes its input, both `x` and the result are materialized.
+        w: A single matrix [n_in, n_out]: an array, or a leaf of the parameter tree. A leaf in FP8,
+            INT8 or NVFP4 reads `x` as codes and scales alone; for all other weights, `x` and the
+            result are written to memory.
 
     Returns:
         The lazy result [b, s, n_out] in the dtype of `x` (a `HalfPrecisionWeight` gives its own

@@ -141,16 +141,19 @@ def encode(parts: Sequence[Float[Array, "..."]]) -> tuple[list[Array], list[Arra
     place of the tensor scale.
 
     Args:
-        parts: Float32 arrays [..., n_i] that lie side by side along the last axis. All widths but
-            the last are multiples of 16. The last part is padded with zeros so that whole rows are
-            a multiple of 64.
+        parts: The columns of the rows as one or more float32 arrays [..., n_i], the first columns
+            first. All widths n_i but the last are multiples of 16.
 
     Returns:
-        Three lists: the packed codes of each part, uint8 [..., n_i / 2]; the block scales of each
-        part, float8_e4m3fn [..., n_i / 16]; and, as a list of one array, the scales of the rows
-        [..., 1], float32. n_i of the last part includes the padding. A row whose scale is at most
-        2^-117 has zero codes. A row with a NaN or an infinity has a non-finite scale, so that its
-        matmul is NaN.
+        A triple (codes, block scales, row scales):
+
+        * A list with the packed codes of each part, two per byte: uint8 [..., n_i / 2].
+        * A list with the block scales of each part, float8_e4m3fn [..., n_i / 16].
+        * A list of one array, the scales of the rows [..., 1], float32.
+
+        The last part is first padded with zeros, so that the widths n_i add up to a multiple of 64.
+        A row whose scale is at most 2^-117 has zero codes. A row with a NaN or an infinity has a
+        non-finite scale, so that its matmul is NaN.
     """
     scale = row_amax(parts) / (E4M3_MAX * E2M1_MAX)
     padding = -sum(x.shape[-1] for x in parts) % CONTRACTION_MULTIPLE
@@ -167,15 +170,15 @@ def scale_blocks(
 ) -> tuple[Float[Array, "*rows k"], Float[Array, "*rows blocks"]]:
     """Divides each block of 16 values by its scales.
 
-    A block scale is `e4m3(largest magnitude / 6 / scale)`, saturated at 448. The order of
-    operations (reciprocals instead of divisions) is that of torchao and Transformer Engine, so that
-    ties round the same way. torchao raises block scales to at least 2^-6. This function uses the
-    subnormal scales of E4M3, and a block whose scale rounds to zero becomes zero.
+    The scale of a block is its largest magnitude, divided by 6 and by `scale`, rounded to E4M3 and
+    at most 448; a block whose scale rounds to zero becomes zero. The order of operations is that of
+    torchao and Transformer Engine, so that ties round the same way.
 
     Args:
         x: Float32 rows [..., k]; k is a multiple of 16. Blocks lie along the last axis.
-        scale: The float32 scale of a tensor or a row. It broadcasts against `x`, with a last axis
-            of 1. Where it is at most 2^-117 (or NaN), block scales and finite values become zero.
+        scale: The float32 scale of the whole tensor or of each row, which multiplies the block
+            scales. It broadcasts against `x`, with a last axis of 1. Where it is at most 2^-117 (or
+            NaN), block scales and finite values become zero.
 
     Returns:
         Float32 values [..., k], clipped to magnitudes up to 6, which a cast to E2M1 turns into
@@ -187,6 +190,7 @@ def scale_blocks(
     amax = jnp.max(jnp.abs(blocks), axis=-1)
     # the cast to E4M3 does not saturate: magnitudes above 464 would become NaN
     block_scale = jnp.minimum(jnp.where(usable, amax / E2M1_MAX / safe_scale, 0.0), E4M3_MAX)
+    # Subnormal scales are used. torchao raises them to at least 2^-6.
     scales = block_scale.astype(jnp.float8_e4m3fn)
     scales32 = scales.astype(jnp.float32)
     positive = jnp.where(scales32 > 0, scales32, 1.0)
@@ -196,14 +200,15 @@ def scale_blocks(
 
 
 def encode_packed(values: Float[Array, "*rows k"]) -> UInt8[Array, "*rows half"]:
-    """Equals `pack(values.astype(float4_e2m1fn))`, by comparisons because Triton has no E2M1.
+    """Rounds float32 numbers to E2M1 and packs two codes per byte, by comparisons alone, because
+    Triton has no E2M1.
 
     Args:
-        values: Float32 numbers [..., k] with magnitudes up to 6; k is even. They round to nearest,
-            ties to the even code. Larger magnitudes saturate, and NaN becomes zero.
+        values: Float32 numbers [..., k]; k is even. They round to nearest, ties to the even code.
+            Magnitudes above 6 saturate, and NaN becomes zero.
 
     Returns:
-        Two E2M1 codes per byte, the one of the even index in the low four bits: uint8 [..., k / 2].
+        Bytes, uint8 [..., k / 2], with the code of the even index in the low four bits (as `pack`).
     """
     size = jnp.abs(values)
     # A code is the number of thresholds below the magnitude. Ties go to the even code, so that
@@ -231,12 +236,11 @@ def block_scaled_dot(
     w_scales: Shaped[Array, "n_out blocks"],
     dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "rows n_out"]:
-    """Computes `(x * x_scales) @ (w * w_scales).T`, accumulated in float32.
+    """Computes `(x * x_scales) @ (w * w_scales).T`, where a scale multiplies its block of 16 codes.
 
-    On CUDA, this is cuDNN's block-scaled matmul, called through XLA's custom call
-    (block_scaling_matcher.cc). Elsewhere XLA expands the scales. That is exact even in BF16: a code
-    times its scale has at most eight significant bits. Float32 scales would not fit, so callers
-    apply them to the result.
+    It accumulates in float32. On CUDA it is cuDNN's block-scaled matmul, elsewhere XLA multiplies
+    the codes by their scales first. The float32 scales of NVFP4 (per tensor or row) are not part of
+    it: callers apply them to the result.
 
     Args:
         x: Codes of the activations [rows, k], float4_e2m1fn.
@@ -248,6 +252,8 @@ def block_scaled_dot(
     Returns:
         The product [rows, n_out] in `dtype`.
     """
+    # XLA's custom call for cuDNN is that of block_scaling_matcher.cc. Elsewhere a code times its
+    # scale is exact even in BF16: it has at most eight significant bits.
     return jax.lax.platform_dependent(
         x,
         x_scales,

@@ -43,15 +43,13 @@ def silence_triton_deprecation() -> None:
 
 
 def shard_map_kernel(f: Callable[..., Any], *, by_heads: bool = False) -> Callable[..., Any]:
-    """Wraps a kernel so that each device of the mesh of `jax.set_mesh` runs it on its own rows.
+    """Wraps a kernel so that each device of the mesh of `jax.set_mesh` runs it on its own rows,
+    which are the first axis (batch) of every array.
 
-    The first axis of every array is the batch ("rows"). Rows are sharded over all mesh axes except
-    `tensor`. If their number is not a multiple of the number of these shards, every device computes
-    all rows. An array with a single row is given whole to every device. Without a mesh, or if
-    nothing can be sharded, `f` is called directly.
-
-    Under `jax.vmap`, the mapped axis is merged into the rows; arrays that are not mapped are
-    repeated for it, except single rows without `by_heads`.
+    Rows are sharded over all mesh axes except `tensor`. An array with a single row is given whole
+    to every device. If the number of rows is not a multiple of the number of shards, every device
+    computes all rows. Without a mesh, `f` is called directly. Under `jax.vmap`, the mapped axis is
+    merged into the rows.
 
     Args:
         f: The kernel. It takes arrays, and returns an array or a tree of arrays, with rows first.

@@ -32,11 +32,11 @@ def shard_axis(x: Array, axis: int) -> Array:
 
     Args:
         x: Any array. The sharding of its other axes is left to the partitioner.
-        axis: The axis to shard, possibly negative. If its size is not a multiple of the number of
-            shards, the axis is replicated instead.
+        axis: The axis to shard, possibly negative. If its size is not a multiple of the size of the
+            mesh axis, it is replicated instead.
 
     Returns:
-        `x` with a sharding constraint; `x` itself if there is one shard.
+        `x` with a sharding constraint; `x` itself if the mesh axis has size 1 or there is no mesh.
     """
     if num_shards() > 1 and x.shape[axis] % num_shards() == 0:
         return _constrain(x, axis, TENSOR)
@@ -51,7 +51,7 @@ def gather_axis(x: Array, axis: int = -1) -> Array:
         axis: The axis, possibly negative, which may be sharded over the mesh axis `tensor`.
 
     Returns:
-        `x` with a sharding constraint; `x` itself if there is one shard.
+        `x` with a sharding constraint; `x` itself if the mesh axis has size 1 or there is no mesh.
     """
     return _constrain(x, axis, None) if num_shards() > 1 else x
 

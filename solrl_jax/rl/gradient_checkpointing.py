@@ -53,6 +53,8 @@ def open_for_training(
             configured attention; and, with "auto", if a pattern of the trained parameters matches
             none. Errors of `open_pipeline` pass through.
     """
+    # "auto" is never "none": on a GPU, writing and reading what lies between two matmuls takes
+    # longer than computing it again.
     automatic = config.model.gradient_checkpointing == "auto"
     pipeline = open_pipeline("matmuls" if automatic else config.model.gradient_checkpointing)
     check_sizes(config, pipeline)

@@ -275,6 +275,9 @@ def _accumulate(
         other sums. The gradient of adapters is on every device; that of arrays that are trained in
         full is sharded as they are.
     """
+    # The gradients of adapters are summed within each group, and only the sums are communicated.
+    # Sums of whole arrays would take several times the memory of the network on each device, so
+    # they are divided over all devices, which receive their shares of each micro-batch.
     whole = {path: value for path, value in adapters.items() if not isinstance(value, dict)}
     groups = sharding.row_groups(mesh)
 

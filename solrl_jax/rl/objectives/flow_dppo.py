@@ -65,6 +65,8 @@ def flow_dppo(
     masked = (divergence >= algorithm.kl_mask_threshold) & outwards
     # The ratio of a masked term may overflow. It must not reach the gradient, where 0 * inf is NaN.
     policy = jnp.where(masked, 0.0, -advantage * jnp.exp(jnp.where(masked, 0.0, log_r)))
+    # Eq. 17 divides by the whole variance of the step, and not by that per unit of sigma as
+    # Flow-GRPO does.
     kl = step_divergence(distance_to_reference(velocities), target)
     return policy + algorithm.kl_coef * kl, {
         "loss/policy": policy,
