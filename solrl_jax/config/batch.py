@@ -4,21 +4,23 @@ from solrl_jax.config.schema import Config
 
 
 def effective_batch(config: Config, devices: int) -> dict[str, int]:
-    """Sizes of one iteration's update. A term of the loss is one sample at one sigma.
+    """Computes how the update of one iteration is divided up.
+
+    The loss of an iteration is a sum of terms, one per kept sample and trained sigma (noise level).
 
     Args:
-        config: The configuration of the run. The terms are `train.num_prompts` prompts *
-            `rollout.kept` samples each * the trained sigmas; `optimizer.steps_per_iteration`
-            divides them among steps, and `optimizer.per_device_batch_size` is the most terms that
-            one device differentiates at once.
-        devices: The number of devices among which the terms of a step are divided, at least 1.
+        config: The configuration of the run.
+        devices: The number of devices that train.
 
     Returns:
-        A dict with five counts. "terms": terms of the iteration. "optimizer_steps": optimizer steps
-        of the iteration. "terms_per_step": terms of each step, on all devices together.
-        "terms_per_step_per_device": the largest number of them on one device (rounded up).
-        "accumulation": batches over which each device accumulates the gradient of a step, rounded
-        up.
+        A dict of counts:
+
+        * "terms": the terms of the iteration: prompts times kept samples times trained sigmas.
+        * "optimizer_steps": the optimizer steps of the iteration, `optimizer.steps_per_iteration`.
+        * "terms_per_step": the terms of one optimizer step, on all devices together.
+        * "terms_per_step_per_device": the same on one device, rounded up.
+        * "accumulation": the batches, each of at most `optimizer.per_device_batch_size` terms, over
+          which a device accumulates the gradient of one optimizer step.
     """
     steps = config.optimizer.steps_per_iteration
     batch_size = config.optimizer.per_device_batch_size

@@ -21,29 +21,34 @@ PARTS = (
 
 
 def part_files(part: str) -> list[str]:
-    """The choices for a part, sorted: the files in its folder, without their ending.
+    """Returns the names of the files that a part of a preset can be chosen from, sorted.
+
+    They are the YAML files in the part's folder of `solrl_jax/configs/`, e.g. "sana" for
+    `model/sana.yaml`.
 
     Args:
-        part: "model", "family", "explore", "objective" or "reward" (`PARTS`). For another name
-            without a folder the list is empty.
+        part: "model", "family", "explore", "objective" or "reward".
     """
     return sorted(path.stem for path in (CONFIGS / part).glob("*.yaml"))
 
 
 def preset_files() -> list[str]:
-    """The names of the presets that have a file of their own, sorted, without the ending."""
+    """Returns the names of the presets that have a YAML file in `solrl_jax/configs/`, sorted.
+
+    All other presets are combinations of a model, a family and a reward.
+    """
     return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 
 
 @functools.cache
 def read_file(name: str) -> dict[str, Any]:
-    """The content of a configuration file. It is cached, so callers must not change it.
+    """Returns the content of a configuration file. The result is cached; do not change it.
 
     Args:
-        name: The path of the file in `configs/` without ending, e.g. "model/sana".
+        name: The path of the file in `solrl_jax/configs/` without its ending, e.g. "model/sana".
 
     Returns:
-        Nested dicts and lists as YAML gives them; {} for an empty file.
+        Nested dicts and lists; {} for an empty file.
 
     Raises:
         FileNotFoundError: If there is no such file.

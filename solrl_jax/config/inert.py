@@ -12,25 +12,17 @@ _UNQUANTIZED = ("bf16", "fp32")  # values of `rollout.explore.precision`
 
 
 def inert_fields(config: Config) -> set[str]:
-    """Dotted names of sections and fields without effect in a run with this configuration.
+    """Returns the names of fields that have no effect in a run, because of the values of other
+    fields.
 
-    A field that switches something off, such as `rollout.noise_level=0`, is not inert; fields of
-    what it switches off may be. Not all of these are known: only those that `Returns` lists. The
-    precision "auto" counts as a format that quantizes, whatever it resolves to.
+    For example, "algorithm.clip_range" if the objective does not clip, and "lora" if all parameters
+    are trained in full. It need not find all such fields.
 
     Args:
-        config: The configuration of a run. Only its values count, not which of them were set by the
-            user.
+        config: The configuration of the run.
 
     Returns:
-        A new set, possibly empty, of: "model.mhla_blocks", "model.mhla_released" and
-        "model.mhla_norm" unless `model.attention` is "mhla"; "model.quantization" and
-        "rollout.explore.correction_rank" if `rollout.explore.precision` is "bf16" or "fp32";
-        "rollout.sde_window_size" with `rollout.noise_level=0`, and "rollout.sde_window_every" then
-        or if `rollout.sde_window_size` is None; "rollout.shift" with the schedule "flux";
-        "algorithm.beta", "algorithm.clip_range" and "algorithm.kl_mask_threshold" if the objective
-        is one of the package that does not read them; and "lora" (for all of its fields) with
-        `train.parameters=all`.
+        Dotted names of fields, and of sections if all of their fields have no effect.
     """
     inert: set[str] = set()
     rollout = config.rollout

@@ -58,14 +58,13 @@ RENAMED_VALUES = {
 
 
 def current_name(key: str) -> str:
-    """The present dotted name of a section or field.
+    """Returns the present name of a field or section that an earlier version named differently.
 
     Args:
-        key: A dotted name, present or of version 2, e.g. "policy.kl_weight". It need not exist.
+        key: A dotted name of version 2 of the configuration, e.g. "policy.kl_weight".
 
     Returns:
-        The present name, e.g. "algorithm.kl_coef": the longest leading part that was renamed is
-        replaced, and the rest stays. `key` itself if nothing in it was renamed.
+        The present name, here "algorithm.kl_coef". A name that did not change is returned as it is.
     """
     parts = key.split(".")
     for end in range(len(parts), 0, -1):
@@ -75,18 +74,16 @@ def current_name(key: str) -> str:
 
 
 def current_value(key: str, value: Any) -> Any:
-    """The value of a section or field with all names of version 2 replaced by the present ones.
+    """Translates a value from version 2 of the configuration.
 
     Args:
-        key: The dotted name that `value` belongs to, in the names of the layout that `value` is
-            written in; "" for a whole configuration.
-        value: What YAML gives for it. A mapping is a section, whose keys and values are translated
-            too.
+        key: The dotted name, in version 2, of the field or section that has the value; "" for a
+            whole configuration.
+        value: The value. For a section it is a dict, whose keys and values are all translated.
 
     Returns:
-        A new dict for a mapping, in its order; for text the present name if it is a renamed value
-        of this field ("matmuls" for the key "model.remat" and the value "products"), else the text
-        as it is; any other value as it is.
+        The value with all names in it as they are now. For example, the value "products" of
+        "model.remat" becomes "matmuls". Values that did not change are returned as they are.
     """
     if isinstance(value, Mapping):
         prefix = f"{key}." if key else ""
@@ -103,18 +100,14 @@ def current_value(key: str, value: Any) -> Any:
 
 
 def migrate_override(key: str, value: Any) -> tuple[str, Any]:
-    """Translates an override `key=value` from version 2 to the present names.
-
-    Warns with one FutureWarning if it uses a name or a value of version 2; about the name, if both
-    are old.
+    """Translates an override `key=value` that uses names of version 2, with a FutureWarning.
 
     Args:
-        key: The dotted name of the field or section, present or of version 2.
-        value: Its value, as YAML gives it. The names and values within a mapping are translated
-            too.
+        key: The dotted name of a field or section, present or of version 2.
+        value: Its value.
 
     Returns:
-        The present name and value; unknown names and values are returned as they are.
+        The present name and value. Both are returned as they are if they are not of version 2.
     """
     new_key = current_name(key)
     new_value = current_value(key, value)
@@ -134,14 +127,13 @@ def migrate_override(key: str, value: Any) -> tuple[str, Any]:
 
 
 def migrate(tree: Any) -> Any:
-    """The tree of a configuration file in the present layout. It does not warn.
+    """Translates the content of a configuration file from version 2, without a warning.
 
     Args:
-        tree: What YAML gives for a configuration file. It is not changed.
+        tree: The content as YAML gives it, a nested dict.
 
     Returns:
-        For a dict with `version: 2`, a new dict with the present names and version number. Anything
-        else is returned as it is, and the schema then refuses it if it is not a configuration.
+        A new dict with the present names if `tree` has `version: 2`. Otherwise `tree` as it is.
     """
     if not isinstance(tree, dict) or tree.get("version") != 2:
         return tree

@@ -44,10 +44,10 @@ class Overrides:
     """Parsed overrides.
 
     Attributes:
-        settings: Dotted field names and their parsed values, in the order in which they apply:
-            later ones win. Names of older versions have been replaced by those of today.
-        choices: The file that is chosen for each part, e.g. {"model": "flux1"}. Parts that are not
-            chosen are missing.
+        settings: Pairs of the dotted name of a field and its value, in the order in which they
+            apply: later ones win.
+        choices: The files that are chosen for parts of a preset, e.g. {"model": "flux1"}. Parts are
+            "model", "family", "explore", "objective" and "reward".
         problems: One message for each override that cannot be used.
     """
 
@@ -57,41 +57,34 @@ class Overrides:
 
 
 def text_override(key: str, text: str) -> str:
-    """The override that sets a field to exactly this text, whatever YAML would make of it.
+    """Returns the override that sets a field to a text, quoted so that YAML reads exactly this
+    text.
 
     Args:
         key: The dotted name of the field.
-        text: Its value, for instance a path with a `#`.
-
-    Returns:
-        `key="text"`, with the text quoted and escaped for YAML. A text of more than about 80
-        characters with spaces is folded over several lines.
+        text: Its value, e.g. a path that contains a "#".
     """
     quoted = yaml.safe_dump(text, default_style='"').strip()
     return f"{key}={quoted}"
 
 
 def parse_overrides(overrides: Sequence[str]) -> Overrides:
-    """Parses overrides. Problems are collected, not raised.
+    """Parses overrides `key=value`. Errors are collected in the result and not raised.
 
-    Warns with a FutureWarning for a name or value that the previous version of the configuration
-    used.
+    Names of the previous version of the configuration are accepted, with a FutureWarning.
 
     Args:
-        overrides: Texts `key=value`; later ones win. The key is the dotted name of a field or
-            section, and its value is YAML ("rollout.kept=12", "reward.weights={pickscore: 1}"); or
-            it is "model", "family", "explore", "objective" or "reward", and its value the name of a
-            file in the folder of this name in `solrl_jax/configs/` ("model=flux1"). "objective"
-            also takes `module:function`, and "reward" such a function, an entry point or the URL of
-            a service. Spaces around key and value do not count, an empty value is "", and text that
-            begins with no quote is taken as it is written, so that " #" begins no comment.
+        overrides: The overrides; later ones win. There are two kinds. The key may be the dotted
+            name of a field or section, whose value is YAML ("rollout.kept=12"). Or the key may be
+            "model", "family", "explore", "objective" or "reward", and the value the name of a file
+            in this folder of `solrl_jax/configs/` ("model=flux1"). "objective" and "reward" also
+            accept a function `module:function`, and "reward" the URL of a service or an entry point
+            of another package.
 
     Returns:
-        The settings, the chosen files and the problems: one message for each override that is no
-        `key=value`, whose value is not YAML, whose key or choice is unknown, or whose key is
-        "preset". A reward or objective that is no file becomes a setting, `reward.weights={NAME:
-        1.0}` or `algorithm.objective=NAME`, before all other settings, so that explicit fields win
-        over it.
+        The settings, the chosen files, and a message for each override that cannot be used. A
+        function, URL or entry point becomes a setting, which other overrides of the same field win
+        over.
     """
     parsed = Overrides()
     plugins: dict[str, str] = {}  # the last choice for "reward" and "objective", if that is no file
@@ -129,19 +122,16 @@ def parse_overrides(overrides: Sequence[str]) -> Overrides:
 
 
 def _choose(parsed: Overrides, plugins: dict[str, str], part: str, name: str) -> None:
-    """Records a choice for a part, which replaces an earlier one where it is a file.
-
-    A function or service is applied later than files, so an earlier choice of a file stays below
-    it.
+    """Records the choice of a file or of a function for a part of a preset.
 
     Args:
-        parsed: Gets the choice in `choices` if it is a file, or a message in `problems` if it is
-            nothing that can be chosen.
-        plugins: Gets the choice, by the part, if it names a function, service or entry point. A
-            file removes the entry.
-        part: "model", "family", "explore", "objective" or "reward" (`PARTS`).
-        name: The choice, as it was written: the name of a file in the folder of the part, or a
-            function, service or entry point.
+        parsed: The result of `parse_overrides`. It gets a file in its `choices`, or a message in
+            its `problems` if `name` is unknown.
+        plugins: Functions, services and entry points that were chosen, by part. It gets any other
+            choice than a file. Choosing a file removes the entry.
+        part: "model", "family", "explore", "objective" or "reward".
+        name: The name of a file in the folder of the part; for an objective or a reward also
+            `module:function`, and for a reward also a URL or an entry point.
     """
     if name in part_files(part):
         parsed.choices[part] = name
@@ -153,29 +143,26 @@ def _choose(parsed: Overrides, plugins: dict[str, str], part: str, name: str) ->
 
 
 def _is_reward(name: str) -> bool:
-    """Whether a text can name a reward that is no file.
+    """Returns whether a text can name a reward outside the package. Nothing is imported.
+
+    Such names are functions `module:function`, URLs of services, and entry points of installed
+    packages.
 
     Args:
         name: The text.
-
-    Returns:
-        True if it contains a colon, as functions `module:function` and URLs do, or is an entry
-        point of the group `ENTRY_POINTS` in the installed packages. Nothing is imported.
     """
     return ":" in name or name in importlib.metadata.entry_points(group=ENTRY_POINTS).names
 
 
 def merge(tree: dict[str, Any], new: Mapping[Any, Any], prefix: str = "") -> None:
-    """Writes the fields of a tree into another, in place.
+    """Copies settings into a configuration, in place.
 
     Args:
-        tree: Nested dicts of sections and fields, changed in place.
-        new: Nested dicts of sections and the fields to change, which are copied. Sections are
-            merged if both sides have a mapping; the value of a field is replaced whole, also if it
-            is a list or a mapping. Unknown keys are written, too, and validation refuses them
-            later.
-        prefix: The dotted name of the section that `tree` and `new` are, with a dot behind, e.g.
-            "rollout."; "" for the whole configuration.
+        tree: The configuration as nested dicts by section and field. It is changed.
+        new: Nested dicts of the same form with the settings to copy. Other fields of a section
+            stay; a field that is a list or a dict is replaced as a whole.
+        prefix: The dotted name of the section that `tree` and `new` are, with a dot at its end,
+            e.g. "rollout."; "" for the whole configuration.
     """
     for key, value in new.items():
         name = f"{prefix}{key}"
@@ -187,16 +174,14 @@ def merge(tree: dict[str, Any], new: Mapping[Any, Any], prefix: str = "") -> Non
 
 
 def assign(tree: dict[str, Any], key: str, value: Any) -> None:
-    """Writes the value of a field into a configuration tree, in place.
-
-    Missing sections are created. If an earlier override replaced a section on the way by a plain
-    value, nothing is written, and validation reports that value.
+    """Sets one field of a configuration, in place.
 
     Args:
-        tree: The configuration as nested dicts of sections and fields, changed in place.
-        key: The dotted name of a field or section, e.g. "rollout.kept", or of an entry of
-            `reward.weights`, `reward.paths` or `reward.options`, e.g. "reward.weights.shapes".
-        value: Its new value, which is copied. A mapping for a section is merged into it.
+        tree: The configuration as nested dicts by section and field. It is changed.
+        key: The dotted name of the field, e.g. "rollout.kept", or of an entry in `reward.weights`,
+            `reward.paths` or `reward.options`, e.g. "reward.weights.shapes". It may also name a
+            section, whose other fields stay.
+        value: The new value; for a section a dict of fields.
     """
     *parents, last = _split_key(key, value)
     for name in parents:
@@ -207,32 +192,29 @@ def assign(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _free_field(key: str) -> str | None:
-    """The field with free keys that a dotted key lies below, or None.
+    """Returns the field that a dotted key names an entry of, or None if it names a field or
+    section.
 
-    These fields are `reward.weights`, `reward.paths` and `reward.options`. For example
-    "reward.weights" for "reward.weights.shapes"; None for "reward.weights" itself.
+    Fields with entries of any name are `reward.weights`, `reward.paths` and `reward.options`. For
+    example, "reward.weights.shapes" gives "reward.weights".
 
     Args:
-        key: A dotted key.
+        key: The dotted key.
     """
     return next((field for field in _FREE_FIELDS if key.startswith(f"{field}.")), None)
 
 
 def _split_key(key: str, value: Any) -> list[str]:
-    """Splits a dotted key into the names of sections, field and keys within the field.
+    """Splits a dotted key into the names of sections, field and entry of a field.
 
-    The part after `reward.weights`, `reward.paths` or `reward.options` is the name of an entry,
-    which may contain dots itself.
+    Dots in the names of rewards do not split: "reward.weights.a.b:f" gives ["reward", "weights",
+    "a.b:f"].
 
     Args:
-        key: The dotted key. `reward.options.NAME.OPTION` names one option of a reward, unless
-            `value` is a mapping, which holds all options of the reward NAME.OPTION.
-        value: The value that is assigned to the key. Only whether it is a dict matters.
-
-    Returns:
-        The names from the top, at least one: ["rollout", "kept"] for "rollout.kept"; ["reward",
-        "weights", "a.b:f"] for "reward.weights.a.b:f"; and ["reward", "options", "judge", "model"]
-        for "reward.options.judge.model", whose option is the part after the last dot.
+        key: The dotted key, e.g. "rollout.kept", which gives ["rollout", "kept"].
+        value: The value that the key is set to. It only matters for a key
+            `reward.options.REWARD.OPTION`: a dict is taken for all options of a reward whose name
+            contains a dot.
     """
     field = _free_field(key)
     if field is None:

@@ -32,30 +32,29 @@ REWARDS = ("pickscore", "clipscore", "hpsv2", "imagereward")  # the paper's
 
 
 def preset_names() -> list[str]:
-    """Names of all presets: those with a file of their own, sorted, then the combinations.
+    """Returns the names of all presets.
 
-    The combinations are ordered by model (sorted), then by family and reward in the order of
-    `FAMILIES` and `REWARDS`.
+    First those that have a YAML file of their own, e.g. "tiny", then all combinations
+    MODEL_FAMILY_REWARD, e.g. "sana_sol_rl_pickscore".
     """
     return [*preset_files(), *_combined_presets()]
 
 
 def released_models() -> list[str]:
-    """Names of the models in `configs/model/` that are not shipped with the package, sorted.
+    """Returns the names of the released models that presets can train, e.g. "sana", sorted.
 
-    These are all files but those whose name begins with "tiny-".
+    The tiny models inside this package are not among them.
     """
     return [name for name in part_files("model") if not name.startswith("tiny-")]
 
 
 @functools.cache
 def _combined_presets() -> dict[str, dict[str, str]]:
-    """The parts of each preset that has no file of its own, by its name. Cached.
+    """Returns the presets that combine a model, a family and a reward. The result is cached.
 
     Returns:
-        By the name `<model>_<family>_<reward>`, for each released model, family of `FAMILIES` and
-        reward of `REWARDS`: the three parts, e.g. {"model": "sana", "family": "sol_rl", "reward":
-        "pickscore"}.
+        For each preset, by its name such as "sana_sol_rl_pickscore", the names of its files by
+        part: {"model": "sana", "family": "sol_rl", "reward": "pickscore"}.
     """
     combinations = itertools.product(released_models(), FAMILIES, REWARDS)
     return {
@@ -65,27 +64,24 @@ def _combined_presets() -> dict[str, dict[str, str]]:
 
 
 def resolve(preset: str, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a preset.
+    """Returns the configuration of a preset with overrides.
 
-    Files apply in the order model, family, explore, objective, reward, the preset's own; then the
-    conditional settings (`when`) of all files in the same order; then the overrides. Later ones
-    win. Warns with a FutureWarning for names that the previous version of the configuration used.
+    A preset combines files of `solrl_jax/configs/`: one each for the model, the family, the
+    exploration, the objective and the reward.
 
     Args:
-        preset: The name of a preset, e.g. "tiny" or "sana_sol_rl_pickscore" (one of
-            `preset_names()`).
-        overrides: Texts `key=value`: fields by their dotted names with values in YAML
-            ("rollout.kept=12"), or a choice of one of the files that make up the preset ("model=",
-            "family=", "explore=", "objective=" or "reward=NAME"). Later ones win, but a chosen file
-            never wins over a field, in whatever order they come.
+        preset: The name of the preset, e.g. "tiny" or "sana_sol_rl_pickscore".
+        overrides: Texts `key=value` that change it; later ones win. A key is the dotted name of a
+            field, with a value in YAML ("rollout.kept=12"). Or it is "model", "family", "explore",
+            "objective" or "reward", and chooses another file ("model=flux1"). Fields win over
+            files.
 
     Returns:
-        The checked configuration. `preset` and `family` record the choices. If `run.dir` would be
-        empty, it is "runs/<preset>-<family>-seed<seed>".
+        The checked configuration. If `run.dir` is not set, it is "runs/PRESET-FAMILY-seedSEED".
 
     Raises:
-        ConfigError: If an argument is no text or the preset is unknown (reported alone); else with
-            all problems of the overrides and of the resulting configuration.
+        ConfigError: If the preset is unknown, or with all problems of the overrides and of the
+            resulting configuration.
     """
     _check_texts(preset, *overrides)
     if preset not in preset_names():
@@ -112,26 +108,20 @@ def resolve(preset: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def override(config: Config, overrides: Sequence[str]) -> Config:
-    """A configuration, for instance that of a run, with some fields changed.
-
-    Warns with a FutureWarning for names that the previous version of the configuration used.
+    """Returns a copy of a configuration, for example that of a run, with some fields changed.
 
     Args:
-        config: The configuration, which stays as it is.
-        overrides: Texts `key=value`: fields by their dotted names with values in YAML; later ones
-            win. Of the files that make up a preset only `explore=NAME` can be chosen; explicit
-            fields win over its settings. (A reward or an objective that is no file counts as a
-            field.) `explore=NAME` also replaces `model.quantization` by the rules of the model's
-            file for this recipe, if `config` has those of this file for some recipe; other rules
-            are the user's and stay.
+        config: The configuration. It is not changed.
+        overrides: Texts `key=value`; later ones win. A key is the dotted name of a field, with a
+            value in YAML ("rollout.kept=12"). "explore=NAME" sets the fields of a file in
+            `solrl_jax/configs/explore/`, over which explicit fields win. Also updates the model's
+            quantization rules, unless the user has changed them. Other files cannot be chosen.
 
     Returns:
-        The new configuration. `preset`, `family` and `run.dir` are not derived anew.
+        The new configuration, checked.
 
     Raises:
-        ConfigError: If an override is no text (reported alone); with all problems of the overrides
-            and of the resulting configuration; or if the file of the recipe has settings under
-            `when` for a choice that a configuration does not record (`objective=` or `reward=`).
+        ConfigError: With all problems of the overrides and of the resulting configuration.
     """
     _check_texts(*overrides)
     parsed = parse_overrides(overrides)
@@ -150,13 +140,13 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
 
 
 def _check_texts(*arguments: object) -> None:
-    """Checks that the name of a preset and overrides are text.
+    """Checks that values are text.
 
     Args:
-        *arguments: The name, if there is one, and the overrides.
+        *arguments: The name of a preset and overrides, as the user passed them.
 
     Raises:
-        ConfigError: If one is no text. The message has the first such argument.
+        ConfigError: If one of them is not text.
     """
     for argument in arguments:
         if not isinstance(argument, str):
@@ -166,26 +156,27 @@ def _check_texts(*arguments: object) -> None:
 
 
 def preset_rows() -> list[dict[str, str]]:
-    """One row per preset, for a table, in the order of `preset_names`.
+    """Returns the table of all presets, one row per preset.
 
     Returns:
-        Text by column: "preset", "model", "family"; "reward", with several names joined by "+";
-        "candidates", e.g. "24-in-96" for 24 kept of 96; "explore", e.g. "nvfp4, 6 steps"; "train
-        on", e.g. "bf16, 10 steps", or "the explored samples" if they are not regenerated.
+        Dicts of text by the name of the column: "preset", "model", "family", "reward" (several
+        names joined by "+"), "candidates" ("24-in-96": 24 of 96 are kept), "explore" (e.g. "nvfp4,
+        6 steps") and "train on" (e.g. "bf16, 10 steps": how samples are regenerated).
     """
     return [_preset_row(resolve(name)) for name in preset_names()]
 
 
 def _preset_row(config: Config) -> dict[str, str]:
-    """Returns the row of a preset in the table of `solrl presets`.
+    """Returns the row of a preset in the table of all presets.
 
     Args:
-        config: The complete configuration of the preset, as `resolve` returns it.
+        config: The configuration of the preset.
 
     Returns:
-        Text by column: "preset", "model", "family"; "reward", with several names joined by "+";
-        "candidates", e.g. "24-in-96"; "explore", e.g. "nvfp4, 6 steps"; "train on", e.g. "bf16, 10
-        steps", or "the explored samples" if they are not regenerated.
+        Text by the name of the column: "preset", "model", "family", "reward" (several names joined
+        by "+"), "candidates" ("24-in-96": 24 of 96 are kept), "explore" (e.g. "nvfp4, 6 steps") and
+        "train on" (e.g. "bf16, 10 steps": how samples are regenerated; "the explored samples" if
+        they are not).
     """
     rollout = config.rollout
     explore = rollout.explore
@@ -204,19 +195,20 @@ def _preset_row(config: Config) -> dict[str, str]:
 def _apply_files(
     tree: dict[str, Any], files: Mapping[str, Mapping[str, Any]], parts: Mapping[str, str]
 ) -> None:
-    """Merges the settings of files into a tree, then those that they have under `when`.
+    """Copies the settings of the files that make up a preset into a configuration, in place.
+
+    A file may also contain conditional settings under `when`, such as `when: {family=sol_rl: ...}`,
+    which only apply if that file was chosen. They are copied after the other settings of all files.
 
     Args:
-        tree: The configuration as nested dicts, changed in place.
-        files: The content of each file by its name in `configs/` without ending, e.g. "model/sana",
-            in the order in which they are merged; later ones win. The settings under `when` of all
-            files follow in this order, and win over all others.
-        parts: The chosen file of each part, e.g. {"model": "sana", "family": "sol_rl", "explore":
-            "paper"}. The settings under `when: family=sol_rl` count if "family" is "sol_rl" here.
+        tree: The configuration as nested dicts. It is changed.
+        files: The content of each file by its name, e.g. "model/sana". Later files win.
+        parts: The names of the chosen files by part, e.g. {"model": "sana", "family": "sol_rl"},
+            with which conditions are compared.
 
     Raises:
-        ConfigError: If what stands under `when` is no "PART=FILE" of an existing file, or its part
-            is not in `parts`. The tree is then partly changed.
+        ConfigError: If a condition names a file that does not exist, or a part that is not in
+            `parts`.
     """
     for content in files.values():
         merge(tree, {key: value for key, value in content.items() if key != "when"})
@@ -235,15 +227,17 @@ def _apply_files(
 
 
 def _apply_quantization_rules(tree: dict[str, Any], model: str, recipe: str) -> None:
-    """Writes the quantization rules of a model for an exploration recipe into a tree, in place.
+    """Updates the section `model.quantization` of a configuration for an exploration recipe, in
+    place.
 
-    The section `model.quantization` is replaced only if it equals what the model's file has for
-    some recipe. Otherwise it is the user's own and stays.
+    Each model's file has such rules for each recipe. A section that differs from all of them was
+    changed by the user, and stays.
 
     Args:
-        tree: The whole configuration as nested dicts, changed in place.
-        model: The name of a file in `configs/model/`. Other names change nothing.
-        recipe: The name of a file in `configs/explore/`.
+        tree: The configuration as nested dicts. It is changed.
+        model: The name of the model, a file in `solrl_jax/configs/model/`. For any other name
+            nothing is changed.
+        recipe: The name of a file in `solrl_jax/configs/explore/`.
     """
     if model not in part_files("model"):
         return
@@ -253,15 +247,14 @@ def _apply_quantization_rules(tree: dict[str, Any], model: str, recipe: str) -> 
 
 
 def _quantization_rules(model: str, recipe: str) -> dict[str, Any]:
-    """Returns the section `model.quantization` of a model with an exploration recipe.
+    """Returns the section `model.quantization` that a preset of a model and a recipe has.
 
     Args:
-        model: The name of a file in `configs/model/`.
-        recipe: The name of a file in `configs/explore/`.
+        model: The name of a file in `solrl_jax/configs/model/`.
+        recipe: The name of a file in `solrl_jax/configs/explore/`.
 
     Returns:
-        The section as a new dict: the defaults, changed by the model's file, changed by its
-        settings under `when: explore=<recipe>` if it has any.
+        The section as a new dict.
     """
     content = read_file(f"model/{model}")
     tree = to_tree(Config())

@@ -73,10 +73,9 @@ STOCHASTIC_SOLVERS = ("ddim", "flow_sde", "dance_sde", "cps")
 
 
 def is_plugin(objective: str) -> bool:
-    """Whether the name of an objective is `module:function`, a function outside the package.
+    """Returns whether the name of an objective is that of a user's function, `module:function`.
 
-    Only the form is checked, and nothing is imported: a dotted module of Python identifiers, one
-    colon, and an identifier.
+    Only the form of the name is checked. Nothing is imported.
 
     Args:
         objective: The value of `algorithm.objective`.
@@ -86,13 +85,14 @@ def is_plugin(objective: str) -> bool:
 
 
 def _check_objective(name: str) -> str:
-    """Returns the name of an objective unchanged.
+    """Returns the name of an objective unchanged, as a pydantic validator.
 
     Args:
-        name: "nft", "awm", "dpo" or another key of `OBJECTIVES`, or `module:function`.
+        name: The name of an objective of the package, e.g. "nft", or a user's function
+            `module:function`.
 
     Raises:
-        ValueError: If it is neither. The message lists the accepted values.
+        ValueError: If it is neither.
     """
     if name not in OBJECTIVES and not is_plugin(name):
         raise ValueError(f"expected one of {', '.join(OBJECTIVES)}, or module:function")
@@ -101,22 +101,20 @@ def _check_objective(name: str) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantization(Section):
-    """Which linear layers a quantizing format converts (`rl/explore/quantized_layers.py`).
+    """Which linear layers are quantized for exploration, if its number format quantizes.
 
-    A linear layer is quantized unless `modules_to_not_convert` or `min_width_ratio` keeps it in the
-    training precision. The defaults are the authors' rules for SANA, in the parameter names of
-    diffusers.
+    A layer is quantized unless one of the first two fields excludes it. The defaults are those of
+    the paper's authors for SANA.
 
     Attributes:
-        modules_to_not_convert: Parts of parameter paths, not empty (plain text, no expressions). A
-            linear layer whose path contains one of them stays in the training precision.
-        min_width_ratio: At least 0. The width of a linear layer is the larger of its numbers of
-            inputs and outputs, and the width of the network that of its narrowest layer in the
-            blocks. A layer whose width is at most `min_width_ratio` times that of the network stays
-            in the training precision. 0 converts layers of any width.
-        fused: Regular expressions of parameter paths, for layers that the authors' code fuses, such
-            as keys and values. Linear layers of one module that match the same expression have one
-            width for `min_width_ratio`: that of a layer with the outputs of all of them.
+        modules_to_not_convert: Texts. A layer whose parameter path contains one of them is not
+            quantized.
+        min_width_ratio: Excludes narrow layers, at least 0. A layer is not quantized if its width,
+            the larger of its numbers of inputs and outputs, is at most this factor times the width
+            of the narrowest layer in the transformer's blocks. 0 excludes none.
+        fused: Regular expressions of parameter paths. Layers of one module that match the same
+            expression count as one wide layer for `min_width_ratio`, because the authors' code
+            fuses them, e.g. keys and values.
     """
 
     modules_to_not_convert: tuple[Text, ...] = (
@@ -133,43 +131,39 @@ class Quantization(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model(Section):
-    """The pipeline that is post-trained, and how it is held in memory.
+    """The pipeline that is post-trained, and how it is held in memory. The defaults are for SANA
+    1.6B.
 
-    The defaults are those of SANA 1.6B.
+    A leading `~` is expanded in all paths of the configuration.
 
     Attributes:
-        name: Name of the model's file in `configs/model/`. Presets and recipes use it; for other
-            models any text will do that is not empty.
-        path: A directory in the layout of diffusers, the name of a repository on the Hugging Face
-            hub, or "embedded:NAME" for a pipeline that is shipped with the package. A leading `~`
-            is expanded, here and in all other paths.
-        height: Image height in pixels, 1 to 16384. Training and evaluation use it unless
-            `rollout.size` and `eval.size` are set.
-        width: Image width in pixels, 1 to 16384. Training and evaluation use it unless
-            `rollout.size` and `eval.size` are set.
-        max_sequence_length: Length in tokens to which prompts are padded or cut, 1 to 2048.
-        instruction: Text file with an instruction that precedes every prompt (SANA's
-            `complex_human_instruction`). None: no instruction.
-        prompt_cache_dir: Directory that keeps encoded prompts, so that text encoders are loaded
-            only for new prompts. "": `solrl_jax/prompts` in the user's cache directory
-            (XDG_CACHE_HOME, by default ~/.cache). None: prompts are encoded anew in every
-            iteration. A prompt takes 1 to 2 MB. Ours.
-        vae_tile_size: Side in pixels, 1 to 16384, of the tiles in which latents are decoded, which
-            saves memory. Neighbouring tiles overlap by a quarter. None: whole images. Ours.
-        attention: Attention among the image tokens. "default": the released network's. "mhla":
-            token-level multi-head linear attention (arXiv 2601.07832) in place of SANA's linear
-            attention. The three `mhla_*` settings have an effect only with "mhla".
-        mhla_blocks: Number of equal blocks that the tokens of an image are divided into (M of the
-            paper), 1 to 4096.
-        mhla_released: True: the variant of the authors' released code. False: the paper's.
-        mhla_norm: Whether multi-head linear attention normalises queries and keys where the
-            released network does not do it.
-        gradient_checkpointing: What the backward pass recomputes. "none": nothing, every
-            intermediate is kept. "matmuls": the outputs of linear layers and of attention are kept,
-            the rest is recomputed. "blocks": only the input of each block is kept. "auto":
-            "matmuls" if the base model and the outputs that it keeps take at most 75 % of a
-            device's memory, by an estimate from the shapes, else "blocks".
-        quantization: Which linear layers are quantized for exploration, in formats that quantize.
+        name: The name of the model's file in `configs/model/`, e.g. "sana". Any text for a model
+            that has none.
+        path: The weights: a directory in the layout of diffusers, the name of a repository on the
+            Hugging Face hub, or "embedded:NAME" for a pipeline inside this package.
+        height: Image height in pixels, 1 to 16384, unless `rollout.size` or `eval.size` is set.
+        width: Image width in pixels, 1 to 16384, unless `rollout.size` or `eval.size` is set.
+        max_sequence_length: The number of tokens that prompts are padded or cut to, 1 to 2048.
+        instruction: A text file with an instruction that precedes every prompt (the
+            `complex_human_instruction` of SANA). None: no instruction.
+        prompt_cache_dir: A directory that keeps the embeddings of prompts, so that the text
+            encoders are loaded only for new prompts. "": a directory in the user's cache (~/.cache
+            by default). None: prompts are encoded again in every iteration.
+        vae_tile_size: Latents are decoded in overlapping tiles with sides of so many pixels, 1 to
+            16384, which saves memory. None: as whole images.
+        attention: The attention among image tokens. "default": that of the released network.
+            "mhla": multi-head linear attention (arXiv 2601.07832), for SANA only.
+        mhla_blocks: For "mhla": the number of blocks that the tokens of an image are divided into,
+            M in its paper, 1 to 4096.
+        mhla_released: For "mhla": True for the variant in its authors' code, False for that in
+            their paper.
+        mhla_norm: For "mhla": whether queries and keys are normalised even if the released network
+            does not normalise them.
+        gradient_checkpointing: What the backward pass computes again to save memory. "none":
+            nothing. "matmuls": everything but the outputs of linear layers and of attention.
+            "blocks": everything but the inputs of blocks. "auto": "matmuls" if it is estimated to
+            take at most 75 % of a device's memory, else "blocks".
+        quantization: Which linear layers are quantized for exploration.
     """
 
     name: Text = "sana"
@@ -190,34 +184,30 @@ class Model(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Explore(Section):
-    """How the N candidates of a prompt are generated for ranking. The defaults are the paper's.
+    """How the candidates of a prompt are generated for ranking. The defaults are the paper's.
 
     Attributes:
-        precision: Number format in which the transformer runs: a name of `quant.formats.FORMATS`
-            ("nvfp4", "fp8", "int8", "bf16" or "fp32"), or "auto" for the fastest one that the
-            device runs natively.
-        num_steps: Solver steps, 1 to 1000. At most `rollout.num_steps`, and equal to it with
-            `rollout.regenerate=false`.
-        sigmas: Noise levels of the steps. "default": the schedule of `rollout.schedule` with
-            `num_steps` steps. "first": the first `num_steps` / 2 steps (rounded down) are the first
-            ones of the schedule with `rollout.num_steps` steps; the others divide the rest of
-            it, with solver coefficients that are fitted to the base model.
-        exact_steps: Number of steps at the beginning that run in `rollout.precision`. At least 0
-            and less than `num_steps`.
-        correction_rank: Rank of the unquantized low-rank branch beside each quantized matmul (as in
-            SVDQuant), 0 to 4096. 0 disables it.
-        attention: "fp8": softmax attention without a mask runs in E4M3 (FLUX.1, FLUX.2 and SD3; a
-            run with another model is refused). It has no effect in formats that quantize nothing.
-            On TPUs, on GPUs before Hopper and for some sizes of heads only its inputs and results
-            are rounded. "default": in the training precision.
-        min_rank_correlation: Smallest acceptable Spearman correlation, in [-1, 1], of explored and
-            regenerated rewards over the kept samples. While its median over three iterations is
-            lower, the run explores with more steps, then in finer formats. None: the correlation is
-            only recorded. Must be None with `rollout.regenerate=false` or with `reward`. Ours.
-        reward: Weights of the scores that rank the candidates, by name, where the scores of
-            `reward.weights` are too slow or too dear for all of them; at least one. The kept
-            candidates are scored by `reward.weights` in any case. None: these rank the candidates
-            as well. Must be None with `rollout.regenerate=false`. Compared, but not hashed. Ours.
+        precision: The number format in which the transformer runs: "nvfp4", "fp8", "int8", "bf16"
+            or "fp32"; "auto" is the fastest one that the device supports natively.
+        num_steps: The number of solver steps, 1 to `rollout.num_steps`. It must equal that number
+            if `rollout.regenerate` is False.
+        sigmas: The noise levels of the steps. "default": the schedule `rollout.schedule` with
+            `num_steps` steps. "first": half of the steps are the first ones of the schedule with
+            `rollout.num_steps` steps, and the other half divides the rest.
+        exact_steps: The number of steps at the beginning that run in `rollout.precision` instead,
+            at least 0 and less than `num_steps`.
+        correction_rank: The rank of an unquantized low-rank branch beside each quantized matmul, as
+            in SVDQuant, 0 to 4096. 0: no branch.
+        attention: "default": softmax attention runs in the training precision. "fp8": it runs in
+            FP8 (E4M3), for FLUX.1, FLUX.2 and SD3, with a `precision` that quantizes.
+        min_rank_correlation: The smallest accepted Spearman correlation between the rewards of the
+            kept samples in exploration and after regeneration, from -1 to 1. If it is not reached,
+            the run explores with more steps, and then in finer formats. None: nothing is changed.
+            It needs `rollout.regenerate`, and `reward` None.
+        reward: Weights of the scores that rank the candidates, by name, if those in
+            `reward.weights` are too slow or too expensive for all candidates. The kept ones are
+            scored by `reward.weights` in any case. None: `reward.weights` ranks, too. It needs
+            `rollout.regenerate`.
     """
 
     precision: Precision = "nvfp4"
@@ -234,55 +224,50 @@ class Explore(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rollout(Section):
-    """How samples are generated: explore N candidates per prompt, keep K and regenerate these.
+    """How samples are generated: explore candidates cheaply, keep some, and regenerate these
+    exactly.
 
     Attributes:
-        candidates: N, the candidates per prompt; at least 1.
-        kept: K, the candidates per prompt that are trained on. At least 2 and at most `candidates`;
-            even with "best_worst".
+        candidates: N, the number of candidates per prompt, at least 1.
+        kept: K, the number of candidates per prompt that are trained on, from 2 to `candidates`. It
+            must be even with "best_worst".
         selection: Which candidates are kept, by their explored reward. "best_worst": the K/2 best
-            and the K/2 worst. "best_random": the K/2 best (rounded down) and a random choice of the
-            others. "random": a random choice. "best": the K best.
-        explore: How the candidates are generated: format, steps and noise levels.
-        size: Size of the images that are trained on: (height, width) in pixels, or several sizes
-            (YAML takes one size without the outer list). An iteration uses one of them, and as many
-            iterations as there are sizes go through all of them in random order. None: the model's
-            size.
-        regenerate: True: the kept seeds are regenerated in `precision` with `num_steps` steps.
-            False: the explored samples are trained on.
-        num_steps: Solver steps, 1 to 1000, of the regeneration and of the schedule at whose sigmas
-            the update trains.
-        solver: ODE solvers "euler", "dpm1" and "dpm2" (DPM-Solver++ of first and second order), and
-            the stochastic "ddim", "flow_sde" (Flow-GRPO), "dance_sde" (DanceGRPO) and "cps"
-            (Flow-CPS). Evaluations run a stochastic solver without noise.
-        noise_level: Strength in [0, 1] of the noise that a stochastic solver adds (eta of DDIM,
-            DanceGRPO and Flow-CPS). Must be 0 with other solvers, and with
-            `explore.sigmas="first"`.
-        sde_window_size: Number of consecutive steps that add noise; the steps before and after them
-            are deterministic (MixGRPO). At least 1 and less than `num_steps`. None: all steps but
-            the last add noise.
-        sde_window_every: Iterations after which that window moves on by one step; at least 1. After
-            its last place it starts again at the first step. No effect without `sde_window_size`.
-        schedule: Sigmas of the model family. "linear": equally spaced, then shifted. "sd3": equally
-            spaced between ends that are shifted already, then shifted again, as in the released
-            scheduler. "flux": equally spaced, with a shift that follows from the image size.
-        shift: Factor k of the shift k s / (1 + (k - 1) s) of a sigma s, from 0.001 to 1000. Above 1
-            it shifts towards high noise, 1 does not shift. "flux" computes its own instead.
-        guidance_scale: Classifier-free guidance scale, at least 0; at most 1 disables it, as in
-            diffusers. For models with embedded guidance (FLUX.1) the scale that the network is
-            given.
-        true_cfg_scale: Classifier-free guidance scale for models with embedded guidance, at least
-            0. At most 1 disables it; other models accept only 1.
-        per_device_batch_size: Largest number of samples that one device generates at once; at least
-            1. Fewer take less memory.
-        precision: "bf16" or "fp32", of regeneration, update and evaluation.
-        scoring_precision: Precision of decoding and of reward networks. "half": BF16 for decoding
-            and FP16 for rewards (BF16 on TPUs). "fp32": float32 for both. "auto": "half" where the
-            device computes in BF16 and `precision` is "bf16". Ours.
+            and the K/2 worst. "best_random": the K/2 best and random others. "random": random ones.
+            "best": the K best.
+        explore: How candidates are generated: number format, steps and noise levels.
+        size: The (height, width) in pixels of the images for training, or a tuple of several sizes,
+            of which each iteration uses one. None: the size in the section `model`.
+        regenerate: True: the kept samples are generated again from the same noise, in `precision`
+            with `num_steps` steps. False: the explored samples are trained on.
+        num_steps: The number of solver steps of regeneration, 1 to 1000. The update trains at the
+            sigmas of the same schedule.
+        solver: An ODE solver: "euler", or "dpm1" and "dpm2" (DPM-Solver++ of first and second
+            order). Or a stochastic one: "ddim", "flow_sde" (Flow-GRPO), "dance_sde" (DanceGRPO) or
+            "cps" (Flow-CPS). Evaluations add no noise.
+        noise_level: How much noise a stochastic solver adds, from 0 to 1 (eta in DDIM). Must be 0
+            with an ODE solver, and with `explore.sigmas="first"`.
+        sde_window_size: Only so many consecutive steps add noise, at least 1 and less than
+            `num_steps` (MixGRPO). None: all steps but the last.
+        sde_window_every: After so many iterations the window moves on by one step, and from its
+            last place back to the first. At least 1.
+        schedule: How sigmas are spaced: "linear" equally and then shifted; "sd3" as the released
+            scheduler of SD3 does, which shifts twice; "flux" equally, with a shift that follows
+            from the image size.
+        shift: The factor k of the shift, which maps a sigma s to k s / (1 + (k - 1) s), from 0.001
+            to 1000. Above 1 it moves sigmas towards high noise. "flux" does not use it.
+        guidance_scale: The scale of classifier-free guidance, at least 0; up to 1 there is none, as
+            in diffusers. A model with embedded guidance (FLUX.1) is given the scale as an input.
+        true_cfg_scale: The scale of classifier-free guidance for a model with embedded guidance, at
+            least 0; up to 1 there is none. Other models accept only 1.
+        per_device_batch_size: The largest number of samples that one device generates at once, at
+            least 1.
+        precision: The number format of regeneration, update and evaluation: "bf16" or "fp32".
+        scoring_precision: The number format of the decoder and of reward networks. "half": BF16 and
+            FP16 (BF16 on TPUs). "fp32": float32. "auto": "half" if `precision` is "bf16" and the
+            device supports it, else "fp32".
 
     Raises:
-        ConfigError: If `kept`, `explore`, `noise_level` or `sde_window_size` breaks a rule above.
-            The first broken rule is reported.
+        ConfigError: If two fields contradict each other.
     """
 
     candidates: PositiveInt = 96
@@ -318,14 +303,11 @@ class Rollout(Section):
         self._check_noise()
 
     def _check_selection(self) -> None:
-        """Checks `kept` and two fields of `explore` against the other fields.
+        """Checks `kept`, `explore.min_rank_correlation` and `explore.reward` against other fields.
 
         Raises:
-            ConfigError: If `kept` is above `candidates`, or is odd with `selection="best_worst"`;
-                if `explore.min_rank_correlation` is set without `regenerate`; or if
-                `explore.reward` is set without `regenerate`, together with
-                `explore.min_rank_correlation`, or with a URL that has credentials.
-            ValueError: If a name in `explore.reward` contains "://" but is no valid URL.
+            ConfigError: If `kept` is above `candidates`, or odd with "best_worst"; or if one of the
+                two fields of `explore` is set, but cannot be used.
         """
         if self.kept > self.candidates:
             accepted = f"must be at most rollout.candidates={self.candidates}"
@@ -343,15 +325,15 @@ class Rollout(Section):
             self._check_proxy_reward(self.explore.reward)
 
     def _check_proxy_reward(self, weights: dict[str, float]) -> None:
-        """Checks that the candidates can be ranked by a reward of their own.
+        """Checks that the candidates can be ranked by other scores than those of training.
 
         Args:
-            weights: `explore.reward`: the weight of each score by its name.
+            weights: The value of `explore.reward`: the weight of each score by its name.
 
         Raises:
-            ConfigError: If samples are not regenerated (`regenerate`), if
-                `explore.min_rank_correlation` is set, or if a name is a URL with credentials.
-            ValueError: If a name contains "://" but is no valid URL.
+            ConfigError: If samples are not regenerated, `explore.min_rank_correlation` is set, or a
+                name is a URL with a password.
+            ValueError: If a name is an invalid URL.
         """
         field = "rollout.explore.reward"
         if not self.regenerate:
@@ -372,11 +354,11 @@ class Rollout(Section):
             )
 
     def _check_steps(self) -> None:
-        """Checks the numbers of steps of exploration against those of regeneration.
+        """Checks the numbers of solver steps of exploration.
 
         Raises:
-            ConfigError: If `explore.num_steps` is above `num_steps` with `regenerate`, or differs
-                from it without; or if `explore.exact_steps` is not less than `explore.num_steps`.
+            ConfigError: If exploration has more steps than regeneration (or, without regeneration,
+                another number than `num_steps`), or not more than `explore.exact_steps`.
         """
         field = "rollout.explore.num_steps"
         explored = self.explore.num_steps
@@ -397,11 +379,11 @@ class Rollout(Section):
             )
 
     def _check_noise(self) -> None:
-        """Checks `noise_level` and `sde_window_size` against solver, sigmas and steps.
+        """Checks that the noise of stochastic steps suits the solver.
 
         Raises:
-            ConfigError: If `noise_level` is not 0 although the solver is not stochastic or
-                `explore.sigmas` is "first"; or if `sde_window_size` is not less than `num_steps`.
+            ConfigError: If `noise_level` is not 0, but the solver or `explore.sigmas` adds no
+                noise; or if `sde_window_size` is not less than `num_steps`.
         """
         if self.noise_level and self.solver not in STOCHASTIC_SOLVERS:
             accepted = f"must be 0 with rollout.solver={self.solver}"
@@ -415,24 +397,22 @@ class Rollout(Section):
 
     @property
     def num_sde_steps(self) -> int:
-        """Number of steps of the full schedule that add noise. They are consecutive.
-
-        0 if `noise_level` is 0; else `sde_window_size`, or if that is None all steps but the last.
+        """The number of solver steps that add noise. They are consecutive; 0 if
+        `noise_level` is 0.
         """
         if self.noise_level == 0:
             return 0
         return self.sde_window_size or self.num_steps - 1
 
     def window_start(self, iteration: int) -> int:
-        """The index, from 0, of the first step that adds noise in an iteration.
+        """Returns the index, from 0, of the first solver step that adds noise in an iteration.
+
+        It grows by one after every `sde_window_every` iterations, and starts again at 0 when the
+        window would reach the last step. Without a window (`sde_window_size` is None) it is always
+        0.
 
         Args:
-            iteration: The iteration of the run, counted from 1.
-
-        Returns:
-            0 in the first `sde_window_every` iterations, then 1 in as many, and so on; after
-            `num_steps - sde_window_size - 1` it starts again at 0, so that the last step never adds
-            noise. Always 0 if `sde_window_size` is None. `noise_level` is not read.
+            iteration: The number of the iteration, from 1.
         """
         if self.sde_window_size is None:
             return 0
@@ -441,51 +421,42 @@ class Rollout(Section):
 
 
 def _default_weights() -> dict[str, float]:
-    """Returns the weight of each reward by default, a new dict: PickScore alone, with weight 1."""
+    """Returns the default of `reward.weights`: PickScore with weight 1."""
     return {"pickscore": 1.0}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reward(Section):
-    """The reward: a weighted sum of named scores (`rewards/mixture.py`).
+    """The reward: a weighted sum of named scores, and how they are computed.
 
-    A name is one of `rewards.registry.REWARDS`, "judge-NAME" for a further judge, an entry point of
-    another package, a function `module:function`, or the URL of a service. "REWARD/OTHER" is
-    another score of a reward, such as "geneval/strict". Whether it exists is not checked here. The
-    mappings are compared, but not hashed.
+    A score is named by its reward: a name in the package such as "pickscore", "judge-NAME", a
+    function `module:function`, an entry point of another package, or the URL of a service. A reward
+    with several scores names the others "REWARD/SCORE", e.g. "geneval/strict".
 
     Attributes:
-        weights: Weight of each score by its name: finite numbers, also negative ones; at least one
-            entry.
-        paths: Directories or hub names of released reward models, by the keys of
-            `rewards.sources.SOURCES`, e.g. "pickscore" or "pickscore/tokenizer". Without an entry
-            the released repository of the hub is used, or a converted file in `weights/`.
-        options: Keyword arguments (values of JSON) of functions and of rewards outside JAX, by the
-            name of the reward, e.g. {"ocr": {"threads": 2}}.
-        eval_only: Names of scores that evaluations record but that are never trained on, to notice
-            reward hacking.
-        workers: Number of processes on each host that score images, 1 to 256. This and the next two
-            fields are for rewards outside JAX, and are ours.
-        timeout: Seconds that a process may take for one batch of images, or for a group with all
-            its pairs; above 0 and at most 1e6.
-        on_failure: What a failed call leads to. "stop": the run ends. "skip": its images have no
-            score and are not trained on; after 32 calls of one reward in a row without any score
-            the run ends.
-        group_size: Most candidates of a prompt that a groupwise or pairwise reward compares with
-            each other, 2 to 4096. Larger pools are divided into groups of nearly equal size. A
-            pairwise reward compares a group of g images in g (g - 1) pairs, both orders included.
-            The default is the paper's number of kept candidates.
-        combine: How several scores make one ranking and one advantage (`rl/combine.py`). "sum": by
-            their weighted sum. "advantages": each is normalised over the candidates of its prompt,
-            and the results are summed with the weights (MixGRPO, GDPO), so that the scale of a
-            score does not matter; `weights` needs at least two scores. It also ranks by the scores
-            of `rollout.explore.reward`. The metric "reward" is the weighted sum in any case.
+        weights: The weight of each score by its name, at least one. Weights may be negative.
+        paths: Directories or hub repositories of released reward models, by the name of the reward,
+            or of a part of it such as "pickscore/tokenizer". Without an entry, it is the released
+            repository, or a file in `weights/` that `solrl convert` makes from a released pickle.
+        options: Keyword arguments of functions and of rewards outside JAX, by the name of the
+            reward, e.g. {"ocr": {"threads": 2}}.
+        eval_only: Names of scores that evaluations also compute, but that are not trained on. They
+            reveal reward hacking.
+        workers: The number of processes per host, 1 to 256, that compute rewards outside JAX.
+        timeout: The seconds that a reward outside JAX may take for one batch of images, above 0 and
+            at most 1e6.
+        on_failure: What happens if a call of a reward outside JAX fails. "stop": the run ends.
+            "skip": its images are not trained on; the run ends after 32 failures in a row.
+        group_size: For rewards that compare images with each other: how many candidates of a prompt
+            they compare at once at most, 2 to 4096. More candidates are divided into groups.
+        combine: How several scores make one ranking and one advantage. "sum": by their weighted
+            sum. "advantages": each score is first normalised over the candidates of its prompt, so
+            that its scale does not matter (MixGRPO, GDPO); this needs at least two scores.
 
     Raises:
-        ConfigError: If a name in `weights`, `eval_only` or `options` is a URL with credentials, if
-            `eval_only` names a score of `weights`, or if `combine` is "advantages" and `weights`
-            has one score.
-        ValueError: If a name contains "://" but is no valid URL.
+        ConfigError: If a name is a URL with a password, a score is both in `weights` and
+            `eval_only`, or "advantages" has only one score.
+        ValueError: If a name is an invalid URL.
     """
 
     weights: Annotated[dict[str, Number], Field(min_length=1)] = dataclasses.field(
@@ -525,47 +496,42 @@ class Reward(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Algorithm(Section):
-    """The objective, the advantages it is given, and the two slowly moving copies of the policy.
+    """The loss, the advantages it is given, and the two slowly moving copies of the policy.
+
+    These copies are the old policy, which generates the samples, and an average, which is evaluated
+    and exported.
 
     Attributes:
-        objective: "nft", "awm", "dpo", "flow_grpo", "mix_grpo", "dance_grpo", "flow_cps",
-            "grpo_guard" or "flow_dppo" (`OBJECTIVES`), or `module:function` for an objective of
-            yours (`rl/objective.py`). The files of `configs/objective/` set the other fields as the
-            objective's paper does.
-        beta: Above 0. nft: how far the implicit positive policy leans from the old policy to the
-            trained one. dpo: strength of the preference, which stands for the KL penalty. Other
-            objectives of the package do not read it; one of yours may.
-        kl_coef: Weight, at least 0, of the distance to the base model in the loss: the mean squared
-            difference of both velocities, or, in some objectives on transitions, of the means of
-            stochastic steps over their variance (beta of Flow-GRPO and TRL).
-        kl_fraction: Fraction in (0, 1] of the terms at which that distance is computed, drawn at
-            random and rounded up to whole terms of a micro-batch; the others skip the base model.
-            The distance is scaled up, so its mean has the same expectation. Must be 1 with dpo and
-            with objectives of yours. Ours.
-        clip_range: Above 0. flow_grpo, mix_grpo, dance_grpo, flow_cps, grpo_guard and awm: the
-            probability ratio of trained to old policy is clipped to 1 +- this. Other objectives of
-            the package do not read it; one of yours may.
-        kl_mask_threshold: Above 0. flow_dppo: the divergence of trained and old policy at a step,
-            as the mean over dimensions, from which on terms that increase it are left out. Other
-            objectives of the package do not read it; one of yours may.
-        adv_clip_max: Advantages are clipped to +- this, in standard deviations; above 0.
+        objective: The loss: "nft", "awm", "dpo", "flow_grpo", "mix_grpo", "dance_grpo", "flow_cps",
+            "grpo_guard" or "flow_dppo", or a function of yours as `module:function`.
+        beta: Above 0, for two objectives. nft: how far the implicit positive policy lies from the
+            old policy towards the trained one. dpo: the strength of the preference.
+        kl_coef: The weight in the loss, at least 0, of the distance to the base model (usually the
+            mean squared difference of the predicted velocities).
+        kl_fraction: The fraction of the loss terms, above 0 and at most 1, for which that distance
+            is computed, to save time. They are drawn at random and scaled up. Must be 1 with dpo
+            and with functions of yours.
+        clip_range: Above 0, for flow_grpo, mix_grpo, dance_grpo, flow_cps, grpo_guard and awm: the
+            probability ratio of the trained to the old policy is clipped to 1 +- this.
+        kl_mask_threshold: Above 0, for flow_dppo: terms that increase the divergence of the trained
+            from the old policy are left out where it exceeds this.
+        adv_clip_max: Advantages, in standard deviations of the reward, are clipped to +- this;
+            above 0.
         adv_mode: What is made of the advantages. "all": nothing. "positive_only", "negative_only":
-            the other sign becomes 0. "one_only": 1 where positive, else 0. "binary": their sign.
-        global_std: True: rewards are divided by their standard deviation over the whole iteration.
-            False: over their own prompt. With `reward.combine=advantages`, each score is divided by
-            its standard deviation over the prompt in any case, and True also divides the sum by
-            that of all sums of the iteration.
-        timestep_fraction: Share in (0, 1] of the schedule's sigmas at which each sample is trained.
-            At least 1 / `rollout.num_steps`, so that there is one.
-        decay_type: How slowly the old policy, which generates the samples, follows the trained one
-            (DiffusionNFT). 0: at once. 1: its decay grows by 0.001 per optimizer step up to 0.5. 2:
-            0 up to step 75, from there on it grows by 0.0075 per step up to 0.999. 3: as 1, but up
-            to 0.3 (AWM).
-        ema_decay: Decay in [0, 1) of the exponential moving average of the policy, which is
-            evaluated.
+            those of the other sign become 0. "one_only": positive ones become 1, others 0.
+            "binary": they are replaced by their sign.
+        global_std: Whether rewards are divided by their standard deviation over the whole iteration
+            (True) or over the samples of their own prompt (False).
+        timestep_fraction: The share of the schedule's sigmas at which each sample is trained, above
+            0 and at most 1. At least one sigma must result.
+        decay_type: How slowly the old policy follows the trained one. 0: at once. 1: its decay rate
+            grows by 0.001 per optimizer step up to 0.5. 2: it is 0 up to step 75 and then grows by
+            0.0075 per step up to 0.999. 3: as 1, but up to 0.3.
+        ema_decay: The decay rate of the averaged policy (an exponential moving average), at least 0
+            and below 1.
 
     Raises:
-        ConfigError: If `kl_fraction` is below 1 with dpo or an objective of yours.
+        ConfigError: If `kl_fraction` is below 1 with dpo or a function of yours.
     """
 
     objective: Annotated[str, AfterValidator(_check_objective)] = "nft"
@@ -597,18 +563,15 @@ class Algorithm(Section):
 
     @property
     def trains_on(self) -> str:
-        """What the objective trains on: "samples", "pairs" or "transitions".
+        """What the objective is computed on: "samples", "pairs" or "transitions".
 
-        "samples" are the kept samples, noised to a sigma of the schedule; "pairs" the best sample
-        of a prompt with its worst, the second best with the second worst, and so on; "transitions"
-        recorded steps of a stochastic solver. For an objective `module:function` the module is
-        imported, and the attribute `trains_on` of the function says it; without this attribute it
-        is "samples".
+        "samples": kept samples, to which noise is added. "pairs": a good and a bad sample of the
+        same prompt. "transitions": recorded steps of a stochastic solver. A function of the user's
+        is imported, and has this text as its attribute `trains_on` ("samples" without it).
 
         Raises:
-            ConfigError: If that attribute is none of the three.
-            ImportError, AttributeError: If the module or the function does not exist.
-            KeyError: If the objective is neither built in nor of the form `module:function`.
+            ConfigError: If that attribute has another value.
+            ImportError, AttributeError: If the function does not exist.
         """
         if not is_plugin(self.objective):
             return OBJECTIVES[self.objective]
@@ -622,17 +585,16 @@ class Algorithm(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lora(Section):
-    """The LoRA adapters: `W + alpha / rank * A B` for each kernel W that a target matches.
+    """The LoRA adapters. A weight W that has one becomes `W + alpha / rank * A B`.
 
     Attributes:
-        rank: Rank of A and B, 1 to 4096.
-        alpha: Scale of the adapters before it is divided by the rank; above 0.
-        target_modules: Regular expressions, at least one, of the whole paths of the kernels that
-            get an adapter. The default matches the attention of SANA.
-        path: LoRA file or directory to start from, of diffusers, PEFT, kohya, ai-toolkit or
-            ComfyUI. Its rank and alpha must equal those above, and it may adapt only kernels that
-            the run adapts. None: start from the base model.
-        skip_text_encoders: Whether adapters of text encoders in that file are left out. Otherwise
+        rank: The rank of A and B, 1 to 4096.
+        alpha: The scale of the adapters times their rank, above 0.
+        target_modules: Regular expressions of parameter paths, at least one. A linear layer whose
+            whole path matches one of them gets an adapter. The default is for SANA.
+        path: A LoRA file or directory to start from, of diffusers, PEFT, kohya, ai-toolkit or
+            ComfyUI, with the same rank and alpha. None: training starts from the base model.
+        skip_text_encoders: Whether adapters of text encoders in that file are ignored. Otherwise
             such a file is refused.
     """
 
@@ -648,24 +610,23 @@ class Lora(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Optimizer(Section):
-    """AdamW, and how an iteration's terms are divided among its steps.
+    """AdamW, and how the loss of an iteration is divided among its steps.
 
-    A term is one sample at one sigma.
+    The loss is a sum of terms, one per kept sample and trained sigma.
 
     Attributes:
-        learning_rate: Learning rate of the first step; above 0.
-        decay_steps: Optimizer steps over which the learning rate falls linearly to 0; at least 0.
-            0: it is constant.
-        beta1: Decay rate of the first moment, in [0, 1).
-        beta2: Decay rate of the second moment, in [0, 1).
-        eps: Added to the root of the second moment; above 0.
-        weight_decay: Coefficient of the decoupled weight decay, at least 0.
-        max_grad_norm: Largest global norm of the gradient, above 0; larger gradients are scaled
-            down to it.
-        steps_per_iteration: Optimizer steps per iteration, at least 1. Must divide the number of
-            terms.
-        per_device_batch_size: Largest number of terms that one device differentiates at once, at
-            least 1; gradients are accumulated over the rest.
+        learning_rate: The learning rate of the first step, above 0.
+        decay_steps: The number of optimizer steps over which the learning rate falls linearly to 0.
+            0: it stays constant.
+        beta1: The decay rate of the first moment, at least 0 and below 1.
+        beta2: The decay rate of the second moment, at least 0 and below 1.
+        eps: Added to the root of the second moment, above 0.
+        weight_decay: The coefficient of the decoupled weight decay, at least 0.
+        max_grad_norm: Gradients whose global norm is larger are scaled down to it; above 0.
+        steps_per_iteration: The number of optimizer steps per iteration, at least 1. It must divide
+            the number of terms.
+        per_device_batch_size: The largest number of terms whose gradient one device computes at
+            once, at least 1. The gradients of the others are accumulated.
     """
 
     learning_rate: Positive = 3e-4
@@ -681,16 +642,16 @@ class Optimizer(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prompts(Section):
-    """The prompt sets (`data/prompts.py`).
+    """The prompt sets.
 
-    Each is a text file with one prompt per line, a .json, .jsonl, .csv, .tsv or .parquet file with
-    metadata, "FILE:COLUMN" to name the column of its prompts, "embedded:NAME" for a set of this
-    package, or "hub:OWNER/DATASET[:SPLIT][:COLUMN]" for a data set of the hub. Relative paths start
-    at the directory in which the run is started; nothing is read here. The defaults are ours.
+    A set is one of these: a text file with one prompt per line; a .json, .jsonl, .csv, .tsv or
+    .parquet file, with "FILE:COLUMN" to name the column of the prompts; "embedded:NAME" for a set
+    of this package; or "hub:OWNER/DATASET[:SPLIT][:COLUMN]" for a data set on the Hugging Face hub.
+    Relative paths start at the working directory.
 
     Attributes:
-        train: The prompts that are trained on.
-        test: The prompts that evaluations generate.
+        train: The prompts to train on.
+        test: The prompts of evaluations.
     """
 
     train: PathText = "embedded:general-train"
@@ -699,15 +660,16 @@ class Prompts(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Train(Section):
-    """The length of a run and what it trains.
+    """The length of a run, and what it trains.
 
     Attributes:
-        iterations: Number of iterations: generate, select, update. At least 1. Ours.
-        num_prompts: G, the prompts per iteration; at least 1. A run with fewer prompts takes all.
-        parameters: What is trained. "adapters": the adapters of `lora`. "all": all parameters. A
-            regular expression (not empty): the parameters whose whole path it matches are trained
-            themselves, and the adapters of `lora` on its other targets. Parameters that
-            `model.attention="mhla"` adds are always trained themselves.
+        iterations: The number of iterations, at least 1. Each generates samples, selects some, and
+            updates the policy.
+        num_prompts: The number of prompts per iteration, at least 1. If the set has fewer, all of
+            them are used.
+        parameters: What is trained. "adapters": the LoRA adapters. "all": all parameters of the
+            transformer, without adapters. Any other text is a regular expression: parameters whose
+            whole path matches it are trained in full, and the other targets of `lora` get adapters.
     """
 
     iterations: PositiveInt = 1000
@@ -719,19 +681,17 @@ class Train(Section):
 class Eval(Section):
     """The evaluation of the averaged policy on the test prompts.
 
-    The defaults are ours, but for `num_steps`.
-
     Attributes:
-        every: Iterations between two evaluations; at least 0. 0: only before and after the run.
-        size: (height, width) in pixels. None: the model's size.
-        num_steps: Solver steps, 1 to 1000.
-        num_prompts: Number of test prompts, the first of the set; at least 1. If there are fewer,
-            all are taken.
-        num_images_per_prompt: Number of images for each of these prompts; at least 1.
-        seed: Seed of the initial noise, from 0 to 2^31 - 1. It is apart from the run's seed, so
-            that runs can be compared image by image.
-        num_grid_images: Largest number of images, four per prompt, in the image grid that every
-            evaluation writes; 0 to 1024. It is rounded down to whole prompts. 0: no grid.
+        every: The number of iterations between two evaluations. 0: only before and after the run.
+        size: The (height, width) of the images in pixels. None: the size in the section `model`.
+        num_steps: The number of solver steps, 1 to 1000.
+        num_prompts: The number of test prompts, from the first one on, at least 1. If the set has
+            fewer, all of them are used.
+        num_images_per_prompt: The number of images per prompt, at least 1.
+        seed: The seed of the initial noise, from 0 to 2^31 - 1. Runs with equal seeds can be
+            compared image by image.
+        num_grid_images: The largest number of images, four per prompt, in the image grid that each
+            evaluation writes, 0 to 1024. 0: no grid.
     """
 
     every: NonNegativeInt = 50
@@ -747,14 +707,12 @@ class Eval(Section):
 class Mesh(Section):
     """The device mesh: the number of devices along each of its three axes.
 
-    Whether their product equals the number of devices is not checked here.
-
     Attributes:
-        data: Axis that divides the samples and replicates the parameters. At least 1, or -1: all
-            devices that the other two axes leave.
-        fsdp: Axis that divides the samples and the parameters (fully sharded data parallelism); at
-            least 1.
-        tensor: Axis that divides each matmul (tensor parallelism); at least 1.
+        data: The axis along which devices have different samples and the same parameters. At least
+            1, or -1 for all devices that the other axes leave.
+        fsdp: The axis along which devices have different samples and share the parameters (fully
+            sharded data parallelism), at least 1.
+        tensor: The axis along which devices share each matmul (tensor parallelism), at least 1.
 
     Raises:
         ConfigError: If `data` is below 1 and not -1.
@@ -777,15 +735,14 @@ class Mesh(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run(Section):
-    """The directory of a run, and its checkpoints and records. The defaults are ours.
+    """The directory of a run, its checkpoints and its records.
 
     Attributes:
-        dir: The run directory. "": presets use runs/<preset>-<family>-seed<seed>.
-        checkpoint_every: Iterations between two checkpoints, at least 1. They are written while the
-            next iteration runs; with 1, before it starts.
-        keep_checkpoints: Number of checkpoints that are kept, the newest; at least 1.
-        keep_best: Number of checkpoints with the highest eval/reward that are kept beside them; at
-            least 0. Above 0, every evaluation saves a checkpoint.
+        dir: The run directory. "": presets use runs/PRESET-FAMILY-seedSEED.
+        checkpoint_every: The number of iterations between two checkpoints, at least 1.
+        keep_checkpoints: The number of checkpoints that are kept, the newest ones, at least 1.
+        keep_best: The number of checkpoints with the best reward in evaluations that are kept in
+            addition. Above 0, every evaluation saves a checkpoint.
         tensorboard: Whether metrics are also written for TensorBoard.
         wandb: Whether metrics are also sent to Weights & Biases.
     """
@@ -800,38 +757,31 @@ class Run(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Section):
-    """The whole configuration of a run: a frozen, hashable dataclass of sections.
+    """The whole configuration of a run.
 
-    `Config()` is Sol-RL on SANA 1.6B with PickScore. Values that are passed directly are not
-    checked against the fields' types; `config.validation.build_config` does so. Rules between
-    fields are checked always.
+    `Config()` is Sol-RL on SANA 1.6B with PickScore. Calling it checks only rules between fields;
+    `config.validation.build_config` also checks the value of each field.
 
     Attributes:
-        version: Layout of the configuration, 3. Files of version 2 are translated
-            (`config.migrations`).
-        seed: Seed of all random draws but those of evaluations, from 0 to 2^31 - 1. Ours.
-        preset: Name of the preset that the configuration was made from, for the record; nothing
-            else depends on it, except the default of `run.dir`.
-        family: Name of the family that the configuration was made from, for the record; nothing
-            else depends on it, except the default of `run.dir` and which settings `explore=NAME`
-            changes.
-        model: The pipeline that is post-trained: its weights, image size and memory.
-        rollout: How samples are generated: candidates, selection, solver and precision.
-        reward: The scores with their weights, and how they are computed.
-        algorithm: The objective, the advantages, and the decay of the old and the averaged policy.
-        lora: The adapters. No effect with `train.parameters="all"`.
-        optimizer: AdamW, and how the terms of an iteration are divided among its steps.
+        version: The version of the layout of the configuration, 3.
+        seed: The seed of all random draws except those of evaluations, from 0 to 2^31 - 1.
+        preset: The name of the preset that the configuration was made from, for the record.
+        family: The name of the preset's family, e.g. "sol_rl", for the record.
+        model: The pipeline that is post-trained.
+        rollout: How samples are generated.
+        reward: The scores and their weights.
+        algorithm: The loss, the advantages, and the old and the averaged policy.
+        lora: The LoRA adapters.
+        optimizer: AdamW, and how the loss is divided among its steps.
         prompts: The prompts for training and for evaluations.
-        train: The length of the run and what it trains.
-        eval: How often and on what the averaged policy is evaluated.
+        train: The length of the run, and what it trains.
+        eval: How often the policy is evaluated, and on what.
         mesh: The number of devices along each axis of the mesh.
-        run: The run directory, and its checkpoints and records.
+        run: The run directory, its checkpoints and records.
 
     Raises:
-        ConfigError: For the first rule between sections that is broken: no sigma is trained; terms
-            do not divide among the optimizer steps; the old policy would be rounded away in BF16;
-            or, with an objective of the package, pairs are split by an odd number of samples or
-            terms, or transitions lack noise (`check_objective`).
+        ConfigError: If fields of different sections contradict each other, for example if the
+            optimizer steps do not divide the loss evenly.
     """
 
     version: Literal[3] = VERSION
@@ -865,12 +815,11 @@ class Config(Section):
             self.check_objective()
 
     def _check_terms(self) -> None:
-        """Checks that there are terms, and that they divide among the optimizer steps.
+        """Checks that the loss has terms, and that they divide evenly among the optimizer steps.
 
         Raises:
-            ConfigError: If `algorithm.timestep_fraction` is below 1 / `rollout.num_steps`, so that
-                no sigma is trained; or if `optimizer.steps_per_iteration` does not divide
-                `num_terms`.
+            ConfigError: If `algorithm.timestep_fraction` is so small that no sigma is trained, or
+                if `optimizer.steps_per_iteration` does not divide `num_terms`.
         """
         if self.num_train_sigmas < 1:
             smallest = 1 / self.rollout.num_steps
@@ -887,12 +836,11 @@ class Config(Section):
             )
 
     def _check_old_policy(self) -> None:
-        """Checks that BF16 does not round the moves of the old policy away.
+        """Checks that the old policy can follow the trained one in BF16.
 
         Raises:
-            ConfigError: If `algorithm.decay_type` is 2 and `rollout.precision` is "bf16" while more
-                than adapters is trained: `train.parameters` is not "adapters", or `model.attention`
-                is "mhla".
+            ConfigError: If `algorithm.decay_type` is 2 while parameters are trained in full in
+                BF16, where the small moves of the old policy would be rounded away.
         """
         only_adapters = self.train.parameters == "adapters" and self.model.attention != "mhla"
         # With a decay of 0.999 the old policy moves by a thousandth of the difference, which BF16
@@ -908,19 +856,16 @@ class Config(Section):
             raise ConfigError.of_field("algorithm.decay_type", 2, accepted)
 
     def check_objective(self) -> None:
-        """Checks the settings that the objective requires.
+        """Checks the settings that the objective requires, by what it trains on
+        (`Algorithm.trains_on`).
 
-        `Algorithm.trains_on` says what the objective trains on: "samples" require nothing more,
-        "pairs" and "transitions" do. Built-in objectives are checked whenever a configuration is
-        built. For an objective `module:function` this imports the module, so whoever loads the
-        objective calls it.
+        A function of the user's is imported for this. So a new `Config` checks only the objectives
+        of the package, and this method must be called for a function.
 
         Raises:
-            ConfigError: For "pairs": if `rollout.kept`, `optimizer.per_device_batch_size` or the
-                number of terms per optimizer step is odd. For "transitions": if no step adds noise,
-                samples come from a quantized exploration, or more sigmas are trained than steps add
-                noise. Also if the function's `trains_on` is none of the three.
-            ImportError, AttributeError: If the module or function of the objective does not exist.
+            ConfigError: If an objective on pairs gets an odd number of samples or terms, or one on
+                transitions gets too few steps that add noise.
+            ImportError, AttributeError: If the function does not exist.
         """
         match self.algorithm.trains_on:
             case "pairs":
@@ -929,7 +874,7 @@ class Config(Section):
                 self._check_transitions()
 
     def _check_pairs(self) -> None:
-        """Checks that an objective that trains on pairs gets whole pairs.
+        """Checks that an objective on pairs of samples gets whole pairs.
 
         Raises:
             ConfigError: If `rollout.kept`, `optimizer.per_device_batch_size` or the number of terms
@@ -948,12 +893,11 @@ class Config(Section):
             raise ConfigError.of_field("optimizer.steps_per_iteration", steps, accepted)
 
     def _check_transitions(self) -> None:
-        """Checks that an objective that trains on stochastic transitions gets enough of them.
+        """Checks that an objective on transitions gets enough solver steps that add noise.
 
         Raises:
-            ConfigError: If no step adds noise (`rollout.num_sde_steps` is 0); if samples are not
-                regenerated and `rollout.explore.precision` is not "bf16" or "fp32"; or if more
-                sigmas are trained (`num_train_sigmas`) than steps add noise.
+            ConfigError: If no step adds noise, more sigmas are trained than steps add noise, or the
+                samples come from a quantized exploration.
         """
         rollout = self.rollout
         purpose = (
@@ -974,10 +918,9 @@ class Config(Section):
 
     @property
     def num_train_sigmas(self) -> int:
-        """Number of sigmas at which each kept sample is trained.
+        """The number of sigmas at which each kept sample is trained.
 
-        `floor(timestep_fraction * num_steps)` in decimal arithmetic: 0.29 of 100 steps are 29. At
-        least 1 in a valid configuration.
+        It is `algorithm.timestep_fraction` times `rollout.num_steps`, rounded down.
         """
         # Rounding first makes 0.29 of 100 steps 29, although 0.29 * 100 is just below it in
         # floating point.
@@ -986,27 +929,28 @@ class Config(Section):
 
     @property
     def training_scores(self) -> tuple[str, ...]:
-        """The names of the scores that training depends on, each once.
+        """The names of the scores that a training iteration computes.
 
-        Those of `reward.weights`, then those that only rank candidates (`rollout.explore.reward`).
-        Scores that are only watched (`reward.eval_only`) are not among them.
+        They are those in `reward.weights`, and then those in `rollout.explore.reward`, each once.
         """
         return tuple(dict.fromkeys((*self.reward.weights, *(self.rollout.explore.reward or ()))))
 
     @property
     def num_terms(self) -> int:
-        """Number of terms of an iteration's loss: prompts * kept samples per prompt * sigmas."""
+        """The number of terms in the loss of an iteration: prompts times kept samples times trained
+        sigmas.
+        """
         return self.train.num_prompts * self.rollout.kept * self.num_train_sigmas
 
     @property
     def num_recorded_steps(self) -> int:
-        """Number of stochastic steps whose states are recorded for each sample.
+        """The number of solver steps whose latents are recorded for training.
 
-        `rollout.num_sde_steps` if the objective trains on transitions, else 0. For an objective
-        `module:function` this imports the module.
+        It is the number of steps that add noise if the objective trains on transitions, and else 0.
+        A function of the user's (`algorithm.objective`) is imported for this.
 
         Raises:
-            ConfigError: If the objective's attribute `trains_on` has an unknown value.
-            ImportError, AttributeError: If its module or function does not exist.
+            ConfigError: If the function's attribute `trains_on` has an unknown value.
+            ImportError, AttributeError: If the function does not exist.
         """
         return self.rollout.num_sde_steps if self.algorithm.trains_on == "transitions" else 0

@@ -14,15 +14,10 @@ from solrl_jax.storage.readers import parse_yaml
 
 
 def to_yaml(config: Config) -> str:
-    """The configuration as YAML text, which `from_yaml` reads back exactly.
+    """Returns a configuration as YAML text with all of its fields, which `from_yaml` reads back.
 
     Args:
         config: The configuration.
-
-    Returns:
-        ASCII text with all fields, also those with default values, in the order of the schema.
-        Tuples become lists, and other characters are escaped. It can be longer than the 65,536
-        characters that `from_yaml` accepts, e.g. with very long mappings in `reward.options`.
     """
     # ASCII only (the default): PyYAML does not read back all the line breaks that it would write
     # unescaped.
@@ -30,33 +25,28 @@ def to_yaml(config: Config) -> str:
 
 
 def to_tree(config: Config) -> dict[str, Any]:
-    """The configuration as plain values, as YAML text gives them.
+    """Returns a configuration as nested dicts by section and field, with all of its fields.
 
     Args:
-        config: The configuration.
-
-    Returns:
-        New nested dicts of sections and fields, with all fields in the order of the schema. Tuples
-        are lists.
+        config: The configuration. Its tuples become lists.
     """
     return yaml.safe_load(to_yaml(config))
 
 
 def from_yaml(text: str) -> Config:
-    """The configuration in YAML text of the present version or the one before it.
+    """Reads a configuration from YAML text, of this version or the one before.
 
-    A field that is missing has been added since the text was written, and gets its default. Names
-    of version 2 are translated without a warning.
+    Fields that are missing get their defaults.
 
     Args:
-        text: The YAML text, with the key `version`.
+        text: The YAML text, as `to_yaml` writes it. It must have the key `version`.
 
     Returns:
         The checked configuration.
 
     Raises:
-        ConfigError: If the text is not YAML, has no `version` or another one than 2 and 3, or is
-            not a configuration, with all problems.
+        ConfigError: If the text is not YAML or not a configuration of these versions, with all
+            problems.
     """
     tree = parse(text, "configuration")
     if isinstance(tree, dict) and "version" not in tree:
@@ -65,22 +55,19 @@ def from_yaml(text: str) -> Config:
 
 
 def drop_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a configuration that differs from `Config()`.
+    """Returns only the fields of a configuration that differ from their defaults.
 
-    What is derived from it, such as a hash, stays the same when a field is added, as long as the
-    field has its default.
+    A hash of the result stays the same when a later version of the package adds a field.
 
     Args:
-        tree: Nested mappings of plain values as `to_tree` returns them, also with fields left out.
-            It is not changed.
+        tree: The configuration as nested dicts by section and field, as `to_tree` returns it.
+            Fields may be missing. It is not changed.
 
     Returns:
-        New nested dicts with the fields whose value is not the default. A section that equals its
-        default is left out. A section in which fields are left out differs from it and stays,
-        possibly empty.
+        New nested dicts. Sections that equal their defaults are left out.
 
     Raises:
-        KeyError: For a key that is no field.
+        KeyError: If `tree` has a key that is not a field.
     """
     return _drop_defaults(tree, to_tree(Config()), "")
 
@@ -88,21 +75,16 @@ def drop_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
 def _drop_defaults(
     tree: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str
 ) -> dict[str, Any]:
-    """Returns the entries of a section that differ from their defaults.
+    """Returns only the fields of a section that differ from their defaults.
 
     Args:
-        tree: A section as nested dicts, possibly with fields left out.
-        defaults: The same section with default values, complete.
-        prefix: The dotted name of the section, with a dot at the end; "" for the whole
-            configuration.
-
-    Returns:
-        A new dict. A section within it that differs from its default has only its own differing
-        entries (none, if it differs in that `tree` leaves fields out). Other entries, also mappings
-        that are fields, are compared and taken as a whole.
+        tree: The section as nested dicts by subsection and field. Fields may be missing.
+        defaults: The same section with all fields and their defaults.
+        prefix: The dotted name of the section with a dot at its end, e.g. "rollout."; "" for the
+            whole configuration.
 
     Raises:
-        KeyError: For a key that `defaults` does not have.
+        KeyError: If `tree` has a key that is not a field.
     """
     changed = {}
     for key, value in tree.items():
@@ -117,19 +99,18 @@ def _drop_defaults(
 
 
 def parse(text: str, name: str) -> Any:
-    """The value of YAML text, read with limits on its length and depth.
+    """Reads YAML text, with limits on its length and depth.
 
     Args:
-        text: The YAML, up to 65,536 characters.
-        name: What the text is, with which a message begins, e.g. "configuration".
+        text: The YAML text, of at most 65,536 characters.
+        name: What error messages call the text, e.g. "configuration".
 
     Returns:
-        Nested dicts and lists of text, numbers, booleans, dates and None; None for empty text.
+        Nested dicts and lists of plain values; None for empty text.
 
     Raises:
-        ConfigError: If the text is not YAML, too long or too deep, or has a repeated key, a tag or
-            an alias. The message is one line, with the number of the line at fault where it is
-            known.
+        ConfigError: If the text is not YAML, or too long or too deep. Also for repeated keys, tags
+            and aliases.
     """
     try:
         return parse_yaml(text)

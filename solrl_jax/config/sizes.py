@@ -7,50 +7,44 @@ from solrl_jax.config.values import Size
 
 
 def model_size(config: Config) -> Size:
-    """The model's size (height, width) in pixels.
+    """Returns the image size (height, width) in pixels that the section `model` names.
 
-    Training and evaluation use it unless they have sizes of their own.
+    It is the default for training and for evaluations.
 
     Args:
-        config: The configuration, whose `model.height` and `model.width` are returned.
+        config: The configuration.
     """
     return config.model.height, config.model.width
 
 
 def training_sizes(config: Config) -> tuple[Size, ...]:
-    """The sizes (height, width) in pixels that are trained on.
-
-    Each iteration uses one of them; a size that is listed twice is used twice as often.
+    """Returns the image sizes that are trained on. Each iteration uses one of them.
 
     Args:
-        config: The configuration, whose `rollout.size` comes before the model's size.
+        config: The configuration.
 
     Returns:
-        `rollout.size` in its order, or the model's size alone if it is None.
+        Pairs of height and width in pixels: `rollout.size`, or the size in the section `model` if
+        that is None.
     """
     return config.rollout.size or (model_size(config),)
 
 
 def largest_training_size(config: Config) -> Size:
-    """The size (height, width) in pixels with most pixels among those that are trained on.
-
-    Of equally large ones it is the first in `rollout.size`.
+    """Returns the image size (height, width) with the most pixels among those that are trained on.
 
     Args:
-        config: The configuration, whose `rollout.size` comes before the model's size.
+        config: The configuration.
     """
     return max(training_sizes(config), key=math.prod)
 
 
 def evaluation_size(config: Config) -> Size:
-    """The size (height, width) in pixels of images in evaluations.
+    """Returns the image size of evaluations, (height, width) in pixels.
 
-    Images that are drawn from a run's policy have it by default, too.
+    It is `eval.size`, or the size in the section `model` if that is None.
 
     Args:
-        config: The configuration, whose `eval.size` comes before the model's size.
-
-    Returns:
-        `eval.size`, or the model's size if it is None.
+        config: The configuration.
     """
     return config.eval.size or model_size(config)

@@ -35,21 +35,18 @@ _ACCEPTED = {
 
 
 def build_config(tree: Any, problems: Sequence[str] = ()) -> Config:
-    """A checked configuration.
+    """Builds a configuration from plain data, and checks it.
 
     Args:
-        tree: Nested mappings of the sections and their fields, as YAML gives them. Fields that are
-            missing get their defaults. Anything else than a mapping is a problem.
-        problems: Messages of problems that the caller found before, e.g. in overrides. Any makes
-            this raise.
+        tree: Nested dicts by section and field. Missing fields get their defaults.
+        problems: Messages on problems that the caller has found already, e.g. in overrides. They
+            are reported together with those that are found here.
 
     Returns:
-        The configuration, if there is no problem at all.
+        The configuration.
 
     Raises:
-        ConfigError: With all problems joined by "; ", those of `problems` first, and equal ones
-            once. The rules between the fields of a section are checked only if each field is right
-            by itself.
+        ConfigError: If there is any problem. Its message has all of them, joined by "; ".
     """
     messages = list(problems)
     try:
@@ -67,22 +64,16 @@ def describe_error(
     root: str = "configuration",
     describe_unknown_key: Callable[[str], str] | None = None,
 ) -> str | None:
-    """One of pydantic's errors as "field=value: what is accepted".
+    """Turns an error of pydantic into a message "FIELD=VALUE: what is accepted".
 
     Args:
-        error: An entry of `pydantic.ValidationError.errors()`: a dict with "type", "input" (the
-            value at fault), "loc" (the names on the way to it) and possibly "ctx".
-        root: What the message calls the value if the error is about the whole of it and not about a
-            field.
-        describe_unknown_key: Makes the message for a key that is no field from its dotted name.
-            None: `unknown_key_message`, which proposes the nearest field of `Config`.
+        error: An entry of the list that `pydantic.ValidationError.errors()` returns.
+        root: What the message names if the error is about the whole value and not about a field.
+        describe_unknown_key: A function that returns the message for an unknown key, from its
+            dotted name. None: `unknown_key_message`.
 
     Returns:
-        The message in one line, or None for an error that only follows from another one (a
-        collection that is too short because its items are invalid). A missing key gives "missing
-        key 'FIELD'"; a ConfigError of a section gives its own message; a value outside a fixed
-        choice also gets a proposal of the nearest one. Errors of kinds that this module does not
-        know keep pydantic's text.
+        The message in one line. None for an error that only repeats another one.
     """
     kind = error["type"]
     value = error["input"]
@@ -112,16 +103,12 @@ def describe_error(
 
 
 def field_names(section: type = Config, prefix: str = "") -> list[str]:
-    """Returns the dotted names of all sections and fields below a section.
+    """Returns the dotted names of all fields and subsections of a section.
 
     Args:
-        section: The class of the section; a dataclass.
-        prefix: Text before each name: the dotted name of the section, with a dot at the end; "" for
-            the top.
-
-    Returns:
-        The names in the order of the schema. The name of a section comes before those of its
-        fields.
+        section: The class of the section.
+        prefix: The dotted name of the section with a dot at its end, e.g. "rollout."; "" for the
+            whole configuration.
     """
     names = []
     for field in dataclasses.fields(section):
@@ -133,18 +120,14 @@ def field_names(section: type = Config, prefix: str = "") -> list[str]:
 
 @functools.cache
 def section_names() -> frozenset[str]:
-    """Dotted names of all sections of `Config`, e.g. "rollout" and "rollout.explore". Cached.
-
-    The configuration as a whole has no name and is not among them.
-    """
+    """Returns the dotted names of all sections, e.g. "rollout" and "rollout.explore". Cached."""
     return frozenset(name.rpartition(".")[0] for name in field_names()) - {""}
 
 
 def unknown_key_message(key: str) -> str:
-    """The message for a dotted key that is no field: "unknown key 'KEY': PROPOSAL".
+    """Returns the error message for a dotted key that is not a field, with a proposal.
 
-    It proposes the nearest field of `Config`. If none is near, it lists the fields of the section
-    that the key lies in; those at the top, if there is no such section.
+    The proposal is the field with the most similar name, or a list of the fields of its section.
 
     Args:
         key: The dotted key.
@@ -157,16 +140,15 @@ def unknown_key_message(key: str) -> str:
 
 
 def suggest(name: str, accepted: Sequence[str], listed: Sequence[str] | None = None) -> str:
-    """Proposes the accepted name that is most like a given one.
+    """Returns a phrase that proposes an accepted name in place of a wrong one.
 
     Args:
-        name: What was given. Its first 80 characters are compared.
-        accepted: All names that are accepted.
-        listed: The names to list if none of them is like `name`; None lists `accepted`.
+        name: The wrong name.
+        accepted: All accepted names.
+        listed: The names to list if no accepted name is similar. None: all accepted names.
 
     Returns:
-        The phrase "did you mean 'NEAREST'?", or "expected one of A, B, ..." if none is near (a
-        similarity of 0.6 by `difflib`).
+        "did you mean 'SIMILAR'?", or "expected one of A, B, ..." if no name is similar.
     """
     if near := difflib.get_close_matches(name[:80], accepted, n=1):
         return f"did you mean '{near[0]}'?"

@@ -22,41 +22,40 @@ from pydantic import (
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used. A ValueError.
+    """The error for a configuration that cannot be used.
 
-    The message is one line. For each problem it names the field, its value and what is accepted;
-    several problems are joined by "; ".
+    Its message is one line. It names each field at fault, its value and what is accepted.
     """
 
     @classmethod
     def of_field(cls, field: str, value: Any, accepted: str) -> "ConfigError":
-        """The error for one field, which is returned and not raised: "FIELD=VALUE: ACCEPTED".
+        """Returns (and does not raise) the error for one field: "FIELD=VALUE: ACCEPTED".
 
         Args:
             field: The dotted name of the field, e.g. "rollout.kept".
-            value: The value that was given. Its `repr` is cut after 80 characters.
-            accepted: What is accepted instead, as a phrase, e.g. "must be at least 2".
+            value: The value that was given.
+            accepted: What is accepted, as a phrase, e.g. "must be at least 2".
         """
         return cls(f"{field}={brief_repr(value)}: {accepted}")
 
 
 def brief_repr(value: Any) -> str:
-    """Returns `repr(value)` for use in a message, at most 80 characters long.
+    """Returns `repr(value)`, cut to 80 characters, for error messages.
 
     Args:
-        value: Any value. Of a longer `repr`, 77 characters and "..." stay.
+        value: Any value.
     """
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def expand_home(path: str) -> str:
-    """Replaces a leading `~` or `~USER` in a path by the home directory, as a shell does.
+    """Replaces a leading `~` or `~USER` in a path by the home directory.
 
-    Shells do not do so after `=`, as in `run.dir=~/runs/x`.
+    Shells do not expand it in an override such as `run.dir=~/runs/x`.
 
     Args:
-        path: A path. One that does not begin with `~` is returned as it is.
+        path: The path. Without a leading `~` it is returned as it is.
 
     Raises:
         ValueError: If there is no such user, or no home directory.
@@ -70,18 +69,16 @@ def expand_home(path: str) -> str:
 
 
 def contains_secret(name: str) -> bool:
-    """Whether the name of a reward is a URL with credentials, which a run would record.
+    """Returns whether the name of a reward is a URL that seems to contain a password or a token.
+
+    That is a user name or password before the host, or a parameter named like "key" or "token". A
+    run records its configuration, so such URLs are refused.
 
     Args:
-        name: The name of a reward. Only names that contain "://" are URLs.
-
-    Returns:
-        True for a URL with an "@" (a user name or password) before its path, and for one whose
-        query or fragment contains "key", "token", "secret", "pass", "auth" or "sig" in any case,
-        also within a word.
+        name: The name of a reward. If it contains no "://", the result is False.
 
     Raises:
-        ValueError: If the name contains "://" and is no valid URL, e.g. for an open bracket.
+        ValueError: If it is an invalid URL.
     """
     if "://" not in name:
         return False
@@ -92,14 +89,10 @@ def contains_secret(name: str) -> bool:
 
 
 def _parse_number(value: Any) -> Any:
-    """Converts integers and numeric text to float; other values stay as they are.
-
-    YAML 1.1 reads numbers such as 1e-4 as text. Booleans stay, and so does whatever `float`
-    refuses, among them integers beyond the range of a float: the field's type then refuses these.
-    Text may also give infinity or NaN.
+    """Converts integers and text such as "1e-4", which YAML 1.1 reads as text, to float.
 
     Args:
-        value: Any value.
+        value: Any value. All others are returned as they are, and pydantic refuses them.
     """
     if isinstance(value, bool | float):
         return value
@@ -110,13 +103,13 @@ def _parse_number(value: Any) -> Any:
 
 
 def _check_regex(pattern: str) -> str:
-    """Returns the pattern unchanged.
+    """Returns a regular expression unchanged, as a pydantic validator.
 
     Args:
-        pattern: A regular expression. "" is accepted.
+        pattern: The regular expression.
 
     Raises:
-        ValueError: If it is not a regular expression of Python's `re`.
+        ValueError: If it is not a valid one.
     """
     try:
         re.compile(pattern)
@@ -126,10 +119,13 @@ def _check_regex(pattern: str) -> str:
 
 
 def _check_pair(value: Any) -> Any:
-    """Returns a value unchanged. The types of its two entries are not checked.
+    """Checks that an image size has two entries, as a pydantic validator.
 
     Args:
-        value: Any value; an image size is a list or tuple of height and width.
+        value: The size as the user gave it, [height, width].
+
+    Returns:
+        `value`, unchanged.
 
     Raises:
         ValueError: If it is not a list or tuple of two entries.
@@ -140,14 +136,14 @@ def _check_pair(value: Any) -> Any:
 
 
 def _wrap_single_size(value: Any) -> Any:
-    """Accepts one size, [height, width], in place of a list with one size.
+    """Puts a single image size into a list, where a list of sizes is expected. A pydantic
+    validator.
 
     Args:
-        value: Any value.
+        value: The sizes as the user gave them: [height, width], or a list of such pairs.
 
     Returns:
-        `[value]` for a list that is not empty and whose first entry is no list; any other value,
-        also a tuple, as it is.
+        A list of sizes.
     """
     is_single = isinstance(value, list) and value and not isinstance(value[0], list)
     return [value] if is_single else value
@@ -178,10 +174,10 @@ Json = JsonValue
 
 
 class Section:
-    """Base class of all sections: frozen dataclasses whose annotations say what they accept.
+    """Base class of the sections of a configuration, which are frozen dataclasses.
 
-    pydantic checks the annotations when a section is read from YAML or overrides, and refuses
-    unknown keys. Calling the class directly checks neither type nor range of a value.
+    The annotation of each field says which values it accepts. pydantic checks them when a
+    configuration is read from YAML or from overrides. Calling the class does not check them.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
