@@ -38,34 +38,28 @@ def assert_ranking_preserved(
     within: int | None = None,
     match: Bound | None = None,
 ) -> None:
-    """Asserts that proxy rewards order the candidates of each prompt as the true rewards do.
+    """Asserts that exploration ranks the candidates of each prompt nearly as their true rewards do.
 
-    Each figure is a mean over prompts, computed on the host from float32 rewards. At least one of
-    `spearman`, `kendall` and `top_k` is needed. Prompts for which a figure is undefined are left
-    out; if it is undefined for all, the assertion fails.
+    Three figures can be checked, each as a mean over prompts: two rank correlations, and how many
+    of the best candidates exploration finds. At least one of them must be asked for.
 
     Args:
-        proxy: The rewards of the exploration [prompts, candidates].
-        true: The rewards of the fully generated images of the same candidates, [prompts,
+        proxy: The rewards of the candidates in exploration, [prompts, candidates].
+        true: The rewards of the same candidates when they are fully generated, [prompts,
             candidates].
-        spearman: The smallest accepted rank correlation (rho). Pairs with a non-finite value are
-            left out, and so are prompts whose rewards are all equal on either side. None: not
+        spearman: The smallest accepted Spearman correlation, in [-1, 1]. None: not checked.
+        kendall: The smallest accepted Kendall correlation (tau-b), in [-1, 1]. None: not checked.
+        top_k: How many of the truly best candidates exploration has to find, at least 1. None: not
             checked.
-        kendall: The smallest accepted rank correlation tau-b, from the same pairs and prompts.
-            None: not checked.
-        top_k: How many of the truly best candidates are looked for, at least 1. None: not checked.
-        within: Among how many of the best candidates by proxy, from `top_k` to the number of
-            candidates. None means `top_k`.
-        match: The smallest accepted share of them, in [0, 1], that is among these. None means 1. A
-            non-finite reward is never among the best, and of equal rewards the earlier candidate
-            is. The paper's Top-4 match is `top_k=4, within=kept / 2` (Sol-RL, arXiv 2604.06916).
+        within: A candidate counts as found if it is among so many best ones by proxy reward; from
+            `top_k` to the number of candidates. None means `top_k`.
+        match: The smallest accepted fraction of the `top_k` candidates that is found, in [0, 1].
+            None means 1.
 
     Raises:
-        AssertionError: If a figure is below its bound. The first one fails, in the order Spearman,
-            Kendall, match.
-        ValueError: If the rewards are not two arrays of one shape [prompts, candidates] with at
-            least one entry, nothing is asked for, `within` or `match` comes without `top_k`, or not
-            1 <= top_k <= within <= candidates.
+        AssertionError: If a figure is below its bound, or undefined for all prompts.
+        ValueError: If the two arrays do not have one shape [prompts, candidates], nothing is asked
+            for, or `top_k`, `within` and `match` do not fit together.
     """
     proxy, true = _pools(proxy, true)
     if top_k is None and not (match is within is None):
@@ -94,27 +88,25 @@ def assert_ranking_preserved(
 def assert_top_k_regret(
     proxy: Values, true: Values, *, top_k: int, within: int | None = None, bound: Bound
 ) -> None:
-    """Asserts that the candidates chosen by the proxy are nearly as good as the truly best ones.
+    """Asserts that the candidates that exploration finds are nearly as good as the truly best ones.
 
-    The best `top_k` among the proxy's `within` best are compared with the best `top_k` of all by
-    their mean true reward, relative to the range of the true rewards (`rl.fidelity.regret`). Unlike
-    a match, this accepts a missed candidate if others are as good. A candidate with a non-finite
-    reward cannot be chosen, and prompts without a finite true reward are left out; if no prompt is
-    left, the assertion fails.
+    The regret of a prompt is the mean true reward of its `top_k` truly best candidates, less that
+    of the `top_k` best among those that exploration ranks first, divided by the range of its true
+    rewards. It is 0 if exploration finds candidates that are just as good.
 
     Args:
-        proxy: The rewards of the exploration [prompts, candidates].
-        true: The rewards of the fully generated images of the same candidates, [prompts,
+        proxy: The rewards of the candidates in exploration, [prompts, candidates].
+        true: The rewards of the same candidates when they are fully generated, [prompts,
             candidates].
-        top_k: How many candidates are chosen, at least 1.
-        within: Among how many of the best candidates by proxy, from `top_k` to the number of
-            candidates. None means `top_k`.
-        bound: The largest accepted regret, in [0, 1], in the mean over prompts.
+        top_k: How many candidates are compared, at least 1.
+        within: How many of the best candidates by proxy reward they are taken from, from `top_k` to
+            the number of candidates. None means `top_k`.
+        bound: The largest accepted regret in the mean over prompts, in [0, 1].
 
     Raises:
-        AssertionError: If the regret is above the bound.
-        ValueError: If the rewards are not two arrays of one shape [prompts, candidates] with at
-            least one entry, or not 1 <= top_k <= within <= candidates.
+        AssertionError: If the regret is above the bound, or undefined for all prompts.
+        ValueError: If the two arrays do not have one shape [prompts, candidates], or not 1 <= top_k
+            <= within <= candidates.
     """
     proxy, true = _pools(proxy, true)
     count = _within(top_k, within, proxy)
@@ -123,25 +115,25 @@ def assert_top_k_regret(
 
 
 def assert_selection_range(proxy: Values, true: Values, *, kept: int, delta: Bound) -> None:
-    """Asserts that the selected candidates span nearly the true range of all candidates.
+    """Asserts that the best and worst candidates by proxy reward are nearly the truly best and
+    worst.
 
-    For every prompt, the kept/2 best and the kept/2 worst by proxy must span the true range of all
-    candidates minus `4 delta`. If proxy and true reward differ by at most `delta`, which is
-    asserted first, this is a theorem: two deltas at each end (Sol-RL, section 3). If only the range
-    fails, the rewards were not selected by this proxy.
+    First, no proxy reward may differ from the true one by more than `delta`. Then, for every
+    prompt, the true rewards of the kept candidates (half of them the best by proxy, half the worst)
+    must span the range of all true rewards less `4 delta`. The second follows from the first if
+    exploration selected by these proxy rewards (Sol-RL, section 3).
 
     Args:
-        proxy: The rewards of the exploration [prompts, candidates]. Of equal ones the earlier
-            candidate counts as better.
-        true: The rewards of the fully generated images of the same candidates, [prompts,
+        proxy: The rewards of the candidates in exploration, [prompts, candidates].
+        true: The rewards of the same candidates when they are fully generated, [prompts,
             candidates].
-        kept: How many candidates are selected per prompt; even, from 2 to the number of candidates.
-        delta: The largest accepted |proxy - true|, in the unit of the rewards.
+        kept: How many candidates are kept per prompt; even, from 2 to the number of candidates.
+        delta: The largest accepted difference of proxy and true reward, in the unit of the rewards.
 
     Raises:
-        AssertionError: If a difference or a missing range is too large, or a reward is not finite.
-        ValueError: If the rewards are not two arrays of one shape [prompts, candidates] with at
-            least one entry, or `kept` is odd or out of range.
+        AssertionError: If one of the two conditions fails, or a reward is not finite.
+        ValueError: If the two arrays do not have one shape [prompts, candidates], or `kept` is odd
+            or out of range.
     """
     proxy, true = _pools(proxy, true)
     if not 2 <= kept <= proxy.shape[1] or kept % 2:
@@ -176,20 +168,19 @@ def assert_block_error(
     block: int = 16,
     axis: int = -1,
 ) -> None:
-    """Asserts that the largest error in every block is small compared with its largest magnitude.
+    """Asserts that quantization in blocks has a small error.
 
-    A block with a value that is not finite fails, and so does a block of zeros with an error.
+    The error of a block is its largest absolute error, divided by its largest absolute value.
 
     Args:
         x: The values before quantization, of any shape with at least one axis.
-        quantized: The dequantized values, of the same shape as `x`, which are compared with it.
-        bound: The largest accepted ratio. The default, (1 + 1/16) / 6 = 0.177, is that of NVFP4,
-            for blocks whose scale is a normal number in E4M3.
-        block: The number of values in a block, at least 1. The last block may be shorter.
-        axis: The axis that blocks lie along.
+        quantized: The values after quantization and dequantization, of the same shape.
+        bound: The largest accepted error of a block. The default, 0.177, is that of NVFP4.
+        block: The number of values in a block, at least 1.
+        axis: The axis along which values form blocks.
 
     Raises:
-        AssertionError: If the error of a block is too large.
+        AssertionError: If a block has a larger error, or a value that is not finite.
         ValueError: If the shapes differ or are empty, or `block` is below 1.
     """
     x = jnp.asarray(x, jnp.float32)
@@ -218,11 +209,14 @@ def assert_block_error(
 
 
 def _pools(proxy: Values, true: Values) -> tuple[Rewards, Rewards]:
-    """Returns proxy and true rewards as float32 arrays of JAX, in this order.
+    """Converts proxy and true rewards to float32 arrays of JAX, and checks their shapes.
 
     Args:
-        proxy: The proxy rewards, [prompts, candidates].
-        true: The true rewards, [prompts, candidates] like `proxy`.
+        proxy: The rewards of the candidates in exploration, [prompts, candidates].
+        true: Their true rewards, of the same shape.
+
+    Returns:
+        The pair (proxy, true).
 
     Raises:
         ValueError: If the shapes differ, or an array is empty or not two-dimensional.
@@ -238,15 +232,15 @@ def _pools(proxy: Values, true: Values) -> tuple[Rewards, Rewards]:
 
 
 def _within(top_k: int, within: int | None, proxy: Rewards) -> int:
-    """Returns the value of `within`, or `top_k` if it is None.
+    """Returns `within`, or its default `top_k` if it is None, and checks both.
 
     Args:
-        top_k: The number of best candidates by true reward.
-        within: The number of best candidates by proxy reward, or None.
-        proxy: The proxy rewards [prompts, n]. Their number n of candidates is the upper limit.
+        top_k: How many of the truly best candidates are looked for.
+        within: Among how many of the best candidates by proxy reward they are looked for, or None.
+        proxy: The proxy rewards, [prompts, candidates], whose shape gives the number of candidates.
 
     Raises:
-        ValueError: Unless 1 <= top_k <= within <= n.
+        ValueError: Unless 1 <= top_k <= within <= candidates.
     """
     within = top_k if within is None else within
     if not 1 <= top_k <= within <= proxy.shape[1]:
@@ -259,16 +253,18 @@ def _within(top_k: int, within: int | None, proxy: Rewards) -> int:
 def _mean(
     figure: Callable[[np.ndarray, np.ndarray], Any], proxy: Rewards, true: Rewards
 ) -> Float[Array, ""]:
-    """Returns the mean over prompts of a measure of rank fidelity, a float32 scalar.
+    """Computes a figure of how well exploration ranks, and returns its mean over prompts.
 
-    The measure is computed on the host by a callback, so that traced arrays are accepted.
+    It is computed on the host by a callback, so the arrays may be traced.
 
     Args:
-        figure: A function of NumPy arrays (proxy, true) that returns one number or one per prompt,
-            for instance of `rl.fidelity`. Non-finite numbers are left out of the mean; it is NaN if
-            none is left.
-        proxy: The proxy rewards, [prompts, candidates].
-        true: The true rewards, [prompts, candidates] like `proxy`.
+        figure: A function of two NumPy arrays (proxy, true), each [prompts, candidates]. It returns
+            one number per prompt, or a single one. Numbers that are not finite are left out.
+        proxy: The rewards of the candidates in exploration, [prompts, candidates].
+        true: Their true rewards, of the same shape.
+
+    Returns:
+        A float32 scalar; NaN if no number is left.
     """
 
     def on_host(*pools: Array) -> np.float32:
@@ -282,16 +278,15 @@ def _mean(
 
 
 def _check(holds: Any, message: str, *values: Bound) -> None:
-    """Asserts a scalar truth value through chex, for concrete and for traced arrays alike.
+    """Asserts that a condition holds, for concrete and for traced arrays (`chex.chexify`).
 
     Args:
-        holds: The truth value, a Boolean scalar.
-        message: The message of the failure, a format string with one `{}` per value.
-        *values: The scalars for the format string.
+        holds: The condition, a boolean scalar.
+        message: The message if it fails: a format string with one `{}` per value.
+        *values: The scalars that are written into the message.
 
     Raises:
-        AssertionError: If `holds` is false. For traced arrays it is raised when the function that
-            `chex.chexify` wrapped runs.
+        AssertionError: If `holds` is false.
     """
     chex.assert_trees_all_equal(
         jnp.asarray(holds), jnp.asarray(True), include_default_message=False,
