@@ -25,31 +25,29 @@ _use_counts: collections.Counter[str] = collections.Counter()
 
 
 def together(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> list[Any]:
-    """Calls a function in every process and returns all results to all of them.
+    """Calls a function in every process of a run, and returns all results to all processes.
 
-    Every process must call this with the same label. It blocks until all have answered. With one
-    process, it only calls `act`: the result is not converted, and errors pass unchanged.
+    Every process must call this with the same label; it blocks until all have answered. If the
+    function fails in any process, all processes raise an error. With one process, it only calls
+    `act`.
 
     Args:
-        label: Names the exchange, the same in all processes, e.g. "save/write". Only one thread at
-            a time may use a label, but may use it any number of times.
-        act: The function that this process calls. It returns a JSON value and may raise. With
-            several processes the value makes a round trip through JSON, which turns tuples into
-            lists. A value that JSON cannot encode counts as an error of `act` then, a TypeError or
-            ValueError.
-        *kinds: Further exception types that are raised in every process as they are. They are
-            recognized by the name of the class and constructed from a message alone.
+        label: Name of the exchange, the same in all processes, e.g. "save/write". It may be used
+            again, but only by one thread at a time.
+        act: A function without arguments that returns a JSON value. With several processes the
+            value goes through JSON, which turns tuples into lists.
+        *kinds: Types of exceptions that keep their type in the other processes, besides InputError
+            and RunError. Each must be constructible from a message alone.
 
     Returns:
         The result of each process, in the order of their numbers.
 
     Raises:
-        Exception: The error of the first process whose `act` raised. An InputError, a RunError or
-            one of `kinds` keeps its type and the first line of its message. Any other error is a
-            RunError "process NUMBER: TYPE: MESSAGE". Only the process itself raises the original
-            error.
-        RunError: If a process gives no answer within `PATIENCE` (1800) seconds.
-        RuntimeError: With several processes, if `jax.distributed` was not initialised.
+        Exception: What `act` raised, in the first process where it did. Other processes raise a
+            copy with the first line of its message if it is an InputError, a RunError or one of
+            `kinds`; otherwise a RunError "process NUMBER: TYPE: MESSAGE".
+        RunError: If a process does not answer within 1800 seconds (`PATIENCE`).
+        RuntimeError: If there are several processes, but `jax.distributed` was not initialised.
     """
     if jax.process_count() == 1:
         return [act()]
@@ -74,38 +72,37 @@ def together(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> lis
 
 
 def first(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> Any:
-    """Calls a function in the first process and returns its result to all; the others wait.
+    """Calls a function in the first process only, and returns its result to all processes.
 
-    Every process must call this with the same label. With one process, it only calls `act`.
+    Every process must call this with the same label; the others wait. If the function fails, all
+    processes raise an error. With one process, it only calls `act`.
 
     Args:
-        label: Names the exchange, the same in all processes, e.g. "restore/judge". Only one thread
-            at a time may use a label.
-        act: The function that the first process calls. It returns a JSON value and may raise. With
-            several processes the value makes a round trip through JSON, which turns tuples into
-            lists. A value that JSON cannot encode counts as an error of `act` then, a TypeError or
-            ValueError.
-        *kinds: Further exception types that the other processes raise with the first line of the
-            message, in place of a RunError. They are recognized by the name of the class and
-            constructed from a message alone.
+        label: Name of the exchange, the same in all processes, e.g. "restore/judge". It may be used
+            again, but only by one thread at a time.
+        act: A function without arguments that returns a JSON value. With several processes the
+            value goes through JSON, which turns tuples into lists.
+        *kinds: Types of exceptions that keep their type in the other processes, besides InputError
+            and RunError. Each must be constructible from a message alone.
 
     Returns:
-        What `act` returned in the first process.
+        The result of `act`.
 
     Raises:
-        Exception: What `act` raised in the first process. The other processes raise an error of
-            that type, with the first line of its message, if it is InputError, RunError or one of
-            `kinds`, and a RunError "process 0: TYPE: MESSAGE" otherwise.
-        RunError: If a process gives no answer within `PATIENCE` (1800) seconds.
-        RuntimeError: With several processes, if `jax.distributed` was not initialised.
+        Exception: What `act` raised, in the first process. The others raise a copy with the first
+            line of its message if it is an InputError, a RunError or one of `kinds`; otherwise a
+            RunError "process 0: TYPE: MESSAGE".
+        RunError: If a process does not answer within 1800 seconds (`PATIENCE`).
+        RuntimeError: If there are several processes, but `jax.distributed` was not initialised.
     """
     return together(label, act if jax.process_index() == 0 else lambda: None, *kinds)[0]
 
 
 def client() -> Any:
-    """Returns the client of JAX's coordination service, which stores a string for each key.
+    """Returns the client of JAX's coordination service, a store of strings by key that all
+    processes share.
 
-    It has the methods `key_value_set`, `blocking_key_value_get` and `key_value_delete`.
+    Its methods are `key_value_set`, `blocking_key_value_get` and `key_value_delete`.
 
     Raises:
         RuntimeError: If `jax.distributed` was not initialised.
@@ -116,25 +113,22 @@ def client() -> Any:
 
 
 def _exchange(label: str, encoded: str) -> list[dict[str, Any]]:
-    """Sends this process's answer and waits for those of all processes. Every process calls this.
+    """Sends this process's answer to all processes, and waits for theirs. Every process must call
+    this.
 
-    The service keeps the value of a key forever, so each use of a label has its own number, counted
-    in `_use_counts`. A process that has all answers knows that every process has read those of the
-    previous use, and deletes its own previous answer. So the service, which runs in the first
-    process, holds at most two answers per label and process.
+    The answers go through JAX's coordination service. Each use of a label has its own keys, and
+    those of the use before are deleted.
 
     Args:
-        label: The name of the exchange, under which every process of the run has a key in the
-            service.
-        encoded: This process's answer, a JSON text: {"value": result} or {"error": name of the
-            type, "message": its first line}.
+        label: Name of the exchange, the same in all processes.
+        encoded: This process's answer as JSON text: {"value": result}, or {"error": name of the
+            exception's type, "message": its first line}.
 
     Returns:
-        The answers of all processes, this one included, in the order of their numbers.
+        The decoded answers of all processes, this one included, in the order of their numbers.
 
     Raises:
-        RunError: If a process gives no answer within `PATIENCE` (1800) seconds, which count for
-            each process anew.
+        RunError: If a process does not answer within 1800 seconds (`PATIENCE`).
         RuntimeError: If `jax.distributed` was not initialised.
     """
     service = client()

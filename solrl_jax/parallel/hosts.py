@@ -38,26 +38,26 @@ END = 15  # how long a process that ends waits for the others
 
 
 def initialise(hosts: str | None, host: int | None = None, coordinator: str | None = None) -> None:
-    """Joins the processes of a run. Call it before anything else asks JAX for devices.
+    """Connects the processes of a run on several hosts. Call it before anything asks JAX for
+    devices.
 
-    Does nothing if `hosts` is None. Otherwise it also waits, up to `START` (300) seconds, until all
-    processes have connected; silences the log messages of `jax._src.distributed` below warnings;
-    and installs a handler of SIGABRT: if a process dies, or has no heartbeat for `HEARTBEAT` (30)
-    seconds, JAX ends the others with a message that has its number, and their exit code is 1.
+    It waits up to 300 seconds (`START`) for all processes. Afterwards, if a process dies or stops
+    responding for 30 seconds (`HEARTBEAT`), JAX ends the others with a message, and their exit code
+    is 1.
 
     Args:
-        hosts: The number of processes as text, from "1" to "4096". With "auto", JAX reads it from
-            SLURM, Open MPI, Kubernetes or a TPU pod. None means that this is the only process.
-        host: The number of this process, from 0. Required with a number of hosts, and refused
-            without one.
-        coordinator: HOST:PORT of the first process, a free port that all processes can reach.
-            Required with a number of hosts, and refused without one.
+        hosts: The number of processes as text, from "1" to "4096". "auto": JAX reads it, and the
+            two other arguments, from SLURM, Open MPI, Kubernetes or a TPU pod. None: this is the
+            only process, and nothing is done.
+        host: The number of this process, counted from 0. Only and always with a number of hosts.
+        coordinator: HOST:PORT of the first process, with a free port that all processes can reach.
+            Only and always with a number of hosts.
 
     Raises:
-        InputError: If `host` or `coordinator` is missing or not wanted with these `hosts`, `hosts`
-            or `host` is out of range, the address cannot be used, or JAX refuses them.
-        RunError: If processes have not joined within `START` (300) seconds, or two were given one
-            number. The message names them.
+        InputError: If the arguments do not fit together or are out of range, the address cannot be
+            used, or JAX refuses them.
+        RunError: If processes are missing after 300 seconds, or two have the same number. The
+            message names them.
     """
     given = {"host": host, "coordinator": coordinator}
     settings: dict[str, Any] = {}
@@ -100,13 +100,12 @@ def initialise(hosts: str | None, host: int | None = None, coordinator: str | No
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int)
 def _aborted(number: int) -> None:
-    """Handles SIGABRT, which JAX raises in a process when another one has died.
+    """Handles SIGABRT, which JAX raises in a process when another one of the run has died.
 
-    Writes one line to standard error and ends the process at once with exit code 1, without any
-    clean-up of Python. JAX 0.10 cannot call a Python function instead.
+    Writes one line to standard error and ends the process at once with exit code 1.
 
     Args:
-        number: The number of the signal, which is not read.
+        number: The number of the signal, not used.
     """
     os.write(
         2,
@@ -117,23 +116,21 @@ def _aborted(number: int) -> None:
 
 
 def roll_call(count: int, mine: int, coordinator: str) -> None:
-    """Waits until all processes have connected to the first one. Every process calls this.
+    """Waits until all processes of a run have connected to the first one. Every process must call
+    it.
 
-    `jax.distributed.initialize` aborts if a process is missing, and its message does not name it;
-    this one does. `multihost_utils` works only after that. The first process listens on the port,
-    and the others connect again and again until it does.
+    Unlike `jax.distributed.initialize`, its error says which processes are missing.
 
     Args:
-        count: The number of processes of the run, this one included.
+        count: The number of processes of the run.
         mine: The number of this process, from 0 to `count` - 1.
-        coordinator: HOST:PORT of the first process. HOST must not be empty; PORT is from 1 to
-            65535. The port is closed again on return.
+        coordinator: HOST:PORT of the first process, which listens there until all have connected.
 
     Raises:
-        RunError: In every process that has connected, if others have not after `START` (300)
-            seconds, or if two processes were given one number; in the other processes, if the first
-            one does not answer within `START` seconds.
-        InputError: If `coordinator` is no HOST:PORT, or if the first process cannot open the port.
+        RunError: If a process has not connected after 300 seconds (`START`), or two have the same
+            number.
+        InputError: If `coordinator` is not of the form HOST:PORT, or the first process cannot open
+            the port.
     """
     address, _, port = coordinator.rpartition(":")
     try:
@@ -149,19 +146,19 @@ def roll_call(count: int, mine: int, coordinator: str) -> None:
 
 
 def _listen(count: int, port: int, end: float) -> str:
-    """Waits in the first process for the other ones, and sends each of them the outcome.
+    """The first process's part of `roll_call`: waits for the others to connect, and sends them the
+    outcome.
 
-    A connection that sends no number of a process, 1 to `count` - 1, within `ANSWER` (5) seconds is
-    ignored. The wait ends early when two processes send the same number.
+    Connections that do not send the number of a process within 5 seconds (`ANSWER`) are ignored.
 
     Args:
-        count: The number of processes, including this one. 1 does not wait.
-        port: The port to listen on, on all addresses of this host, IPv6 too if it has that.
-        end: When to give up, by `time.monotonic`, in seconds.
+        count: The number of processes of the run, this one included.
+        port: The port to listen on, on all addresses of this host.
+        end: The time when to give up, in seconds of `time.monotonic`.
 
     Returns:
-        The problem in a few words, e.g. "process 1, 3 not there after 300 seconds" or "two
-        processes are host=2"; "" if all processes have connected.
+        "" if all processes have connected; otherwise the problem, e.g. "process 1, 3 not there
+        after 300 seconds" or "two processes are host=2".
 
     Raises:
         InputError: If the port cannot be opened.
@@ -203,19 +200,19 @@ def _listen(count: int, port: int, end: float) -> str:
 
 
 def _call(mine: int, address: tuple[str, int], end: float) -> str:
-    """Connects to the first process, again and again until it listens, and waits for the outcome.
+    """The other processes' part of `roll_call`: connects to the first process, and waits for the
+    outcome.
 
-    It pauses for 0.2 seconds after each failed attempt. A host name that cannot be resolved counts
-    as one, because some clusters create it when the process starts.
+    It tries every 0.2 seconds until the first process listens. Its host name need not exist yet.
 
     Args:
-        mine: The number of this process, which it sends.
-        address: The host and port of the first process.
-        end: When to give up, by `time.monotonic`, in seconds.
+        mine: The number of this process, which is sent.
+        address: (host, port) of the first process.
+        end: The time when to give up, in seconds of `time.monotonic`.
 
     Returns:
-        The problem in a few words, as the first process describes it or because it has not answered
-        in time; "" if all processes have connected.
+        "" if all processes have connected; otherwise the problem, e.g. "process 0 not there after
+        300 seconds".
     """
     why = ""
     while (left := end - time.monotonic()) > 0:
@@ -234,13 +231,14 @@ def _call(mine: int, address: tuple[str, int], end: float) -> str:
 
 
 def connect(mesh: Mesh) -> None:
-    """Runs one sum over every combination of mesh axes, so that their devices are connected.
+    """Opens the connections between all devices of a mesh, by one sum over every combination of
+    mesh axes.
 
-    Otherwise a later program would connect them, and Gloo waits only 30 s for a slower process.
-    Every process must call it. Waits for the sums; does nothing with one process.
+    Otherwise they would be opened in the middle of a run, where a process that is 30 seconds late
+    makes Gloo fail. Every process must call it. With one process, it does nothing.
 
     Args:
-        mesh: The mesh of all processes.
+        mesh: The mesh, over the devices of all processes.
     """
     if jax.process_count() == 1:
         return
@@ -260,24 +258,24 @@ def connect(mesh: Mesh) -> None:
 
 
 def first() -> bool:
-    """Returns whether this process, number 0, writes to the run directory and to the terminal. True
-    if it is the only process.
+    """Whether this is the first process of the run, which writes to the run directory and to the
+    terminal.
     """
     return jax.process_index() == 0
 
 
 def write(act: Callable[[], Any]) -> None:
-    """Calls `act` in the first process, while the others wait. Every process must call it.
+    """Calls a function in the first process only, while the others wait. Every process must call
+    it.
 
     Args:
-        act: A function without arguments. Its result is dropped.
+        act: The function, without arguments. Its result is dropped.
 
     Raises:
         Exception: What `act` raised, in the first process.
-        InputError: In the processes other than the first, if `act` raised an InputError there.
-        RunError: In the processes other than the first, if `act` raised a RunError or an error of
-            any other type but InputError there. In any process, if another one gives no answer
-            within 1800 seconds.
+        InputError: In the other processes, if `act` raised an InputError.
+        RunError: In the other processes, if `act` raised any other exception; and in any process,
+            if another one does not answer within 1800 seconds.
     """
 
     def run() -> None:
@@ -287,71 +285,73 @@ def write(act: Callable[[], Any]) -> None:
 
 
 def agreed(find: Callable[[], T]) -> T:
-    """Calls `find` in the first process and returns its value in every process. All must call it.
+    """Calls a function in the first process only, and returns its result in every process. Every
+    process must call it.
 
     Args:
         find: A function without arguments that returns a JSON value. With several processes the
-            value makes a round trip through JSON, which turns tuples into lists. With one process
-            it is returned as it is.
+            value goes through JSON, which turns tuples into lists.
 
     Returns:
-        The value that `find` returned in the first process, in every process.
+        The result of `find`.
 
     Raises:
         Exception: What `find` raised, in the first process.
-        InputError: In the processes other than the first, if `find` raised an InputError there.
-        RunError: In the processes other than the first, if `find` raised a RunError or an error of
-            any other type but InputError there. In any process, if another one gives no answer
-            within 1800 seconds.
+        InputError: In the other processes, if `find` raised an InputError.
+        RunError: In the other processes, if `find` raised any other exception; and in any process,
+            if another one does not answer within 1800 seconds.
     """
     return consensus.first("agreed", find)
 
 
 def everyones(value: T) -> list[T]:
-    """Returns the values that all processes passed, in the order of their numbers. All must call
-    it.
+    """Collects one value from each process. Every process must call it.
 
     Args:
-        value: A JSON value. With several processes it makes a round trip through JSON, which turns
-            tuples into lists. With one process the result is `[value]`.
+        value: This process's value, a JSON value. With several processes it goes through JSON,
+            which turns tuples into lists.
+
+    Returns:
+        The values of all processes, in the order of their numbers.
 
     Raises:
-        RunError: If a process gives no answer within 1800 seconds.
+        RunError: If a process does not answer within 1800 seconds.
     """
     return consensus.together("everyones", lambda: value)
 
 
 def anywhere(flags: Sequence[bool]) -> list[bool]:
-    """Returns for each flag whether it is true in any process. All processes must call it.
+    """Combines lists of flags by "or" over all processes. Every process must call it.
 
     Args:
-        flags: The flags of this process. All processes pass as many flags; an empty sequence gives
-            [].
+        flags: The flags of this process, as many as in every other process.
+
+    Returns:
+        For each position, whether the flag is true in any process.
 
     Raises:
         ValueError: If the processes pass different numbers of flags.
-        RunError: If a process gives no answer within 1800 seconds.
+        RunError: If a process does not answer within 1800 seconds.
     """
     return [any(values) for values in zip(*everyones(list(flags)), strict=True)]
 
 
 def memory() -> int:
-    """Returns the size of this host's physical memory (RAM) in bytes, used or not. A smaller limit
-    of a container is not considered.
+    """Returns the size of this host's physical memory in bytes. A smaller limit of a container is
+    not considered.
     """
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def put(tree: Any, where: NamedSharding) -> Any:
-    """Places arrays on a mesh.
+    """Places arrays on the devices of a mesh.
 
     Args:
-        tree: A tree of full arrays, of NumPy or JAX. Every process passes equal ones.
-        where: The sharding that every array of the tree gets.
+        tree: A pytree of whole arrays, of NumPy or JAX, with equal values in every process.
+        where: The sharding of every array.
 
     Returns:
-        The tree with global arrays. With several processes, each transfers only the shards of its
-        own devices.
+        The pytree with global arrays.
     """
     if jax.process_count() == 1:
         return jax.device_put(tree, where)
@@ -363,16 +363,16 @@ def put(tree: Any, where: NamedSharding) -> Any:
 
 
 def fetch(tree: Any) -> Any:
-    """Copies arrays from their mesh to the host of every process. All processes must call it.
+    """Copies whole arrays from the devices of all processes to the memory of every process. Every
+    process must call it.
 
-    Waits until the arrays are computed.
+    It waits until the arrays are computed.
 
     Args:
-        tree: A tree of global arrays.
+        tree: A pytree of global arrays.
 
     Returns:
-        The tree with a full NumPy array of the same shape and dtype in place of each array, also
-        where shards are on devices of other processes.
+        The pytree with NumPy arrays of the same shapes and dtypes.
     """
     if jax.process_count() == 1:
         return jax.device_get(tree)
@@ -382,12 +382,14 @@ def fetch(tree: Any) -> Any:
 
 
 def rows_held(where: NamedSharding, count: int) -> list[int]:
-    """Returns the indices of the rows that this process's devices hold, ascending and without
-    duplicates.
+    """Returns which rows of a sharded array the devices of this process hold.
 
     Args:
-        where: The sharding of an array with one axis, or of the leading axis.
-        count: The number of rows of the array, which the sharding must divide.
+        where: The sharding of the rows (the array's leading axis).
+        count: The number of rows of the array.
+
+    Returns:
+        The indices of the rows, ascending, each once.
     """
     slices = {
         index[0].indices(count)[:2]
@@ -398,14 +400,14 @@ def rows_held(where: NamedSharding, count: int) -> list[int]:
 
 
 def held(x: jax.Array) -> np.ndarray:
-    """Returns the rows of an array that this process's devices hold, by ascending index.
+    """Returns the rows of a sharded array that the devices of this process hold.
 
     Args:
-        x: An array that is sharded along its leading axis at most. Rows that several devices hold
-            are returned once.
+        x: An array that is sharded along its leading axis at most.
 
     Returns:
-        A NumPy array [rows, ...] of the dtype of `x`. With one process it is all of `x`.
+        A NumPy array [rows, ...] with these rows in ascending order, each once. With one process it
+        is all of `x`.
     """
     parts = {shard.index[0].indices(x.shape[0])[0]: shard for shard in x.addressable_shards}
     return np.concatenate([np.asarray(parts[start].data) for start in sorted(parts)])

@@ -42,19 +42,18 @@ SMALLEST_SHARDED = 2**12
 
 
 def jit(stage: Callable[..., Any], **options: Any) -> Any:
-    """Jits a function with `OPTIONS` and with float32 matmuls in full precision.
+    """Jits a function so that its result does not depend on the mesh.
 
-    `OPTIONS` forbid XLA to keep more precision than the dtypes have and a CPU to choose kernels by
-    shape, because results would otherwise depend on the mesh.
+    It sets the compiler options `OPTIONS` (among others: no more precision than the dtypes have),
+    and float32 matmuls in full precision.
 
     Args:
-        stage: The function. It is compiled at the first call for each set of shapes, dtypes,
-            shardings and static arguments.
+        stage: The function.
         **options: Further arguments of `jax.jit`, such as `static_argnums` or `donate_argnums`, but
-            not `compiler_options`, which would be a TypeError.
+            not `compiler_options`.
 
     Returns:
-        The jitted function, with the name of `stage`.
+        The jitted function.
     """
     return jax.jit(in_float32(stage), compiler_options=OPTIONS, **options)
 
@@ -62,15 +61,17 @@ def jit(stage: Callable[..., Any], **options: Any) -> Any:
 def make_mesh(
     data: int, fsdp: int, tensor: int = 1, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
-    """Returns a mesh of `data` x `fsdp` x `tensor` devices, with axes of these names in this order.
+    """Makes a mesh with the axes `data`, `fsdp` and `tensor`.
 
     Args:
-        data: The size of the axis `data`, at least 1; or -1, which uses all devices: their number
-            divided by `fsdp` and `tensor`.
+        data: The size of the axis `data`, at least 1. -1: as large as the number of devices allows.
         fsdp: The size of the axis `fsdp`, at least 1.
         tensor: The size of the axis `tensor`, at least 1.
-        devices: The devices to choose from, the first ones first. None means all of `jax.devices`.
-            Devices that are not needed stay unused unless `data` is -1.
+        devices: The devices to use, from the first one on; those that are not needed stay unused.
+            None: `jax.devices()`.
+
+    Returns:
+        The mesh.
 
     Raises:
         ValueError: If there are too few devices, or if -1 would leave some of them unused.
@@ -87,46 +88,45 @@ def make_mesh(
 
 
 def rows_only(mesh: Mesh) -> Mesh:
-    """Returns the mesh with the axis `tensor` folded into `fsdp`, its devices in the same order.
+    """Turns a mesh into one without tensor parallelism, so that samples can be split over all its
+    devices.
 
     Args:
         mesh: A mesh with the axes `data`, `fsdp` and `tensor`.
 
     Returns:
-        A mesh with these three axes, in which `fsdp` is `tensor` times as large and `tensor` is 1,
-        so that samples are split over all devices.
+        A mesh of the same devices and axes, in which `fsdp` is `tensor` times as large and `tensor`
+        is 1.
     """
     data, fsdp, tensor = (mesh.shape[axis] for axis in AXES)
     return Mesh(mesh.devices.reshape(data, fsdp * tensor, 1), AXES, axis_types=AUTO)
 
 
 def row_groups(mesh: Mesh) -> int:
-    """Returns the number of parts that the samples of a batch are split into.
+    """Returns into how many parts a batch of samples is split over a mesh: `data` times `fsdp`.
+
+    The devices along the axis `tensor` work on the same samples.
 
     Args:
-        mesh: The mesh. The result is the product of its axes `data` and `fsdp`; the devices along
-            `tensor` share the samples of one part.
+        mesh: The mesh, with the axes `data`, `fsdp` and `tensor`.
     """
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
 def parameter_sharding(mesh: Mesh, tree: Any) -> Any:
-    """Chooses a sharding for each array of a tree of parameters.
+    """Chooses a sharding for each array in a tree of parameters.
 
-    The output axis of linear layers (leaves named "kernel" or "PATH/kernel", and the factor "b" of
-    adapters, with 2 or 3 axes) is split over `tensor`, if `tensor` divides it. Then the largest
-    axis that `fsdp` divides is split over `fsdp`; of equal axes the last one. The size of an axis
-    that is split over `tensor` counts per part, and it may be split over both. Without such an axis
-    an array is not split over `fsdp`. Arrays of fewer than `SMALLEST_SHARDED` (4096) elements, and
-    all other axes, are replicated.
+    Two rules apply to arrays of at least 4096 elements (`SMALLEST_SHARDED`); everything else is
+    replicated. First, the output axis of a linear layer's weight ("kernel") or of a LoRA adapter's
+    factor "b" is split over `tensor`, if that divides it. Second, the largest axis that `fsdp`
+    divides is split over `fsdp`.
 
     Args:
-        mesh: The mesh of the shardings, with the axes `data`, `fsdp` and `tensor`.
-        tree: Arrays, `jax.ShapeDtypeStruct`s or quantized leaves, by name. The arrays of a
-            quantized leaf are split over `tensor` as its `partition_specs` says.
+        mesh: The mesh, with the axes `data`, `fsdp` and `tensor`.
+        tree: The parameters by name: arrays, `jax.ShapeDtypeStruct`s or quantized weights.
 
     Returns:
-        The tree with a NamedSharding in place of each array.
+        The tree with a `NamedSharding` in place of each array.
     """
     size = mesh.shape["fsdp"]
     tensor = mesh.shape[TENSOR]
@@ -160,18 +160,15 @@ def parameter_sharding(mesh: Mesh, tree: Any) -> Any:
 
 
 def placement(mesh: Mesh) -> Callable[[tuple, tuple[int, ...]], NamedSharding]:
-    """Returns a function from a parameter's path and shape to its sharding.
-
-    The function takes a path, a tuple whose last entry is the name of the parameter, e.g.
-    ("blocks", "attn", "to_q", "kernel"), and a shape. The output axis of a "kernel" or "b" with 2
-    or 3 axes (the last one) is split over `tensor`, and then the largest axis that `fsdp` divides
-    over `fsdp`, as `parameter_sharding` does. Arrays of fewer than 4096 elements are replicated.
+    """Returns a function that gives a parameter's sharding on a mesh, by the rules of
+    `parameter_sharding`.
 
     Args:
-        mesh: The mesh of the shardings, with the axes `data`, `fsdp` and `tensor`.
+        mesh: The mesh, with the axes `data`, `fsdp` and `tensor`.
 
     Returns:
-        The function, a `models.loading.weights.Placement`.
+        A function `(path, shape)` that returns a `NamedSharding`. The path is a tuple whose last
+        entry is the name of the parameter, e.g. ("blocks", "attn", "to_q", "kernel").
     """
 
     def place(path: tuple, shape: tuple[int, ...]) -> NamedSharding:
@@ -183,7 +180,7 @@ def placement(mesh: Mesh) -> Callable[[tuple, tuple[int, ...]], NamedSharding]:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of an array that every device of a mesh holds completely.
+    """Returns the sharding of an array that every device of a mesh holds as a whole.
 
     Args:
         mesh: The mesh, of any axes.
@@ -192,36 +189,37 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def rows(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of an array whose leading axis has one entry per sample.
+    """Returns the sharding of an array with one row per sample: its leading axis is split over
+    `data` and `fsdp`.
 
     Args:
-        mesh: The mesh. The leading axis is split over its axes `data` and `fsdp`, and replicated
-            over `tensor`.
+        mesh: The mesh, with the axes `data`, `fsdp` and `tensor`.
     """
     return NamedSharding(mesh, ROWS)
 
 
 def split_rows(x: T) -> T:
-    """Constrains the leading axis of each array to be split over `data` and `fsdp`.
+    """Constrains arrays with one row per sample to be split by rows over the mesh axes `data` and
+    `fsdp`.
 
     Args:
-        x: A tree of arrays with one row per sample, a number that `row_groups` of the mesh divides.
-            A mesh must be set (`jax.set_mesh`). Otherwise JAX raises an error.
+        x: A pytree of arrays. Their number of rows is a multiple of `row_groups` of the mesh, which
+            must be set (`jax.set_mesh`).
 
     Returns:
-        The tree with equal values, each array split along its leading axis.
+        The same values with the constraint.
     """
     return jax.lax.with_sharding_constraint(x, ROWS)
 
 
 def replicate(x: jax.Array) -> jax.Array:
-    """Returns an array with the constraint that every device of the mesh that is set holds all of
-    it.
-
-    Under `jax.vmap` it is replicated over the devices of each row.
+    """Constrains an array to be whole on every device of the mesh that is set.
 
     Args:
-        x: Any array. Without a mesh (`jax.set_mesh`) it is returned as it is.
+        x: Any array.
+
+    Returns:
+        The same values with the constraint; `x` itself if no mesh is set (`jax.set_mesh`).
     """
     if jax.sharding.get_abstract_mesh().empty:
         return x
@@ -229,23 +227,22 @@ def replicate(x: jax.Array) -> jax.Array:
 
 
 def map_rows(f: Callable[[Any], Any], tree: Any, count: int) -> Any:
-    """Applies a function to `count` rows at a time on every device of the mesh that is set.
+    """Applies a function to a batch in pieces, of `count` rows per device at a time.
 
-    Every matmul in `f` has the same number of rows whatever the total number, and so rounds the
-    same way. A device's rows are processed one call after another (`jax.lax.map`), and the last
-    call is filled up with copies of its first row. Without a mesh, one device has all rows. The
-    mesh must be one of `rows_only`: devices along an axis `tensor` would share their rows.
+    It saves memory, and results do not depend on the size of the batch, because every piece has the
+    same number of rows. An incomplete last piece is filled up with copies of a row, whose results
+    are dropped. The mesh that is set must have no tensor parallelism (`rows_only`); without a mesh,
+    there is one device.
 
     Args:
-        f: The function. It maps a tree of arrays with leading axis n to a tree of arrays with
-            leading axis n, where n is `count` times the number of devices.
-        tree: Arrays with the rows as leading axis, a number that the mesh's size divides; another
-            number is an error of JAX.
-        count: The number of rows of a call on one device, at least 1.
+        f: The function. It maps a pytree of arrays to a pytree of arrays, both with one piece as
+            leading axis: `count` rows times the number of devices.
+        tree: The batch: a pytree of arrays whose leading axis is the rows, a multiple of the number
+            of devices.
+        count: The number of rows per device and piece, at least 1.
 
     Returns:
-        A tree as `f` returns it, with one row of output per row of `tree`, in their order. The
-        outputs of the copies are left out.
+        The results of `f` for all rows, in their order.
     """
     devices = max(jax.sharding.get_abstract_mesh().size, 1)
     each = len(jax.tree.leaves(tree)[0]) // devices
@@ -274,15 +271,14 @@ def map_rows(f: Callable[[Any], Any], tree: Any, count: int) -> Any:
 
 
 def pad_rows(x: np.ndarray, count: int) -> np.ndarray:
-    """Fills an array up to `count` rows, so that every chunk runs the same compiled program.
+    """Pads an array to `count` rows with copies of its first row.
 
     Args:
-        x: An array of 1 to `count` rows along its leading axis. More rows are a ValueError.
-        count: The number of rows of the result. Missing ones are copies of the first row.
+        x: An array with 1 to `count` rows (leading axis).
+        count: The number of rows of the result.
 
     Returns:
-        An array [`count`, ...] of the dtype of `x`: the rows of `x`, then copies of its first row.
-        It is `x` itself if that has `count` rows, and otherwise new.
+        An array [`count`, ...] of the dtype of `x`; `x` itself if it has as many rows.
     """
     if len(x) == count:
         return x

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """A sum of trees of floats with its compensation. A pytree.
+    """A sum of pytrees of floats that also keeps track of its rounding errors (a compensated sum).
 
     Attributes:
-        rounded: The tree of sums as rounded in each addition.
-        lost: The tree of sums of the rounding errors, with arrays like those of `rounded`.
+        rounded: The sum as the hardware rounds it after each addition, a pytree like each term.
+        lost: The sum of the rounding errors of these additions, a pytree like `rounded`.
     """
 
     rounded: Any
@@ -29,27 +29,30 @@ class Sum:
 
     @property
     def value(self) -> Any:
-        """The tree of sums, each `rounded + lost`, rounded once. NaN where a sum is not finite."""
+        """The sum with its rounding errors corrected: `rounded + lost`. NaN where it is not finite."""
         return jax.tree.map(jnp.add, self.rounded, self.lost)
 
 
 def zero(tree: Any) -> Sum:
-    """Returns the sum of no terms, whose arrays are zeros.
+    """Returns an empty sum, whose value is zero.
 
     Args:
-        tree: A tree of float arrays with the structure, shapes and dtypes of the terms. Its values
-            are not read.
+        tree: A pytree of float arrays with the structure, shapes and dtypes of the terms. Its
+            values do not matter.
     """
     zeros = jax.tree.map(jnp.zeros_like, tree)
     return Sum(zeros, zeros)
 
 
 def add(total: Sum, tree: Any) -> Sum:
-    """Returns the sum with one more term. The errors of rounding are summed beside it.
+    """Adds one term to a sum.
 
     Args:
-        total: The sum so far, which is not changed.
-        tree: The term: a tree of arrays with the structure, shapes and dtypes of the sum.
+        total: The sum so far.
+        tree: The term: a pytree of arrays like those of the sum.
+
+    Returns:
+        The new sum.
     """
     rounded = jax.tree.map(jnp.add, total.rounded, tree)
     lost = jax.tree.map(_lost, total.rounded, tree, rounded)
@@ -57,29 +60,27 @@ def add(total: Sum, tree: Any) -> Sum:
 
 
 def add_each(total: Sum, trees: Any, count: int) -> Sum:
-    """Adds several trees to a sum, one after the other (`jax.lax.scan`).
+    """Adds several terms to a sum, one after the other.
 
     Args:
-        total: The sum so far, which is not changed.
-        trees: A tree of arrays with the structure of the sum, whose leading axis has one entry per
-            term. It may be a tree without arrays.
-        count: The number of terms, equal to the length of each leading axis. 0 returns the sum as
-            it is.
+        total: The sum so far.
+        trees: The terms, stacked: a pytree like the sum whose arrays have a leading axis of terms.
+        count: The number of terms.
 
     Returns:
-        The sum with these terms.
+        The new sum.
     """
     return jax.lax.scan(lambda total, tree: (add(total, tree), None), total, trees, length=count)[0]
 
 
 def join(parts: Sum) -> Sum:
-    """Adds up several sums.
+    """Adds several sums into one.
 
     Args:
-        parts: The sums as one `Sum`, stacked along the leading axis of each array, at least one.
+        parts: The sums, stacked: a `Sum` whose arrays have a leading axis of sums.
 
     Returns:
-        The sum of all, with the leading axis removed; `parts` itself if its trees have no arrays.
+        Their sum, without this axis.
     """
     if not jax.tree.leaves(parts):  # a tree without arrays
         return parts
@@ -92,12 +93,15 @@ def join(parts: Sum) -> Sum:
 
 
 def _lost(a: jax.Array, b: jax.Array, rounded: jax.Array) -> jax.Array:
-    """Returns the rounding error of an addition, `a + b - rounded`, exactly.
+    """Returns the rounding error of an addition exactly: `a + b - rounded`.
 
     Args:
         a: The first summand, an array of floats.
         b: The second summand, with the shape and dtype of `a`.
-        rounded: `a + b` as the hardware rounds it. Where it is not finite, the result is NaN.
+        rounded: `a + b` as the hardware rounds it.
+
+    Returns:
+        The error; NaN where `rounded` is not finite.
     """
     b_added = rounded - a
     return (a - (rounded - b_added)) + (b - b_added)

@@ -40,20 +40,17 @@ _REASONS = {
 
 
 def disk_reason(error: BaseException) -> str | None:
-    """Returns why the disk refused an operation, in a few words such as "disk full".
+    """Returns in a few words why the disk refused an operation, e.g. "disk full"; None if the disk
+    is not the cause.
 
-    Every OSError counts as a refusal. Libraries in C++ raise errors of other types that quote the
-    system's message, so the message of any other error is searched for those of a full disk, a
-    used-up quota, a file that is too large, a read-only file system and a lack of permission, and
-    for "RESOURCE_EXHAUSTED", which counts as a full disk.
+    Every OSError counts as a refusal. Other errors do if their message quotes the system's text for
+    one, as libraries in C++ do, or says "RESOURCE_EXHAUSTED".
 
     Args:
-        error: The error that an operation on a file raised.
+        error: The error that the operation raised.
 
     Returns:
-        The reason. An OSError of another kind has the system's message, or the first line of its
-        own. None if the error is no OSError and quotes no such message, which means that the disk
-        is not the cause.
+        The reason or None.
     """
     if isinstance(error, OSError):
         return _REASONS.get(error.errno or 0) or error.strerror or first_line(error)
@@ -68,20 +65,19 @@ def disk_reason(error: BaseException) -> str | None:
 
 @contextlib.contextmanager
 def writing(path: Path, note: Callable[[], str] = str) -> Iterator[None]:
-    """Turns an error of the disk in the body into a RunError of one line.
+    """Turns an error of the disk in the body into a RunError of one line. A context manager and
+    decorator.
 
-    Works as a context manager and as a decorator. Every OSError counts as an error of the disk, so
-    the body must not read the user's input. An error for which `disk_reason` returns None, such as
-    a ValueError, and exceptions like KeyboardInterrupt pass unchanged.
+    Every OSError counts as an error of the disk, so the body must not read the user's input. Other
+    errors pass unchanged, unless `disk_reason` recognises one.
 
     Args:
-        path: The file or directory that the body writes, which the message names. It need not
-            exist, and is not touched here.
-        note: Returns text for the end of the message, which follows without a space. It is called
-            only when an error occurs. By default the text is empty.
+        path: The file or directory that the body writes, for the message.
+        note: A function without arguments that returns text for the end of the message. It is
+            called only if an error occurs. By default there is no such text.
 
     Raises:
-        RunError: "REASON while writing PATH", if `disk_reason` finds a reason in the body's error.
+        RunError: "REASON while writing PATH", if the disk refused.
     """
     try:
         yield
@@ -95,7 +91,7 @@ def writing(path: Path, note: Callable[[], str] = str) -> Iterator[None]:
 def sync(path: Path) -> None:
     """Waits until the content of a file, or the names in a directory, are on the disk (fsync).
 
-    Does nothing for a directory on a file system that cannot sync directories (EINVAL or ENOTSUP).
+    Does nothing for a directory if its file system cannot sync directories.
 
     Args:
         path: An existing file or directory. A link counts as its target.
@@ -116,26 +112,22 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def atomic(path: str | Path) -> Iterator[Path]:
-    """Replaces a file at once, when the body has written all of it.
+    """Lets the body write a file that appears under its name only when it is complete. A context
+    manager.
 
-    Missing parent directories are created. The new file and its name are synced to the disk. If the
-    body raises, whatever it raises, `path` is untouched and the sibling is removed. The file gets
-    the permissions that new files have (666 without the umask), whatever mode the body created it
-    with: safetensors creates files that only their owner can read. Two writers of one path at the
-    same time would share the sibling, so the caller must prevent that.
+    The body writes a temporary file beside it. At its end, that file is synced to the disk and
+    renamed. If the body fails, `path` stays as it was, and the temporary file is removed. Only one
+    writer of a path may run at a time.
 
     Args:
-        path: The file to write. It may exist; if it is a link, the link itself is replaced.
+        path: The file to write. An existing one is replaced, and missing parent directories are
+            created.
 
     Yields:
-        The path of an empty hidden sibling, `.partial-NAME`, which the body writes and which
-        becomes `path`. A leftover of this name is removed first. It has the suffix of `path`,
-        because image writers choose the format by it.
+        The path of the temporary file, `.partial-NAME`, which exists and is empty.
 
     Raises:
-        RunError: If the disk refuses an operation. Every OSError of the body counts as that; other
-            errors of the body pass unchanged, unless their message quotes the system's text for a
-            full or read-only disk.
+        RunError: If the disk refuses an operation. Every OSError of the body counts as that.
     """
     path = Path(path)
     partial = path.with_name(PARTIAL + path.name)
@@ -158,12 +150,12 @@ def atomic(path: str | Path) -> Iterator[Path]:
 
 
 def atomic_write(path: str | Path, data: bytes | str) -> None:
-    """Writes a whole file at once and syncs it to the disk. If that fails, the file stays as it
-    was.
+    """Writes a file that appears under its name only when it is complete, and syncs it to the disk.
 
     Args:
-        path: The file to write. It may exist. Missing parent directories are created.
-        data: The content. Text is encoded as UTF-8; its line ends are not translated.
+        path: The file to write. An existing one is replaced, or stays as it was if writing fails.
+            Missing parent directories are created.
+        data: The content. Text is encoded as UTF-8.
 
     Raises:
         RunError: If the disk refuses.
@@ -174,22 +166,22 @@ def atomic_write(path: str | Path, data: bytes | str) -> None:
 
 @contextlib.contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
-    """Replaces a directory at once, when the body has filled the new one.
+    """Lets the body fill a directory that appears under its name only when it is complete. A
+    context manager.
 
-    Missing parent directories are created. Leftovers of a killed process, `.partial-NAME` and
-    `.removing-NAME`, are removed first. If the body raises, `path` is untouched and the new
-    directory is removed. The content is not synced to the disk; only the final name is.
+    The body fills a temporary directory beside it, which is renamed at the end. If the body fails,
+    `path` stays as it was, and the temporary directory is removed. The content is not synced to the
+    disk.
 
     Args:
-        path: The directory to write. It may exist, as a directory or a file; its old content is
-            removed after the new directory has its name. If it is a link, only the link is.
+        path: The directory to write. An existing directory or file is replaced, and missing parent
+            directories are created. Of a link, only the link is replaced.
 
     Yields:
-        The path of a new, empty sibling directory, `.partial-NAME`, which the body fills and which
-        becomes `path`.
+        The path of the temporary directory, `.partial-NAME`, which is empty.
 
     Raises:
-        RunError: If the disk refuses an operation outside of the body. Errors of the body pass
+        RunError: If the disk refuses to create or rename a directory. Errors of the body pass
             unchanged.
     """
     partial = path.with_name(PARTIAL + path.name)
@@ -209,19 +201,17 @@ def atomic_directory(path: Path) -> Iterator[Path]:
 def refuse_existing(
     name: str, paths: Iterable[Path], force: bool, *, folders: bool = False
 ) -> None:
-    """Checks that no existing file is replaced, unless that is wanted. Writes and removes nothing.
+    """Checks that no existing file is about to be replaced, unless `force` allows it.
 
     Args:
         name: The argument that the paths come from, for the message, e.g. "out".
-        paths: The files, or with `folders` the files and directories, that are about to be written.
-        force: Whether existing files and links that lead nowhere may be replaced. Devices and
-            pipes, also behind a link, never are.
-        folders: Whether directories are written, so that `force` covers existing directories too.
+        paths: The paths that are about to be written.
+        force: Whether existing files may be replaced. Devices and pipes never may.
+        folders: Whether the paths may be directories. If not, an existing directory is an error
+            even with `force`.
 
     Raises:
-        InputError: If `force` is False and a path exists, even as a link that leads nowhere. If a
-            path is a directory and `folders` is False, or is neither a file nor a directory,
-            whatever `force` is. The message names the first such path.
+        InputError: If a path exists and may not be replaced. The message names it.
     """
     existing = [path for path in paths if os.path.lexists(path)]
     for path in existing:
@@ -239,20 +229,19 @@ def refuse_existing(
 
 
 def writable_directory(path: Path, name: str = "the run directory") -> Path:
-    """Creates a directory if necessary, and checks that files can be written to it.
+    """Creates a directory if it is missing, and checks that files can be written to it.
 
-    For the check, writes a hidden file of 4096 bytes, syncs it to the disk and removes it.
+    It writes, syncs and removes a small hidden file.
 
     Args:
         path: The directory. Missing parents are created too.
-        name: What the messages call it, e.g. the argument that it comes from.
+        name: What the error message calls it, e.g. the argument that it comes from.
 
     Returns:
         `path`.
 
     Raises:
-        InputError: If `path` is a file, cannot be created, lies on a read-only file system, may not
-            be written by this user, or if the disk is full. A directory that was created stays.
+        InputError: If `path` is a file, or cannot be created or written.
     """
     probe = path / f"{PARTIAL}probe-{os.getpid()}"
     try:
@@ -271,13 +260,15 @@ def writable_directory(path: Path, name: str = "the run directory") -> Path:
 
 
 def cache_directory(path: str | None, name: str, field: str) -> Path | None:
-    """Returns the directory of a cache. Nothing is written, and it need not exist.
+    """Returns the directory of a cache that a setting names. Nothing is written, and it need not
+    exist.
 
     Args:
-        path: The setting: a directory, in which "~" is expanded; "" for `solrl_jax/NAME` in the
-            user's cache directory (`XDG_CACHE_HOME`, by default `~/.cache`); or None for no cache.
-        name: The name of the directory in the user's cache directory.
-        field: The name of the setting, for messages.
+        path: The value of the setting: a directory, in which "~" is expanded; "" for the folder
+            `solrl_jax/NAME` in the user's cache directory (`XDG_CACHE_HOME`, by default
+            `~/.cache`); or None for no cache.
+        name: NAME in this path.
+        field: The name of the setting, for the error message.
 
     Returns:
         The directory; None for no cache.
@@ -306,18 +297,17 @@ def cache_directory(path: str | None, name: str, field: str) -> Path | None:
 
 @contextlib.contextmanager
 def only_user(directory: Path) -> Iterator[None]:
-    """Locks an existing directory for this process while the body runs.
+    """Locks a directory for this process while the body runs. A context manager.
 
-    The lock is an exclusive `flock` of a file `.lock` in the directory, which is created if
-    necessary and stays. The system releases the lock when the process ends, even if it is killed,
-    so there is nothing to clean up. It does not wait for another process to release the lock.
+    It does not wait: if the lock is taken, it fails. The lock (`flock` of the file `.lock` in the
+    directory) ends with the process, even if that is killed. The file stays.
 
     Args:
-        directory: The directory. It must exist.
+        directory: An existing directory.
 
     Raises:
-        InputError: If another process, or another call in this one, holds the lock.
-        RunError: If the file `.lock` cannot be opened or created.
+        InputError: If another process, or another call in this one, has the lock.
+        RunError: If the file `.lock` cannot be opened.
         OSError: If the file system does not support such locks.
     """
     with writing(directory / ".lock"):
@@ -333,14 +323,13 @@ def only_user(directory: Path) -> Iterator[None]:
 
 
 def seal(directory: Path) -> None:
-    """Writes `manifest.json` with the size and SHA-256 of every file below a directory.
+    """Writes a `manifest.json` with the size and SHA-256 of every file below a directory, so that
+    `damage` can check them.
 
-    Reads all files. Also syncs all files and directories below the directory, the manifest and the
-    directory itself to the disk.
+    Also syncs all files and directories to the disk.
 
     Args:
-        directory: The directory. It must not have a manifest yet: an old one would be listed in the
-            new one, which `damage` then reports as a missing file.
+        directory: The directory, without a manifest.
 
     Raises:
         OSError: If a file cannot be read or written.
@@ -352,20 +341,19 @@ def seal(directory: Path) -> None:
 
 
 def damage(directory: Path, *, contents: bool = True) -> str | None:
-    """Compares a directory with its manifest, which `seal` wrote.
+    """Compares a directory with the manifest that `seal` wrote.
 
-    Links to directories are not compared. Nothing is raised for files that cannot be read.
+    It raises no error for files that cannot be read, or for a missing or damaged manifest: these
+    are differences too.
 
     Args:
-        directory: The directory, which `seal` has given a `manifest.json`.
-        contents: Whether to compare the SHA-256 of all files. If False, only names and sizes are
-            compared, and the SHA-256 of files of at most `SMALL` bytes (1 MiB).
+        directory: The directory.
+        contents: Whether to compare the contents (SHA-256) of all files. If False, only those of
+            files up to 1 MiB (`SMALL`), and the names and sizes of all.
 
     Returns:
-        The first difference in a few words, with the names of at most three files. Missing files
-        come first, then unknown ones, then files that are no regular file or have another size or
-        content, then files that cannot be read. A manifest that is absent or damaged counts as a
-        difference. None if there is no difference.
+        The first difference in a few words, e.g. "missing file a.json" or "b.bin was altered". None
+        if there is none.
     """
     name = MANIFEST
     try:
@@ -396,15 +384,13 @@ def damage(directory: Path, *, contents: bool = True) -> str | None:
 
 
 def publish(temporary: Path, target: Path, *, replaced: Path) -> None:
-    """Renames a complete directory to its final name, and syncs the names in the parent directory.
+    """Renames a complete directory to its final name, and syncs the name to the disk.
 
     Args:
-        temporary: The complete directory, which is renamed and no longer exists afterwards.
-        target: Its final path, on the same file system. It may exist; between two renames there is
-            then for a moment no `target`.
-        replaced: The path that an older `target` is renamed to meanwhile, in the directory that
-            holds `target`. What is at this path at the end is removed, also if there was no older
-            `target`.
+        temporary: The complete directory.
+        target: Its final path, on the same file system. An older directory there is replaced; for a
+            moment, neither has the name.
+        replaced: A path beside `target` to which the older directory is moved before it is removed.
 
     Raises:
         OSError: If a rename or the sync fails.
@@ -419,17 +405,18 @@ def publish(temporary: Path, target: Path, *, replaced: Path) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Removes a directory with its content. If it is a link to a directory, only the link is
-    removed.
+    """Removes a directory with its content, in such a way that a kill leaves no part of it under
+    its name.
 
-    The directory is renamed to a hidden name, `.removing-NAME`, first, so that no part of it is
-    visible after a kill. A leftover of that name is removed too.
+    The directory is renamed to `.removing-NAME` first. What is there already is removed too. Of a
+    link, only the link is removed.
 
     Args:
-        path: The directory. It may have the hidden name already, and is then not renamed.
+        path: The directory, which must exist. It may have the name `.removing-NAME` already, and
+            may then be missing.
 
     Raises:
-        RunError: If the disk refuses, or if `path` does not exist under a name that is not hidden.
+        RunError: If the disk refuses, or the directory does not exist.
     """
     hidden = path.with_name(REMOVING + path.name.removeprefix(REMOVING))
     with writing(path):
@@ -440,10 +427,10 @@ def remove_directory(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Removes a directory with its content, a file, or a link but not its target.
+    """Removes a directory with its content, a file, or a link (not its target).
 
     Args:
-        path: What to remove. Nothing happens if there is no such file.
+        path: What to remove. It may be missing.
 
     Raises:
         OSError: If the disk refuses.
@@ -455,26 +442,26 @@ def _remove(path: Path) -> None:
 
 
 def _file_names(path: Path) -> list[str]:
-    """Lists all files below a directory, also those in subdirectories and hidden ones.
+    """Lists all files below a directory, those in subdirectories and hidden ones included.
 
     Args:
-        path: The directory that is searched.
+        path: The directory. It may be missing.
 
     Returns:
-        The paths relative to the directory, as text with "/" between folders, sorted. Directories
-        and links to directories are left out. An empty list if there is no such directory.
+        The paths relative to the directory, with "/" between folders, sorted. Directories and links
+        to directories are left out.
     """
     return sorted(str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir())
 
 
 def _describe(path: Path) -> dict[str, Any]:
-    """Reads one file and returns its entry in the manifest.
+    """Returns the entry of a file in a manifest.
 
     Args:
         path: The file. A link counts as its target.
 
     Returns:
-        {"size": the number of bytes, "sha256": 64 hexadecimal digits of the hash of the content}.
+        {"size": number of bytes, "sha256": hash of the content as 64 hexadecimal digits}.
 
     Raises:
         OSError: If the file cannot be read.

@@ -19,10 +19,11 @@ def is_name(path: str) -> bool:
     """Whether a text has the form OWNER/NAME of a repository on the hub. The hub is not asked.
 
     Args:
-        path: The text. A relative path can have this form too, so check for a directory first.
+        path: The text. A relative path may have this form too, so the caller checks first whether a
+            directory exists.
 
     Returns:
-        True if the hub's client accepts the text as the name of a repository and it has a slash.
+        True if it has this form and the characters that the hub allows.
     """
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -44,24 +45,22 @@ def snapshot(
 ) -> Path:
     """Downloads files of a repository to the hub's cache, unless they are there already.
 
-    The hub is asked for the newest revision on each call. If it cannot be reached, or if
-    HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE was set when its client was imported, the newest revision
-    in the cache is used.
+    The newest revision is used; without a network or with HF_HUB_OFFLINE, the newest one in the
+    cache.
 
     Args:
         name: The repository, OWNER/NAME.
-        patterns: Returns the names of the files, as paths in the repository, or patterns such as
-            "*.json". It may ask the hub, and an error that it raises becomes the InputError below.
-        what: The subject of the error message, e.g. the configuration field and its value.
-        remedy: The end of the error message, e.g. advice. It follows without a space.
+        patterns: A function without arguments that returns which files: paths in the repository, or
+            patterns such as "*.json". It may ask the hub; its errors become the InputError below.
+        what: The beginning of the error message, e.g. the configuration field and its value.
+        remedy: Text for the end of the error message, e.g. advice.
         repo_type: The kind of the repository, "model" or "dataset".
 
     Returns:
-        The local directory with the files, a revision in the hub's cache.
+        The local directory with the files, in the hub's cache.
 
     Raises:
-        InputError: If the repository is not available: whatever `patterns` or the hub's client
-            raised.
+        InputError: If the files are not available.
     """
     from huggingface_hub import snapshot_download
 
@@ -72,12 +71,12 @@ def snapshot(
 
 
 def unavailable(what: str, error: Exception, remedy: str = "") -> InputError:
-    """Returns the error for a repository that the hub's client could not provide.
+    """Returns (does not raise) the error for a repository that the hub's client could not provide.
 
     Args:
-        what: The subject of the message, e.g. the configuration field and its value.
-        error: What the client raised. The first line of its message is the reason.
-        remedy: The end of the message, e.g. advice. It follows without a space.
+        what: The beginning of the message, e.g. the configuration field and its value.
+        error: What the client raised. The first line of its message is given as the reason.
+        remedy: Text for the end of the message, e.g. advice.
 
     Returns:
         The error with a message of one line, to be raised.
@@ -89,14 +88,14 @@ def unavailable(what: str, error: Exception, remedy: str = "") -> InputError:
 
 
 def read_card(folder: Path, repo_type: Literal["model", "dataset"]) -> dict[str, Any]:
-    """Reads the metadata of the card of a repository, its `README.md`.
+    """Reads the metadata of a repository's card (the YAML header of its `README.md`).
 
     Args:
         folder: The local directory of the repository.
         repo_type: The kind of the repository, "model" or "dataset".
 
     Returns:
-        The metadata by name; an empty dict if there is no card, or if its metadata cannot be read.
+        The metadata by name; an empty dictionary if there are none or they cannot be read.
     """
     from huggingface_hub import DatasetCard, ModelCard
 
@@ -111,14 +110,14 @@ def read_card(folder: Path, repo_type: Literal["model", "dataset"]) -> dict[str,
 
 
 def check_login(name: str) -> None:
-    """Checks that the user is logged in to the hub, by asking it.
+    """Asks the hub whether the user is logged in.
 
     Args:
-        name: The repository that is to be written, OWNER/NAME, for the message.
+        name: The repository that is to be written, OWNER/NAME, for the error message.
 
     Raises:
-        InputError: If HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set, or the hub cannot be reached
-            or knows no such user.
+        InputError: If the user is not logged in, the hub cannot be reached, or HF_HUB_OFFLINE or
+            TRANSFORMERS_OFFLINE is set.
     """
     from huggingface_hub import HfApi
 
@@ -132,21 +131,22 @@ def check_login(name: str) -> None:
 
 
 def push(folder: Path, name: str, *, private: bool, message: str) -> str:
-    """Uploads all files of a directory to a model repository, which is created if necessary.
+    """Uploads all files of a directory to a model repository on the hub, which is created if it
+    does not exist.
 
-    Files of the repository that the directory lacks stay.
+    Other files in the repository stay.
 
     Args:
-        folder: The directory whose files are uploaded, with their paths in it.
+        folder: The directory.
         name: The repository, OWNER/NAME.
         private: Whether a new repository is private. An existing one stays as it is.
-        message: The message of the commit.
+        message: The commit message.
 
     Returns:
-        The address of the repository.
+        The web address of the repository.
 
     Raises:
-        RunError: If the hub refuses or cannot be reached. The directory stays.
+        RunError: If the hub refuses or cannot be reached.
     """
     from huggingface_hub import HfApi
 
@@ -163,19 +163,17 @@ def push(folder: Path, name: str, *, private: bool, message: str) -> str:
 
 
 def cached(name: str, file: str = "model_index.json") -> Path | None:
-    """Finds a repository in the local cache of the hub, without asking the hub.
+    """Finds a file of a repository in the local cache of the hub, without asking the hub.
 
     Args:
         name: The repository, OWNER/NAME.
-        file: A file that must be there, as a path within the repository.
+        file: The file, as a path in the repository.
 
     Returns:
-        The local directory that holds `file`. This is the top of the repository unless `file` is in
-        a folder. None if `file` is not in the cache, or if the cache has recorded that the
-        repository lacks it.
+        The local directory that contains the file; None if it is not in the cache.
 
     Raises:
-        HFValidationError: If the hub's client does not accept `name`. It is a ValueError.
+        HFValidationError: If `name` is not a valid name of a repository. A ValueError.
     """
     from huggingface_hub import try_to_load_from_cache
 
@@ -184,11 +182,10 @@ def cached(name: str, file: str = "model_index.json") -> Path | None:
 
 
 def offline_variable() -> str | None:
-    """Returns the environment variable that forbids to ask the hub; None if it may be asked.
+    """Returns the name of the environment variable that forbids asking the hub; None if none does.
 
-    It is HF_HUB_OFFLINE, or if that is empty or not set, TRANSFORMERS_OFFLINE. It forbids it if it
-    is "1", "on", "yes" or "true" in any case, as for the hub's client. The client reads it once,
-    when it is imported; this function reads it on each call.
+    HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE forbid it if they are "1", "on", "yes" or "true", in any
+    case. If the first is set, the second is not considered.
     """
     for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         if value := os.environ.get(variable):
@@ -197,10 +194,10 @@ def offline_variable() -> str | None:
 
 
 def is_carried(path: Path) -> bool:
-    """Whether a path is in `CARRIED`, the package's directory of released configurations without
-    weights.
+    """Whether a path lies in the directory of released configurations that this package carries
+    (`CARRIED`).
 
     Args:
-        path: The path, which need not exist. Links and ".." are not resolved.
+        path: The path. It need not exist. Links and ".." are not resolved.
     """
     return path.is_relative_to(CARRIED)

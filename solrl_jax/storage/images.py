@@ -6,15 +6,15 @@ from jaxtyping import Float, UInt8
 
 
 def to_uint8(image: Float[Array | np.ndarray, "*size"]) -> UInt8[np.ndarray, "*size"]:
-    """Converts an image, or an array of images, from values in 0..1 to bytes in 0..255.
+    """Converts images with values from 0 to 1 to bytes from 0 to 255.
 
     Args:
-        image: Real values of any shape, on the host or a device. Values outside 0..1 are clipped,
-            infinite ones too, and NaN becomes 0.
+        image: Real values of any shape, on the host or a device. Values beyond 0 and 1 are clipped,
+            and NaN becomes 0.
 
     Returns:
-        A new uint8 array on the host, of the shape of `image`: 255 times the values, rounded to the
-        nearest integer (halves to the even one).
+        A uint8 array of the same shape on the host: 255 times the values, rounded to the nearest
+        integer.
     """
     unit = np.clip(np.nan_to_num(np.asarray(image, np.float32)), 0, 1)
     return np.round(255 * unit).astype(np.uint8)

@@ -29,19 +29,19 @@ _OCTAL_OR_SEXAGESIMAL = re.compile(r"[-+]?(0[\d_]+|\d[\d_]*(:\d\d?)+(\.[\d_]*)?)
 
 
 def read_bytes(path: str | Path, most: int = MOST_TEXT) -> bytes:
-    """Reads a whole regular file. Opening it never waits, even for a pipe.
+    """Reads a whole file, up to a maximum size. It does not block on a pipe.
 
     Args:
         path: The file. Links are followed.
-        most: The largest accepted size in bytes, by default `MOST_TEXT` (64 MiB).
+        most: The largest accepted size in bytes, by default 64 MiB.
 
     Returns:
-        The content. It is empty for a file of the kernel that has no content yet.
+        The content.
 
     Raises:
         OSError: If the file does not exist, or cannot be opened or read.
-        ValueError: If it is larger, or if it is a pipe, a device or a directory. The message does
-            not name the file.
+        ValueError: If the file is larger, or is a pipe, a device or a directory. The message does
+            not name it.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
@@ -60,32 +60,34 @@ def read_bytes(path: str | Path, most: int = MOST_TEXT) -> bytes:
 
 
 def read_text(path: str | Path, most: int = MOST_TEXT) -> str:
-    """Reads a whole regular file as UTF-8 text. Opening it never waits, even for a pipe.
+    r"""Reads a whole file as UTF-8 text, up to a maximum size. It does not block on a pipe.
 
     Args:
         path: The file. Links are followed.
-        most: The largest accepted size in bytes, by default `MOST_TEXT` (64 MiB).
+        most: The largest accepted size in bytes, by default 64 MiB.
 
     Returns:
-        The text without a byte-order mark at its start. Line ends of Windows and of old Macs are
-        replaced by line feeds.
+        The text, with "\n" as line ends and without a byte-order mark.
 
     Raises:
         OSError: If the file does not exist, or cannot be opened or read.
-        ValueError: If it is larger, no regular file, or not UTF-8. The message does not name the
-            file.
+        ValueError: If the file is larger, not UTF-8, or a pipe, a device or a directory. The
+            message does not name it.
     """
     return read_bytes(path, most).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _parse_finite(text: str) -> float:
-    """Returns the number that a text stands for.
+    """Converts the text of a number to a float, and refuses NaN and infinity.
 
     Args:
         text: The text of a number in JSON, or "NaN", "Infinity" or "-Infinity".
 
+    Returns:
+        The number.
+
     Raises:
-        ValueError: If the text is no number, or if the number is not finite as a float64.
+        ValueError: If the text is no number, or the number is not finite.
     """
     number = float(text)
     if not math.isfinite(number):
@@ -94,17 +96,16 @@ def _parse_finite(text: str) -> float:
 
 
 def _unique_dict(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Builds a dict from pairs of key and value.
+    """Builds a dictionary from pairs of key and value, and refuses repeated keys.
 
     Args:
-        pairs: The pairs, in order. Keys must be hashable.
+        pairs: The pairs.
 
     Returns:
-        The dict, in the order of the pairs.
+        The dictionary, in the order of the pairs.
 
     Raises:
-        ValueError: If a key is repeated, because either of its values may be meant. The message has
-            the first 80 characters of the key.
+        ValueError: If a key is repeated. The message contains it.
     """
     result: dict[Any, Any] = {}
     for key, value in pairs:
@@ -119,18 +120,17 @@ def parse_json(text: str | bytes, *, number: Callable[[str], float] = _parse_fin
 
     Args:
         text: The text. Bytes may be UTF-8, UTF-16 or UTF-32.
-        number: Parses the text of a number with a fraction or an exponent, and the words NaN,
-            Infinity and -Infinity, which Python writes although JSON has none. By default only
-            finite numbers are accepted; `float` accepts all. Integers are always ints.
+        number: A function that converts the text of a number with a fraction or an exponent, and
+            the words NaN, Infinity and -Infinity. The default refuses numbers that are not finite;
+            `float` accepts them.
 
     Returns:
-        The value: dicts, lists, text, numbers, booleans and None.
+        The value: dictionaries, lists, text, numbers, booleans and None.
 
     Raises:
-        ValueError: If the text is no JSON, has a repeated key in an object, has more than
-            `MOST_NESTED` (2**21) opening brackets and braces, counted also inside of texts, or
-            nests `DEPTH` (32) or more lists and objects that are not empty; or what `number`
-            raises.
+        ValueError: If the text is no JSON, repeats a key in an object, is nested 32 (`DEPTH`) or
+            more levels deep, or has more than 2**21 opening brackets (`MOST_NESTED`); or if
+            `number` refuses.
     """
     if isinstance(text, bytes):
         num_nested = text.count(b"[") + text.count(b"{")
@@ -154,7 +154,7 @@ def parse_json(text: str | bytes, *, number: Callable[[str], float] = _parse_fin
 
 
 def _children(value: Any) -> list[Any]:
-    """Returns the items of a list or the values of a dict; an empty list for any other value.
+    """Returns the items of a list or the values of a dictionary; [] for any other value.
 
     Args:
         value: A value that was parsed from JSON.
@@ -165,15 +165,14 @@ def _children(value: Any) -> list[Any]:
 
 
 def strict(value: Any) -> Any:
-    """Prepares a value for strict JSON: floats that are not finite become None, tuples become
-    lists.
+    """Copies a value so that it can be written as strict JSON: floats that are not finite become
+    None, and tuples become lists.
 
     Args:
-        value: Nested dicts, lists, tuples and plain values. It is not changed.
+        value: Nested dictionaries, lists, tuples and plain values. It is not changed.
 
     Returns:
-        A copy in which each dict is a new dict and each list or tuple a new list. Keys and all
-        other values are the very objects, and None stands for floats that are not finite.
+        The copy.
     """
     if isinstance(value, dict):
         return {key: strict(item) for key, item in value.items()}
@@ -185,22 +184,21 @@ def strict(value: Any) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """Parses a YAML 1.1 text of plain data.
+    """Parses a YAML 1.1 text of plain data, with limits on its size and depth.
 
-    Numbers with a leading zero and sexagesimal numbers such as 1:30 are read as text.
+    Numbers with a leading zero, and numbers to the base 60 such as 1:30, are read as text.
 
     Args:
-        text: The text of one YAML document.
+        text: The text of one YAML document, possibly empty.
 
     Returns:
-        The value: dicts, lists, text, numbers (also NaN and infinity), booleans, dates and None.
-        None for an empty text.
+        The value: dictionaries, lists, text, numbers, booleans, dates and None.
 
     Raises:
-        ValueError: If the text is longer than `MOST_YAML` (65,536 characters), has a repeated key,
-            or has a date that does not exist.
-        yaml.YAMLError: If it is no YAML or more than one document, has tags, aliases or a key that
-            is a list or a dict, or is more than `DEPTH` (32) levels deep.
+        ValueError: If the text is longer than 65,536 characters (`MOST_YAML`), repeats a key, or
+            has an impossible date.
+        yaml.YAMLError: If the text is no YAML, has several documents, tags, aliases or keys that
+            are lists or dictionaries, or is nested more than 32 levels deep (`DEPTH`).
     """
     if len(text) > MOST_YAML:
         raise ValueError(f"more than {MOST_YAML} characters")
@@ -208,11 +206,10 @@ def parse_yaml(text: str) -> Any:
 
 
 def is_number(text: str) -> bool:
-    """Whether a text is a whole number of one to nine ASCII digits, without sign, space or
-    underscore.
+    """Whether a text is a whole number of one to nine digits, without a sign or anything else.
 
     Args:
-        text: The text. Leading zeros are accepted.
+        text: The text. Leading zeros are allowed.
     """
     return text.isascii() and text.isdecimal() and len(text) < 10
 
@@ -223,24 +220,25 @@ class _PlainLoader(yaml.SafeLoader):
     Aliases are refused because a short text with aliases can stand for a giant value.
 
     Attributes:
-        depth: The number of nodes that contain the one that is being composed.
+        depth: The number of nodes around the one that is being read.
     """
 
     depth = 0
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
-        """Resolves the tag of a node, which decides the type that it is read as.
+        """Returns the tag of a node, which decides its type. Overrides PyYAML's method.
+
+        A plain scalar that YAML 1.1 would read as an octal or base-60 number is read as text.
 
         Args:
             kind: The class of the node: `yaml.ScalarNode`, `yaml.SequenceNode` or
                 `yaml.MappingNode`.
-            value: The text of a scalar, or None.
-            implicit: Two flags: whether the tag may be derived from the value if it is plain, and
-                if it is quoted.
+            value: The text of a scalar, otherwise None.
+            implicit: PyYAML's two flags: whether the tag may be derived from a plain value, and
+                from a quoted one.
 
         Returns:
-            The tag. A plain scalar that YAML 1.1 reads as an octal or sexagesimal number has that
-            of text; all others have PyYAML's.
+            The tag.
         """
         is_plain_scalar = kind is yaml.ScalarNode and implicit[0]
         if is_plain_scalar and _OCTAL_OR_SEXAGESIMAL.fullmatch(value):
@@ -248,18 +246,18 @@ class _PlainLoader(yaml.SafeLoader):
         return super().resolve(kind, value, implicit)
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Composes the next node of the text, with all nodes inside of it.
+        """Reads the next node of the text with everything inside it. Overrides PyYAML's method.
 
         Args:
             parent: The node that contains it, or None.
             index: Its position or key in `parent`.
 
         Returns:
-            The composed `yaml.Node`, with its children.
+            The node (`yaml.Node`).
 
         Raises:
-            yaml.composer.ComposerError: If the node is an alias, has a tag, or lies within `DEPTH`
-                others.
+            yaml.composer.ComposerError: If the node is an alias, has a tag, or is nested too deeply
+                (`DEPTH`).
         """
         event = self.peek_event()
         problem = None
@@ -275,15 +273,16 @@ class _PlainLoader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        """Constructs the dict of a mapping node.
+        """Builds the dictionary of a mapping node, and refuses repeated keys. Overrides PyYAML's
+        method.
 
         Args:
-            node: The composed mapping node (`yaml.MappingNode`).
-            deep: Whether the values are constructed before this returns. If False, PyYAML fills
-                lists and dicts among them later.
+            node: The mapping node (`yaml.MappingNode`).
+            deep: Whether nested values are complete when this returns. If not, PyYAML completes
+                them later.
 
         Returns:
-            The dict of the constructed keys and values, in their order.
+            The dictionary.
 
         Raises:
             ValueError: If a key is repeated.
