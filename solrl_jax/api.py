@@ -47,32 +47,29 @@ from solrl_jax.storage.hub import check_login, push
 
 
 def load(preset: str, *overrides: str) -> Experiment:
-    """Builds the experiment of a preset: the models, the prompts and the rewards of a run.
+    """Builds the experiment of a preset: models, prompts and rewards of a run, ready to use.
 
-    Loads the weights onto the devices of the mesh, downloads a model or rewards that are named by
-    their repository and not in the hub's cache, and starts the worker processes of rewards outside
-    of JAX. Writes no run directory. A UserWarning names the settings that "mesh=auto" chose, and
-    another one numbers of prompts that are reduced to those that there are.
+    Loads the weights onto the devices, after downloading models and rewards that the hub's cache
+    lacks, and starts the worker processes of rewards outside of JAX. Writes no run directory. Warns
+    (UserWarning) about settings that were chosen or reduced automatically.
 
     Args:
         preset: The name of a preset, e.g. "tiny". `preset_names()` lists all.
         *overrides: Settings that differ from the preset, as `key=value`, e.g. "seed=1". A later one
-            takes precedence. "mesh=auto" stands for the mesh, the gradient checkpointing and the
-            batch sizes that plans propose for the devices of this host; other overrides win over
-            these.
+            takes precedence. "mesh=auto" chooses the mesh, the gradient checkpointing and the batch
+            sizes for the devices of this host, where no other override sets them.
 
     Returns:
         The experiment (`rl.experiment.Experiment`): the configuration, the models with their
-        weights on the mesh, the rewards and the prompts. Its images have the first of the
-        configured training sizes.
+        weights, the rewards and the prompts. If several training sizes are configured, its images
+        have the first one.
 
     Raises:
         ConfigError: If the preset or an override is invalid.
-        InputError: If a file, model or function that they name cannot be used here, the mesh asks
-            for more devices than there are, or the sizes are estimated to need more memory than the
-            devices have.
-        RunError: If a reward outside of JAX fails on its trial image and the configuration says
-            that the run stops then.
+        InputError: If a file, model or function that they name cannot be used, or if there are too
+            few devices or too little memory.
+        RunError: If a reward outside of JAX fails on a trial image, and the configuration says that
+            this stops the run.
     """
     settings, note = _expand_mesh_auto(preset, overrides)
     if note is not None:
@@ -81,17 +78,18 @@ def load(preset: str, *overrides: str) -> Experiment:
 
 
 def _expand_mesh_auto(preset: str, overrides: Sequence[str]) -> tuple[list[str], str | None]:
-    """Replaces the override `mesh=auto` by settings for the devices of this host.
+    """Replaces the override "mesh=auto" by the settings that suit the devices of this host.
 
-    Also starts JAX's backend if `mesh=auto` is among the overrides.
+    It starts JAX's backend if that override is given.
 
     Args:
         preset: The name of a preset.
         overrides: Settings that differ from the preset, as `key=value`.
 
     Returns:
-        The overrides, with `mesh=auto` replaced by the proposed settings, which come first; and one
-        line about the settings. Without `mesh=auto` the overrides as they are, and None.
+        (overrides, note). The overrides begin with the chosen settings, so that the given ones take
+        precedence; note is a line for the user about them. Without "mesh=auto", the overrides are
+        unchanged and note is None.
 
     Raises:
         ConfigError: If the preset or an override is invalid.
@@ -102,12 +100,14 @@ def _expand_mesh_auto(preset: str, overrides: Sequence[str]) -> tuple[list[str],
 
 
 def this_machine() -> recipes.Machine:
-    """Describes the devices of this host, for which `mesh=auto` chooses settings. Starts JAX's
-    backend. With several processes, all must call it.
+    """Describes the devices of this host, as a basis for "mesh=auto".
+
+    It starts JAX's backend. With several processes, all must call it.
 
     Returns:
-        The platform ("gpu", "tpu" or "cpu") and JAX's `device_kind` of the first device, the number
-        of devices that this process drives, and the bytes of one of them that JAX may use.
+        The platform ("gpu", "tpu" or "cpu"), the name of the kind of device (JAX's `device_kind`),
+        the number of this process's devices, and the bytes of memory of one device that JAX may
+        use.
     """
     device = local_device()
     return recipes.Machine(device.platform, device.kind, jax.local_device_count(), device_memory())
@@ -120,30 +120,29 @@ def open_policy(
     checkpoint: str = "latest",
     trust: bool = False,
 ) -> tuple[Experiment, Trainable, int]:
-    """Opens the policy of a run, of a preset or of a model, to be evaluated or ranked.
+    """Opens a policy to evaluate or rank it: that of a run, or the starting point of training from
+    a preset or a model.
 
-    Builds the experiment as `load` does, with its effects. A run gives its averaged policy (EMA); a
-    preset or a model gives the policy that training would start from.
+    Builds the experiment as `load` does, with the same effects. Of a run, the averaged policy (EMA)
+    is opened.
 
     Args:
-        target: A run directory, the name of a preset, or a model (a directory in the layout of
-            diffusers, or "embedded:NAME"). `~` is expanded.
-        *overrides: Settings that differ, as `key=value`. For a run they cannot change which
+        target: A run directory; the name of a preset; or a model, that is a directory in the layout
+            of diffusers or "embedded:NAME". `~` is expanded.
+        *overrides: Settings that differ, as `key=value`. Those of a run may not change which
             parameters are trained.
-        preset: The preset that has the prompts, the reward and the sampler, if `target` is a model.
-            None: models are not accepted.
+        preset: If `target` is a model: the preset that gives prompts, reward and sampler. None:
+            `target` must not be a model.
         checkpoint: The checkpoint of a run: "latest", "best" (highest evaluation reward), or the
             number of an iteration as text. A preset or a model accepts only "latest".
-        trust: Whether a run directory may name rewards and objectives that are not part of the
-            package, which run code that whoever wrote the directory chose. Those that `overrides`
-            name are accepted in any case.
+        trust: Whether a run directory may name rewards and objectives outside of this package,
+            which run code that the author of the directory chose.
 
     Returns:
-        The experiment; the trainable parameters by path in float32, e.g.
-        {"blocks/attn/to_q/kernel": {"a": ..., "b": ...}} with an array in place of the inner dict
-        for a parameter trained in full, and an empty dict for a start without a LoRA; and the
-        number of iterations that they were trained for, 0 without a run. `evaluate`, `rank` and
-        `export_lora` take the first two.
+        (experiment, parameters, iterations). The trainable parameters are float32 by path:
+        {"blocks/attn/to_q/kernel": {"a": ..., "b": ...}} for a LoRA adapter, with a plain array for
+        a parameter trained in full. They are empty if training would start without a LoRA. The last
+        item is the number of iterations that they were trained for, 0 without a run.
 
     Raises:
         ConfigError: If the configuration or an override is invalid.
@@ -160,10 +159,10 @@ def open_policy(
 
 
 class TrainingInterrupted(KeyboardInterrupt):
-    """Training stopped after Ctrl-C or SIGTERM. The last complete iteration, if any, was saved,
-    unless the interruption was within an update.
+    """Training was stopped by Ctrl-C or SIGTERM.
 
-    It is a KeyboardInterrupt, so `except Exception` does not catch it.
+    The last complete iteration was saved, unless the interruption came in the middle of a parameter
+    update. This is a KeyboardInterrupt, which `except Exception` does not catch.
 
     Attributes:
         summary: What `train` would have returned, with "interrupted" True.
@@ -190,39 +189,39 @@ def train(
     force: bool = False,
     progress_bar: bool = False,
 ) -> dict[str, Any]:
-    """Trains in the directory `run.dir`, or resumes the run that is there.
+    """Trains a policy, in a new run directory or from the last checkpoint of an existing one.
 
-    Prints progress on standard error. While it runs in the main thread, the first Ctrl-C or SIGTERM
-    stops it after the batch under way; a second one ends the process with code 130.
+    The directory is the setting `run.dir`. Progress is printed on standard error. The first Ctrl-C
+    or SIGTERM stops training after the current batch; a second one ends the process with exit code
+    130.
 
     Args:
         preset: The name of a preset, e.g. "tiny". `preset_names()` lists all.
         *overrides: Settings that differ from the preset, as `key=value`, e.g. "run.dir=runs/a".
-            "mesh=auto" stands for the mesh, the gradient checkpointing and the batch sizes that
-            plans propose for the devices of this host (`planning.recipes`); other overrides win.
-        profile: Numbers of iterations to trace for TensorBoard, from 1. They must not be complete
-            yet.
-        html_report: Whether `report.html` in the run directory is kept up to date.
-        force: Whether to go on where an InputError would be raised otherwise: input files have
-            changed since the last checkpoint, the sizes are estimated to need more memory than the
-            devices have, or solrl_jax did not write the `report.html` that the report would
-            replace.
-        progress_bar: Whether to show a progress bar if standard error is a terminal. Otherwise one
-            line is printed per iteration.
+            "mesh=auto" chooses the mesh, the gradient checkpointing and the batch sizes for the
+            devices of this host, where no other override sets them.
+        profile: Numbers of iterations, from 1, during which a trace for TensorBoard is written.
+            They must still be ahead.
+        html_report: Whether to keep a page `report.html` in the run directory up to date.
+        force: Whether to go on in three cases that are an InputError otherwise: input files have
+            changed since the last checkpoint, the run is estimated to need more memory than there
+            is, or a `report.html` that this package did not write would be replaced.
+        progress_bar: Whether to show a progress bar on a terminal, instead of one line per
+            iteration.
 
     Returns:
-        "run" (the directory), "iterations" (the number of complete ones), "interrupted" (False),
-        "trained_in_full" (the number of arrays that are trained in full; if it is not 0, `export`
-        writes a directory), and the first and the last recorded evaluation as "before" and "after",
-        each a mapping from a metric's name, e.g. "eval/reward", to its value (None if it was not
-        finite).
+        A dictionary: "run" (the directory), "iterations" (the number of complete ones),
+        "interrupted" (False), "trained_in_full" (the number of arrays that are trained in full, 0
+        for LoRA alone), and "before" and "after" (the first and the last evaluation: a dictionary
+        of numbers by metric, e.g. "eval/reward", with None for one that is not finite).
 
     Raises:
-        TrainingInterrupted: If it was interrupted. This is a KeyboardInterrupt.
+        TrainingInterrupted: If it was interrupted. A KeyboardInterrupt.
         ConfigError: If the preset or an override is invalid.
-        InputError: If the run directory or an input file cannot be used, or holds another run.
-        RunError: If the run fails for another reason, such as a full disk, a reward that fails or a
-            divergence (`Diverged`).
+        InputError: If the run directory or an input file cannot be used, or the directory holds
+            another run.
+        RunError: If the run fails, for example because the disk is full, a reward fails, or
+            training diverges (`Diverged`).
     """
     settings, note = _expand_mesh_auto(preset, overrides)
     config = resolve(preset, settings)
@@ -244,49 +243,48 @@ def rank(
     steps: Sequence[int] = (),
     progress: Progress = no_progress,
 ) -> list[dict[str, Any]]:
-    """Measures how well exploration ranks candidates (docs/method.md, section 2).
+    """Measures how well cheap exploration ranks candidate images, compared with full generation
+    (docs/method.md, section 2).
 
-    All candidates of some test prompts are generated with full steps in the training precision, and
-    once more in every combination of the given formats, recipes and numbers of steps. Repeated
-    entries count once.
+    The candidates of some test prompts are generated once with all steps in the training precision,
+    which gives their true rewards, and once for every combination of recipes, formats and numbers
+    of steps, which gives proxy rewards.
 
     Args:
-        experiment: The experiment, whose test prompts, rewards and exploration are used.
-            `rollout.candidates` is the number of candidates of a prompt, and `rollout.kept` how
-            many of them count as kept.
-        adapters: The trainable parameters of the policy by path, e.g. `state.ema` or those of
-            `open_policy`.
-        prompts: The number of test prompts, from the first one on.
-        formats: Names of number formats to explore in, e.g. ["nvfp4", "fp8"]; "auto" is the fastest
-            native one. Empty: the recipe's.
-        explore: Names of recipes in `configs/explore/`, e.g. ["paper", "best"]. Empty: the
-            experiment's own exploration.
-        steps: Numbers of solver steps to explore with, each from 1 to `rollout.num_steps` (equal to
-            it if the configuration does not regenerate) and above the recipe's `exact_steps`.
-            Empty: the recipe's.
-        progress: Called with the name of the running phase ("regenerate" or "explore"), its number
-            of images, and the number of images in the batch that was queued on the devices; with 0
-            when a pass over all candidates starts. The default reports nothing.
+        experiment: The experiment, with its test prompts, rewards and exploration.
+            `rollout.candidates` is the number of candidates per prompt, and `rollout.kept` how many
+            of them training would keep.
+        adapters: The trainable parameters of the policy by path, e.g. those of `open_policy`.
+        prompts: The number of test prompts to use, from the first one on.
+        formats: Number formats to explore in, e.g. ["nvfp4", "fp8"], or "auto" for the fastest
+            native one. Empty: that of each recipe.
+        explore: Names of exploration recipes in `configs/explore/`, e.g. ["paper", "best"]. Empty:
+            the experiment's own exploration.
+        steps: Numbers of solver steps to explore with, up to `rollout.num_steps`. Empty: that of
+            each recipe.
+        progress: A function that is called as images are generated, with the name of the phase
+            ("regenerate" or "explore"), its total number of images, and the number of images in the
+            last batch. The default does nothing.
 
     Returns:
-        One mapping per combination (recipes outermost, steps innermost), with its "explore" (the
-        recipe), "precision" and "steps", the counts "candidates" (per prompt), "kept", "top_k" (4)
-        and "prompts", and means over prompts: "spearman" and "kendall" (rank correlations of proxy
-        and true rewards), "top_k_match" (the share of the truly best 4 among the kept / 2 best by
-        proxy), "bottom_k_match" (the same at the other end), "top_k_regret" (the reward that the
-        missed ones cost, as a share of the range of the true rewards), "true_rank_best" and
-        "true_rank_worst" (the mean true rank of the kept / 2 best and worst by proxy; 1 is the
-        best). "perfect_rank_best" and "perfect_rank_worst" are these ranks for a perfect proxy, and
-        "per_prompt" is a list with the text ("prompt") and the figures of each prompt. A figure
-        that is undefined for all prompts is NaN.
+        One dictionary per combination. "explore" (the recipe), "precision" and "steps" identify it;
+        "candidates" (per prompt), "kept", "prompts" and "top_k" (4) are counts. These are means
+        over prompts: "spearman" and "kendall" (rank correlations of proxy and true rewards);
+        "top_k_match" (the share of the 4 truly best candidates among the kept / 2 best by proxy),
+        "bottom_k_match" (the same for the worst); "top_k_regret" (what the missed candidates cost
+        in reward, as a share of the range of true rewards); "true_rank_best" and "true_rank_worst"
+        (the mean true rank, 1 for the best, of the kept / 2 best and worst by proxy), and
+        "perfect_rank_best" and "perfect_rank_worst" (the same for a perfect proxy). "per_prompt" is
+        a list of the same figures for each prompt, with its text as "prompt". An undefined figure
+        is NaN.
 
     Raises:
         InputError: If `prompts` is not from 1 to the number of test prompts, or an entry of a list
             cannot be used.
-        ConfigError: If a recipe does not exist or cannot be combined with the configuration, or a
-            run could not be configured with a number of steps.
-        RunError: If a reward outside of JAX fails and the configuration says that the run stops
-            then, or if the disk refuses the cache of prompts.
+        ConfigError: If a recipe does not exist or does not fit the configuration, or a number of
+            steps does not.
+        RunError: If a reward outside of JAX fails and the configuration says that this stops the
+            run, or if the cache of prompts cannot be written.
         numpy.linalg.LinAlgError: If exploration options measure values that are not finite.
     """
     available = len(experiment.test_prompts)
@@ -308,14 +306,13 @@ def rank(
 
 
 def _comma_separated(entries: Sequence[Any]) -> str | None:
-    """Joins the entries of a list with commas, for `rl.rank.sweep`.
+    """Joins a list into text, separated by commas, the form that `rl.rank.sweep` takes.
 
     Args:
-        entries: The entries, e.g. ["nvfp4", "fp8"] or [4, 6]. A text is taken for a list that is
-            joined already.
+        entries: The entries, e.g. ["nvfp4", "fp8"] or [4, 6]. A text is returned as it is.
 
     Returns:
-        The text, e.g. "nvfp4,fp8"; None for an empty list, which stands for the default.
+        The text, e.g. "nvfp4,fp8"; None for an empty list.
     """
     if isinstance(entries, str):
         return entries
@@ -341,62 +338,59 @@ def generate(
     batch_size: int = 16,
     checkpoint: str = "latest",
 ) -> Float[np.ndarray, "n h w 3"]:
-    """Generates one image per prompt, with a diffusers model directory or with a run's policy.
+    """Generates one image per prompt, with a diffusers model or with the policy of a run.
 
-    A model directory samples as its diffusers pipeline does, with the directory's own scheduler. A
-    run samples as its evaluation does, with its averaged policy (EMA). The model is loaded by every
-    call and released at its end, so pass all prompts at once.
+    A model samples as its diffusers pipeline does. A run samples as its evaluation does, with its
+    averaged policy (EMA). The model is loaded in every call, so pass all prompts at once.
 
-    An image depends on its prompt and the seed, not on the other prompts. If a prompt is repeated,
-    each repetition starts from other noise.
+    An image depends on its prompt and the seed, not on the other prompts. Repetitions of a prompt
+    get different noise.
 
     Args:
         model: A run directory, a directory in the layout of diffusers, "embedded:NAME", or
-            OWNER/NAME of a repository of the hub, which is downloaded unless it is in the cache.
-            `~` is expanded.
+            OWNER/NAME of a repository on the hub, which is downloaded if the cache lacks it. `~` is
+            expanded.
         prompts: The prompts, at least one, or a single one as text.
-        num_steps: The number of solver steps, 1 to 1000. None: that of the run's evaluation, or 10.
-        guidance_scale: The guidance scale of the model, at least 0. Models that embed it (FLUX.1)
-            take it as an input. For all others it is the scale of classifier-free guidance, and
-            values up to 1 mean no guidance, as in diffusers. None: the run's, or 1.
-        true_cfg_scale: The scale of classifier-free guidance for models that embed
-            `guidance_scale`; other models accept only 1. Values up to 1 mean none. None: the run's,
-            or 1.
-        negative_prompt: The negative prompt of classifier-free guidance, one text for all images.
-            "" is the empty prompt. Any other text is refused if there is no such guidance.
+        num_steps: The number of solver steps, 1 to 1000. None: that of the run's evaluation; 10 for
+            a model.
+        guidance_scale: The guidance scale, at least 0. Models with built-in guidance (FLUX.1) take
+            it as an input of the network. For all other models it is the scale of classifier-free
+            guidance, and values up to 1 mean no guidance. None: that of the run; 1 for a model.
+        true_cfg_scale: The scale of classifier-free guidance that models with built-in guidance
+            (FLUX.1) can use in addition. Values up to 1 mean none. Other models accept only 1.
+            None: that of the run; 1 for a model.
+        negative_prompt: The negative prompt of classifier-free guidance, for all images. Without
+            such guidance it must be "".
         seed: The seed of the initial noise, 0 to 2**31 - 1.
-        size: Height and width of the images in pixels, each at most 16,384 and a multiple of the
-            number of pixels that the model requires. None: that of `latents`, or of the run's
-            evaluation, or the model's default.
-        latents: The initial noise to use in place of that of `seed`, float32 [N, C, h, w] with one
-            entry per prompt. These are the axes that the pipelines of diffusers use, except that of
-            FLUX.1, whose latents are packed. None: drawn from the seed.
-        lora: A LoRA of diffusers, kohya, ai-toolkit or ComfyUI (a .safetensors file) or PEFT (a
-            directory) to apply. A run has its own and accepts none. None: no LoRA.
-        precision: The number format of all steps: "bf16", "fp32", "int8", "fp8", "nvfp4", or "auto"
-            for the fastest one that the device runs natively. Formats that it does not run natively
-            are emulated, which is slower.
+        size: (height, width) of the images in pixels, up to 16,384 each and of the multiples that
+            the model requires. None: that of `latents`, of the run's evaluation or the model's
+            default.
+        latents: The initial noise, float32 [N, C, h, w] with one entry per prompt, as for the
+            pipelines of diffusers (but not packed for FLUX.1). None: drawn from the seed.
+        lora: A LoRA to apply to a model: a .safetensors file of diffusers, kohya, ai-toolkit or
+            ComfyUI, or a directory of PEFT. None: no LoRA. A run has its own and accepts none.
+        precision: The number format in which linear layers compute in all steps: "bf16", "fp32",
+            "int8", "fp8", "nvfp4", or "auto" for the fastest one that the device supports. A format
+            that it does not support is emulated, which is slower.
         max_sequence_length: The number of tokens to which prompts are padded or cut, 1 to 2048.
-            None: the run's, or the model's default.
-        instruction: The text that precedes every prompt. SANA alone accepts one; it is refused for
-            other models. None: the run's, or none.
-        vae_tile_size: The side in pixels of the tiles in which images are decoded, which takes less
-            memory. It must be a multiple of the pixels per latent pixel (8 for FLUX.1 and SD3, 32
-            for SANA). None: the run's, or whole images.
-        batch_size: The largest number of images that each device generates at once, at least 1.
+            None: that of the run, or the model's default.
+        instruction: Text before every prompt, for SANA only. None: that of the run; none for a
+            model.
+        vae_tile_size: The side in pixels of the tiles in which images are decoded to save memory, a
+            multiple of the pixels per latent pixel (8 for FLUX.1 and SD3, 32 for SANA). None: that
+            of the run; whole images for a model.
+        batch_size: The greatest number of images that each device generates at once.
         checkpoint: The checkpoint of a run: "latest", "best" (highest evaluation reward), or the
             number of an iteration as text. A model accepts only "latest".
 
     Returns:
-        The images, float32 [N, height, width, 3], with values in [0, 1], in the order of the
-        prompts. `generate_with_latents` also returns the initial noise.
+        The images, float32 [N, height, width, 3] in [0, 1], in the order of the prompts.
 
     Raises:
-        InputError: If an argument cannot be used. No weight of the model is loaded then, unless the
-            tokenizer refuses `max_sequence_length` or the length of `instruction`.
+        InputError: If an argument cannot be used.
         ConfigError: If the configuration of the run is invalid.
-        RunError: If an image is not finite, the checkpoint is damaged, or the disk refuses the
-            prompt cache of the run.
+        RunError: If an image is not finite, the checkpoint is damaged, or the prompt cache cannot
+            be written.
         ValueError: If `model` begins with the `~USER` of a user that does not exist.
     """
     return generate_with_latents(
@@ -430,25 +424,23 @@ def generate_with_latents(
 
     Args:
         model: A run directory, a directory in the layout of diffusers, "embedded:NAME", or
-            OWNER/NAME of a repository of the hub. `~` is expanded.
+            OWNER/NAME of a repository on the hub. `~` is expanded.
         prompts: The prompts, at least one, or a single one as text.
-        progress: Called with the number of images of each batch when the batch has been queued on
-            the devices, so that one batch is still being computed.
-        **options: The other keyword arguments of `generate`, by their names, e.g. `num_steps`,
-            `guidance_scale`, `seed` and `size`.
+        progress: A function that is called with the number of images of each batch, when the batch
+            has been sent to the devices (before it is computed).
+        **options: The other keyword arguments of `generate`, e.g. `num_steps`, `guidance_scale`,
+            `seed` and `size`.
 
     Returns:
-        The images in `images`, the initial noise in `latents`, the number of steps in `num_steps`
-        and a phrase about the number format in `precision`. The noise, float32 [N, C, h, w], can be
-        given as `latents` to `generate` or to a pipeline of diffusers, except that of FLUX.1, which
-        takes it packed.
+        A `Generation`: `images`, float32 [N, height, width, 3]; `latents`, the initial noise,
+        float32 [N, C, h, w], for `generate` or a pipeline of diffusers (FLUX.1's takes it packed);
+        `num_steps`; and `precision`, a description of the number format.
 
     Raises:
-        InputError: If an argument is unknown or cannot be used. No weight of the model is loaded
-            then, unless the tokenizer refuses `max_sequence_length` or the length of `instruction`.
+        InputError: If an argument is unknown or cannot be used.
         ConfigError: If the configuration of the run is invalid.
-        RunError: If an image is not finite, the checkpoint is damaged, or the disk refuses the
-            prompt cache of the run.
+        RunError: If an image is not finite, the checkpoint is damaged, or the prompt cache cannot
+            be written.
         ValueError: If `model` begins with the `~USER` of a user that does not exist.
     """
     texts = [prompts] if isinstance(prompts, str) else prompts
@@ -457,21 +449,20 @@ def generate_with_latents(
 
 
 def quantize(w: Matrix, precision: str = "nvfp4") -> Quantized:
-    """Quantizes weight matrices, to be used by `matmul(x, leaf)`. `dequantize(leaf)` gives the
-    rounded weights as a plain array.
+    """Quantizes weight matrices, for `matmul(x, leaf)`. `dequantize(leaf)` gives their rounded
+    values.
 
     Args:
-        w: Real matrices [..., in, out], not empty. Anything that `jnp.asarray` accepts. They should
-            be finite, which is not checked.
-        precision: A quantizing number format, "nvfp4", "fp8" or "int8".
+        w: Finite real matrices [..., in, out], any array that `jnp.asarray` accepts.
+        precision: The number format: "nvfp4", "fp8" or "int8".
 
     Returns:
-        The quantized matrices, a leaf of a parameter tree. Its class depends on the format; sizes
-        that the format needs padded are padded inside, and `matmul` and `dequantize` have the
-        shapes of `w`.
+        The quantized matrices, a leaf of a parameter tree. Padding that a format needs is internal:
+        `matmul` and `dequantize` have the shapes of `w`.
 
     Raises:
-        InputError: If the format does not exist or quantizes nothing, or if `w` is no such array.
+        InputError: If the format does not exist or quantizes nothing, or if `w` is not of this
+            form.
         ValueError: If `precision` is "int8" and the matrices have more than 133,144 inputs.
     """
     names = [name for name, form in FORMATS.items() if form.quantize is not None]
@@ -501,48 +492,46 @@ def export(
     private: bool = False,
     dry_run: bool = False,
 ) -> dict[str, Any]:
-    """Writes the averaged policy (EMA) of a run as files that diffusers or PEFT load.
+    """Writes the averaged policy (EMA) of a run to files that diffusers or PEFT load.
 
-    A run that trains adapters becomes a LoRA. One that trains parameters in full becomes a
-    directory for `from_pretrained` of the transformer's class, with a LoRA in it if there are
-    adapters too. Loads the weights of the base model.
+    LoRA adapters become a LoRA. A run that trains parameters in full becomes a directory for
+    `from_pretrained` of the transformer's class (with a LoRA in it if there are adapters too). The
+    weights of the base model are loaded.
 
-    With `hub`, a folder with the weights, a model card and images before and after training is
-    written and uploaded to the Hugging Face hub.
+    With `hub`, a folder with the weights, a model card and sample images is written and uploaded to
+    the Hugging Face hub.
 
     Args:
         run: The run directory. `~` is expanded.
-        out: The file to write, which ends in .safetensors, or for PEFT and for whole transformers a
-            directory, which must hold nothing but an earlier export. With `hub`, the folder that is
-            uploaded; None: `hub` in the run directory. Missing parent directories are created. `~`
-            is expanded.
-        form: "diffusers" or "peft". A run that trains parameters in full (any, also beside
-            adapters) accepts only "diffusers".
+        out: Where to write: a .safetensors file; for PEFT and for parameters trained in full, a
+            directory, which may contain nothing but an earlier export; with `hub`, the folder to
+            upload, and None stands for `hub` in the run directory. Missing parent directories are
+            created. `~` is expanded.
+        form: The program that is to load it, "diffusers" or "peft". Parameters trained in full need
+            "diffusers".
         dtype: The number format of the written tensors, "fp32" or "bf16".
-        fold_alpha: Whether B is multiplied by alpha / rank, for programs that ignore alpha. Only
-            for a LoRA with `form` "diffusers".
+        fold_alpha: Whether the factor B of a LoRA is multiplied by alpha / rank, for programs that
+            ignore alpha. Only for "diffusers".
         checkpoint: "latest", "best" (highest evaluation reward), or the number of an iteration as
             text.
-        force: Whether existing files are replaced.
-        hub: The repository on the hub to write to, OWNER/NAME, which is created if necessary. Only
-            with `form` "diffusers". None: nothing is uploaded.
-        private: Whether a new repository is private. Only with `hub`.
-        dry_run: Whether the folder is only written, and not uploaded. Only with `hub`.
+        force: Whether existing files may be replaced.
+        hub: The repository to upload to, OWNER/NAME, which is created if it does not exist. Only
+            for "diffusers". None: nothing is uploaded.
+        private: Whether a new repository is private.
+        dry_run: With `hub`: whether to write the folder without uploading it.
 
     Returns:
-        "iteration" (of the checkpoint), and "rank" and "alpha" as in the file: with `fold_alpha`,
-        "alpha" is the rank. For parameters trained in full also "trained_in_full", the number of
-        these arrays; "rank" and "alpha" are then the settings `lora.rank` and `lora.alpha`, also if
-        there are no adapters. With `hub` also "folder" (its absolute path as text), and "url" (the
-        address of the repository) unless `dry_run`.
+        A dictionary: "iteration" (of the checkpoint), "rank" and "alpha" (as in the file). For
+        parameters trained in full also "trained_in_full" (their number of arrays). With `hub` also
+        "folder" (its absolute path) and, unless `dry_run`, "url" (the address of the repository).
 
     Raises:
-        InputError: If `run` is no run directory or has no such checkpoint, `out` cannot be written
-            or exists without `force`, an option does not suit the run, the parameters are not
-            finite in `dtype`, the adapters change nothing, or the hub does not know the user.
+        InputError: If `run` has no such checkpoint, `out` cannot be written or exists without
+            `force`, an option does not suit the run, the parameters are not finite in `dtype` or
+            change nothing, or the user is not logged in to the hub.
         ConfigError: If the configuration of the run is invalid.
-        RunError: If the checkpoint is damaged, the disk refuses, or the upload fails. In the last
-            case the folder is complete.
+        RunError: If the checkpoint is damaged, the disk refuses, or the upload fails (the folder is
+            then complete).
         ValueError: If a path begins with the `~USER` of a user that does not exist.
     """
     run = Path(expand_home(str(run)))
@@ -600,29 +589,29 @@ def _export_files(
     checkpoint: str,
     force: bool,
 ) -> dict[str, Any]:
-    """Writes the files of `export`, without a model card. Loads the weights of the base model.
+    """Writes the files of `export` for a run, without a model card. The weights of the base model
+    are loaded.
 
     Args:
-        run: The run directory, whose base model and checkpoint are loaded.
-        out: The .safetensors file to write, or for PEFT and for parameters trained in full a
-            directory, which must hold nothing but an earlier export and be no link. Missing parent
-            directories are created.
-        form: "diffusers" or "peft". A run that trains any parameter in full accepts only
+        run: The run directory.
+        out: The .safetensors file to write; for PEFT and for parameters trained in full, a
+            directory, which may contain nothing but an earlier export.
+        form: The program that is to load it, "diffusers" or "peft". Parameters trained in full need
             "diffusers".
         dtype: The number format of the written tensors, "fp32" or "bf16".
-        fold_alpha: Whether B is multiplied by alpha / rank. Only for a LoRA with `form`
+        fold_alpha: Whether the factor B of a LoRA is multiplied by alpha / rank. Only for
             "diffusers".
         checkpoint: "latest", "best" (highest evaluation reward), or the number of an iteration.
-        force: Whether an existing file, or the files in an existing directory, are replaced.
+        force: Whether existing files may be replaced.
 
     Returns:
-        "iteration" (of the checkpoint), "rank" and "alpha" (the rank with `fold_alpha`), and for
-        parameters trained in full the number of these arrays, "trained_in_full".
+        A dictionary: "iteration" (of the checkpoint), "rank" and "alpha" (as in the file), and for
+        parameters trained in full "trained_in_full" (their number of arrays).
 
     Raises:
-        InputError: If `run` is no run directory or has no such checkpoint, `out` cannot be written
-            or exists without `force`, an option does not suit the run, or the parameters are not
-            finite in `dtype`, or adapters change nothing.
+        InputError: If `run` has no such checkpoint, `out` cannot be written or exists without
+            `force`, an option does not suit the run, or the parameters are not finite in `dtype` or
+            change nothing.
         ConfigError: If the configuration of the run is invalid.
         RunError: If the checkpoint is damaged, or the disk refuses.
     """
@@ -674,24 +663,22 @@ def export_lora(
     path: str | Path,
     form: Literal["diffusers", "peft"] = "diffusers",
 ) -> None:
-    """Writes adapters in memory as a LoRA, in float32. `export` does so for a run directory.
+    """Writes LoRA adapters in memory to files, in float32. `export` does this for a run directory.
 
-    Rank and alpha are those of the experiment's configuration. An existing file, or an earlier
-    export of PEFT, is replaced.
+    An existing file or an earlier export is replaced.
 
     Args:
-        experiment: The experiment that the adapters were trained in. Its model gives the names of
+        experiment: The experiment in which the adapters were trained. Its model gives the names of
             the layers, and its configuration rank and alpha.
-        adapters: LoRA adapters by the path of their layer, {"a": [..., in, rank], "b": [..., rank,
-            out]} each, e.g. `state.ema`.
-        path: A file that ends in .safetensors for "diffusers", or a directory for "peft", which
-            must hold nothing but an earlier export. Missing parent directories are created. `~` is
-            not expanded.
-        form: The program that is to load it, "diffusers" or "peft".
+        adapters: The adapters by the path of their layer, each {"a": [..., in, rank], "b": [...,
+            rank, out]}.
+        path: For "diffusers" a .safetensors file; for "peft" a directory, which may contain nothing
+            but an earlier export. Missing parent directories are created. `~` is not expanded.
+        form: The program that is to load them, "diffusers" or "peft".
 
     Raises:
-        InputError: If `path` or `form` cannot be used, if parameters are trained in full, or if the
-            adapters have paths or shapes that the network lacks, are not finite or change nothing.
+        InputError: If `path` or `form` cannot be used, or if the adapters do not fit the network,
+            are not finite, change nothing, or are not all LoRA adapters.
         RunError: If the disk refuses.
     """
     if form not in ("diffusers", "peft"):
@@ -705,22 +692,21 @@ def export_lora(
 
 
 def export_transformer(experiment: Experiment, trained: Trainable, folder: str | Path) -> None:
-    """Writes a policy with parameters trained in full as the transformer of a pipeline, in float32.
+    """Writes a policy with parameters trained in full as a transformer in the layout of diffusers,
+    in float32.
 
-    An earlier export in the directory is replaced. The parameters that are not trained are those of
-    the base.
+    All other parameters are those of the base model. An earlier export is replaced.
 
     Args:
-        experiment: The experiment that the parameters were trained in. Its base model gives all
-            other parameters.
-        trained: The trainable parameters by path, e.g. `state.ema`. Adapters among them become a
-            LoRA in the directory.
-        folder: The directory to write, which `from_pretrained` of the transformer's class loads.
-            `~` is not expanded.
+        experiment: The experiment in which the parameters were trained.
+        trained: The trainable parameters by path. LoRA adapters among them become a LoRA in the
+            directory.
+        folder: The directory to write, for `from_pretrained` of the transformer's class. It may
+            contain nothing but an earlier export. `~` is not expanded.
 
     Raises:
-        InputError: If `folder` is a file or ends in .safetensors, if the directory holds other
-            files, a parameter is not finite, or the adapters change nothing.
+        InputError: If `folder` cannot be used, a parameter is not finite, or the adapters change
+            nothing.
         RunError: If the disk refuses.
     """
     settings = LoraSettings(experiment.config.lora.rank, experiment.config.lora.alpha)
@@ -728,21 +714,20 @@ def export_transformer(experiment: Experiment, trained: Trainable, folder: str |
 
 
 def import_lora(experiment: Experiment, path: str | Path) -> tuple[Trainable, LoraSettings]:
-    """Reads the adapters of a LoRA for the model of an experiment.
+    """Reads a LoRA as adapters for the model of an experiment.
 
     Args:
-        experiment: The experiment, whose model has the layers. Its own rank and alpha do not
-            matter.
+        experiment: The experiment. Only its model matters.
         path: A LoRA file of diffusers, kohya, ai-toolkit or ComfyUI, or a directory with one, such
-            as that of PEFT. `~` is not expanded.
+            as PEFT writes. `~` is not expanded.
 
     Returns:
-        The adapters in float32, {"a": [..., in, rank], "b": [..., rank, out]} by the path of their
-        linear layer, and their rank and alpha. If the layers of the file differ in these, they are
-        brought to the largest rank, and alpha equals it.
+        (adapters, settings). The adapters, float32, by the path of their linear layer: {"a": [...,
+        in, rank], "b": [..., rank, out]}. The settings are their rank and alpha. If the layers of
+        the file differ in these, all get the largest rank, and alpha equals it.
 
     Raises:
-        InputError: If the file cannot be read or has layers or shapes that the model lacks, if
-            values are not finite, or if it has adapters of text encoders, trained biases or DoRA.
+        InputError: If the file cannot be read, does not fit the model, is not finite, or has parts
+            that are not supported (adapters of text encoders, trained biases, DoRA).
     """
     return lora_files.import_lora(Path(path), experiment.backbone.parameter_table())

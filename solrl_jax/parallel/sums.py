@@ -29,7 +29,9 @@ class Sum:
 
     @property
     def value(self) -> Any:
-        """The sum with its rounding errors corrected: `rounded + lost`. NaN where it is not finite."""
+        """The sum, corrected by its rounding errors: `rounded + lost`. NaN where it is infinite or
+        NaN.
+        """
         return jax.tree.map(jnp.add, self.rounded, self.lost)
 
 
