@@ -144,12 +144,12 @@ def normal(
 
 
 def permutations(seeds: Seeds, name: str, count: int) -> Int[Array, "b {count}"]:
-    """Draws a random order of the numbers from 0 to `count` - 1 from one stream of each seed.
+    """Draws a random order of the numbers from 0 to `count` - 1 for one use (stream) of each seed.
 
     Args:
         seeds: The b seeds, the two words of a threefry key per row.
-        name: The stream of the seed to draw from: "initial", "solver", "sigmas", "training",
-            "calibration" or "reference".
+        name: The use, usually "sigmas"; or another stream of a seed ("initial", "solver",
+            "training", "calibration" or "reference").
         count: How many numbers are put in order.
 
     Returns:

@@ -36,19 +36,17 @@ def solver_table(
 ) -> Table:
     """Computes the coefficients of every step of a solver.
 
-    For a linear flow, "euler", "dpm1" and "ddim" without noise are the same step, because
-    first-order exponential integrators are exact on straight paths. All three names are accepted
-    since users of the published recipes look for them. "dpm2" is of second order, except for its
-    first and its last step, which are of first order.
+    For a linear flow, "euler", "dpm1" and "ddim" without noise are the same step; all three names
+    are accepted since users of the published recipes look for them. "dpm2" is of second order,
+    except for its first and its last step, which are of first order.
 
     Args:
         name: One of `SOLVERS`: "euler", "dpm1", "dpm2", "ddim", "flow_sde", "dance_sde" or "cps".
         sigmas: The noise levels in [0, 1], decreasing, the last one 0.
         eta: The noise level of a stochastic solver ("ddim", "flow_sde", "dance_sde" or "cps"): one
-            number for all steps, or one per step. A step with noise level 0 is an Euler step. For
-            "ddim", 1 adds as much fresh noise as the forward process lost, and for "cps" it
-            replaces all of the predicted noise. The last step never adds noise, so that a sample
-            ends on the last prediction. Deterministic solvers accept only 0.
+            number for all steps, or one per step. 0 is an Euler step. For "ddim", 1 adds noise with
+            the posterior variance of the forward process, and for "cps" it replaces all of the
+            predicted noise. The last step never adds noise. Deterministic solvers accept only 0.
 
     Returns:
         The coefficients (a, b, c, d, e) of each step, float32, one row per step, in `x_next = a x +
@@ -139,8 +137,9 @@ def shared_noise(
 
 
 def _first_order(sigma: float, next_sigma: float) -> Coefficients:
-    """Returns the coefficients of `x' = (s'/s) x + (1 - s'/s) x0_hat`: the step of Euler, and of
-    first-order DPM-Solver and DDIM. They are (s'/s, 1 - s'/s, 0, 0, 0).
+    """Returns the coefficients (s'/s, 1 - s'/s, 0, 0, 0) of the step `x' = (s'/s) x + (1 - s'/s)
+    x0_hat` from sigma s to sigma s', where x0_hat are the predicted clean latents. It is the step
+    of Euler, and of first-order DPM-Solver and DDIM.
 
     Args:
         sigma: The sigma s before the step, above 0.
@@ -151,11 +150,12 @@ def _first_order(sigma: float, next_sigma: float) -> Coefficients:
 
 
 def _ddim(sigma: float, next_sigma: float, eta: float) -> Coefficients:
-    """Returns the coefficients (a, b, 0, 0, e) of DDIM: `x' = alpha' x0_hat + sqrt(s'^2 - e^2)
-    eps_hat + e noise`, where e^2 is eta^2 times the posterior variance.
+    """Returns the coefficients (a, b, 0, 0, e) of a step of DDIM: `x' = (1 - s') x0_hat + sqrt(s'^2
+    - e^2) eps_hat + e noise`, with the predicted clean latents x0_hat and the predicted noise
+    eps_hat.
 
-    For a process `x = alpha x0 + s eps` with alpha = 1 - s, that variance is `s'^2 / s^2 (s^2 -
-    (alpha / alpha')^2 s'^2)`. The root of `s'^2 - e^2` is 0 where e exceeds s'.
+    e is eta times the posterior standard deviation, whose square is `s'^2 / s^2 (s^2 - (1 - s)^2
+    s'^2 / (1 - s')^2)`. Where e exceeds s', the root is 0.
 
     Args:
         sigma: The sigma s before the step, above 0.
@@ -171,11 +171,12 @@ def _ddim(sigma: float, next_sigma: float, eta: float) -> Coefficients:
 
 
 def _renoised(sigma: float, next_sigma: float, rest: float, e: float) -> Coefficients:
-    """Returns the coefficients (a, b, 0, 0, e) of `x' = (1 - s') x0_hat + rest eps_hat + e noise`.
+    """Returns the coefficients (a, b, 0, 0, e) of `x' = (1 - s') x0_hat + rest eps_hat + e noise`,
+    with the predicted clean latents x0_hat and the predicted noise `eps_hat = (x - (1 - s) x0_hat)
+    / s`.
 
-    With `rest^2 + e^2 = s'^2`, image and noise keep the coefficients that they have at s' in the
-    forward process, whatever e is (coefficients-preserving sampling). `eps_hat` is the predicted
-    noise, `(x - (1 - s) x0_hat) / s`.
+    If `rest^2 + e^2 = s'^2`, the result has as much noise as the forward process has at s',
+    whatever e is (coefficients-preserving sampling).
 
     Args:
         sigma: The sigma s before the step, above 0.
@@ -188,7 +189,8 @@ def _renoised(sigma: float, next_sigma: float, rest: float, e: float) -> Coeffic
 
 def _sde(sigma: float, next_sigma: float, g2: float) -> Coefficients:
     """Returns the coefficients (a, b, 0, 0, e) of an Euler step of `dx = (v + g^2 / (2 s) eps_hat)
-    ds + g dw`, an SDE with the marginals of the flow. e is `sqrt((s - s') g^2)`.
+    ds + g dw`, an SDE with the marginals of the flow. v is the predicted velocity, and eps_hat the
+    predicted noise. e, the standard deviation of the fresh noise, is `sqrt((s - s') g^2)`.
 
     Args:
         sigma: The sigma s before the step, above 0.
@@ -203,10 +205,11 @@ def _sde(sigma: float, next_sigma: float, g2: float) -> Coefficients:
 
 
 def _second_order(previous_sigma: float, sigma: float, next_sigma: float) -> Coefficients:
-    """Returns the coefficients (a, b, c, 0, 0) of DPM-Solver++ 2M: a first-order step towards the
-    extrapolation of the last two predictions of x0, which is linear in lambda = ln((1 - s) / s).
+    """Returns the coefficients (a, b, c, 0, 0) of DPM-Solver++ 2M: a first-order step with an
+    extrapolation of the last two predictions of x0 in place of the last one.
 
-    Where `previous_sigma` is 1, lambda is infinite there, and the step is of first order (c is 0).
+    The extrapolation is linear in lambda = ln((1 - s) / s). Where `previous_sigma` is 1, lambda is
+    infinite there, and the step is of first order (c is 0).
 
     Args:
         previous_sigma: The sigma of the prediction before the last one, at most 1.

@@ -91,7 +91,7 @@ class Format:
     def is_native(self, device: DeviceInfo) -> bool:
         """Whether a device has matmul units for the format.
 
-        Elsewhere XLA converts the operands, exactly.
+        Other devices emulate it: XLA converts the operands to a wider dtype first, which is exact.
 
         Args:
             device: The device that runs the matmuls.

@@ -74,7 +74,9 @@ class FP8Tensor(QuantizedWithInput):
         return scale_lazily(y, scales, self.scales[None, None], width=y.shape[-1])
 
     def dequantize(self) -> Float[Array, "... n_in n_out"]:
-        """The codes times their scales, [..., in, out] with inputs first, as in `w`, in float32."""
+        """The matrix that the leaf represents, the codes times their scales: [..., in, out] in
+        float32.
+        """
         return jnp.swapaxes(self.codes.astype(jnp.float32) * self.scales[..., None], -1, -2)
 
 

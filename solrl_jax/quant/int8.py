@@ -76,7 +76,9 @@ class INT8Tensor(QuantizedWithInput):
         return LazyActivation.from_array(tensor_parallel.gather_axis(y), exact=False)
 
     def dequantize(self) -> Float[Array, "... n_in n_out"]:
-        """The codes times their scales, [..., in, out] with inputs first, as in `w`, in float32."""
+        """The matrix that the leaf represents, the codes times their scales: [..., in, out] in
+        float32.
+        """
         return jnp.swapaxes(self.codes.astype(jnp.float32) * self.scales[..., None], -1, -2)
 
 

@@ -114,14 +114,15 @@ class Quantized(Leaf):
 
 
 class QuantizedWithInput(Quantized):
-    """A quantized leaf whose matmul quantizes its input, too, by `LazyActivation.encode`.
+    """A quantized leaf whose matmul runs in the low-precision format for both operands: it
+    quantizes the rows of its input, too (`LazyActivation.encode`).
 
     Subclasses define `lazy_matmul`, and `matmul` follows from it.
     """
 
     @abc.abstractmethod
     def lazy_matmul(self, x: LazyActivation) -> LazyActivation:
-        """`x @ w` for a single matrix, computed from the rows of `x` as `x.encode` quantizes them.
+        """`x @ w` for a single matrix, with the rows of `x` quantized by `x.encode`.
 
         Args:
             x: The input [b, s, n_in], which need not be in memory. Only its codes and scales are
@@ -133,7 +134,7 @@ class QuantizedWithInput(Quantized):
         """
 
     def matmul(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
-        """`x @ w` by `lazy_matmul`, in memory.
+        """`x @ w` for a single matrix, by `lazy_matmul`; the result is written to memory.
 
         Args:
             x: Activations [rows, n_in] of a floating-point dtype.

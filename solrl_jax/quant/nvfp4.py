@@ -81,13 +81,12 @@ class NVFP4Tensor(QuantizedWithInput):
     def lazy_matmul(self, x: LazyActivation) -> LazyActivation:
         """`x @ w` with both operands in NVFP4, accumulated in float32.
 
-        The rows of `x` are quantized by `encode`, once for all matmuls that read `x`. The reader of
-        the result applies the float32 scales of the rows and of the matrix.
+        The rows of `x` are quantized by `encode`, once for all matmuls that read `x`. The float32
+        scales of the rows and of the matrix are applied by the kernel that reads the lazy result.
 
         Args:
-            x: The input [b, s, n_in]. The leaf must hold a single matrix. The width is not checked:
-                an input that is narrower, but has the same width when padded to a multiple of 64,
-                gives a result without an error.
+            x: The input [b, s, n_in]. The leaf must hold a single matrix. A wrong width that is the
+                same when padded to a multiple of 64 is not noticed.
 
         Returns:
             A lazy activation [b, s, n_out] in the dtype of `x`, complete on every device of the
@@ -105,7 +104,9 @@ class NVFP4Tensor(QuantizedWithInput):
         return scale_lazily(y, row_scale, self.tensor_scale.reshape(1, 1, 1), width=self.n_out)
 
     def dequantize(self) -> Float[Array, "... n_in n_out"]:
-        """The codes times both levels of scales, [..., n_in, n_out] without padding, in float32."""
+        """The matrix that the leaf represents, the codes times both levels of scales: [..., n_in,
+        n_out] without padding, in float32.
+        """
         codes = unpack(self.codes).astype(jnp.float32)
         blocks = codes.reshape(*codes.shape[:-1], -1, BLOCK)
         blocks = blocks * self.scales.astype(jnp.float32)[..., None]

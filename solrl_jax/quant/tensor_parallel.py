@@ -79,11 +79,11 @@ def shard_weight(w: Array, axis: int) -> Array:
 
     Args:
         w: The weight, of any shape.
-        axis: The axis to shard, possibly negative. If its size is not a multiple of the number of
-            shards, the whole weight is replicated.
+        axis: The axis to shard, possibly negative. If its size is not a multiple of the size of the
+            mesh axis, the whole weight is replicated.
 
     Returns:
-        `w` with a sharding constraint; `w` itself if there is one shard.
+        `w` with a sharding constraint; `w` itself if the mesh axis has size 1 or there is no mesh.
     """
     if num_shards() == 1:
         return w
@@ -100,8 +100,8 @@ def matmul(
         w: The weight [n_in, n_out], of the dtype of `x`.
 
     Returns:
-        The result [rows, n_out]. With one shard it is plain `x @ w`; if n_out is not a multiple of
-        the number of shards, every device computes all outputs.
+        The result [rows, n_out], sharded by its columns. If n_out is not a multiple of the size of
+        the mesh axis, every device computes all columns; without a mesh it is plain `x @ w`.
     """
     return x @ w if num_shards() == 1 else _sharded_matmul(x, w)
 

@@ -479,25 +479,24 @@ def sample_chunk(
     seed_batch: SeedBatch,
     recorded_steps: int = 0,
 ) -> tuple[Float[Array, "b h w c"], Float[Array, "b states h w c"] | None]:
-    """Samples one chunk of latents from noise, on the ambient mesh.
+    """Samples one chunk of latents from noise, on the ambient mesh (`jax.set_mesh`).
 
     With a guided schedule (a classifier-free scale above 1), every step evaluates the network for
     the negative prompt and for the prompt, and the pipeline combines both (`Pipeline.guide`).
 
     Args:
         backbone: The networks, which predict the velocities; static.
-        segments: The policies, each with the solver steps that it is followed for, in order.
+        segments: The policies, each with the consecutive solver steps that it takes, in order.
         conditions: The embeddings of the prompts that `seed_batch.prompt` points to, and of the
             negative prompt, which only guided schedules use.
         seed_batch: The prompt, the seed and the initial noise of each sample of the chunk. The
             noise must not be None.
-        recorded_steps: How many stochastic steps are recorded, from the first one on; 0 records
-            nothing; static. Recorded steps must follow each other without deterministic steps in
-            between.
+        recorded_steps: How many steps to record, from the first step that adds noise on; static.
+            All of them must add noise. 0 records nothing.
 
     Returns:
-        The clean latents, and the `recorded_steps` + 1 states before and after the recorded steps,
-        or None if `recorded_steps` is 0. Both are float32.
+        The clean latents; and the latents before the first recorded step and after each recorded
+        step, or None if nothing is recorded. Both are float32.
 
     Raises:
         ValueError: While tracing, if the network does not support the size of the latents, or has
@@ -533,15 +532,16 @@ def sample_chunk(
 def decode_chunk(decoder: Decoder, latents: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
     """Decodes one chunk of latents to images in [0, 1].
 
-    Non-finite latents decode to NaN images. The decoder alone would not ensure that, because its
-    ReLU may turn NaN into 0.
+    One non-finite number in a latent makes all of its image NaN. The decoder alone would not ensure
+    that, because its ReLU may turn NaN into 0.
 
     Args:
         decoder: The decoder of the pipeline with its parameters.
-        latents: Clean latents. The devices of the ambient mesh must divide their number.
+        latents: Clean latents. Their number is a multiple of the number of devices of the ambient
+            mesh.
 
     Returns:
-        The images, float32. One non-finite number in a latent makes all of its image NaN.
+        The images, float32.
     """
     finite = jnp.isfinite(latents).all((1, 2, 3), keepdims=True)
     return jnp.where(finite, decoder(latents), jnp.nan)

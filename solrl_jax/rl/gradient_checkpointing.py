@@ -130,10 +130,10 @@ def saved_residual_bytes(config: Config, pipeline: Pipeline, mesh: Mesh) -> floa
 
 
 def _conditioning(pipeline: Pipeline, batch_size: int, config: Config) -> Any:
-    """The shapes of the embeddings of some prompts. An instruction does not change them.
+    """The shapes of the embeddings of some prompts, found by tracing the text encoders.
 
     Args:
-        pipeline: The tokenizers and text encoders that are traced. No weight is loaded.
+        pipeline: The tokenizers and text encoders. No weight is loaded.
         batch_size: The number of prompts, which is the leading axis of the shapes.
         config: `model.max_sequence_length` is the number of tokens per prompt, and
             `rollout.precision` the dtype of the text encoders.

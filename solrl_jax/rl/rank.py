@@ -127,8 +127,8 @@ def _parse_list(
         name: The name of the argument that the list comes from, for the message.
         text: The list. Blanks around entries are ignored. None stands for `default` alone.
         default: The only entry if there is no list. It is not parsed.
-        parse: Turns the text of an entry into its value. Raises ValueError or KeyError if it is not
-            accepted.
+        parse: Turns the text of an entry into its value. Raises ValueError, KeyError or InputError
+            if it is not accepted.
         expected: The entries that are accepted, in words for the message: "a comma-separated list
             of ...".
 
@@ -136,7 +136,7 @@ def _parse_list(
         The parsed entries in their order; of equal ones, the first.
 
     Raises:
-        InputError: If an entry is empty or not accepted. One that `parse` raises passes unchanged.
+        InputError: If an entry is empty or not accepted.
     """
     if text is None:
         return [default]

@@ -29,8 +29,11 @@ def rank(rewards: Rewards) -> Int[np.ndarray, "p n"]:
 
 
 def best_and_worst(rewards: Rewards) -> tuple[Int[np.ndarray, " pairs"], Int[np.ndarray, " pairs"]]:
-    """Pairs the samples of each prompt: the best with the worst, the second best with the second
-    worst, and so on. Only samples with a finite reward are paired.
+    """Pairs the samples of each prompt by reward: the best with the worst, the second best with the
+    second worst, and so on.
+
+    Samples without a finite reward are left out. So that every prompt has the same number of pairs,
+    n / 2 rounded down, missing ones are filled up with padding: pairs that name one sample twice.
 
     Args:
         rewards: One row of n rewards per prompt. Of equal rewards, the lower index counts as the
@@ -38,9 +41,7 @@ def best_and_worst(rewards: Rewards) -> tuple[Int[np.ndarray, " pairs"], Int[np.
 
     Returns:
         Two arrays of indices into the flattened rewards: the better sample of each pair, and the
-        worse one. Each prompt has n / 2 pairs, rounded down, prompt by prompt and the most extreme
-        pair first. If a prompt has f finite rewards, only its first f / 2 pairs (rounded down) are
-        pairs of finite rewards; each further one is padding, which names one sample twice.
+        worse one. Pairs are ordered by prompt, then from the most extreme one on, padding last.
     """
     count = rewards.shape[1]
     order = np.argsort(rank(rewards), axis=1)  # non-finite rewards come last

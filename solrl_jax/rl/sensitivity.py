@@ -40,7 +40,7 @@ class Sensitivity:
 
 
 def group_of(path: str) -> str:
-    """Returns the group of a linear layer, e.g. "/attn/" or "proj_out/".
+    """Returns the group of a linear layer: the module of the blocks that it belongs to.
 
     The name is a part of the paths of this group and of no other, so that it can stand in
     `model.quantization.modules_to_not_convert`.
@@ -49,9 +49,10 @@ def group_of(path: str) -> str:
         path: The path of the layer's kernel, parts joined by "/".
 
     Returns:
-        If the first part ends in "blocks", the second part between slashes, or the third if the
-        second is a number or a range such as "0-3", which names a part of a stack. Otherwise the
-        first part and a slash.
+        The name. "/attn/" for `transformer_blocks/attn/to_q/kernel`, and also for
+        `transformer_blocks/0-3/attn/to_q/kernel`, where a part of the blocks is named by a number
+        or a range. For a layer outside of the blocks, the first part of the path: "proj_out/" for
+        `proj_out/kernel`.
     """
     first, *others = path.split("/")
     if not first.endswith("blocks"):

@@ -113,7 +113,7 @@ class ExplorationOption(abc.ABC):
         return False
 
     def schedule(self, explore: Explore, calibration: Calibration, schedule: Schedule) -> Schedule:
-        """Returns the schedule to explore on.
+        """Returns the schedule to explore on: its sigmas and solver coefficients.
 
         Args:
             explore: The section `rollout.explore` of the configuration, which has the option's own
@@ -134,8 +134,9 @@ class ExplorationOption(abc.ABC):
         quantizer: Quantizer,
         schedule: Schedule,
     ) -> Quantizer:
-        """Returns the quantizer of the exploration policy. It is called only for formats that
-        quantize.
+        """Returns the quantizer of the policy that explores: how each of its weights is quantized.
+
+        It is called only for formats that quantize.
 
         Args:
             explore: The section `rollout.explore` of the configuration, which has the option's own

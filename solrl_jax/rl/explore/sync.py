@@ -21,16 +21,17 @@ from solrl_jax.rl.trainable.trainable import Params, Trainable, attach, flatten,
 @partial(jax.tree_util.register_dataclass, data_fields=["extra_arrays"], meta_fields=["quantize"])
 @dataclasses.dataclass(frozen=True)
 class Quantizer:
-    """How linear layers are quantized.
+    """How linear layers are quantized: a function, and the arrays that it needs for each layer.
 
     A quantizer is a pytree: the extra arrays are its leaves, and the function is static.
 
     Attributes:
-        quantize: (weight [in, out] in float32, *extra arrays) -> leaf. It is static: a new function
-            object recompiles the programs that quantize, so all iterations of a run use one object.
+        quantize: (weight [in, out] in float32, *extra arrays of its path) -> quantized leaf. It is
+            static: a new function object recompiles the programs that quantize, so all iterations
+            of a run use one object.
         extra_arrays: By parameter path, the arrays that `quantize` takes after the weight, or their
-            shapes. For a stack of layers they have a leading axis of layers too. Paths that are
-            missing have none; by default all are.
+            shapes. For a stack of layers they have a leading axis of layers too. A path without an
+            entry has none. Empty by default.
     """
 
     quantize: Callable[..., Quantized]

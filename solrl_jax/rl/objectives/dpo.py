@@ -22,7 +22,7 @@ def dpo(
         d    = mean((v - (noise - x0))^2) - mean((v_ref - (noise - x0))^2)
         loss = -log sigmoid(-beta / 2 (d_better - d_worse)) + kl_coef mean((v - v_ref)^2)
 
-    As in the released code, beta stands for the paper's beta, number of steps and weight together.
+    As in the released code, beta is the product of the paper's beta, number of steps and weight.
 
     Args:
         velocities: What the trained (v), the old (v_old) and the reference policy (v_ref) predict.
@@ -37,8 +37,8 @@ def dpo(
     Returns:
         One loss per sample, and metrics with one value per sample: "loss/policy" (the preference
         term), "loss/kl" (the distance to the reference, without its weight), "loss/drift" (mean((v
-        - v_old)^2), which is not trained on) and "preferred" (1 if d_better < d_worse, else 0). The
-        preference term and "preferred" of a pair stand at both of its samples.
+        - v_old)^2), which is not trained on) and "preferred" (1 if d_better < d_worse, else 0).
+        Both samples of a pair have the same preference term and "preferred".
     """
     v = velocities.trained
     v_ref = jax.lax.stop_gradient(velocities.reference)

@@ -181,7 +181,8 @@ def import_lora(
 
     Returns:
         A pair: the adapters by path in sorted order, {"a": [..., in, rank], "b": [..., rank, out]}
-        in float32, and the rank and alpha that all of them have.
+        in float32, and the rank and alpha that all of them have. A layer for which the file states
+        no alpha has its rank as alpha.
 
         A linear layer that the file does not mention has no adapter; where the file has only some
         layers of a stack, the factors of the others are zero. If the layers of the file differ in
@@ -345,7 +346,7 @@ class _Slot:
     ones: tuple[int, ...]
 
     def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of our factors, with all layers of a stack.
+        """The shapes of the factors as the run stores them, with all layers of a stack.
 
         Args:
             rank: The rank of the adapter, at least 1.
@@ -356,7 +357,7 @@ class _Slot:
         return {"a": (*self.layers, self.n_in, rank), "b": (*self.layers, rank, self.n_out)}
 
     def torch_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of the factors A and B of one layer in a file.
+        """The shapes of the factors A and B as a LoRA file stores them, of one layer.
 
         Args:
             rank: The rank of the adapter, at least 1.

@@ -36,9 +36,9 @@ def check_directory(folder: Path) -> None:
     kind.
 
     Args:
-        folder: The directory to be written. It need not exist. It may hold an earlier export: files
-            whose names begin with "diffusion_pytorch_model", `config.json` and
-            `pytorch_lora_weights.safetensors`.
+        folder: The directory to be written. It need not exist. It may hold an earlier export:
+            `config.json`, `pytorch_lora_weights.safetensors`, and files whose names begin with
+            "diffusion_pytorch_model".
 
     Raises:
         InputError: If the name ends in .safetensors, the path is a file, or the directory holds

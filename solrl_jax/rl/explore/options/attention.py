@@ -13,13 +13,12 @@ from solrl_jax.rl.sampler import Segment
 
 
 class Attention(ExplorationOption):
-    """Makes the network attend in FP8 during exploration.
+    """Makes the network attend in FP8 during exploration, if the format quantizes.
 
-    Segments of a format that quantizes nothing stay as they are. On TPUs, on GPUs older than
-    Hopper, and on other GPUs for heads whose size is no multiple of 16 or above 128, only queries,
-    keys, values and results are rounded to FP8, and the attention itself runs in BF16. SANA,
-    Qwen-Image and Z-Image have no such attention; `models.checks.check_attention` refuses the
-    option for them.
+    GPUs from Hopper on run the attention in FP8, for heads with a multiple of 16 features, up to
+    128. On other devices and for other heads, queries, keys, values and results are rounded to FP8,
+    and the attention itself runs in BF16. SANA, Qwen-Image and Z-Image have no such attention; a
+    configuration that asks for it is refused.
     """
 
     def active(self, explore: Explore) -> bool:
@@ -29,12 +28,13 @@ class Attention(ExplorationOption):
     def segments(
         self, explore: Explore, segments: tuple[Segment, ...], exact: Params
     ) -> tuple[Segment, ...]:
-        """Switches the segments to FP8 attention.
+        """Switches the attention of all solver steps to FP8.
 
         Args:
             explore: The section `rollout.explore` of the configuration, which plays no part here.
-            segments: The segments as the options before this one have left them.
-            exact: The parameters of the policy that regenerates, which play no part here.
+            segments: The consecutive solver steps with their policies, as the options before this
+                one have left them.
+            exact: The unquantized parameters of the policy, which play no part here.
 
         Returns:
             The same segments, with `fp8_attention` set in each.

@@ -123,14 +123,14 @@ def correct(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Probe(Leaf):
-    """A weight that measures its inputs: its `basis` has the gradient `X^T X basis`.
+    """A weight that measures the inputs X [rows, in] that it multiplies.
 
-    X [rows, in] are all inputs that the weight multiplies. The gradient is not a derivative: it is
-    the same for any loss. The matmul is that of the plain weight, whose own gradient is zero.
+    Its matmul is that of the plain weight. Taking the gradient of any loss with respect to `basis`
+    returns `X^T X basis` in place of a derivative; the gradient of `weight` is zero.
 
     Attributes:
-        output_axes: A class attribute: by field, the axis that may be sharded over the mesh axis
-            `tensor`. That is the last axis of `weight` and of `basis`.
+        output_axes: A class attribute for sharding: the axis of each field, the last one, that may
+            be sharded over the mesh axis `tensor`.
         weight: The matrix [..., in, out].
         basis: Directions of the inputs [..., in, r], float32.
     """
@@ -208,10 +208,11 @@ _probe.defvjp(_probe_forward, _probe_backward)
 
 
 class Correction(ExplorationOption):
-    """Adds an unquantized low-rank branch along the principal inputs of a layer to every quantized
-    layer (`correct`).
+    """Keeps the part of each quantized weight along the principal directions of its inputs in full
+    precision, as a low-rank branch, and quantizes the rest.
 
-    Formats that quantize nothing are not changed.
+    The directions, those with the largest sum of squares, are measured on the base. Formats that
+    quantize nothing are not changed.
     """
 
     def active(self, explore: Explore) -> bool:

@@ -14,9 +14,10 @@ from solrl_jax.rl.sampler import Segment
 
 
 class ExactSteps(ExplorationOption):
-    """Splits the first segment in two, of which the first uses the unquantized policy.
+    """Lets the first steps of exploration use the unquantized policy, and the others the quantized
+    one.
 
-    Segments of a format that quantizes nothing stay as they are.
+    It has no effect for a format that quantizes nothing.
     """
 
     def active(self, explore: Explore) -> bool:
@@ -26,19 +27,19 @@ class ExactSteps(ExplorationOption):
     def segments(
         self, explore: Explore, segments: tuple[Segment, ...], exact: Params
     ) -> tuple[Segment, ...]:
-        """Returns the segments, of which the first now begins with exact steps.
+        """Splits the first segment: its first steps get the unquantized policy.
 
         Args:
             explore: The section `rollout.explore` of the configuration. `exact_steps` is the number
                 of exact steps.
-            segments: The segments as the options before this one have left them. The first has more
-                steps than `exact_steps`.
-            exact: The parameters of the policy that regenerates, which the exact steps follow with
-                attention in the training precision.
+            segments: The consecutive solver steps with their policies, as the options before this
+                one have left them. The first segment has more steps than `exact_steps`.
+            exact: The unquantized parameters of the policy, for the exact steps.
 
         Returns:
-            One segment more than `segments`: the exact steps, the remaining steps of the first
-            segment with its policy, and all later segments unchanged.
+            One segment more than `segments`: the exact steps, with attention in the training
+            precision; the remaining steps of the first segment with its policy; and all later
+            segments unchanged.
         """
         count = explore.exact_steps
         first, *others = segments

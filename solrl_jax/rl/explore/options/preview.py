@@ -199,8 +199,8 @@ def _fit(terms: Sequence[Latents], target: Latents) -> Float[np.ndarray, " 5"]:
         target: The latents to approximate, in the same shape.
 
     Returns:
-        The weights of the terms, rounded to six decimals, and 0 for the noise. Terms that are zero
-        get weight 0; of terms that depend on each other linearly, the weights of smallest norm.
+        The weights of the four terms, rounded to six decimals, and 0 for the noise. If the best
+        weights are not unique, those of smallest norm; terms that are zero get weight 0.
 
     Raises:
         numpy.linalg.LinAlgError: If a term is not finite.
