@@ -48,15 +48,16 @@ SHIFT_SETTINGS = {
 
 
 class QwenImagePipeline(Pipeline):
-    """Qwen-Image or Qwen-Image-2512. The language part of Qwen2.5-VL encodes the prompt.
+    """Qwen-Image or Qwen-Image-2512: the language part of Qwen2.5-VL encodes the prompt.
 
-    Guidance takes a second evaluation, and keeps the norms of the conditional velocity (`guide`).
-    The attention is masked, so that it cannot run in FP8.
+    It uses classifier-free guidance with a rescaled result (`guide`). FP8 attention is not
+    available, because the attention is masked. The attributes below are in addition to those of
+    `Pipeline`.
 
     Attributes:
-        config: contents of `transformer/config.json`, checked.
-        vae_config: contents of `vae/config.json`, checked.
-        tokenizer: directory of the tokenizer.
+        config: configuration of the transformer (`transformer/config.json`).
+        vae_config: configuration of the autoencoder (`vae/config.json`).
+        tokenizer: directory of the tokenizer (a path).
     """
 
     kind = "QwenImagePipeline"
@@ -67,9 +68,10 @@ class QwenImagePipeline(Pipeline):
 
         Args:
             folder: the directory.
-            remat: what the gradient of the transformer recomputes: "none" (nothing), "matmuls" (all
-                but matmuls and attention kernels) or "blocks" (all but the input of each block). It
-                is not checked here.
+            remat: what the backward pass of the transformer recomputes instead of storing: "none"
+                (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
+                (everything inside a block; only the inputs of blocks are stored). Another value
+                raises KeyError when the transformer is traced.
 
         Raises:
             FileNotFoundError: a configuration or the tokenizer is missing.
@@ -111,17 +113,14 @@ class QwenImagePipeline(Pipeline):
         self._read_shift()
 
     def _read_shift(self) -> None:
-        """Sets `shift_terminal` and the settings that `mu` reads, from the scheduler's
-        configuration.
+        """Reads the settings of the schedule shift from the scheduler's configuration, for `mu` and
+        `shift_terminal`.
 
-        The settings are `base_shift`, `max_shift`, `base_image_seq_len` and `max_image_seq_len`.
-        One that the file lacks is 0.5, 1.15, 256 or 4096, as in diffusers' pipeline. A missing
-        `shift_terminal` is None.
+        Defaults are those of diffusers' pipeline: `base_shift` 0.5, `max_shift` 1.15,
+        `base_image_seq_len` 256, `max_image_seq_len` 4096, and no `shift_terminal`.
 
         Raises:
-            ValueError: a setting is no finite number of at least 0, `max_image_seq_len` is not
-                above `base_image_seq_len`, or `shift_terminal` is neither None nor in [0, 1). The
-                message names the file and the setting.
+            ValueError: a setting is out of range. The message names file and setting.
         """
         file = str(self.folder / "scheduler" / "scheduler_config.json")
         settings = SHIFT_SETTINGS | {
@@ -141,12 +140,12 @@ class QwenImagePipeline(Pipeline):
 
     @property
     def mu(self) -> Callable[[int, int], float]:
-        """The formula of the schedule shift: a function (number of steps, number of image tokens)
-        that returns the natural logarithm of the shift.
+        """The formula by which the schedule is shifted towards noise for larger images.
 
-        It is the line through the logarithms `base_shift` at `base_image_seq_len` tokens and
-        `max_shift` at `max_image_seq_len` tokens of the scheduler's configuration, continued beyond
-        both. The number of steps does not matter.
+        A function (number of steps, number of image tokens) that returns mu, the natural logarithm
+        of the shift. mu is linear in the number of tokens, with the values `base_shift` at
+        `base_image_seq_len` tokens and `max_shift` at `max_image_seq_len` tokens. The number of
+        steps has no effect.
         """
 
         def line(steps: int, tokens: int) -> float:
@@ -170,14 +169,15 @@ class QwenImagePipeline(Pipeline):
         """Predicts the velocity `noise - x0`, in the dtype of `latent`. For use under jit.
 
         Args:
-            params: parameters of the transformer, a nested dictionary by path. Stacks of blocks
-                and, over the axis `tensor`, linear layers may be sharded; all else is whole. Leaves
-                may be quantized or adapted.
+            params: parameters of the transformer: nested dictionaries keyed by module name. A leaf
+                may be an array, a quantized weight, or a weight with its LoRA adapter. Stacked
+                blocks and, under tensor parallelism, linear layers may still be sharded; all other
+                leaves are whole.
             latent: noisy latents [b, h, w, c], of even height and width.
             conditioning: "text" [b, l, d], hidden states of Qwen2.5-VL, and "mask" [b, l], true on
                 tokens and false on padding, as returned by `encode_text`.
-            timestep: 1000 times the noise level sigma, from 0 to 1, of each latent.
-            guidance: ignored.
+            timestep: `1000 * sigma` of each latent, where the noise level sigma lies in [0, 1].
+            guidance: ignored: the transformer takes no guidance scale.
             fp8_attention: must be False, because the attention is masked.
 
         Returns:
@@ -185,8 +185,7 @@ class QwenImagePipeline(Pipeline):
 
         Raises:
             ValueError: `fp8_attention` is set; or, while tracing, height or width is odd, or image
-                and text have more positions than the released code stores.
-            KeyError: while tracing, if `remat` is not "none", "matmuls" or "blocks".
+                and text are too large for the transformer.
         """
         if fp8_attention:
             raise ValueError(
@@ -201,14 +200,16 @@ class QwenImagePipeline(Pipeline):
         unconditional: Float[Array, "b h w c"],
         scale: Float[Array, ""],
     ) -> Float[Array, "b h w c"]:
-        """Combines two velocities by classifier-free guidance (arXiv 2207.12598), and rescales each
-        token (2 x 2 pixels, all channels) of the result to the norm of that token of the
-        conditional velocity. For use under jit.
+        """Combines two velocities by classifier-free guidance (arXiv 2207.12598), and rescales the
+        result. For use under jit.
+
+        Each token of the result (2 x 2 latent pixels, all channels) is scaled to the norm that the
+        token has in `conditional`.
 
         Args:
             conditional: the velocity for the prompt, float32, of even height and width.
             unconditional: the velocity for the negative prompt, float32.
-            scale: the guidance scale, above 1.
+            scale: the guidance scale, a scalar.
 
         Returns:
             The guided velocity, float32. A token whose guided velocity is exactly zero becomes NaN,
@@ -224,26 +225,21 @@ class QwenImagePipeline(Pipeline):
     def tokenize(
         self, prompts: Sequence[str], max_tokens: int, instruction: str | None = None
     ) -> Tokens:
-        """Tokenizes prompts within the template, padded on the right.
+        """Tokenizes prompts inside the model's text template, padded on the right.
 
         Args:
             prompts: one or more texts.
-            max_tokens: number of tokens of each prompt that the transformer sees, the template's
-                tokens after the prompt included: up to 1024 (`MAX_TOKENS`). It plus 34, the tokens
-                before the prompt, must be at least the number of special tokens that the tokenizer
-                adds.
-                Longer texts are cut on the side that the tokenizer's settings say: on the right in
-                the released models, where the template's end is lost.
-            instruction: not supported, and ignored.
+            max_tokens: number of tokens per prompt that the transformer sees, up to 1024. They
+                include the end of the template, which is lost if the text is cut.
+            instruction: ignored: Qwen-Image takes no instruction.
 
         Returns:
-            "ids", int32, and "mask", bool, true on tokens and false on padding: both [prompts,
-            `max_tokens` plus the 34 tokens of the template before the prompt].
+            A dictionary with two arrays [prompts, `max_tokens` + 34]: "ids", token numbers, int32,
+            and "mask", bool, true on tokens and false on padding. The first 34 tokens are the
+            beginning of the template.
 
         Raises:
-            InputError: `max_tokens` is outside of these limits; the tokenizer fails; or it has no
-                vocabulary, which only the configurations that this package carries for `solrl plan`
-                may lack.
+            InputError: `max_tokens` is out of range, or the tokenizer fails or has no vocabulary.
         """
         if max_tokens > MAX_TOKENS:
             raise InputError(
@@ -256,14 +252,14 @@ class QwenImagePipeline(Pipeline):
         """Encodes tokenized prompts by the language part of Qwen2.5-VL. For use under jit.
 
         Args:
-            params: a dictionary with the parameters of Qwen2.5-VL under "text_encoder". Only stacks
-                of blocks may be sharded.
+            params: a dictionary with the parameters of Qwen2.5-VL under "text_encoder". Only those
+                of stacked blocks may still be sharded.
             tokens: "ids" and "mask", one row per prompt, as `tokenize` returns them.
 
         Returns:
-            "text" [b, l, d], the normalised hidden states after the last layer, in the dtype of the
-            text encoder, and "mask" [b, l], bool, true on tokens and false on padding. Both are
-            without the 34 tokens of the template before the prompt, so that l is `max_tokens`.
+            A dictionary. "text" [b, l, d]: the normalised hidden states after the last layer, in
+            the dtype of the text encoder. "mask" [b, l], bool: true on tokens, false on padding.
+            The 34 tokens of the template before the prompt are left out, so l is `max_tokens`.
         """
         encoder = self.text_encoders["text_encoder"](params["text_encoder"])
         text = encoder(tokens["ids"], tokens["mask"])

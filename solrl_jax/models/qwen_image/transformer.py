@@ -35,25 +35,29 @@ POSITIONS = 4096  # stored by the released code in each direction
 
 @dataclasses.dataclass(frozen=True)
 class QwenImageConfig(TransformerConfig):
-    """The fields of a published `transformer/config.json`. The defaults are those of diffusers.
+    """The configuration of Qwen-Image's transformer: the fields of a published
+    `transformer/config.json`.
+
+    The defaults are those of diffusers. A token has `attention_head_dim * num_attention_heads`
+    features.
 
     Attributes:
         patch_size: 2, the only supported value: side of a patch in latent pixels.
-        in_channels: features of an image token, four times the channels of the latents.
-        out_channels: channels of the output latents; None: as many as `in_channels`.
+        in_channels: number of input features of an image token: four times the channels of a
+            latent.
+        out_channels: number of channels of the output latents; None: as many as `in_channels`.
         num_layers: number of blocks.
-        attention_head_dim: features of one attention head.
+        attention_head_dim: number of features of one attention head.
         num_attention_heads: number of attention heads.
-        joint_attention_dim: features of a text embedding.
+        joint_attention_dim: number of features of a text token, as the text encoder returns it.
         guidance_embeds: whether the network takes the guidance scale as an input; only False is
             supported.
-        axes_dims_rope: features of a head that each of the three coordinates of a position rotates,
-            positive even numbers whose sum is `attention_head_dim`.
-        zero_cond_t: whether condition images have the timestep 0 (Qwen-Image-Edit-2511); only False
-            is supported.
-        use_additional_t_cond: whether a second condition is added to the timestep (layered images);
-            only False is supported.
-        use_layer3d_rope: whether positions have a layer (layered images); only False is supported.
+        axes_dims_rope: rotary embedding: how many features of a head are rotated by each of the
+            three coordinates of a position. Positive even numbers with the sum
+            `attention_head_dim`.
+        zero_cond_t: only False is supported (a feature of Qwen-Image-Edit-2511).
+        use_additional_t_cond: only False is supported (a feature of layered images).
+        use_layer3d_rope: only False is supported (a feature of layered images).
     """
 
     network = "QwenImageTransformer2DModel"
@@ -102,12 +106,13 @@ class QwenImageConfig(TransformerConfig):
 
 
 class QwenImageTransformer2DModel(nnx.Module):
-    """The network that predicts the velocity `noise - x0` of noisy latents.
+    """Qwen-Image's network, which predicts the velocity `noise - x0` of noisy latents.
 
     Args:
         config: configuration of the network: its widths, heads, blocks and rotary axes.
-        remat: what gradients recompute: "none" (nothing), "matmuls" (all but matmuls and attention
-            kernels) or "blocks" (all but the input of each block).
+        remat: what the backward pass recomputes instead of storing: "none" (nothing), "matmuls"
+            (everything except matmuls and attention kernels) or "blocks" (everything inside a
+            block; only the inputs of blocks are stored).
         rngs: random number generators for the initial weights.
     """
 
@@ -137,18 +142,17 @@ class QwenImageTransformer2DModel(nnx.Module):
         """Predicts the velocity `noise - x0` at `latent`.
 
         Args:
-            latent: noisy latents, not packed: c is `in_channels / 4`. Height and width are even.
-            text: hidden states of Qwen2.5-VL, cast to the dtype of `latent`.
-            mask: true on tokens, false on the padding after them, to which nothing attends.
-            timestep: `1000 * sigma` of each latent. It is embedded in float32.
+            latent: noisy latents of even height and width: c is `in_channels / 4`.
+            text: hidden states of Qwen2.5-VL. They are cast to the dtype of `latent`.
+            mask: true on tokens, false on the padding after them, which is not attended to.
+            timestep: `1000 * sigma` of each latent, in [0, 1000].
 
         Returns:
             The velocity, in the dtype of `latent`, with `config.features_out` channels.
 
         Raises:
-            ValueError: height or width is odd, or the text has, padding included, more tokens than
-                4096 (`POSITIONS`) less a quarter of the larger side of the latents, rounded down.
-            KeyError: `remat` is not "none", "matmuls" or "blocks".
+            ValueError: height or width is odd, or image and text together need more than 4096
+                positions (`POSITIONS`).
         """
         batch, height, width, _ = latent.shape
         dtype = latent.dtype
@@ -185,7 +189,7 @@ class QwenImageTransformer2DModel(nnx.Module):
 
 
 class QwenImageBlock(nnx.Module):
-    """One layer of both streams: joint attention, then an MLP for each stream.
+    """A block with two streams, text and image: joint attention, then an MLP for each stream.
 
     Args:
         d: number of features of the tokens, a multiple of `head_dim`.
@@ -212,8 +216,10 @@ class QwenImageBlock(nnx.Module):
         rotation: Rotation,
         key_lengths: Int[Array, " b"],
     ) -> tuple[Float[Array, "b n d"], Float[Array, "b l d"]]:
-        """Applies joint attention of image and text, then an MLP to each stream. Both read
-        modulated norms, and their gated results are added to the streams.
+        """Applies joint attention of image and text, then an MLP to each stream.
+
+        Attention and MLP read modulated norms; their results, times gates, are added to the
+        streams.
 
         Args:
             image: the image tokens.
@@ -222,12 +228,12 @@ class QwenImageBlock(nnx.Module):
                 scale and gate of attention and MLP for each stream.
             rotation: cosines and sines of the rotary angles of the n + l positions, image first:
                 two float32 arrays [b or 1, n + l, head_dim / 2].
-            key_lengths: how many tokens, from the first image token on, each sample attends to: all
-                image tokens and the text tokens that are not padding.
+            key_lengths: the number of leading tokens of the sequence (image, then text) that each
+                sample attends to: all image tokens and the text tokens without padding.
 
         Returns:
-            The image tokens and the text tokens after the layer, the sums with the input included,
-            each of the shape and dtype of its input. Those of padding have no meaning.
+            The image tokens and the text tokens after the block, each with the shape and dtype of
+            its input. Those of padding have no meaning.
         """
 
         def split(modulation: nnx.Dict) -> list[Array]:
@@ -252,17 +258,18 @@ class QwenImageBlock(nnx.Module):
 
 
 class MaskedJointAttention(JointAttention):
-    """Softmax attention over image and text as one sequence, of which padded text is masked.
+    """Softmax attention over image and text as one sequence, in which the padding of the text is
+    not attended to.
 
-    `image_first` is its call; the inherited one has no mask. The image comes first here, so that a
-    number of keys, counted from the first, is the mask.
+    Call the method `image_first`, not the module itself. The image comes first, so that the padding
+    is at the end of the sequence.
 
     Args:
         d: number of features of the tokens, and of all heads together, a multiple of `head_dim`.
         head_dim: number of features of one head.
         normed: whether each head of queries and keys is normalised (RMSNorm).
-        bias: whether the projections have biases. True by default.
-        last: must be False, the default: `image_first` computes the text's output.
+        bias: whether the linear layers have biases.
+        last: must be False.
         rngs: random number generators for the initial weights.
     """
 
@@ -273,20 +280,20 @@ class MaskedJointAttention(JointAttention):
         rotation: Rotation,
         key_lengths: Int[Array, " b"],
     ) -> tuple[Float[Array, "b n d"], Float[Array, "b l d"]]:
-        """Applies softmax attention over image and text as one sequence, and an output projection
-        for each of the two.
+        """Applies softmax attention over image and text as one sequence, and a separate output
+        layer for each.
 
         Args:
             image: the image tokens [b, n, d], an array or a lazy activation.
             text: the text tokens [b, l, d], padding last, an array or a lazy activation.
             rotation: cosines and sines of the rotary angles of the n + l positions, image first:
                 two float32 arrays [b or 1, n + l, head_dim / 2].
-            key_lengths: how many tokens, from the first image token on, each sample attends to: all
-                n image tokens and the text tokens that are not padding.
+            key_lengths: the number of leading tokens of the sequence (image, then text) that each
+                sample attends to: all image tokens and the text tokens without padding.
 
         Returns:
-            The outputs for the image and for the text, to which the inputs are not added, each in
-            the dtype of its stream.
+            The outputs for the image and for the text, each in the dtype of its stream. The inputs
+            are not added.
         """
         assert self.to_add_out is not None, "every block has an output for the text"
         image = as_lazy(image)
@@ -312,18 +319,20 @@ class MaskedJointAttention(JointAttention):
 def rotary_table(rows: int, columns: int, length: int, axes_dims: tuple[int, ...]) -> Rotation:
     """Returns the rotary angles of the image tokens, row by row, then of the text tokens.
 
-    A position has three coordinates. Those of image tokens are (0, row, column), counted from the
-    middle: rows run from `-ceil(rows / 2)` to `floor(rows / 2) - 1`, and columns likewise. The
-    three coordinates of text token i, counted from 0, are all `max(rows // 2, columns // 2) + i`.
+    A position has three coordinates. Image tokens have (0, row, column), counted from the middle of
+    the image: rows run from `-ceil(rows / 2)` to `floor(rows / 2) - 1`, and columns likewise. Text
+    token i, counted from 0, has `max(rows // 2, columns // 2) + i` for all three.
 
     Args:
         rows: number of rows of image tokens.
         columns: number of columns of image tokens.
         length: number of text tokens, padding included.
-        axes_dims: number of features of a head that each coordinate rotates: three even numbers.
+        axes_dims: how many features of a head are rotated by each of the three coordinates, even
+            numbers.
 
     Returns:
-        Cosines and sines, two float32 arrays [1, rows * columns + length, head_dim / 2].
+        (cosines, sines) of the angles: two float32 arrays [1, rows * columns + length, head_dim /
+        2].
     """
     count = rows * columns
     positions = np.zeros((3, count + length))
