@@ -254,8 +254,8 @@ def _choose_split(splits: Mapping[str, list[str]], reference: Reference, where: 
 
     Args:
         splits: The sorted paths of the files of each split, by its name.
-        reference: The name of the split is its field `split`. None: "train" if there is one, or the
-            only split.
+        reference: The reference, of which the field `split` is read: the name of the split. None:
+            "train" if there is one, or the only split.
         where: The start of messages: the setting and its value, e.g. "prompts.train='hub:a/b'".
 
     Returns:
@@ -263,8 +263,8 @@ def _choose_split(splits: Mapping[str, list[str]], reference: Reference, where: 
 
     Raises:
         InputError: If `splits` is empty or has no such split, if there are several without "train"
-            and none is named, or if a series has fewer files than its names say
-            ("NAME-00000-of-00002.parquet" alone).
+            and none is named, or if files of a numbered series are missing, e.g. if there is only
+            "NAME-00000-of-00002.parquet".
     """
     if not splits:
         raise InputError(

@@ -149,7 +149,8 @@ def _read_lines(text: str, where: str) -> list[Row]:
         One row without metadata per line that is not blank.
 
     Raises:
-        InputError: If the first such line, or the whole text, is a list or an object of JSON.
+        InputError: If the whole text, or its first line that is not blank, is a list or an object
+            of JSON, so that the file should have another ending.
     """
     rows = [Row(line, {}, f"line {number}") for number, line in _numbered_lines(text)]
     if rows and (_is_json(rows[0].text) or _is_json(text)):

@@ -34,19 +34,17 @@ def ocr(
 ) -> Float[np.ndarray, " n"]:
     """Scores whether the words that a prompt asks for can be read in each image.
 
-    The words are those under "text" in the metadata, or else between the first two double quotes of
-    the prompt. Spaces and case do not count. The score is 1 if the words are a part of the text
-    that is read. Otherwise it is 1 less the Levenshtein distance between both over the number of
-    characters of the words, at least 0.
+    The score is 1 if the words are a part of the text that RapidOCR reads. Otherwise it is 1 less
+    the Levenshtein distance between both over the number of characters of the words, at least 0.
+    Spaces and case do not count.
 
     Args:
         images: Images [n, H, W, 3] in [0, 1]. One with a non-finite value scores NaN and is not
             read.
-        prompts: The prompt of each image, with the words in double quotes unless the metadata has
-            them.
-        metadata: The metadata of each prompt. The words are the text under "text", if it is there.
-        threads: The number of threads of the engine in this process, at least 1. Several worker
-            processes score at once.
+        prompts: The prompt of each image. The words are the text between its first two double
+            quotes, unless the metadata has them.
+        metadata: The metadata of each prompt. A text under "text" has the words instead.
+        threads: The number of threads of the engine in this process, at least 1.
 
     Returns:
         The scores [n] in [0, 1], float32.
@@ -71,8 +69,9 @@ def check(prompt: str, metadata: Metadata, **options: Any) -> None:
     """Checks that there are words for an image to show.
 
     Args:
-        prompt: The prompt, which has the words in double quotes unless the metadata has them.
-        metadata: Its metadata. The words are the text under "text", unless it is missing or None.
+        prompt: The prompt. The words are the text between its first two double quotes, unless the
+            metadata has them.
+        metadata: The metadata of the prompt. A text under "text" has the words instead.
         options: The options of `ocr`, which have no effect here.
 
     Raises:

@@ -33,8 +33,8 @@ def prepare(prompts: Sequence[str]) -> verifier.Targets:
         prompts: The captions; there may be none.
 
     Returns:
-        int32 arrays: [n, 2] for the two groups of each caption (count, colour, shape and size) and
-        [n] for the relation.
+        `Targets` with one row per caption: int32 arrays [n, 2] for the count, colour, shape and
+        size of its two groups of objects, and [n] for the relation between them.
 
     Raises:
         InputError: If a prompt is no caption of the embedded world.
@@ -54,8 +54,8 @@ def score(params: None, images: Float[Array, "b H W 3"], targets: verifier.Targe
         targets: The objects that the caption of each image asks for, from `prepare`.
 
     Returns:
-        "reward": the soft score in [0, 1]. "strict": 1 if the image shows exactly the objects,
-        otherwise 0. Both are float32, one per image.
+        {"reward": partial credit in [0, 1], "strict": 1 if the image shows exactly the objects that
+        the caption asks for, otherwise 0}. Both are float32 [b].
     """
     verdict = verifier.verify(images, targets)
     return {"reward": verdict.score, "strict": verdict.strict.astype(jnp.float32)}

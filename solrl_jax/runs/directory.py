@@ -353,7 +353,7 @@ def load_ema(
 
 @contextlib.contextmanager
 def _damage_as_run_error() -> Iterator[None]:
-    """Raises RunError in place of CheckpointError in the body of a `with` statement.
+    """A context manager that raises RunError in place of a CheckpointError of its body.
 
     Raises:
         RunError: "checkpoint", followed by the message of the CheckpointError.

@@ -103,12 +103,11 @@ def evaluate(
 
 
 def setting(experiment: Experiment) -> str:
-    """Describes in one line how `evaluate` samples: prompts, images, solver, guidance, precision
-    and seed. Rewards, the schedule of the solver and the settings of the model are not named.
+    """Describes in one line how `evaluate` samples.
 
     Args:
         experiment: The experiment, whose sections `eval` and `rollout` and whose test prompts are
-            described.
+            described. Rewards, the schedule of the solver and the model are not.
 
     Returns:
         The line, e.g. "64 prompts (sha256 0123456789ab) x 1 images of 512 x 512; euler, 40 steps,
@@ -134,11 +133,11 @@ def setting(experiment: Experiment) -> str:
 
 
 def paired_difference(first: Evaluation, second: Evaluation) -> dict[str, tuple[float, float]]:
-    """Compares two policies that were evaluated on the same prompts and noise, image by image.
+    """Compares two policies that were evaluated on the same prompts and noise.
 
-    The differences of a prompt's images are averaged first. The confidence interval is Student's
-    over prompts, because prompts differ in how much can be gained on them. An image counts if both
-    of its scores are finite, and a prompt if any of its images counts.
+    Scores are compared image by image, and the differences of a prompt's images are averaged. The
+    confidence interval is Student's over these means of prompts. Images without two finite scores
+    are left out, and so are prompts without any other.
 
     Args:
         first: The evaluation of one policy.
@@ -146,9 +145,9 @@ def paired_difference(first: Evaluation, second: Evaluation) -> dict[str, tuple[
             shapes.
 
     Returns:
-        For each score of `first`, by name: the mean over prompts by which the first policy scores
-        higher, and half of the width of the 95 % confidence interval. The mean is NaN if no prompt
-        counts, and the interval is NaN for fewer than two.
+        For each score of `first`, by name, a pair: the mean over prompts by which the first policy
+        scores higher (NaN without any prompt), and half of the width of the 95 % confidence
+        interval (NaN for fewer than two prompts).
     """
     from scipy import stats  # takes half a second to import
 
@@ -487,8 +486,7 @@ def _generate_grid(
         seeds: The seeds of the m images of each prompt, uint32 [p, m, 2].
 
     Returns:
-        The grid, with one row of m images per prompt, and whether each is right if a score
-        "NAME/strict" says so.
+        The grid, with one row of m images per prompt.
 
     Raises:
         InputError: If the prompts cannot be encoded.
@@ -517,8 +515,8 @@ def _generate(
         adapters: The trainable parameters of the policy by path.
         prompts: The p prompts, which are encoded and scored.
         seeds: The seeds of the m images of each prompt, uint32 [p, m, 2].
-        progress: Called with the number of images of each batch when the batch has been queued on
-            the devices, so that one batch is still being computed.
+        progress: Called with the number of images of each batch when it has been queued on the
+            devices.
         keep_images: Whether the images are returned. Otherwise `Samples.images` is None.
 
     Returns:

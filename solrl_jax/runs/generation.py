@@ -119,12 +119,13 @@ class Request:
 
     @classmethod
     def check(cls, arguments: Mapping[str, Any]) -> "Request":
-        """Checks the arguments of `api.generate`, but not whether the model supports them. Reads no
-        file.
+        """Checks the arguments of `api.generate`, and builds a request from them.
+
+        Whether the model supports them is not checked. Reads no file.
 
         Args:
             arguments: The arguments by name. "model" and "prompts" are required. NumPy's scalars
-                are accepted for numbers. `latents` is not looked at.
+                are accepted for numbers. `latents` is not checked here.
 
         Returns:
             The request, with lists turned into tuples and absent arguments at their defaults.
@@ -132,7 +133,7 @@ class Request:
         Raises:
             InputError: If a name is unknown or missing, a value is not accepted, or a text is
                 longer than 20,000 characters or has control characters. The message lists all wrong
-                names and values; only without any are the texts checked, up to the first bad one.
+                names and values, or else the first wrong text.
         """
         values = {
             name: value.item() if isinstance(value, np.generic) else value
@@ -171,10 +172,9 @@ class Generation:
 
     Attributes:
         images: The images, float32 [N, height, width, 3], with values in [0, 1].
-        latents: The initial noise of each image, float32 [N, C, h, w] with the channels first.
-            `api.generate` takes it as `latents`, and so do the pipelines of diffusers, except that
-            of FLUX.1: its `latents` are packed to [N, h/2 * w/2, 4 C] by
-            `FluxPipeline._pack_latents`.
+        latents: The initial noise of each image, float32 [N, C, h, w] with the channels first: the
+            argument `latents` of `api.generate` and of the pipelines of diffusers. (That of FLUX.1
+            takes it packed by `FluxPipeline._pack_latents`.)
         num_steps: The number of solver steps.
         precision: The number format and how the device computes it, as a phrase for people, e.g.
             "bf16 (no linear layer is quantized; native)".

@@ -160,8 +160,7 @@ def _recorded_format(folder: Path) -> str | None:
         folder: The run directory, in which `run.json` is read.
 
     Returns:
-        The name of the format, e.g. "nvfp4"; None if the file is absent, damaged or lacks it. The
-        fingerprint in the checkpoints decides then.
+        The name of the format, e.g. "nvfp4"; None if the file is absent, damaged or lacks it.
     """
     with contextlib.suppress(LookupError, TypeError):
         return str(_read_facts(folder)["exploration"]["format"])

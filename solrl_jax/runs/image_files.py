@@ -114,18 +114,18 @@ def save_grid(
 
 
 def read_grid(path: Path) -> list[tuple["Image", dict[str, Any]]]:
-    """Reads the images of a file of `save_grid`, each with its facts.
+    """Reads the images of a file that `save_grid` wrote, each with its facts.
 
     Args:
-        path: The PNG file that `save_grid` wrote.
+        path: The PNG file.
 
     Returns:
-        Pairs of an RGB image of Pillow and the facts that `save_grid` was given about it, values by
-        name, in the order of the grid; an empty list if the file has no facts.
+        Pairs of an RGB image of Pillow and the dict of facts that `save_grid` was given about it,
+        in the order of the grid; [] if the file has no facts.
 
     Raises:
-        InputError: If the file is missing, is no PNG, is damaged, or if its facts have no valid box
-            in the grid.
+        InputError: If the file is missing, is no PNG or is damaged, also if the stored positions of
+            the images are not within the grid.
     """
     from PIL import Image
 
@@ -354,25 +354,25 @@ def _font(size: int, *, bold: bool = False) -> "FreeTypeFont":
 
 
 def _text_height(font: "FreeTypeFont", lines: int) -> int:
-    """Returns the height of a text in pixels, with 2 pixels of space after each line and at the
-    end.
+    """Returns the height of a text in pixels.
 
     Args:
         font: The font that the text is drawn in.
-        lines: The number of lines. Without lines, the height is 0.
+        lines: The number of lines. There are 2 pixels of space after each line and at the end.
+            Without lines, the height is 0.
     """
     ascent, descent = font.getmetrics()
     return lines * (ascent + descent + 2) + 2 if lines else 0
 
 
 def _wrap(text: str, font: "FreeTypeFont", width: int, *, lines: int) -> list[str]:
-    """Breaks a text at white space into lines. A line that is still too long is cut and ends in
-    "…".
+    """Breaks a text at white space into lines of a largest width.
 
     Args:
         text: The text. Each run of white space, line feeds too, counts as one space.
-        font: The font that it is drawn in.
-        width: The largest width of a line in pixels.
+        font: The font that the text is drawn in.
+        width: The largest width of a line in pixels. A line that is still too long is cut and ends
+            in "…".
         lines: The largest number of lines. The last one takes all words that are left and may
             therefore be cut.
 

@@ -228,7 +228,7 @@ def _record(path: Path, rows: Sequence[Mapping[str, Any]]) -> Iterator[Log]:
     """Opens `metrics.jsonl` for appending, as a context manager.
 
     Args:
-        path: The file. It is replaced.
+        path: The file. An existing one is replaced.
         rows: The rows that the new file begins with, dicts of "iteration" and values by name.
 
     Yields:
@@ -310,20 +310,20 @@ def _tensorboard(folder: Path, purge_step: int) -> Iterator[Log]:
 
 @contextlib.contextmanager
 def _weights_and_biases(run_dir: Path) -> Iterator[Log]:
-    """Starts Weights & Biases, or continues the run that this run directory started before.
+    """Starts a run of Weights & Biases, as a context manager that also ends it.
 
-    It is a context manager that ends the run of Weights & Biases. The project is "solrl_jax", and
-    the run has the name of the directory. What `run.log` and `run.finish` raise passes unchanged.
+    A run directory that was started before continues its run. The project is "solrl_jax", and the
+    run has the name of the directory. What `run.log` and `run.finish` raise passes unchanged.
 
     Args:
-        run_dir: The run directory, which stores the identity of the run in `wandb-id.txt`.
+        run_dir: The run directory, which stores the id of the run in `wandb-id.txt`.
 
     Yields:
         A function (iteration, values by name) that sends a row.
 
     Raises:
         InputError: If Weights & Biases is not installed or cannot start.
-        RunError: If the identity cannot be written.
+        RunError: If the id cannot be written.
     """
     wandb = import_wandb()
     identity = run_dir / _WANDB_ID

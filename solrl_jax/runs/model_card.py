@@ -221,11 +221,11 @@ def _changes(
 
 
 def _public(value: Any) -> Any:
-    """Returns a value of a setting with absolute paths cut to their last part.
+    """Returns a value of a setting with absolute paths cut to their last part, for publication.
 
     Args:
-        value: A value of JSON. Texts in lists and in the values of dicts are cut too; relative
-            paths and all other values stay. It is not changed.
+        value: A value of JSON, which is not changed. Texts in lists and in the values of dicts are
+            cut too.
     """
     if isinstance(value, str):
         return Path(value).name if Path(value).is_absolute() else value
@@ -361,11 +361,11 @@ def _scores(run: Path, config: Config, iteration: int) -> str:
     """Returns the table of held-out scores before and after training.
 
     Args:
-        run: The run directory. The scores are from its `metrics.jsonl`, the line about the
+        run: The run directory. The scores are from its `metrics.jsonl`, a description of the
             evaluation from its `run.json`.
-        config: The configuration of the run, which says which scores are only watched and how many
-            images are scored.
-        iteration: The exported iteration. The last evaluation up to it counts.
+        config: The configuration of the run. It says which scores were only evaluated, not trained
+            on, and how many images were scored.
+        iteration: The exported iteration. The last evaluation up to it is the one after training.
 
     Returns:
         A Markdown table with standard errors and a line about the evaluation, or a sentence if
@@ -398,11 +398,12 @@ def _scores(run: Path, config: Config, iteration: int) -> str:
 
 
 def _with_error(row: Mapping[str, Any], key: str) -> str:
-    """Returns a score with its standard error as text; "-" if there is none.
+    """Returns a score with its standard error as text.
 
     Args:
-        row: A row of the record, values by name. A value may be None.
-        key: The name of the score in it, e.g. "eval/reward".
+        row: A row of `metrics.jsonl`, values by name. A value may be None.
+        key: The name of the score in it, e.g. "eval/reward". Its standard error is
+            "KEY/standard_error".
 
     Returns:
         "MEAN ± ERROR" with four decimal places, the mean alone if its standard error is unknown,
@@ -416,15 +417,16 @@ def _with_error(row: Mapping[str, Any], key: str) -> str:
 
 
 def _settings(run: Path, config: Config, export: Mapping[str, Any]) -> str:
-    """Returns a Markdown table of the settings that matter most: preset, reward, objective, trained
-    parameters, prompts, numbers of candidates, precisions and steps, size, learning rate and seed.
+    """Returns a Markdown table of the settings that matter most for a reader of the card.
 
     Args:
         run: The run directory. Rows for devices and the version of solrl_jax are from its
             `run.json`, and are left out without it.
-        config: The configuration of the run, from which all other rows are.
-        export: The result of `api.export`: "trained_in_full", the number of arrays, if it is not 0,
-            or else "rank" and "alpha" of the LoRA.
+        config: The configuration of the run. Rows for preset, reward, objective, trained
+            parameters, prompts, candidates, precisions and steps, size, learning rate and seed are
+            from it.
+        export: The result of `api.export`, of which "trained_in_full" (a number of arrays) or
+            else "rank" and "alpha" of the LoRA are shown.
     """
     rollout = config.rollout
     explore = rollout.explore

@@ -142,8 +142,8 @@ class TerminalProgress:
 
         Args:
             done: The number of the iteration.
-            metrics: Its metrics by name. "kept/reward" is shown; the line also has "pool/reward",
-                "fidelity/spearman" and "seconds". Those that are missing are shown as nan.
+            metrics: Its metrics by name, of which "kept/reward" and, in a line, "pool/reward",
+                "fidelity/spearman" and "seconds" are shown; nan stands for one that is missing.
 
         Raises:
             KeyboardInterrupt: After a signal in any process of the run.

@@ -99,8 +99,8 @@ def write(
         plan: A file with the JSON of `solrl plan PRESET --json`, which is shown too. None: no plan.
 
     Raises:
-        InputError: If a folder is no run directory, a run is damaged, has no record or one of more
-            than `MAX_VALUES` (2**23) values, or if `plan` cannot be read or is no plan.
+        InputError: If a folder is no run directory, a run is damaged, has no metrics or more than
+            2**23 values of them (`MAX_VALUES`), or if `plan` cannot be read or is no plan.
         ConfigError: If the configuration of a run is invalid.
         RunError: If the disk refuses.
     """
@@ -498,13 +498,11 @@ def _read_cells(path: Path) -> dict[str, Any]:
 
 
 def _data_url(image: "Image") -> str:
-    """Returns an image as a `data:` URL in WebP. Also shrinks it in place, until its longer side is
-    at most `MAX_PIXELS` (160) pixels.
-
-    Images of at most 64 pixels are stored without loss, others are compressed.
+    """Shrinks an image and returns it as a `data:` URL in WebP.
 
     Args:
-        image: The image of Pillow, in RGB. It is shrunk in place.
+        image: The image of Pillow, in RGB. It is shrunk in place until its longer side has at most
+            160 pixels (`MAX_PIXELS`). Images of at most 64 pixels are stored without loss.
     """
     image.thumbnail((MAX_PIXELS, MAX_PIXELS))
     data = io.BytesIO()

@@ -72,13 +72,13 @@ class Diverged(RunError):
 
 @dataclasses.dataclass
 class _Run:
-    """The open files of a run in this process, and how far training has come.
+    """The objects of a run in this process, and how far training has come.
 
     Attributes:
         experiment: The models, rewards, prompts and the resolved configuration, with which the run
             generates, scores and updates.
         folder: The run directory, `run.dir` as a path.
-        metrics: The record of the run. Only the first process opens it; elsewhere it has no rows.
+        metrics: Writes `metrics.jsonl`. Only the first process opens it; elsewhere it has no rows.
         saver: Writes the checkpoints.
         progress: The output in the terminal. It also notes interruptions by signals.
         html_report: The page that is refreshed after every iteration, or None.
@@ -87,9 +87,8 @@ class _Run:
         input_hashes: The hashes of the run's input files, 16 hexadecimal digits each, by name, e.g.
             "prompts", "weights/vae" or "code/MODULE:FUNCTION". They are stored with every
             checkpoint.
-        state: The training state after iteration `done`: the trainable parameters as they are
-            trained, those of the old policy that samples, their average (EMA), and the optimizer's
-            state.
+        state: The training state after iteration `done`: the trainable parameters, those of the
+            older policy that generates samples, their average (EMA), and the optimizer's state.
         done: The number of complete iterations.
     """
 
@@ -634,12 +633,11 @@ def _is_finite(state: TrainState) -> jax.Array:
 def _evaluation_is_due(config: Config, done: int) -> bool:
     """Whether the policy is evaluated after `done` iterations.
 
-    It is before the first one (0), after the last one, and every `eval.every` iterations unless
-    that is 0.
+    It is before the first iteration (0), after the last one, and every `eval.every` iterations
+    unless that is 0.
 
     Args:
-        config: The configuration. `train.iterations` is the last iteration and `eval.every` the
-            distance.
+        config: The configuration, of which `train.iterations` and `eval.every` are read.
         done: The number of complete iterations.
     """
     if done in (0, config.train.iterations):
@@ -672,20 +670,22 @@ def _recorded_evaluation(this: _Run) -> Row:
 def _evaluate(this: _Run) -> Row:
     """Scores the averaged policy (EMA) on the test prompts and prints the means.
 
-    Also writes a grid of images to `pictures/` unless `eval.num_grid_images` is 0, and prints a
-    warning for each score that is only watched and that falls while the trained reward rises. The
-    row is not recorded here.
+    Also writes a grid of images to `pictures/` unless `eval.num_grid_images` is 0, and warns if
+    a score that is not trained on falls while the trained reward rises (`runs.hacking`).
 
     Args:
-        this: The run, whose averaged parameters `state.ema` are evaluated. The earlier rows of its
-            record are compared with for the warnings.
+        this: The run, whose averaged parameters `state.ema` are evaluated. Its earlier metrics are
+            read for the warnings.
 
     Returns:
-        The values for the record: for each score NAME ("reward", the weighted sum, and every single
-        one) "eval/NAME" (its mean over all images) and "eval/NAME/standard_error"; for each reward
-        outside of JAX "eval/reward_failures/NAME" (the number of images that it could not score)
-        and "eval/reward_cost/NAME/COUNTER" (what it cost, e.g. "eval/reward_cost/judge/requests");
-        and, if scores are watched, "eval/hacking" (1 if there was a warning, else 0).
+        The values to record, by name (they are not recorded here):
+          * "eval/NAME" and "eval/NAME/standard_error": the mean of each score over all images
+            ("reward", the weighted sum, and every single one);
+          * "eval/reward_failures/NAME": for each reward outside of JAX, the number of images that
+            it could not score;
+          * "eval/reward_cost/NAME/COUNTER": what it cost, e.g. "eval/reward_cost/judge/requests";
+          * "eval/hacking": 1 if there was a warning, else 0; only if there are scores that are not
+            trained on.
 
     Raises:
         KeyboardInterrupt: After a signal.
@@ -751,8 +751,8 @@ def _checkpoint_is_due(config: Config, done: int) -> bool:
     above 0, after every evaluation.
 
     Args:
-        config: The configuration with the settings named above; `eval.every` decides when an
-            evaluation is.
+        config: The configuration, of which `train.iterations`, `run.checkpoint_every`,
+            `run.keep_best` and `eval.every` are read.
         done: The number of complete iterations.
     """
     if done == config.train.iterations or done % config.run.checkpoint_every == 0:
@@ -858,11 +858,10 @@ def _summary(this: _Run, interrupted: bool) -> dict[str, Any]:
         interrupted: Whether the run was stopped before its end.
 
     Returns:
-        JSON values by name: "run" (the directory as text), "iterations" (the number of complete
-        ones), "interrupted", "trained_in_full" (the number of arrays that are trained without an
-        adapter), and "before" and "after", the values of the first and the last recorded evaluation
-        by name, e.g. "eval/reward". These two are the same evaluation if there is only one, and
-        empty dicts if there is none.
+        A dict of JSON values: "run" (the directory as text), "iterations" (the number of complete
+        ones), "interrupted" (bool), "trained_in_full" (the number of arrays that are trained
+        without an adapter), and "before" and "after": the first and the last recorded evaluation,
+        each a dict of values by name, e.g. "eval/reward" ({} if there is none).
     """
     rows = [row for row in read_metrics(this.folder) if "eval/reward" in row] or [{}]
 

@@ -320,7 +320,7 @@ def _smallest(costs: Sequence[float]) -> float:
     """Returns the smallest cost that is known.
 
     Args:
-        costs: Costs in counted seconds, NaN for runs in a format that has no price.
+        costs: Costs in seconds of counted work, NaN for runs in a number format that has no price.
 
     Returns:
         The smallest one that is not NaN; NaN if there is none.
@@ -344,11 +344,12 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def at_cost(course: Course, cost: float) -> float:
-    """Returns the held-out reward of a run at a cost, interpolated linearly between evaluations.
+    """Returns the held-out reward that a run had reached at a cost.
 
     Args:
-        course: The run, of which the costs and rewards at its evaluations are used.
-        cost: The cost in counted seconds. Beyond that of the run, the result is NaN.
+        course: The run, of which the costs and rewards at its evaluations are used. The reward is
+            interpolated linearly between them.
+        cost: The cost in seconds of counted work. Beyond that of the whole run, the result is NaN.
     """
     return float(np.interp(cost, course.cost, course.reward, right=np.nan))
 

@@ -138,9 +138,10 @@ def prices_of(plan: Mapping[str, Any]) -> Prices:
 
 
 def carried() -> dict[str, Prices]:
-    """Returns the prices that the package contains, by their names, e.g. "flux1-b200".
+    """Returns the prices that the package contains (`assets/prices.json`).
 
-    Reads `assets/prices.json` each time.
+    Returns:
+        The `Prices` by their names, MODEL-DEVICE, e.g. "flux1-b200".
     """
     return {row["name"]: Prices(**row) for row in json.loads(CARRIED.read_text())}
 
@@ -149,8 +150,8 @@ def find_prices(name: str) -> Prices:
     """Returns the prices that a user names.
 
     Args:
-        name: A name of prices in the package, which comes first, or a file with the JSON of `solrl
-            plan`.
+        name: The name of prices in the package, e.g. "flux1-b200", or else a file with the JSON of
+            `solrl plan`.
 
     Returns:
         The seconds of each kind of work of one model on one device.

@@ -229,13 +229,12 @@ def number(value: float) -> str:
 
 
 def draw(path: Path, courses: Mapping[str, Sequence[Course]], sweeps: Sweeps, setting: str) -> None:
-    """Draws the curves of a study: reward over cost and over iterations, fidelity, and swept
-    settings.
+    """Draws the curves of a study as one figure.
 
-    Curves are means over seeds, and bands are one standard error; a single seed has no band. A
-    curve over cost has the costs of the arm's first run.
-    Fidelity has a panel if an arm regenerates, and each swept setting with a finished arm has one.
-    Arms differ in colour, and beyond the number of colours in the style of the line.
+    It has panels of reward over cost and over iterations, of rank fidelity (if an arm regenerates),
+    and of each swept setting (if an arm of it is finished). Curves are means over seeds, with a
+    band of one standard error if there are several; a curve over cost takes the costs of the arm's
+    first run.
 
     Args:
         path: The PNG file to write. It is replaced if it exists.

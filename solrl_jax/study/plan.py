@@ -106,13 +106,13 @@ class Plan(Section):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One arm with one seed.
+    """One run of a study: an arm with one seed.
 
     Attributes:
         arm: The name of the arm.
         config: The resolved configuration, with the seed and the run directory.
-        arguments: The preset and the overrides, as `solrl train` takes them. The last two set the
-            seed and the run directory.
+        arguments: The preset and the overrides `key=value`, as `solrl train` takes them. The last
+            two set the seed and the run directory.
     """
 
     arm: str
@@ -131,22 +131,20 @@ class Run:
 
 
 def plan_names() -> list[str]:
-    """Returns the names of the plans that the package contains, sorted. They are the names of the
-    files in `configs/study/` without ".yaml".
-    """
+    """Returns the sorted names of the plans in the package: its files `configs/study/NAME.yaml`."""
     return sorted(path.stem for path in _CARRIED.glob("*.yaml"))
 
 
 def read_plan(name: str) -> Plan:
     """Reads a plan, and checks its fields together.
 
-    The preset, the overrides and the names of swept settings are not checked here, see `runs_of`.
+    Whether the preset and the settings exist is checked later, by `runs_of`.
 
     Args:
-        name: The name of a plan of the package, which comes first, or the path of a YAML file.
+        name: The name of a plan of the package, or else the path of a YAML file.
 
     Returns:
-        The plan, whose arms and seeds are consistent with its comparisons and sweeps.
+        The plan. Its comparisons and sweeps name only its own arms.
 
     Raises:
         InputError: If there is no such plan, or if the file cannot be read as YAML.

@@ -17,11 +17,10 @@ from solrl_jax.study.plan import Run
 
 
 def log_of(run: Run) -> Path:
-    """Returns the file with the output of a run, `ARM-SEED.log` beside its directory. The file need
-    not exist.
+    """Returns the file for the output of a run: `ARM-SEED.log` beside the run directory.
 
     Args:
-        run: The run, which need not be trained.
+        run: The run, which need not be trained. The file need not exist.
     """
     return run.folder.with_name(f"{run.name}.log")
 
@@ -147,14 +146,14 @@ def _train(
 
 
 def _gain(run: Run) -> str:
-    """Describes the held-out reward of a finished run before and after training, e.g. "held-out
-    reward 0.312 -> 0.587". A reward that was not finite is called so.
+    """Describes the held-out reward of a finished run before and after training.
 
     Args:
-        run: The run, whose record has an evaluation.
+        run: The run, whose `metrics.jsonl` has an evaluation.
 
     Returns:
-        The phrase, with the first and the last recorded reward.
+        E.g. "held-out reward 0.312 -> 0.587", with the first and the last recorded reward; "not
+        finite" stands for one that was not.
     """
     rewards = [row["eval/reward"] for row in read(run.folder) if "eval/reward" in row]
     texts = ["not finite" if x is None else f"{x:.3f}" for x in (rewards[0], rewards[-1])]

@@ -133,7 +133,8 @@ def parse(text: str) -> Scene:
             white space do not matter, and "one" means "a".
 
     Raises:
-        ValueError: If the caption does not follow the grammar. The message quotes both.
+        ValueError: If the caption does not follow the grammar. The message quotes the caption and
+            the grammar.
     """
     normal = " ".join(text.lower().split())
     try:

@@ -321,15 +321,17 @@ def _classify_pixels(offset: list[Float[Array, "h w"]]) -> Int[Array, "h w"]:
 def _iou_with_shapes(
     mask: Float[Array, "k h w"], centroid: Float[Array, "k 2"], diameters: Float[Array, "k shapes"]
 ) -> Float[Array, "k shapes"]:
-    """Returns the soft intersection over union of the mask of each component with ideal shapes.
+    """Returns the soft intersection over union of each component with ideal shapes of its area.
 
-    It is the best over three widths of the ideal edge: 1, 1.7 and 2.4 pixels (`_EDGE_WIDTHS`).
+    The ideal shapes have soft edges. The result is the largest over three widths of the edge: 1,
+    1.7 and 2.4 pixels (`_EDGE_WIDTHS`).
 
     Args:
         mask: The share of each pixel that each of the k components covers, in [0, 1].
-        centroid: (x, y) of the centroid of each component in pixels, which the ideal shapes share.
+        centroid: (x, y) of the centroid of each component in pixels, where the ideal shapes are
+            centred.
         diameters: In pixels, the diameter of the ideal circle, the side of the square, and the base
-            and height of the triangle. Each has the area of the component.
+            (and height) of the triangle.
 
     Returns:
         Values in [0, 1] for the circle, the square and the triangle, in this order.
@@ -360,9 +362,9 @@ def _iou_with_shapes(
 
 
 def _edge_cover(inside: Array, width: float) -> Array:
-    """Returns the share of each pixel near a straight edge that a shape covers.
+    """Returns the share of each pixel that a shape with a soft straight edge covers.
 
-    It is 0 outside and 1 inside, and linear between.
+    The share rises linearly from 0 to 1 across the edge.
 
     Args:
         inside: Distance of the pixel's centre from the edge in pixels, positive within the shape.

@@ -55,13 +55,13 @@ def find_key(settings: JudgeSettings) -> str:
 
 
 class Answer:
-    """The answer to one request.
+    """The parsed answer to one request (a chat completion).
 
     Attributes:
         text: The text of the first choice; "" if it is null.
-        tokens: Pairs of a token that the first token of the answer could have been and the natural
-            logarithm of its probability, in the order of the answer. Their number is whatever the
-            endpoint sent. None if it returned no log-probabilities.
+        tokens: Pairs (token, natural logarithm of its probability): the candidates for the first
+            token of the text, in the order of the answer, as many as the endpoint sent. None if it
+            returned no log-probabilities.
         system_fingerprint: The endpoint's name for its software and weights; None if it sent none,
             or another value than text.
     """
@@ -146,21 +146,19 @@ class Client:
         send_seed: bool = True,
         **fields: Any,
     ) -> Answer:
-        """Sends one request, and again (up to `retries` times) if it fails in a way that may pass.
+        """Sends one request, and repeats it up to `retries` times if a failure may be temporary.
 
-        These are no connection, no answer within `request_timeout`, and the statuses 408, 409, 429
-        and 5xx (unless the header x-should-retry says otherwise). An answer that is packed or too
-        large, whatever its status, is the last one. The package openai waits up to 0.5, 1, 2, 4, 8,
-        8, ... seconds between the attempts, or as long as the header Retry-After says; if it says
-        more than 120 seconds, the attempt was the last. Also counts (`rewards.usage`) "requests"
-        (attempts), "request_seconds" (of all attempts and pauses, failed ones too) and, if there is
-        an answer, "retries" and its tokens.
+        Temporary failures are: no connection, no answer within `request_timeout`, and the statuses
+        408, 409, 429 and 5xx. The pauses are those of the package openai: up to 0.5, 1, 2, 4, 8, 8,
+        ... seconds, or as the header Retry-After says. Also counts (`rewards.usage`) "requests"
+        (attempts), "request_seconds" (of all attempts and pauses) and, if there is an answer,
+        "retries" and its tokens.
 
         Args:
             content: The parts of the user's message, as OpenAI defines them: dicts of the types
                 "text" and "image_url".
             deadline: The time of the running event loop, in seconds, at which the request fails in
-                any case. The wait for other requests to end counts, too.
+                any case, even if it still waits for others to end.
             send_seed: Whether the request has the seed of the options.
             fields: Further fields of the request that the package openai knows, e.g. max_tokens.
 
@@ -170,8 +168,9 @@ class Client:
 
         Raises:
             Failure: If there is no answer before the deadline, a redirect, an error status after
-                the last attempt, an answer of more than 2**20 bytes (`MOST`) or one that is packed,
-                or no chat completion. The message is one line, with "***" in place of the key.
+                the last attempt, an answer that is compressed or has more than 2**20 bytes
+                (`MOST`), or no chat completion. The message is one line, with "***" in place of the
+                key.
         """
         async with self._free:
             loop = asyncio.get_running_loop()
@@ -281,13 +280,13 @@ async def _count_request(request: httpx2.Request) -> None:
 
 
 async def _bound_response(response: httpx2.Response) -> None:
-    """Bounds the size of an answer. httpx2 calls it with every response, before its body is read.
+    """Limits the size of an answer. httpx2 calls it with every response, before its body is read.
 
     Args:
         response: The response. Its stream is replaced by a `_BoundedStream`.
 
     Raises:
-        Failure: If the body is packed (a content-encoding other than "identity"), which was
+        Failure: If the body is compressed (a content-encoding other than "identity"), which was
             not asked for.
     """
     encoding = response.headers.get("content-encoding", "identity").lower()

@@ -245,19 +245,19 @@ class Service:
     async def _gather(
         self, sent: Sequence[tuple[_Sent, ...] | None], prompts: Sequence[str]
     ) -> list[dict[str, float] | Failure | None]:
-        """Makes the requests of all rows, at most `concurrency` (of the service) at once.
+        """Gets the scores of all rows: from the cache, or by requests that run at the same time.
 
-        Equal requests are made once. Those without an answer fail when 9/10 (`SHARE`) of the
+        Equal rows share one request. Requests without an answer fail when 9/10 (`SHARE`) of the
         seconds that are left to this call have passed.
 
         Args:
-            sent: For each row one image, or two if the judge compares; None for a row without a
-                request.
+            sent: For each row a tuple of one image, or of two if the judge compares; None for a row
+                that is not to be scored.
             prompts: The prompt of each row.
 
         Returns:
-            For each row, in order: its scores by name, the Failure of its request, or None if there
-            is no request. Rows with equal requests share one object.
+            For each row, in order: its scores by name, the Failure of its request, or None if it is
+            None in `sent`. Equal rows share one object.
 
         Raises:
             ValueError: If `sent` and `prompts` differ in length.
@@ -289,7 +289,7 @@ class Service:
     async def _score(
         self, key: str, images: tuple[_Sent, ...], prompt: str, deadline: float
     ) -> dict[str, float]:
-        """Scores one row, from the cache if all its scores are there, and otherwise by a request.
+        """Returns the scores of one row, from the cache if all are there, else by a request.
 
         Counts "cached" (`rewards.usage`) in the first case, and stores the scores in the second.
 
@@ -302,11 +302,11 @@ class Service:
 
         Returns:
             The scores in [0, 1] by name: "reward" and, for a judge with several criteria, each
-            criterion (`Judge.others`); from the cache, possibly others too.
+            criterion (`Judge.others`).
 
         Raises:
             Failure: If the endpoint gives no answer or one without a score, or the cache cannot be
-                read or written. In the last case a score that was paid for is lost.
+                read or written.
         """
         cached = None if self._cache is None else self._cache.read(key)
         if cached is not None and {"reward", *self._judge.others} <= cached.keys():

@@ -56,7 +56,7 @@ RUBRIC: Criteria = MappingProxyType(
 
 
 def read_template(prompt: str, field: str) -> Template:
-    """Reads a question.
+    """Reads the question that a judge is asked.
 
     Args:
         prompt: A name in `SCORES` ("alignment", "alignment-digits", "text", "aesthetics", "rubric"
@@ -69,8 +69,8 @@ def read_template(prompt: str, field: str) -> Template:
 
     Raises:
         InputError: If there is no such question or file; if the file is blank, no UTF-8 text,
-            longer than 20,000 characters or has control characters; or if it has a word in braces,
-            such as {caption}, and no {prompt} (`PLACEHOLDER`).
+            longer than 20,000 characters or has control characters; or if its placeholder seems
+            misspelt: it has a word in braces, such as {caption}, and no {prompt} (`PLACEHOLDER`).
     """
     if prompt in SCORES:
         text = (FOLDER / f"{prompt}.txt").read_text(encoding="utf-8").strip()
