@@ -102,7 +102,7 @@ def dequantize(w: Weight) -> Float[Array, "... n_in n_out"]:
             multiplied by their scales.
 
     Returns:
-        The matrix. It differs from the one that was quantized by the rounding of the format.
+        The matrix. For a quantized leaf, it is an approximation of the matrix before quantization.
     """
     return w.dequantize() if isinstance(w, Leaf) else w.astype(jnp.float32)
 

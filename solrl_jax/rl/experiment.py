@@ -648,7 +648,8 @@ def read_instruction(config: Config) -> str | None:
     `model.instruction`.
 
     Args:
-        config: `model.instruction` is the path of the file, or None.
+        config: `model.instruction` is the path of the file (a relative one starts at the working
+            directory), or None.
 
     Returns:
         The text without the end of its last line; None if the configuration names no file.

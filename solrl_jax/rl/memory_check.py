@@ -39,8 +39,8 @@ class _Request:
         field: The dotted name of the field, e.g. "lora.rank".
         value: The value of the field, a count.
         unit: The bytes per unit of the value.
-        size: Height and width in pixels of the images or latents that take the memory, for the
-            message. None: it is not for images.
+        size: Height and width in pixels of the images whose pixels or latents take the memory, for
+            the message. None: it is not for images.
         memory: The bytes of memory that there are, which must not be exceeded.
         owner: Whose memory it is, for the message: "this host" or "a device".
     """

@@ -273,8 +273,8 @@ def pool_rewards(
             prompt.
         sampler: The policy and the schedule that the candidates are sampled with. Its name is that
             of the phase.
-        prompt_batch: The prompts, from `draw_candidates`, prepared for the reward that scores them
-            (`Experiment.for_exploration` with `explored`).
+        prompt_batch: The prompts, from `draw_candidates`. With `explored`, they must have been
+            prepared for that reward by `Experiment.for_exploration`.
         seed_batch: The candidates, from `draw_candidates`.
         progress: Called with the name of the sampler, the number of candidates, and the number of
             further candidates that are done: with 0 at the start, then once per chunk.

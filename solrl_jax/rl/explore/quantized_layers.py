@@ -313,9 +313,9 @@ def _line(layer: LinearLayer, form: Format, width: int) -> str:
         width: The number of columns for the path.
 
     Returns:
-        The path; the shape as "LAYERS x IN -> OUT"; the megabytes before and after; and, for a
-        quantized parameter, the format with the smallest and the largest error of its layers (if
-        they were measured), else "stays: REASON".
+        The path; the shape as "LAYERS x IN -> OUT"; the megabytes before and after; and what
+        becomes of the parameter: "stays: REASON", or the name of the format and, if errors were
+        measured, "error SMALLEST to LARGEST" over its layers.
     """
     shape = f"{layer.layers} x {layer.n_in} -> {layer.n_out}"
     if layer.kept:

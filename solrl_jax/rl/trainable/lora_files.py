@@ -325,11 +325,14 @@ def _listed(keys: Sequence[str]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Slot:
-    """One linear layer of the network: where its adapter lies in our parameters, and its sizes.
+    """One linear layer of the network: where a run stores its adapter, and its sizes.
+
+    A LoRA file has an adapter per layer. A run has one per parameter, which may be a stack of
+    layers.
 
     Attributes:
-        path: The path of our parameter, such as `transformer_blocks/attn/to_q/kernel`. All layers
-            of a stack have the same one.
+        path: The path of the run's parameter, such as `transformer_blocks/attn/to_q/kernel`. All
+            layers of a stack have the same one.
         layer: The index of the layer in its stack, as a tuple of one; () if it is not stacked.
         layers: The number of layers in the stack, as a tuple of one; () if it is not stacked.
         n_in: The number of inputs of the layer.
@@ -376,8 +379,8 @@ def _slots(table: Table) -> dict[str, _Slot]:
 
     Returns:
         For each layer, by its module name in diffusers, such as `transformer_blocks.0.attn.to_q`,
-        where its adapter lies in our parameters. Each layer of a stack has an entry. They are in
-        the order of the table.
+        the run's parameter that it is part of, its index in a stack, and its sizes. They are in the
+        order of the table.
     """
     slots = {}
     for e in table:

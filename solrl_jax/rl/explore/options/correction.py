@@ -141,8 +141,8 @@ class Probe(Leaf):
     basis: Float[Array, "... n_in r"]
 
     def matmul(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
-        """Returns `x @ weight` in the dtype of `x`. Its gradient with respect to `basis` is
-        `x^T x basis`, float32.
+        """Returns `x @ weight` in the dtype of `x`. In the backward pass, `basis` gets `x^T x
+        basis` in float32 in place of a gradient.
 
         Args:
             x: Inputs of a floating-point dtype.
@@ -266,7 +266,7 @@ class Correction(ExplorationOption):
         self, explore: Explore, weights: dict[str, jax.ShapeDtypeStruct], quantizer: Quantizer
     ) -> Quantizer:
         """Returns what `quantizer` would return, with the shapes of the measured directions in
-        their place.
+        place of these.
 
         Args:
             explore: The section `rollout.explore` of the configuration. `correction_rank` is the
@@ -276,8 +276,8 @@ class Correction(ExplorationOption):
                 weight. Its `extra_arrays` are ignored.
 
         Returns:
-            The quantizer. For each path it has the shape [..., in, min(correction_rank, in)], in
-            the dtype of the weight.
+            The quantizer. For each path it has one extra array, the shape [..., in,
+            min(correction_rank, in)] of the directions, in the dtype of the weight.
         """
 
         def basis(w: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
