@@ -16,9 +16,9 @@ class Attention(ExplorationOption):
     """Makes the network attend in FP8 during exploration, if the format quantizes.
 
     GPUs from Hopper on run the attention in FP8, for heads with a multiple of 16 features, up to
-    128. On other devices and for other heads, queries, keys, values and results are rounded to FP8,
-    and the attention itself runs in BF16. SANA, Qwen-Image and Z-Image have no such attention; a
-    configuration that asks for it is refused.
+    128; CPUs emulate it with the same rounding. On all other devices and for other heads, queries,
+    keys, values and results are rounded to FP8, and the attention itself runs in BF16. SANA,
+    Qwen-Image and Z-Image have no such attention; a configuration that asks for it is refused.
     """
 
     def active(self, explore: Explore) -> bool:
