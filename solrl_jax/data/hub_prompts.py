@@ -84,25 +84,23 @@ def parse_reference(path: str, where: str) -> Reference:
 
 
 def fetch_files(reference: Reference, where: str) -> list[Path]:
-    """Returns the files of a split, downloading those that are not in the hub's cache.
+    """Returns the files of a split of a data set, and downloads those that are not in the local
+    cache.
 
-    If the hub cannot be reached, or HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set, the files in the
-    cache are used.
+    Without access to the hub, the files in the cache are used.
 
     Args:
-        reference: The data set (OWNER/DATASET) and the name of its split; a split of None is
-            "train" if there is one, else the only split. The column is not read.
+        reference: The data set and the name of its split; None: "train" if there is one, else the
+            only split.
         where: The start of messages: the setting and its value, e.g. "prompts.train='hub:a/b'".
 
     Returns:
         The local files in the order of their names, at least one.
 
     Raises:
-        InputError: If the data set is not available, has no such split or no files of prompts
-            (.parquet, .json, .jsonl, .ndjson, .jsonlines, .csv, .tsv or .txt), or has several
-            splits without a "train" and none is named; if the files of the split have more than 4
-            GiB together (`MAX_BYTES`); if files of a series such as "NAME-00000-of-00002.parquet"
-            are missing; or if the cache holds only some of them and the hub cannot be reached.
+        InputError: If the data set or the split does not exist or has no files of prompts, no split
+            is named although there are several and none is "train", files are missing, or they have
+            more than 4 GiB together.
     """
     name = reference.repository
     sizes = _list_files(name, where)

@@ -58,24 +58,22 @@ def split_column(path: str) -> tuple[Path, str | None]:
 
 
 def read_rows(file: Path, column: str | None, where: str) -> list[Row]:
-    """Reads a prompt file. Its ending, in any case, decides the format.
+    """Reads a prompt file. Its ending decides the format.
 
     Args:
         file: A .json, .jsonl, .ndjson, .jsonlines, .csv, .tsv or .parquet file. Any other file is
             read as text with one prompt per line.
         column: The name of the column, or the key of JSON objects, that holds the prompts. None:
-            the first of "prompt", "Prompt", "Prompts", "caption" and "text" (`PROMPT_COLUMNS`) that
-            the header or the first object has. No effect for text files.
+            the first of "prompt", "Prompt", "Prompts", "caption" and "text" that the file has. No
+            effect for text files.
         where: The start of messages: the setting and its value, e.g. "prompts.train='a.csv'".
 
     Returns:
-        The rows in the order of the file. Blank lines are left out. A blank file has no rows,
-        unless its ending is .json or .parquet, where it is an error.
+        The rows in the order of the file, without blank lines.
 
     Raises:
-        InputError: If the file does not exist or cannot be read, has another content than its
-            ending says, has a text that is not UTF-8, has no column with prompts, has a row without
-            a prompt, has more than 2**20 rows (`MAX_PROMPTS`), or is no Parquet file and larger
+        InputError: If the file cannot be read in this format, has no column with prompts, has a row
+            without a prompt, or is too large: more than 2**20 rows, or (except for .parquet) more
             than 64 MiB.
     """
     ending = file.suffix.lower()
@@ -162,12 +160,10 @@ def _read_lines(text: str, where: str) -> list[Row]:
 
 
 def _is_json(text: str) -> bool:
-    """Whether a text is a list or an object of JSON.
-
-    It is false for other values of JSON, such as numbers.
+    """Returns whether a text is a list or an object of JSON.
 
     Args:
-        text: Any text. White space around it does not matter.
+        text: Any text.
     """
     if not text.lstrip().startswith(("[", "{")):
         return False
@@ -179,9 +175,9 @@ def _is_json(text: str) -> bool:
 
 
 def _read_json(text: str, column: str | None, where: str) -> list[Row]:
-    """Reads a file that ends in .json.
+    """Reads the text of a .json file.
 
-    It may hold a list of texts or objects, one object, or JSON lines.
+    It may be a list of texts or objects, a single object, or one object per line (JSON lines).
 
     Args:
         text: The content of the file.
@@ -190,13 +186,10 @@ def _read_json(text: str, column: str | None, where: str) -> list[Row]:
         where: The start of messages: the setting and its value, e.g. "prompts.train='a.csv'".
 
     Returns:
-        One row per item or line, in order; none for an empty list. The position is "item N" or
-        "line N", from 1.
+        One row per item or line, in order.
 
     Raises:
-        InputError: If the text is neither JSON nor JSON lines, is JSON but no list or object, or
-            has an item that is neither a text that is not blank nor an object with one under
-            `column`.
+        InputError: If the text is not of one of these forms, or an item has no prompt.
     """
     try:
         value = parse_json(text)
@@ -237,21 +230,20 @@ def _parse_lines(text: str, where: str) -> list[tuple[str, Any]]:
 
 
 def _rows_of_objects(items: list[tuple[str, Any]], column: str | None, where: str) -> list[Row]:
-    """Returns the rows of values of JSON.
+    """Converts values of JSON, one per prompt, to rows.
 
     Args:
-        items: The position for messages, e.g. "line 3", and the value of each row: an object with
-            the prompt and metadata, or a text without metadata. Objects are not changed.
+        items: Pairs of the position in the file, e.g. "line 3", and the value: a text, or an object
+            with the prompt and metadata.
         column: The key of the prompt in all objects. None: the first of "prompt", "Prompt",
-            "Prompts", "caption" and "text" that the first object has, or "prompt" if it has none.
+            "Prompts", "caption" and "text" that the first object has.
         where: The start of messages: the setting and its value, e.g. "prompts.train='a.csv'".
 
     Returns:
-        One row per item. All keys of an object but `column` are metadata.
+        One row per item. All keys of an object but that of the prompt become metadata.
 
     Raises:
-        InputError: If an item is neither an object nor a text, if an object has no text under
-            `column`, or if the text is blank.
+        InputError: If an item is neither a text nor an object, or its prompt is missing or blank.
     """
     objects = [value for _, value in items if isinstance(value, dict)]
     if column is None and objects:
@@ -389,11 +381,10 @@ def _read_parquet(file: Path, column: str | None, where: str) -> list[Row]:
 
 
 def _is_json_type(kind: Any) -> bool:
-    """Whether the values of a column are values of JSON.
+    """Returns whether JSON has the values of a column of a Parquet file.
 
-    True for text, integers, floating-point numbers, Booleans and nulls, and for lists, structs and
-    dictionary encodings of such types. False for all others, such as binary data, dates, decimals,
-    maps and lists of a fixed size.
+    It has text, numbers, booleans and nulls, and lists and structs of them, but not, for instance,
+    dates and binary data.
 
     Args:
         kind: The type of the column, a `pyarrow.DataType`.

@@ -52,7 +52,7 @@ def load_prompts(path: str, field: str, *, distinct: bool = True) -> list[Prompt
     A text file has one prompt per line; blank lines are skipped. Files that end in .json, .jsonl,
     .ndjson, .jsonlines, .csv, .tsv or .parquet are parsed: the prompt is under "prompt", "Prompt",
     "Prompts", "caption" or "text", or in the column that the path names, and everything else is
-    metadata. White space around a prompt is removed.
+    metadata.
 
     Args:
         path: A file; "FILE:COLUMN" with the column or key of the prompts; "embedded:NAME" for a set
@@ -67,10 +67,9 @@ def load_prompts(path: str, field: str, *, distinct: bool = True) -> list[Prompt
         The prompts with their metadata, in the order of the file; at least one.
 
     Raises:
-        InputError: If the file does not exist, cannot be read, holds no prompt or more than 2**20;
-            if an entry has no prompt, or one with control characters or more than 20,000
-            characters; if a prompt is repeated with other metadata (see `distinct`); or if a data
-            set of the hub is not available or has no such split.
+        InputError: If the file cannot be read, holds no prompt or more than 2**20, or has a prompt
+            that cannot be used: a blank one, one with control characters, or one of more than
+            20,000 characters.
     """
     where = f"{field}={path!r}"
     if path.startswith(HUB):

@@ -184,38 +184,39 @@ def compare(
     """Computes the estimates of a study: of each arm, and of the differences of compared arms.
 
     An estimate is a pair of floats: the mean of one value per seed, and its standard error (NaN for
-    one seed). Rewards are held-out rewards; costs are seconds of counted work.
+    one seed). Rewards are held-out rewards; costs are seconds of counted work (`study.cost`).
 
     Args:
         courses: The finished runs of each arm by its name. Arms without any are left out of the
             result.
-        compared: Pairs of an arm and the arm that it is compared with. A pair is left out if one of
+        compared: Pairs (arm, the other arm that it is compared with). A pair is left out if one of
             its arms has no finished run.
 
     Returns:
-        A tuple of two values.
+        A tuple of a dict by the name of the arm, whose values are dicts with the keys
 
-        The first is a dict by the name of the arm, of dicts with the keys:
-          * "seeds": the list of seeds;
-          * "iterations": the number of the last one;
-          * "scores": by name, the estimate of each score at the end;
-          * "gain": the estimate of the last reward minus the first;
-          * "cost": the mean cost of a run;
-          * "network_evaluations": their number in the first run;
-          * "at_equal_cost": {"cost": the cost of the cheapest run of all arms, "reward": the
-            estimate of the reward there};
-          * "fidelity": by the name of a measure of `Course.fidelity`, {"first": ..., "last": ...},
-            the estimates over the first and the last quarter of the iterations.
+        * "seeds": the list of seeds;
+        * "iterations": the number of the last iteration;
+        * "scores": by name, the estimate of each score at the end;
+        * "gain": the estimate of the last reward minus the first;
+        * "cost": the mean cost of a run;
+        * "network_evaluations": their number in the first run;
+        * "at_equal_cost": a dict: "cost", that of the cheapest run of all arms, and "reward", the
+          estimate of the reward at that cost;
+        * "fidelity": by the name of a measure of `Course.fidelity`, a dict of the estimates over
+          the "first" and the "last" quarter of the iterations;
 
-        The second is a list with one dict per pair. "Other" is the arm compared with:
-          * "arm" and "against": the names of the arm and of the other; * "seeds": the list of seeds
-          that both have; without any, all figures are NaN; * "final": the estimate of the arm's
-          last reward minus the other's; * "final_share": that, divided by the other's mean last
-          reward; * "cost_share": the mean of the arm's cost divided by the other's; *
-          "at_equal_cost": {"cost": the cost of the cheapest run of both, "reward": the estimate of
-            the arm's reward minus the other's there};
-          * "speed_up": by "25", "50", "75" and "100" per cent of the other's gain, the estimate of
-            the other's cost to reach that reward divided by the arm's.
+        and of a list with one dict per pair, with the keys
+
+        * "arm" and "against": the names of the arm and of the other arm;
+        * "seeds": the list of seeds that both have; without any, all figures are NaN;
+        * "final": the estimate of the arm's last reward minus the other's;
+        * "final_share": that, divided by the other's mean last reward;
+        * "cost_share": the mean of the arm's cost divided by the other's;
+        * "at_equal_cost": a dict: "cost", that of the cheapest run of both, and "reward", the
+          estimate of the arm's reward minus the other's at that cost;
+        * "speed_up": by "25", "50", "75" and "100" per cent of the other's gain, the estimate of
+          the other's cost to reach that reward divided by the arm's.
     """
     finished = {arm: list(runs) for arm, runs in courses.items() if runs}
     costs = [course.cost[-1] for runs in finished.values() for course in runs]
@@ -400,14 +401,13 @@ def reached(cost: Evaluated, reward: Evaluated, level: float) -> float:
     """Returns the cost at which a curve of reward over cost first reaches a reward.
 
     Args:
-        cost: The costs of the curve's points in counted seconds, ascending. Straight lines connect
-            the points.
-        reward: The rewards of the curve's points.
-        level: The reward to reach. A reward that equals it counts as reaching it.
+        cost: The costs of the points of the curve, ascending, in seconds of counted work. Straight
+            lines connect the points.
+        reward: The rewards of the points.
+        level: The reward to reach.
 
     Returns:
-        The interpolated cost in seconds: that of the first point if it is there already, and NaN if
-        no point reaches the level.
+        The interpolated cost in seconds; NaN if the curve stays below `level`.
     """
     above = np.flatnonzero(reward >= level)
     if not len(above):
@@ -420,10 +420,10 @@ def reached(cost: Evaluated, reward: Evaluated, level: float) -> float:
 
 
 def _mean(values: Any) -> float:
-    """Returns the mean of the values that are not NaN; NaN if there are none.
+    """Returns the mean of values, without those that are NaN. NaN if there are no others.
 
     Args:
-        values: An array or a sequence of numbers. Infinite values are not left out.
+        values: An array or a sequence of numbers.
     """
     x = np.asarray(values, float)
     known = x[~np.isnan(x)]

@@ -157,8 +157,7 @@ def find_prices(name: str) -> Prices:
         The seconds of each kind of work of one model on one device.
 
     Raises:
-        InputError: If there are no such prices, if the file cannot be read or is no plan, or if its
-            seconds are not above 0 (of the sync: are below 0).
+        InputError: If there are no such prices, or the file is not such a plan.
     """
     if name in (packaged := carried()):
         return packaged[name]

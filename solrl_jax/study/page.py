@@ -28,19 +28,20 @@ Sweeps = Mapping[str, Sequence[tuple[Any, str]]]
 def write(
     folder: Path, study: Mapping[str, Any], courses: Mapping[str, Sequence[Course]], sweeps: Sweeps
 ) -> None:
-    """Writes `study.json`, `study.md` and `study.png`. Existing files are replaced.
+    """Writes the results of a study to `study.json`, `study.md` and `study.png`.
+
+    Existing files are replaced.
 
     Args:
         folder: The directory of the study. It is created if necessary.
-        study: The summary that `summary.summarise` returns first: a dict with "plan", "setting",
-            "prices", "arms", "compared", "missing" and "runs". Numbers that are not finite become
-            null in `study.json`.
-        courses: The finished runs of each arm by its name, which are drawn.
-        sweeps: By the dotted name of each swept setting, pairs of its value in an arm and the name
-            of the arm.
+        study: The summary of the study, as `summary.summarise` returns it: a dict with the keys
+            "plan", "setting", "prices", "arms", "compared", "missing" and "runs".
+        courses: The finished runs of each arm by its name, for the figure.
+        sweeps: For each setting that the study sweeps, by its dotted name, pairs (value of the
+            setting, name of the arm that has it).
 
     Raises:
-        RunError: If the disk refuses.
+        RunError: If a file cannot be written to the disk.
     """
     atomic_write(folder / DATA, json.dumps(strict(study), allow_nan=False, indent=1) + "\n")
     draw(folder / FIGURE, courses, sweeps, study["setting"]["evaluation"])
@@ -74,14 +75,14 @@ def refuse_foreign(folder: Path, logs: Iterable[Path] = ()) -> None:
 
 
 def markdown(study: Mapping[str, Any]) -> str:
-    """Returns the page of a study as Markdown, with a line feed at the end.
+    """Returns the page of a study as Markdown text.
 
-    It has the plan's sentence, the setting, the tables of arms and of compared pairs, the missing
-    runs with their reasons, and a link to `study.png`.
+    It shows what was compared and how it was measured, tables of the arms and of the compared
+    pairs, the runs that are missing, and the figure `study.png`.
 
     Args:
-        study: The summary that `summary.summarise` returns first; its entries "plan", "setting",
-            "arms", "compared" and "missing" are shown.
+        study: The summary of the study, as `summary.summarise` returns it. Its entries "plan",
+            "setting", "arms", "compared" and "missing" are shown.
     """
     lines = [f"# Study `{study['plan']['name']}`", "", study["plan"]["what"], ""]
     lines += [f"* {name}: {text}" for name, text in study["setting"].items()]
@@ -97,12 +98,12 @@ def markdown(study: Mapping[str, Any]) -> str:
 
 
 def _arms(arms: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yields the lines of the table of arms, and a legend.
+    """Yields the lines of the table of arms in Markdown, and a legend.
 
     Args:
-        arms: The entry "arms" of the summary: for each arm by its name a dict with "seeds",
-            "iterations", "scores", "cost", "network_evaluations", "at_equal_cost" and "fidelity".
-            Without arms the table has a head alone.
+        arms: For each arm, by its name, a dict of figures: "seeds", "iterations", "scores", "cost",
+            "network_evaluations", "at_equal_cost" and "fidelity", as `compare.compare` returns
+            them.
     """
     names = [
         name
@@ -145,11 +146,12 @@ def _arms(arms: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _pairs(pairs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yields the lines of the table of compared pairs, and a legend; nothing without pairs.
+    """Yields the lines of the table of compared pairs in Markdown, and a legend.
 
     Args:
-        pairs: The entry "compared" of the summary: for each pair a dict with "arm", "against",
-            "final", "final_share", "cost_share", "at_equal_cost" and "speed_up".
+        pairs: For each pair a dict of figures: "arm", "against", "final", "final_share",
+            "cost_share", "at_equal_cost" and "speed_up", as `compare.compare` returns them. Without
+            pairs, nothing is yielded.
     """
     if not pairs:
         return
@@ -217,13 +219,10 @@ def brief_repr(value: Estimate | None, sign: str = "", digits: int = 3) -> str:
 
 
 def number(value: float) -> str:
-    """Formats a number with three significant digits, e.g. "0.123" or "1.23e+04".
+    """Formats a number with three significant digits, e.g. "0.123" or "1.23e+04"; NaN as "–".
 
     Args:
-        value: The number. NaN gives "–".
-
-    Returns:
-        The text, e.g. "0.123"; "–" for NaN.
+        value: The number.
     """
     return UNKNOWN if math.isnan(value) else f"{value:.3g}"
 
@@ -239,12 +238,12 @@ def draw(path: Path, courses: Mapping[str, Sequence[Course]], sweeps: Sweeps, se
     Args:
         path: The PNG file to write. It is replaced if it exists.
         courses: The finished runs of each arm by its name. Arms without any are not drawn.
-        sweeps: By the dotted name of each swept setting, pairs of its value in an arm and the name
-            of the arm. The values are shown in this order.
+        sweeps: For each setting that the study sweeps, by its dotted name, pairs (value of the
+            setting, name of the arm that has it), in the order in which they are drawn.
         setting: How rewards were measured, in one line, for the title.
 
     Raises:
-        RunError: If the disk refuses.
+        RunError: If the file cannot be written to the disk.
     """
     arms = {arm: of for arm, of in courses.items() if of}
     faithful = {arm: of for arm, of in arms.items() if of[0].fidelity}

@@ -136,7 +136,7 @@ def plan_names() -> list[str]:
 
 
 def read_plan(name: str) -> Plan:
-    """Reads a plan, and checks its fields together.
+    """Reads the plan of a study, and checks that its fields fit together.
 
     Whether the preset and the settings exist is checked later, by `runs_of`.
 
@@ -147,8 +147,8 @@ def read_plan(name: str) -> Plan:
         The plan. Its comparisons and sweeps name only its own arms.
 
     Raises:
-        InputError: If there is no such plan, or if the file cannot be read as YAML.
-        ConfigError: If the file is not a plan. The message names all its problems.
+        InputError: If there is no such plan, or the file cannot be read as YAML.
+        ConfigError: If the file is not a plan. The message names all problems.
     """
     path = _CARRIED / f"{name}.yaml" if name in plan_names() else Path(name)
     try:
@@ -172,22 +172,21 @@ def read_plan(name: str) -> Plan:
 
 
 def runs_of(plan: Plan, out: Path, quick: bool, overrides: tuple[str, ...]) -> list[Run]:
-    """Lists all runs of a study: the first seed of every arm, then the second, and so on.
+    """Lists all runs of a study, seed by seed: first those of all arms with the first seed.
 
     Args:
-        plan: The plan, whose preset, arms and seeds make up the runs.
+        plan: The plan of the study.
         out: The directory of the study. The directory of a run is `out/ARM-SEED`.
-        quick: Whether the study is the quick one: the seeds of `plan.quick` are trained in place of
-            the plan's, and its overrides come after the arm's.
-        overrides: The user's overrides `key=value` for all runs. They come last, so that they win
-            over the plan's.
+        quick: Whether it is the quick version of the study, with the seeds and the further
+            overrides in `plan.quick`.
+        overrides: The user's overrides `key=value` of all runs, which win over those of the plan.
 
     Returns:
-        One run per seed and arm, in this order, with resolved configurations.
+        The runs in this order, with resolved configurations.
 
     Raises:
         ConfigError: If the preset or an override is invalid, an override sets the seed or the run
-            directory, or `sweeps` names no setting. The message names all problems.
+            directory, or `plan.sweeps` names a setting that does not exist.
     """
     final_overrides = overrides
     if quick:

@@ -52,27 +52,27 @@ def train(
 ) -> dict[str, str]:
     """Trains the runs that are not finished, each in a process of `solrl train`.
 
-    An interrupted run continues from its last checkpoint. The output of a run replaces the file
-    `ARM-SEED.log` beside its directory. The processes share the compiled programs in `out/programs`
-    and the CPU cores.
+    A run that was interrupted continues from its last checkpoint. The output of each run is written
+    to the file `ARM-SEED.log` beside its directory.
 
     Args:
         runs: All runs of the study. Their directories lie in `out`.
-        out: The directory of the study, which must exist. The caller locks it (`files.only_user`).
+        out: The directory of the study, which must exist. Compiled programs, which all runs share,
+            are kept in `out/programs`.
         processes: The number of runs that train at once, at least 1.
-        say: Called with one line for each run that ends, after a line with the number of finished
-            runs if there are any. It is called in the thread of the caller.
+        say: Called with lines on the progress: how many runs are finished at the start, and then
+            one for each run that ends.
 
     Returns:
-        For each run that failed, by its name ARM-SEED, one line that says why. Empty if all
-        succeeded. The failure of a run does not stop the others.
+        For each run that failed, by its name ARM-SEED, one line that says why. The other runs are
+        trained all the same.
 
     Raises:
         InputError: If the configuration of an existing run directory cannot be read.
         ConfigError: If that configuration is invalid.
-        RunError: If the disk refuses the output of a run. The other runs are stopped.
-        KeyboardInterrupt: If it is interrupted. The current runs are terminated; they save their
-            last complete iteration.
+        RunError: If the output of a run cannot be written to the disk. The other runs are stopped.
+        KeyboardInterrupt: After Ctrl-C. The running processes are stopped, and save their last
+            complete iteration.
     """
     waiting = [run for run in runs if not finished(run)]
     if len(waiting) < len(runs):

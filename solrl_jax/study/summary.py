@@ -122,15 +122,15 @@ def _setting(done: Sequence[Run], prices: Prices) -> dict[str, str]:
 
 
 def sweeps(plan: Plan, runs: Sequence[Run]) -> dict[str, list[tuple[Any, str]]]:
-    """Returns the values of the settings that a plan sweeps.
+    """Returns the values of the settings that a study sweeps, i.e. that differ between its arms.
 
     Args:
-        plan: The plan, whose `sweeps` name fields of the configuration.
-        runs: All runs, at least one of each arm.
+        plan: The plan. Its field `sweeps` names the settings, and the arms for each of them.
+        runs: All runs of the study, whose configurations have the values.
 
     Returns:
-        For each setting in `plan.sweeps` by its dotted name, pairs (value of the setting in an arm,
-        name of the arm), in the order of the plan. The list is not sorted by value.
+        For each setting, by its dotted name, pairs (value of the setting, name of the arm that has
+        it), in the order in which the plan names the arms.
     """
     configs = {run.arm: run.config for run in runs}
 
