@@ -134,7 +134,7 @@ class Pipeline(abc.ABC):
             timestep: `1000 * sigma` of each latent, where the noise level sigma lies in [0, 1].
             guidance: guidance scale, a scalar. Ignored by networks that do not take it as an input.
             fp8_attention: whether attention is computed in FP8: queries, keys, values and result
-                are in E4M3. It has no gradient. Hardware without FP8 attention computes in BF16
+                are in E4M3. It has no gradient. Accelerators without FP8 attention compute in BF16
                 from the rounded inputs. Only where `attends_in_fp8` is set.
 
         Returns:

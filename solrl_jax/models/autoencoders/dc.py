@@ -90,7 +90,7 @@ class AutoencoderDCConfig(ReleasedConfig):
         decoder_in_shortcut: whether the latent, its channels repeated, is added to the result of
             the decoder's first convolution.
         decoder_conv_act_fn: activation before the last convolution, "silu" or "relu".
-        scaling_factor: factor from the autoencoder's latents to those of the diffusion model.
+        scaling_factor: the diffusion model's latents are the autoencoder's times this factor.
     """
 
     network = "AutoencoderDC"
@@ -118,8 +118,8 @@ class AutoencoderDCConfig(ReleasedConfig):
     def check(self) -> None:
         """Checks the values of the fields.
 
-        Also replaces a string that stands for all stages by a tuple that repeats it for every
-        stage. `encoder_block_out_channels` determines the number of stages.
+        A string that stands for all stages is also replaced, in this object, by a tuple that
+        repeats it for every stage. `encoder_block_out_channels` determines the number of stages.
 
         Raises:
             ValueError: a value is not supported (the message lists the accepted ones); a list has

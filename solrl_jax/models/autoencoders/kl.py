@@ -35,8 +35,8 @@ class KLConfig(ReleasedConfig):
     Attributes:
         in_channels: channels of an image at the input of the encoder.
         out_channels: channels of a decoded image.
-        down_block_types: "DownEncoderBlock2D" for every stage.
-        up_block_types: "UpDecoderBlock2D" for every stage.
+        down_block_types: "DownEncoderBlock2D" for every stage, the only supported value.
+        up_block_types: "UpDecoderBlock2D" for every stage, the only supported value.
         block_out_channels: channels of each stage, multiples of `norm_num_groups`.
         layers_per_block: number of residual blocks in each stage of the encoder. Each stage of the
             decoder has one more.
@@ -128,8 +128,8 @@ class AutoencoderKLConfig(KLConfig):
     Attributes:
         in_channels: channels of an image at the input of the encoder.
         out_channels: channels of a decoded image.
-        down_block_types: "DownEncoderBlock2D" for every stage.
-        up_block_types: "UpDecoderBlock2D" for every stage.
+        down_block_types: "DownEncoderBlock2D" for every stage, the only supported value.
+        up_block_types: "UpDecoderBlock2D" for every stage, the only supported value.
         block_out_channels: number of channels of each stage, a multiple of `norm_num_groups`.
         layers_per_block: number of residual blocks in each stage of the encoder. Each stage of the
             decoder has one more.

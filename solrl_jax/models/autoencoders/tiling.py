@@ -18,9 +18,9 @@ def decode_tiled(
     """Decodes a latent in overlapping square tiles, one at a time, and blends the images. For use
     under jit.
 
-    The result differs slightly from `decode(latent)`: convolutions do near the borders of tiles,
-    and normalisation or attention over all pixels does everywhere. A latent that fits into one tile
-    is decoded whole.
+    The result differs slightly from `decode(latent)`: near the borders of tiles, where convolutions
+    see one tile only, and everywhere if the decoder has normalisation or attention over all pixels.
+    A latent that fits into one tile is decoded whole.
 
     Args:
         decode: maps latents of the size of a tile, the whole batch at once, to images that are

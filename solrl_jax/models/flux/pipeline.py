@@ -28,7 +28,10 @@ class FluxPipeline(Pipeline):
     """FLUX.1-dev or FLUX.1-schnell.
 
     The transformer gets T5's encoding of every prompt token, and one vector from CLIP for the whole
-    prompt. The attributes below are in addition to those of `Pipeline`.
+    prompt.
+
+    `FluxPipeline(folder, remat)` opens a model directory in the layout of diffusers without reading
+    a weight. The attributes below are in addition to those of `Pipeline`.
 
     Attributes:
         config: configuration of the transformer (`transformer/config.json`).
@@ -149,7 +152,7 @@ class FluxPipeline(Pipeline):
             guidance: guidance scale, a scalar, for example 3.5. FLUX.1-schnell, whose transformer
                 does not embed it, ignores it.
             fp8_attention: whether attention is computed in FP8: queries, keys, values and result
-                are in E4M3. It has no gradient. Hardware without FP8 attention computes in BF16
+                are in E4M3. It has no gradient. Accelerators without FP8 attention compute in BF16
                 from the rounded inputs.
 
         Returns:

@@ -40,8 +40,8 @@ class FluxConfig(TransformerConfig):
     features.
 
     Attributes:
-        patch_size: 1, the only supported value. (Squares of 2 x 2 latent pixels become one token
-            before the network, which is not counted here.)
+        patch_size: 1, the only supported value. (The network combines squares of 2 x 2 latent
+            pixels to one token whatever this is.)
         in_channels: number of input features of an image token: four times the channels of a
             latent.
         out_channels: number of output features of an image token, a multiple of 4; None: as many as
@@ -152,7 +152,7 @@ class FluxTransformer2DModel(nnx.Module):
             guidance: guidance scale of each latent, for example 3.5, if the configuration sets
                 `guidance_embeds`; otherwise None.
             fp8_attention: whether attention is computed in FP8: queries, keys, values and result
-                are in E4M3. It has no gradient. Hardware without FP8 attention computes in BF16
+                are in E4M3. It has no gradient. Accelerators without FP8 attention compute in BF16
                 from the rounded inputs.
 
         Returns:
@@ -238,7 +238,7 @@ class FluxSingleBlock(nnx.Module):
             rotation: cosines and sines of the rotary angles of the s positions: two float32 arrays
                 [b or 1, s, head_dim / 2].
             fp8_attention: whether attention is computed in FP8: queries, keys, values and result
-                are in E4M3. It has no gradient. Hardware without FP8 attention computes in BF16
+                are in E4M3. It has no gradient. Accelerators without FP8 attention compute in BF16
                 from the rounded inputs.
 
         Returns:

@@ -30,8 +30,8 @@ class AutoencoderKLFlux2Config(KLConfig):
     Attributes:
         in_channels: channels of an image at the input of the encoder.
         out_channels: channels of a decoded image.
-        down_block_types: "DownEncoderBlock2D" for every stage.
-        up_block_types: "UpDecoderBlock2D" for every stage.
+        down_block_types: "DownEncoderBlock2D" for every stage, the only supported value.
+        up_block_types: "UpDecoderBlock2D" for every stage, the only supported value.
         block_out_channels: channels of each stage of the encoder, multiples of `norm_num_groups`.
         decoder_block_out_channels: number of channels of each stage of the decoder, multiples of
             `norm_num_groups`; None: the same as in the encoder.

@@ -53,12 +53,12 @@ class Flux2KleinPipeline(Pipeline):
     """FLUX.2-klein, 4B or 9B, distilled or base.
 
     The text encoder is Qwen3: three of its hidden states, concatenated, are the features of each
-    text token.
+    text token. The distilled models (`is_distilled` in `model_index.json`) were trained to give
+    guided results from one evaluation without a guidance scale; for them `embedded_guidance` is
+    set. The base models use classifier-free guidance, with two evaluations.
 
-    The distilled models (`is_distilled` in `model_index.json`) were trained to give guided results
-    from one evaluation without a guidance scale; for them `embedded_guidance` is set. The base
-    models use classifier-free guidance, with two evaluations. The attribute below is in addition to
-    those of `Pipeline`.
+    `Flux2KleinPipeline(folder, remat)` opens a model directory in the layout of diffusers without
+    reading a weight. The attribute below is in addition to those of `Pipeline`.
 
     Attributes:
         tokenizer: directory of the tokenizer (a path).
@@ -154,7 +154,7 @@ class Flux2KleinPipeline(Pipeline):
             timestep: `1000 * sigma` of each latent, where the noise level sigma lies in [0, 1].
             guidance: ignored: the transformer takes no guidance scale.
             fp8_attention: whether attention is computed in FP8: queries, keys, values and result
-                are in E4M3. It has no gradient. Hardware without FP8 attention computes in BF16
+                are in E4M3. It has no gradient. Accelerators without FP8 attention compute in BF16
                 from the rounded inputs.
 
         Returns:

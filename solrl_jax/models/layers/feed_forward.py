@@ -29,8 +29,7 @@ class FeedForward(nnx.Module):
     """An MLP with hidden width `4 * d`: linear layer, GELU (tanh form, arXiv 1606.08415), linear
     layer.
 
-    The module's structure follows PyTorch's list `net`, which has a dropout layer at index 1 that
-    is not built here.
+    In checkpoints, the linear layers are entries 0 and 2 of a list `net`.
 
     Args:
         d: The number of input and output features.

@@ -24,7 +24,7 @@ class CrossProjection(nnx.Module):
         heads: The number of heads, a divisor of the third width.
         normed: Whether queries and keys are normalized (RMSNorm with epsilon 1e-5), over the
             features of all heads together.
-        bias: Whether the layers to queries, keys and values have biases.
+        bias: Whether the linear layers to queries, keys and values have biases.
         rngs: Random number generators for the initial weights.
     """
 
@@ -48,16 +48,15 @@ class CrossProjection(nnx.Module):
     def project(self, x: Activation, source: Activation) -> list[LazyActivation]:
         """Computes the queries of one sequence, and the keys and values of another.
 
-        Normalized queries and keys are materialized; everything else stays lazy.
-
         Args:
             x: The sequence that attends [b, n, d].
             source: The sequence that is attended to [b, l, d_source], which may be `x` itself.
 
         Returns:
             A list [queries [b, n, inner], keys [b, l, inner], values [b, l, inner]] of lazy
-            activations, with the heads side by side; inner is the number of features of all heads
-            together. Queries and keys that are normalized are computed at once.
+            activations, which are not computed until a layer reads them (except queries and keys
+            that are normalized). inner is the number of features of all heads together, which lie
+            side by side.
         """
         q = self.to_q.lazy(x)
         k = self.to_k.lazy(source)
@@ -82,7 +81,7 @@ class LinearAttention(CrossProjection):
         heads: The number of heads, a divisor of the third width.
         normed: Whether queries and keys are normalized (RMSNorm with epsilon 1e-5), over the
             features of all heads together.
-        bias: Whether the projections to queries, keys and values have biases. The output projection
+        bias: Whether the linear layers to queries, keys and values have biases. The output layer
             always has one.
         rngs: Random number generators for the initial weights.
     """
@@ -112,7 +111,7 @@ class CrossAttention(CrossProjection):
         heads: The number of heads, a divisor of the third width.
         normed: Whether queries and keys are normalized (RMSNorm with epsilon 1e-5), over the
             features of all heads together.
-        bias: Whether the projections to queries, keys and values have biases. The output projection
+        bias: Whether the linear layers to queries, keys and values have biases. The output layer
             always has one.
         rngs: Random number generators for the initial weights.
     """

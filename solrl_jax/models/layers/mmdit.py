@@ -77,7 +77,7 @@ class JointBlock(nnx.Module):
             rotation: Cosines and sines of the rotary angles of the l + n positions, text first: two
                 float32 arrays [b or 1, l + n, head_dim / 2]. None: no rotary positions.
             fp8_attention: Whether attention is computed in FP8: queries, keys, values and result
-                are in E4M3. It has no gradient. Hardware without FP8 attention computes in BF16
+                are in E4M3. It has no gradient. Accelerators without FP8 attention compute in BF16
                 from the rounded inputs.
 
         Returns:

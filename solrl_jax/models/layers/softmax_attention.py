@@ -73,7 +73,8 @@ def attend(
         key_lengths: The number of leading keys of the sequence that each sample attends to, at
             least 1. None: all. Ignored with `fp8_attention`.
         fp8_attention: Whether attention is computed in FP8: queries, keys, values and result are in
-            E4M3. Hardware without FP8 attention computes in BF16 from the rounded inputs.
+            E4M3. It has no gradient. Accelerators without FP8 attention compute in BF16 from the
+            rounded inputs.
 
     Returns:
         The attended values [b, sum of s_i, d], heads side by side: in E4M3 if `fp8_attention` is
@@ -191,7 +192,7 @@ class SelfAttention(QKVProjection):
             key_lengths: The number of leading tokens that each sample attends to, at least 1. None:
                 all. Ignored with `fp8_attention`.
             fp8_attention: Whether attention is computed in FP8: queries, keys, values and result
-                are in E4M3. It has no gradient. Hardware without FP8 attention computes in BF16
+                are in E4M3. It has no gradient. Accelerators without FP8 attention compute in BF16
                 from the rounded inputs.
 
         Returns:
@@ -263,7 +264,7 @@ class JointAttention(QKVProjection):
             rotation: Cosines and sines of the rotary angles of the l + n positions, text first: two
                 float32 arrays [b or 1, l + n, head_dim / 2]. None: no rotation.
             fp8_attention: Whether attention is computed in FP8: queries, keys, values and result
-                are in E4M3. It has no gradient. Hardware without FP8 attention computes in BF16
+                are in E4M3. It has no gradient. Accelerators without FP8 attention compute in BF16
                 from the rounded inputs.
 
         Returns:
@@ -326,7 +327,7 @@ class ParallelAttention(nnx.Module):
             rotation: Cosines and sines of the rotary angles of the s positions: two float32 arrays
                 [b or 1, s, head_dim / 2].
             fp8_attention: Whether attention is computed in FP8: queries, keys, values and result
-                are in E4M3. It has no gradient. Hardware without FP8 attention computes in BF16
+                are in E4M3. It has no gradient. Accelerators without FP8 attention compute in BF16
                 from the rounded inputs.
 
         Returns:

@@ -51,8 +51,7 @@ class StoredTensor:
     start: int
 
     def rows(self, first: int, last: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Reads rows (along the leading axis) of the tensor, and yields them in blocks of about 4
-        MiB.
+        """Reads rows (along the leading axis) of the tensor in blocks of about 4 MiB. A generator.
 
         Each item is a pair (index of the block's first row, block); the block is an array of one or
         more rows in the stored dtype. Each block overwrites the memory of the one before, so use or

@@ -624,5 +624,7 @@ def region_in_torch(region: Region, layout: str) -> Region:
 
 
 def _join(*parts: Any) -> str:
-    """Joins the parts of a PyTorch name, strings or integers, by dots: "blocks.3.attn.weight"."""
+    """Joins parts (texts or numbers) by dots to the name of a PyTorch tensor, such as
+    "blocks.3.attn.weight".
+    """
     return ".".join(map(str, parts))

@@ -51,8 +51,10 @@ class QwenImagePipeline(Pipeline):
     """Qwen-Image or Qwen-Image-2512: the language part of Qwen2.5-VL encodes the prompt.
 
     It uses classifier-free guidance with a rescaled result (`guide`). FP8 attention is not
-    available, because the attention is masked. The attributes below are in addition to those of
-    `Pipeline`.
+    available, because the attention is masked.
+
+    `QwenImagePipeline(folder, remat)` opens a model directory in the layout of diffusers without
+    reading a weight. The attributes below are in addition to those of `Pipeline`.
 
     Attributes:
         config: configuration of the transformer (`transformer/config.json`).

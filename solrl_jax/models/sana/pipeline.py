@@ -48,7 +48,8 @@ class MhlaOverride:
 class SanaPipeline(Pipeline):
     """SANA: Gemma 2 encodes the prompt, DC-AE decodes the latents.
 
-    The attributes below are in addition to those of `Pipeline`.
+    `SanaPipeline(folder, remat, mhla)` opens a model directory in the layout of diffusers without
+    reading a weight. The attributes below are in addition to those of `Pipeline`.
 
     Attributes:
         config: configuration of the transformer (`transformer/config.json`).
@@ -203,9 +204,9 @@ class SanaPipeline(Pipeline):
 
         Returns:
             A dictionary. "ids", int32, and "mask", bool, true on tokens and false on padding: both
-            [prompts, tokens], where tokens is `max_tokens` plus the length of the instruction.
-            "kept" [prompts, max_tokens], int32: the positions of the tokens that the transformer
-            sees.
+            [prompts, tokens], where tokens is `max_tokens` plus the number of the instruction's
+            tokens less 2. "kept" [prompts, max_tokens], int32: the positions of the tokens that the
+            transformer sees.
 
         Raises:
             InputError: `max_tokens` is out of range, or the tokenizer fails or has no vocabulary.

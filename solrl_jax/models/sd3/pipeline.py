@@ -30,7 +30,8 @@ TOKENIZERS = {
 class StableDiffusion3Pipeline(Pipeline):
     """Stable Diffusion 3 or 3.5: two CLIPs and T5 encode the prompt. A release may leave out T5.
 
-    The attributes below are in addition to those of `Pipeline`.
+    `StableDiffusion3Pipeline(folder, remat)` opens a model directory in the layout of diffusers
+    without reading a weight. The attributes below are in addition to those of `Pipeline`.
 
     Attributes:
         config: configuration of the transformer (`transformer/config.json`).
@@ -154,7 +155,7 @@ class StableDiffusion3Pipeline(Pipeline):
             timestep: `1000 * sigma` of each latent, where the noise level sigma lies in [0, 1].
             guidance: ignored: the transformer takes no guidance scale.
             fp8_attention: whether attention is computed in FP8: queries, keys, values and result
-                are in E4M3. It has no gradient. Hardware without FP8 attention computes in BF16
+                are in E4M3. It has no gradient. Accelerators without FP8 attention compute in BF16
                 from the rounded inputs.
 
         Returns:

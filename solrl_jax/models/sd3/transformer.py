@@ -134,7 +134,7 @@ class SD3Transformer2DModel(nnx.Module):
                 dtype of `latent`.
             timestep: `1000 * sigma` of each latent, in [0, 1000].
             fp8_attention: whether attention is computed in FP8: queries, keys, values and result
-                are in E4M3. It has no gradient. Hardware without FP8 attention computes in BF16
+                are in E4M3. It has no gradient. Accelerators without FP8 attention compute in BF16
                 from the rounded inputs.
 
         Returns:

@@ -113,8 +113,8 @@ class NoVocabulary:
         return "{{ messages[0].content }}"
 
     def apply_chat_template(self, turns: Sequence[Sequence[dict[str, str]]], **_: Any) -> list[str]:
-        """Returns the content of the first message of each chat. Further keyword arguments are
-        ignored.
+        """Returns the text of the first message of each chat, in place of a rendered chat. Further
+        keyword arguments are ignored.
 
         Args:
             turns: the chats. Each is a list of one or more messages {"role": ..., "content": ...}.

@@ -31,7 +31,8 @@ DEFAULT_SIDE = 1024  # of images, in pixels; no released config has it
 class ZImagePipeline(Pipeline):
     """Z-Image or Z-Image-Turbo: Qwen3 encodes the prompt.
 
-    The attributes below are in addition to those of `Pipeline`.
+    `ZImagePipeline(folder, remat)` opens a model directory in the layout of diffusers without
+    reading a weight. The attributes below are in addition to those of `Pipeline`.
 
     Attributes:
         config: configuration of the transformer (`transformer/config.json`).
