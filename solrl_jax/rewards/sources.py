@@ -38,12 +38,13 @@ class Hub:
 class Converted:
     """A safetensors file that `solrl convert` makes from a released pickle.
 
-    An entry of `reward.paths` may name the file or its directory; by default it is in `weights/`.
+    By default it is in the folder "weights" of the working directory. An entry of `reward.paths`
+    may name another file, or the directory that it is in.
 
     Attributes:
         file: The name of the safetensors file, without a directory.
-        pickle: The name of the released file.
-        origin: The address to download the released file from.
+        pickle: The name of the released pickle file, without a directory.
+        origin: The address of the page from which the pickle file can be downloaded.
     """
 
     file: str

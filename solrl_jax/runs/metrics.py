@@ -209,8 +209,8 @@ class Metrics:
 
         Args:
             iteration: The number of the iteration; 0 before training.
-            values: The values by name, e.g. "kept/reward", each a number or a scalar array. In
-                `metrics.jsonl` and `rows`, a value that is not finite becomes null or None.
+            values: The values by name, e.g. "kept/reward", each a number or a scalar array. A value
+                that is not finite becomes null in `metrics.jsonl` and None in `rows`.
 
         Raises:
             RunError: If the disk refuses. `rows` then lacks the row, and so does `metrics.jsonl` if

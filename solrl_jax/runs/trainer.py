@@ -291,7 +291,7 @@ def _restore(
     progress: TerminalProgress,
     force: bool,
 ) -> tuple[TrainState, int]:
-    """Restores the newest good checkpoint of a run, or creates the state that training starts from.
+    """Restores the newest usable checkpoint of a run, or creates the state of a new run.
 
     Every process calls this, and all get the state of the same checkpoint.
 
@@ -301,7 +301,8 @@ def _restore(
         input_hashes: The hashes of the input files now, by name (e.g. "prompts" or
             "weights/transformer"). They are compared with those that the checkpoint was saved with.
         folder: The run directory.
-        progress: Prints which checkpoint is used, and which damaged ones are skipped.
+        progress: The output in the terminal. It prints which checkpoint is used, and which damaged
+            ones are skipped.
         force: Whether to continue if the input files have changed.
 
     Returns:

@@ -94,16 +94,16 @@ class Verdict(NamedTuple):
 
 
 class Detections(NamedTuple):
-    """The objects in n images, with a definite colour and shape each.
+    """The objects that were detected in n images.
 
     The k = 8 entries of an image are its largest components (connected sets of pixels of one
-    colour), the largest first. Lengths are scaled as if the image had the area 32 x 32 pixels, its
-    true size notwithstanding. A component of fewer than 8 such pixels is no object: its colour,
-    shape and size are -1, and its centre and diameter have no meaning.
+    colour), the largest first. Lengths are scaled as if the image had the area 32 x 32 pixels,
+    whatever its size. A component of fewer than 8 such pixels is no object: its colour, shape and
+    size are -1, and its centre and diameter have no meaning.
 
     Attributes:
-        colour: Index into `scenes.COLOURS`; -1 also where an object has no clear colour.
-        shape: Index into `scenes.SHAPES`; -1 also where an object has no clear shape.
+        colour: Index into `scenes.COLOURS`; -1 also for an object without a clear colour.
+        shape: Index into `scenes.SHAPES`; -1 also for an object without a clear shape.
         size: Index into `scenes.SIZES`.
         centre: (x, y) of the centre of the bounding box in scaled pixels, with y growing downwards.
         diameter: Side of the square bounding box in scaled pixels.

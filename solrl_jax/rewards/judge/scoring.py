@@ -31,6 +31,8 @@ def score_digits(tokens: Tokens, low: int, high: int) -> float:
         E = sum_d d p(d) / sum_d p(d)    with d = low, ..., high
         score = (E - low) / (high - low)
 
+    Here p(d) is the probability that the answer begins with the digit d.
+
     Args:
         tokens: Pairs (token, natural logarithm of its probability) for the first token of the
             answer. White space around a token is ignored, and the probabilities of tokens that are
@@ -48,7 +50,7 @@ def score_digits(tokens: Tokens, low: int, high: int) -> float:
 
 
 def score_yes(tokens: Tokens) -> float:
-    """Returns p(yes) / (p(yes) + p(no)), in [0, 1].
+    """Returns p(yes) / (p(yes) + p(no)), in [0, 1]: how probable the answer "yes" is.
 
     Args:
         tokens: Pairs (token, natural logarithm of its probability) for the first token of the
@@ -65,12 +67,14 @@ def score_yes(tokens: Tokens) -> float:
 def score_preference(tokens: Tokens) -> float:
     """Returns p(A) / (p(A) + p(B)), in [0, 1]: how much the first of two images is preferred.
 
-    A model may prefer a position, whatever the images. `rewards.groups.win_rates` averages both
-    orders.
+    Here p(A) is the probability that the answer begins with "A", which stands for the first image.
+    A model may prefer a position, whatever the images, so callers ask in both orders and average
+    (`rewards.groups.win_rates`).
 
     Args:
         tokens: Pairs (token, natural logarithm of its probability) for the first token of the
-            answer. A letter that is not among them has the probability 0.
+            answer. Case and white space are ignored, and the probabilities of tokens that are then
+            equal are added. A letter that is not among them has the probability 0.
 
     Raises:
         Failure: If the two letters together have a probability below 0.05 (`LEAST_MASS`).
