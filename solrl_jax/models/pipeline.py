@@ -48,7 +48,7 @@ class Pipeline(abc.ABC):
             (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
             (everything inside a block; only the inputs of blocks are stored). Another value raises
             KeyError when the transformer is traced.
-        scheduler: contents of `scheduler/scheduler_config.json`.
+        scheduler: contents of `scheduler/scheduler_config.json`, a dictionary.
         transformer: the denoising network, a `Component` (a network without parameters, and its
             files).
         text_encoders: the text encoders, `Component`s by the names of their folders.
@@ -56,7 +56,7 @@ class Pipeline(abc.ABC):
         compression: side, in image pixels, of the square that one latent pixel stands for.
         channels: number of channels of a latent.
         patch: side, in latent pixels, of the square that becomes one transformer token.
-        default_size: height and width, in pixels, of the images that the model was made for.
+        default_size: (height, width) in pixels of the images that the model was made for.
         default_max_tokens: number of prompt tokens when the user sets none.
         embedded_guidance: whether guidance is built into the transformer, which takes the guidance
             scale as an input or was distilled with a fixed one. Otherwise guidance needs a second
@@ -233,8 +233,8 @@ class Pipeline(abc.ABC):
 
     @property
     def mu(self) -> Callable[[int, int], float] | None:
-        """The formula by which the schedule is shifted towards noise for larger images, or None for
-        that of FLUX.1.
+        """The formula by which the schedule is shifted towards noise for larger images; None:
+        FLUX.1's formula is used.
 
         A function (number of steps, number of image tokens) that returns mu, the natural logarithm
         of the shift. It is None here; models with another formula override the property.

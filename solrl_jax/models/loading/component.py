@@ -63,9 +63,6 @@ class Component:
         """Makes a component of the network that `build` constructs, without computing a parameter
         or reading a file.
 
-        The construction is only traced for its shapes: no parameter is computed and no file is
-        read.
-
         Args:
             source: a directory with safetensors files, or one safetensors file. It need not exist
                 yet.

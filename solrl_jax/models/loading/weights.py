@@ -83,13 +83,16 @@ class ParameterEntry:
     layer in PyTorch.
 
     Attributes:
-        path: path of the parameter in our tree: names, and indices of lists, for example ("blocks",
-            "attn", "to_out", 0, "kernel"). It has no index for the layers of a stack.
+        path: path of the parameter in the network's parameter tree: names, and indices of lists,
+            for example ("blocks", "attn", "to_out", 0, "kernel"). It has no index for the layers of
+            a stack.
         names: PyTorch names of its tensors, such as "blocks.3.attn.to_out.0.weight": one, or one
             per layer.
-        layout: how the axes of a tensor differ from ours: "same", "linear", "pointwise", "conv" or
-            "conv3d" (`OUR_AXES` lists the permutations).
-        shape: shape of one tensor in our order of axes, without the axis of layers.
+        layout: "same" if PyTorch has this package's order of axes; otherwise the kind of weight:
+            "linear" ([in, out] here, [out, in] in PyTorch), "pointwise" ([in, out] here, [out, in,
+            1, 1] there), "conv" ([kh, kw, in, out] here, [out, in, kh, kw] there) or "conv3d" ([kt,
+            kh, kw, in, out] here, [out, in, kt, kh, kw] there).
+        shape: shape of one tensor in this package's order of axes, without the axis of layers.
         stacked: whether the parameter has a leading axis of layers.
         start: for a parameter that files may lack: `(function, *arguments)`, whose call returns its
             initial value. None: files must hold it.
@@ -117,8 +120,8 @@ class ParameterEntry:
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """The shape of the whole parameter in our order of axes: with the axis of layers first if
-        it is stacked.
+        """The shape of the whole parameter in this package's order of axes: with the axis of layers
+        first if it is stacked.
         """
         return (len(self.names), *self.shape) if self.stacked else self.shape
 
@@ -518,8 +521,8 @@ def read_regions(
         stored: position of each tensor in the files, by its name.
         dtype: dtype to which the values are cast. Values beyond its range become infinite.
         regions: the parts to read: tuples with one `range` of indices (step 1) per axis of the
-            parameter, in our order of axes. The first axis of a stacked parameter is that of the
-            layers.
+            parameter, in this package's order of axes. The first axis of a stacked parameter is
+            that of the layers.
 
     Returns:
         One array per part, in the order of `regions`.
@@ -551,11 +554,11 @@ def _read_tensor(
 
     Args:
         tensor: where the tensor is in its file.
-        layout: how the tensor's axes differ from ours: "same", "linear", "pointwise", "conv" or
-            "conv3d" (`OUR_AXES`).
+        layout: "same" if the file has this package's order of axes; otherwise the kind of weight:
+            "linear", "pointwise", "conv" or "conv3d" (`ParameterEntry.layout`).
         targets: one or more pairs (part, array to fill). A part is a tuple with one `range` of
-            indices per axis, in our order of axes without the axis of layers. The arrays have one
-            dtype, to which the values are cast; values beyond its range become infinite.
+            indices per axis, in this package's order of axes without the axis of layers. The arrays
+            have one dtype, to which the values are cast; values beyond its range become infinite.
 
     Raises:
         OSError: the file cannot be opened or read.
@@ -592,9 +595,9 @@ def to_torch_order(parameter: np.ndarray, layout: str) -> np.ndarray:
     """Returns a view of an array in PyTorch's order of axes. It shares the memory of the array.
 
     Args:
-        parameter: the values of one layer, in our order of axes.
-        layout: how PyTorch's axes differ from ours: "same", "linear", "pointwise" (two axes of size
-            1 are added at the end), "conv" or "conv3d" (`OUR_AXES`).
+        parameter: the values of one layer, in this package's order of axes.
+        layout: "same" if PyTorch has that order too; otherwise the kind of weight: "linear",
+            "pointwise" (two axes of size 1 are added at the end), "conv" or "conv3d".
 
     Returns:
         The view; `parameter` itself for "same".
@@ -609,10 +612,10 @@ def region_in_torch(region: Region, layout: str) -> Region:
     """Converts the indices of a rectangular part of a parameter to PyTorch's order of axes.
 
     Args:
-        region: the part: a tuple with one `range` of indices per axis, in our order of axes without
-            the axis of layers.
-        layout: how PyTorch's axes differ from ours: "same", "linear", "pointwise" (two axes of size
-            1 are added at the end), "conv" or "conv3d" (`OUR_AXES`).
+        region: the part: a tuple with one `range` of indices per axis, in this package's order of
+            axes without the axis of layers.
+        layout: "same" if PyTorch has that order too; otherwise the kind of weight: "linear",
+            "pointwise" (two axes of size 1 are added at the end), "conv" or "conv3d".
 
     Returns:
         A tuple with one `range` per axis of the PyTorch tensor.
