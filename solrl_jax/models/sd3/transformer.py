@@ -201,8 +201,8 @@ class PatchEmbed(nnx.Module):
     """Maps patches of latents to tokens, and adds positions.
 
     Positions are stored for a square of `pos_embed_max_size` patches on each side; smaller latents
-    use its center. They are a parameter because checkpoints hold them: LoRA adapters leave it as it
-    is, but training of all parameters changes it.
+    use its center. The square is a parameter because checkpoints hold it: LoRA adapters leave it as
+    it is, but training of all parameters changes it.
 
     Args:
         config: configuration of the network.

@@ -166,9 +166,9 @@ class TextEncoders:
                 for some models.
             instruction: text before each prompt. Models that accept none ignore it. None: no
                 instruction.
-            progress: a function `(total, done)` that is called before each chunk of `chunk`
+            progress: a function `(total, increment)` that is called before each chunk of `chunk`
                 prompts: with the number of prompts to encode, and the number encoded since the last
-                call. It is not called at the end.
+                call (0 at first). It is not called at the end.
 
         Returns:
             The number of prompts that were encoded; 0 without a cache.
