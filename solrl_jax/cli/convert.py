@@ -109,7 +109,8 @@ def describe(summary: Mapping[str, Any]) -> str:
     """Formats the result of `convert` for a terminal.
 
     Args:
-        summary: The result of `convert`.
+        summary: The result of `convert`: a dict with "out", "took", "left_out", "kind", "tensors",
+            "bytes" and, for SANA, "parameters", "ffn", "ignored" and "config".
 
     Returns:
         Up to four lines: the key that the tensors were under, the entries that were left out, the
@@ -531,7 +532,7 @@ def command(file: Path, out: Path, base: Path | None, force: bool, as_json: bool
         InputError: If a path cannot be used, PyTorch is missing or too old, reading the file might
             run code, or the file holds more than tensors and plain values, or other tensors than
             the network's.
-        RunError: If the disk refuses.
+        RunError: If the result cannot be written to the disk.
     """
     summary = convert(file, out, base, force=force)
     finish(summary, as_json, describe(summary))

@@ -425,7 +425,8 @@ def _wrong(summary: dict[str, Any]) -> list[str]:
     """Returns a message "KERNEL: PROBLEM" for each kernel that was found to be wrong.
 
     Args:
-        summary: The result of `machine`.
+        summary: The description of the machine. Its entry "checks" is a dict: the problem of each
+            kernel by its name, or None if the kernel is correct.
     """
     return [f"{name}: {problem}" for name, problem in summary["checks"].items() if problem]
 
@@ -480,8 +481,10 @@ def table(summary: dict[str, Any]) -> str:
     """Formats the result of `solrl doctor` for a terminal.
 
     Args:
-        summary: The result of `machine`. If a preset was given, also all entries of the result of
-            `needs`, and "proposal", the result of `proposal`.
+        summary: The description of the machine, with the keys that `machine` returns, e.g.
+            "versions", "devices", "formats", "checks" and "missing". If a preset was given, it also
+            has those of `needs` ("weights", "downloads", "judges", "adapted"), and "proposal", the
+            result of `proposal`.
 
     Returns:
         One line per subject. The last ones list what is missing, or say "nothing".

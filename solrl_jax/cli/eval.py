@@ -102,7 +102,7 @@ def command(
     Raises:
         ConfigError: If the configuration or an override is invalid.
         InputError: If an argument cannot be used, or both policies are for different models.
-        RunError: If a checkpoint is damaged, a reward fails, or the disk refuses.
+        RunError: If a checkpoint is damaged, a reward fails, or the disk cannot be written to.
     """
     other = None
     if paired:

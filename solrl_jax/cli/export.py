@@ -83,7 +83,7 @@ def command(
         InputError: If `run` is no run directory or has no such checkpoint, `out` cannot be written
             or exists without `force`, an option does not suit the run, the parameters are not
             finite or change nothing, or the hub does not know the user.
-        RunError: If the checkpoint is damaged, the disk refuses, or the upload fails.
+        RunError: If the checkpoint is damaged, the disk cannot be written to, or the upload fails.
     """
     summary = api.export(
         run,

@@ -223,7 +223,8 @@ def command(
     Raises:
         ConfigError: If the configuration of the run is invalid.
         InputError: If an argument or a file cannot be used.
-        RunError: If an image is not finite, the checkpoint is damaged, or the disk refuses.
+        RunError: If an image is not finite, the checkpoint is damaged, or the disk cannot be
+            written to.
     """
     texts = load_prompts(prompts, "--prompts", distinct=False)
     instruction = None

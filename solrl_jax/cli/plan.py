@@ -64,7 +64,7 @@ def command(
         ConfigError: If the preset or an override is invalid.
         InputError: If the compiler is not installed, there are no such devices, the configuration
             cannot be run on so many, or `hlo` cannot be written or has programs without `force`.
-        RunError: If the disk refuses.
+        RunError: If a compiled program cannot be written to the disk.
     """
     with bar(None, "plan", "program") as progress:
 

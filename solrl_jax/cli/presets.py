@@ -146,7 +146,8 @@ def format_prompts(preset: str, prompts: Mapping[str, Any]) -> str:
 
     Args:
         preset: The name of the preset.
-        prompts: The result of `describe_prompts`.
+        prompts: The result of `describe_prompts`: a dict with "files", "train", "test", "shared"
+            and "first".
 
     Returns:
         A line on the sets, and one line per prompt of the first training iteration.

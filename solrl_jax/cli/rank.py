@@ -88,7 +88,7 @@ def command(
     Raises:
         ConfigError: If the configuration, an override or a recipe is invalid.
         InputError: If an argument cannot be used.
-        RunError: If the checkpoint is damaged, a reward fails, or the disk refuses.
+        RunError: If the checkpoint is damaged, a reward fails, or the disk cannot be written to.
     """
     config, run = configuration(target, overrides, None, trust=trust)
     settings = rank.sweep(config, explore=explore, formats=formats, steps=steps)

@@ -35,7 +35,7 @@ def command(
 
     Raises:
         InputError: If a run is damaged or has no record, the plan is none, or the file exists.
-        RunError: If the disk refuses.
+        RunError: If the page cannot be written to the disk.
     """
     page = out or (runs[0] / report.NAME if len(runs) == 1 else Path(report.NAME))
     if page.is_dir():

@@ -73,7 +73,7 @@ def command(
     Raises:
         ConfigError: If a setting is invalid.
         InputError: If an argument cannot be used, or another process trains in the directory.
-        RunError: If the disk refuses.
+        RunError: If a result cannot be written to the disk.
         SystemExit: With code 1, if runs failed. The others are compared.
     """
     if compare_only and processes is not None:

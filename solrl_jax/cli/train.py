@@ -115,7 +115,9 @@ def closing(summary: dict[str, Any], html_report: bool) -> str:
     commands.
 
     Args:
-        summary: The result of `api.train`.
+        summary: The result of `api.train`: a dict, of which "run" (the directory), "before" and
+            "after" (metrics of the evaluations before and after training) and "trained_in_full"
+            (the number of parameters that are no adapters) are used.
         html_report: Whether the run wrote `report.html`. If not, the command that writes it is
             shown.
 

@@ -125,8 +125,8 @@ def _choose(parsed: Overrides, plugins: dict[str, str], part: str, name: str) ->
     """Records the choice of a file or of a function for a part of a preset.
 
     Args:
-        parsed: The result of `parse_overrides`. It gets a file in its `choices`, or a message in
-            its `problems` if `name` is unknown.
+        parsed: The overrides that were parsed so far. It gets a file in its `choices`, or a message
+            in its `problems` if `name` is unknown.
         plugins: Functions, services and entry points that were chosen, by part. It gets any other
             choice than a file. Choosing a file removes the entry.
         part: "model", "family", "explore", "objective" or "reward".

@@ -176,8 +176,10 @@ class Planner:
 
             * "name": the name of the program's function, e.g. "sample_chunk".
             * "calls": the number of calls per iteration.
-            * "memory": bytes of the device while it runs, as `Planner.memory` returns them.
-            * "roofline": time and work of one call, as `Roofline.summary` returns them.
+            * "memory": a dict of bytes of the device while it runs: "peak", and the parts that make
+              it up (see `Planner.memory`).
+            * "roofline": a dict of the time and the work of one call: "seconds", "kernels",
+              "collectives" and others (see `Roofline.summary`).
 
         Raises:
             RunError: If the text cannot be written to the disk.
@@ -295,27 +297,28 @@ def plan(
     Returns:
         A dict of JSON values. All bytes are those of one device, and all seconds roofline bounds:
 
-        * "stages": a list with a dict per stage of an iteration: "name", "seconds", "peak" (bytes)
-          and "programs", a list of results of `Planner.measure`.
+        * "stages": a list with a dict per stage of an iteration: "name" (e.g. "explore"),
+          "seconds", "peak" (bytes) and "programs", a list of dicts with "name", "calls", "memory"
+          and "roofline" (see `Planner.measure`).
         * "seconds" and "rollout": the seconds of an iteration, and those of its stages "sync",
-          "explore" and "regenerate".
-        * "naive_scaling": both seconds for a run that explores in the training precision, as a
-          dict. Only if the run regenerates.
+          "explore" and "regenerate", which generate samples.
+        * "naive_scaling": a dict of both seconds for a run that explores in the training precision.
+          Only if the run regenerates the kept samples.
         * "peak", "largest", "usable" and "fits": the largest peak of a stage and the name of that
           stage, the bytes that arrays may take (92% of the memory), and whether the peak is within
           them.
         * "too_large": for each stage that does not fit, by its name, a list of settings that take
           less memory.
         * "faster": settings `key=value` that may save time, by the name of the stage.
-        * "parts": bytes of the arrays that stay in memory, by the names of `Planner.parts`.
+        * "parts": bytes of the arrays that stay in memory, e.g. "base" and "adapters".
         * "assumptions": a list of sentences.
         * "preset", "device", "devices" (per host), "hosts", "size" (height and width in pixels),
           "mesh" (the sizes of its axes by name), "exploration" (its format, as a sentence) and
           "remat" (what the backward pass computes again): what was planned.
 
     Raises:
-        InputError: If the devices do not exist, do not match the mesh of the configuration, the
-            configuration cannot be run, or `hlo` cannot be written to.
+        InputError: If the devices do not exist or do not match the mesh of the configuration, if
+            the configuration cannot be run, or if `hlo` cannot be written to.
         RunError: If a compiled text cannot be written to the disk.
     """
     planner = Planner(config, where)
@@ -410,7 +413,8 @@ def totals(planner: Planner, stages: list[dict[str, Any]]) -> dict[str, Any]:
 
     Args:
         planner: The planner, which tells the number of batches.
-        stages: The stages of the iteration in order, as the list "stages" in the result of `plan`.
+        stages: The stages of the iteration in order: dicts with "name", "seconds" and "programs" (a
+            list, of which the roofline seconds of regeneration are used).
 
     Returns:
         A dict of "seconds" (of the iteration) and "rollout" (of its stages "sync", "explore" and
@@ -484,7 +488,8 @@ def table(summary: dict[str, Any]) -> str:
     of one device, the times of each program, whether it fits, and the assumptions.
 
     Args:
-        summary: The result of `plan`.
+        summary: The plan, as `plan` returns it: a dict with "preset", "device", "parts", "stages",
+            "peak", "fits", "seconds", "assumptions" and others.
 
     Returns:
         The lines, joined by line feeds.
@@ -562,7 +567,8 @@ def rows(summary: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the programs of a plan in the order of an iteration.
 
     Args:
-        summary: The result of `plan`.
+        summary: The plan, as `plan` returns it. Its entry "stages" is a list of dicts with "name"
+            and "programs".
 
     Yields:
         Pairs of the name of the stage and the dict of the program, with "name", "calls", "memory"

@@ -45,10 +45,15 @@ def plan(
         progress: Called with "STAGE: PROGRAM" before each program is measured.
 
     Returns:
-        The plan as `solrl plan` prints it in JSON. Bytes are those of one device, and seconds
-        roofline bounds: "seconds" of the iteration, "rollout" (the seconds of its sampling), "peak"
-        and "usable" (bytes that are needed, and that arrays may take), "fits" (whether they fit),
-        "stages" (the same figures for each stage) and others, which `planning.plan.plan` lists.
+        A dict of JSON values, as `solrl plan` prints it. All bytes are those of one device, and all
+        seconds roofline bounds:
+
+        * "seconds" and "rollout": the seconds of an iteration, and of its generation of samples.
+        * "peak", "usable" and "fits": the bytes that are needed and those that arrays may take, and
+          whether the former fit.
+        * "stages": a list with a dict per stage of the iteration: "name", "seconds", "peak" and
+          "programs" (their memory, kernels and collectives).
+        * Others, such as settings that take less memory or time; `planning.plan.plan` lists them.
 
     Raises:
         ConfigError: If the preset or an override is invalid.

@@ -215,7 +215,8 @@ def table(summary: dict[str, Any]) -> str:
     the collectives, and the kernels that take longest.
 
     Args:
-        summary: The result of `Roofline.summary`.
+        summary: The figures, as `Roofline.summary` returns them: a dict with "seconds", "split",
+            "products_at_peak", "native", "collectives", "largest" and others.
 
     Returns:
         The lines, joined by line feeds.

@@ -189,7 +189,7 @@ def compiled(program: Any, target: Target) -> Any:
     without the device.
 
     Args:
-        program: The result of `lowered`.
+        program: The lowered program (`jax.stages.Lowered`), from `lowered`.
         target: The kind of device that the program was lowered for.
 
     Returns:
