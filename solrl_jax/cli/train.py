@@ -117,7 +117,7 @@ def closing(summary: dict[str, Any], html_report: bool) -> str:
     Args:
         summary: The result of `api.train`: a dict, of which "run" (the directory), "before" and
             "after" (metrics of the evaluations before and after training) and "trained_in_full"
-            (the number of parameters that are no adapters) are used.
+            (the number of arrays that are trained in full, 0 for adapters alone) are used.
         html_report: Whether the run wrote `report.html`. If not, the command that writes it is
             shown.
 

@@ -1,6 +1,4 @@
-"""Builds an `Experiment` of shapes, as `experiment.build` does without weights, vocabularies or
-prompts.
-"""
+"""Builds what a training run builds, with shapes in place of arrays, so that it can be compiled."""
 
 import dataclasses
 import math

@@ -132,21 +132,22 @@ def load_records() -> tuple[Record, ...]:
 def propose(config: Config, machine: Machine, records: Sequence[Record]) -> Proposal:
     """Proposes mesh, gradient checkpointing and batch sizes for a machine, from earlier plans.
 
-    Considered are the plans of the same model for images at least as large. If some of them fit
-    into the machine's memory and divide its devices evenly, the settings are those of the fastest
-    one: least tensor parallelism first, then no recomputation of whole blocks, then the fewest
-    shards. If none fits, the settings are a guess that saves as much memory as possible.
+    Considered are plans of the same model on the same platform (GPU or TPU) for images at least as
+    large. They fit if they need no more memory per device than the machine has, and divide its
+    devices evenly. Of those that fit, the one that should be fastest is taken: with the least
+    tensor parallelism, then without recomputing whole blocks, then with the fewest shards. If none
+    fits, the settings are a guess that saves as much memory as possible.
 
     Args:
         config: The configuration to propose for. Its model and its largest image size are used.
         machine: The devices to propose for.
-        records: The earlier plans to choose from.
+        records: The earlier plans to choose from, e.g. `load_records()`.
 
     Returns:
         The proposal. Its settings are `mesh.fsdp`, `optimizer.per_device_batch_size` and
         `rollout.per_device_batch_size`, and where they matter `mesh.tensor`,
-        `model.gradient_checkpointing` and `model.vae_tile_size`. They are empty if there is no such
-        plan, or if the configuration trains other parameters than adapters.
+        `model.gradient_checkpointing` and `model.vae_tile_size`. They are empty if no plan is
+        considered, or if the configuration trains other parameters than adapters.
     """
     where = f"{machine.devices} x {machine.kind}, {machine.memory / 1e9:.3g} GB each"
     height, width = largest_training_size(config)

@@ -102,8 +102,9 @@ class Roofline:
         Returns:
             A dict with these keys:
 
-            * "seconds" and "split": the lower bound for one call, and its parts as `split` returns
-              them.
+            * "seconds": the lower bound for one call.
+            * "split": a dict of its parts: seconds of "products" (matmuls), "attention", "memory"
+              (kernels that only move data) and "links" (collectives).
             * "products_at_peak": the seconds of the arithmetic alone.
             * "kernels" and "native": the number of runs of all kernels, and of each library
               function and Pallas kernel by name.
@@ -114,7 +115,8 @@ class Roofline:
               kernels.
             * "largest": a list of the 8 longest kernels as dicts with "name", "result", "source",
               "times", "seconds" and "at_peak" (the seconds of their arithmetic alone).
-            * "unknown_loops": the number of loops that count as one iteration.
+            * "unknown_loops": the number of loops that count as one iteration, because the number
+              of their iterations is unknown.
         """
         split = self.split()
         operations = defaultdict[str, float](float)

@@ -55,8 +55,10 @@ class Program:
 class Stages:
     """Builds the programs of a training iteration from an experiment that has shapes for arrays.
 
-    A stage is a part of an iteration: "encode" (the prompts), "sync" (quantizes the policy for
-    exploration), "explore", "regenerate", "score" and "update"; and "evaluate", apart from it.
+    A stage is a part of an iteration: "encode" encodes the prompts; "sync" quantizes the policy;
+    "explore" generates many candidates with it; "regenerate" generates the kept ones again in the
+    training precision; "score" decodes and scores samples; and "update" trains on them. "evaluate"
+    is no part of an iteration.
 
     Attributes:
         experiment: The experiment, as `abstract.experiment` builds it.
@@ -215,14 +217,17 @@ class Stages:
         )
 
     def _policy(self, codes: Any) -> Any:
-        """Returns the parameters that a phase samples with, as a tree of ShapeDtypeStructs.
+        """Returns the parameters of the transformer that samples are generated with, as shapes.
 
-        They are those of the frozen transformer, with the trainable parameters of the old policy
-        attached.
+        They are the frozen parameters with the trainable parameters of the old policy attached. The
+        old policy is the slowly moving copy of the trained one that generates samples.
 
         Args:
             codes: Quantized weights by parameter path, each of which takes the place of the weight
                 and its adapter. An empty dict gives the policy in the training precision.
+
+        Returns:
+            A tree of ShapeDtypeStructs with shardings.
         """
 
         def policy(base, adapters, codes):
@@ -250,14 +255,14 @@ class Stages:
         return Program(mesh, encode_chunk, (encoders, self.encoders, token_shapes), calls)
 
     def _sync(self) -> tuple[Any, ...]:
-        """Returns the arguments of `quantize_policy`, the program of the stage "sync".
+        """Returns the arguments of `quantize_policy`, the program that quantizes the policy.
 
-        Exploration must quantize.
+        It may only be called if exploration quantizes.
 
         Returns:
             The six arguments in order: the mesh, the frozen parameters, the trainable parameters of
-            the old policy, the LoRA scale alpha / rank, the paths of the weights to quantize, and
-            the `Quantizer`. Arrays are ShapeDtypeStructs.
+            the old policy (the copy that generates samples), the LoRA scale alpha / rank, the paths
+            of the weights to quantize, and the `Quantizer`. Arrays are ShapeDtypeStructs.
         """
         experiment = self.experiment
         explorer = self.experiment.explorer

@@ -55,17 +55,17 @@ class Peaks:
     Attributes:
         bf16: Operations per second of BF16 matmuls, with 2 for a multiply-add. The same unit holds
             for all matmuls below.
-        int8: INT8 matmuls. A device that has no hardware for a format has the rate of the next
-            wider one here, down to that of `bf16`.
-        fp8: FP8 matmuls.
-        fp4: FP4 matmuls.
+        int8: INT8 matmuls; the rate of `bf16` for a device that has no hardware for them.
+        fp8: FP8 matmuls; the rate of `bf16` for a device that has no hardware for them.
+        fp4: FP4 matmuls; without hardware for them the rate of `bf16` on GPUs, and of `fp8` on
+            TPUs.
         fp32: Float32 matmuls at full precision.
         tf32: Float32 matmuls at reduced precision: TF32 on GPUs, three passes of BF16 on TPUs.
         memory: Bytes per second of main memory.
         link: Bytes per second of the links between the devices of a host or TPU slice, in one
             direction.
-        network: Bytes per second of the network between hosts in one direction, divided by the
-            devices of a host.
+        network: Bytes per second of the network between hosts in one direction, as the share of one
+            device.
     """
 
     bf16: float
