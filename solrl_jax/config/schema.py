@@ -149,8 +149,8 @@ class Model(Section):
         prompt_cache_dir: A directory that keeps the embeddings of prompts, so that the text
             encoders are loaded only for new prompts. "": a directory in the user's cache (~/.cache
             by default). None: prompts are encoded again in every iteration.
-        vae_tile_size: Latents are decoded in overlapping tiles with sides of so many pixels, 1 to
-            16384, which saves memory. None: as whole images.
+        vae_tile_size: The side in pixels, 1 to 16384, of the overlapping tiles in which latents are
+            decoded, to save memory. None: whole images are decoded.
         attention: The attention among image tokens. "default": that of the released network.
             "mhla": multi-head linear attention (arXiv 2601.07832), for SANA only.
         mhla_blocks: For "mhla": the number of blocks that the tokens of an image are divided into,
@@ -204,10 +204,10 @@ class Explore(Section):
             kept samples in exploration and after regeneration, from -1 to 1. If it is not reached,
             the run explores with more steps, and then in finer formats. None: nothing is changed.
             It needs `rollout.regenerate`, and `reward` None.
-        reward: Weights of the scores that rank the candidates, by name, if those in
-            `reward.weights` are too slow or too expensive for all candidates. The kept ones are
-            scored by `reward.weights` in any case. None: `reward.weights` ranks, too. It needs
-            `rollout.regenerate`.
+        reward: Weights of other scores that rank the candidates, by name, for the case that those
+            in `reward.weights` are too slow or too expensive for all candidates. The kept ones are
+            scored by `reward.weights` in any case. None: `reward.weights` ranks the candidates. It
+            needs `rollout.regenerate`.
     """
 
     precision: Precision = "nvfp4"
@@ -246,10 +246,10 @@ class Rollout(Section):
             "cps" (Flow-CPS). Evaluations add no noise.
         noise_level: How much noise a stochastic solver adds, from 0 to 1 (eta in DDIM). Must be 0
             with an ODE solver, and with `explore.sigmas="first"`.
-        sde_window_size: Only so many consecutive steps add noise, at least 1 and less than
-            `num_steps` (MixGRPO). None: all steps but the last.
-        sde_window_every: After so many iterations the window moves on by one step, and from its
-            last place back to the first. At least 1.
+        sde_window_size: The number of consecutive steps that add noise (the window of MixGRPO), at
+            least 1 and less than `num_steps`. None: all steps but the last add noise.
+        sde_window_every: The number of iterations after which the window moves on by one step, at
+            least 1. From its last place it moves back to the first step.
         schedule: How sigmas are spaced: "linear" equally and then shifted; "sd3" as the released
             scheduler of SD3 does, which shifts twice; "flux" equally, with a shift that follows
             from the image size.
@@ -357,8 +357,9 @@ class Rollout(Section):
         """Checks the numbers of solver steps of exploration.
 
         Raises:
-            ConfigError: If exploration has more steps than regeneration (or, without regeneration,
-                another number than `num_steps`), or not more than `explore.exact_steps`.
+            ConfigError: If exploration has more steps than regeneration; if samples are not
+                regenerated and exploration has another number of steps than `num_steps`; or if
+                `explore.exact_steps` is not less than the number of exploration steps.
         """
         field = "rollout.explore.num_steps"
         explored = self.explore.num_steps
