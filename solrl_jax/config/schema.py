@@ -590,7 +590,7 @@ class Lora(Section):
 
     Attributes:
         rank: The rank of A and B, 1 to 4096.
-        alpha: The scale of the adapters times their rank, above 0.
+        alpha: Adapters are scaled by alpha / rank; above 0.
         target_modules: Regular expressions of parameter paths, at least one. A linear layer whose
             whole path matches one of them gets an adapter. The default is for SANA.
         path: A LoRA file or directory to start from, of diffusers, PEFT, kohya, ai-toolkit or
@@ -709,11 +709,12 @@ class Mesh(Section):
     """The device mesh: the number of devices along each of its three axes.
 
     Attributes:
-        data: The axis along which devices have different samples and the same parameters. At least
-            1, or -1 for all devices that the other axes leave.
-        fsdp: The axis along which devices have different samples and share the parameters (fully
-            sharded data parallelism), at least 1.
-        tensor: The axis along which devices share each matmul (tensor parallelism), at least 1.
+        data: The number of devices along the axis whose devices have different samples and the same
+            parameters. At least 1, or -1 for all devices that the other axes leave.
+        fsdp: The number of devices along the axis whose devices have different samples and share
+            the parameters (fully sharded data parallelism), at least 1.
+        tensor: The number of devices along the axis whose devices share each matmul (tensor
+            parallelism), at least 1.
 
     Raises:
         ConfigError: If `data` is below 1 and not -1.
