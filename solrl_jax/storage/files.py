@@ -408,7 +408,7 @@ def remove_directory(path: Path) -> None:
     """Removes a directory with its content, in such a way that a kill leaves no part of it under
     its name.
 
-    The directory is renamed to `.removing-NAME` first. What is there already is removed too. Of a
+    The directory is renamed to `.removing-NAME` first, in place of an older one of that name. Of a
     link, only the link is removed.
 
     Args:

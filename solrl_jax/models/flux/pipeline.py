@@ -146,8 +146,8 @@ class FluxPipeline(Pipeline):
                 blocks and, under tensor parallelism, linear layers may still be sharded; all other
                 leaves are whole.
             latent: noisy latents [b, h, w, c], of even height and width.
-            conditioning: "text" [b, l, d], hidden states of T5, and "pooled" [b, e], CLIP's
-                embedding of the whole prompt, as returned by `encode_text`.
+            conditioning: a dictionary with "text" [b, l, d], hidden states of T5, and "pooled" [b,
+                e], CLIP's embedding of the whole prompt, as returned by `encode_text`.
             timestep: `1000 * sigma` of each latent, where the noise level sigma lies in [0, 1].
             guidance: guidance scale, a scalar, for example 3.5. FLUX.1-schnell, whose transformer
                 does not embed it, ignores it.

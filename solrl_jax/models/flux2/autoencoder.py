@@ -73,8 +73,8 @@ class AutoencoderKLFlux2Config(KLConfig):
     def decoder_config(self) -> "AutoencoderKLFlux2Config":
         """The configuration in which `block_out_channels` are the channels of the decoder's stages.
 
-        It is `self` if `decoder_block_out_channels` is None, otherwise a copy with that field
-        moved.
+        It is `self` if `decoder_block_out_channels` is None, otherwise a copy whose
+        `block_out_channels` has the value of that field.
         """
         widths = self.decoder_block_out_channels
         if widths is None:

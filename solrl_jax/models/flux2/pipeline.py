@@ -149,8 +149,8 @@ class Flux2KleinPipeline(Pipeline):
                 blocks and, under tensor parallelism, linear layers may still be sharded; all other
                 leaves are whole.
             latent: noisy latents [b, h, w, c] of any height and width.
-            conditioning: "text" [b, l, 3 d], three hidden states of Qwen3 side by side, as returned
-                by `encode_text`.
+            conditioning: a dictionary with "text" [b, l, 3 d], three hidden states of Qwen3 side by
+                side, as returned by `encode_text`.
             timestep: `1000 * sigma` of each latent, where the noise level sigma lies in [0, 1].
             guidance: ignored: the transformer takes no guidance scale.
             fp8_attention: whether attention is computed in FP8: queries, keys, values and result

@@ -47,7 +47,8 @@ class FeedForward(nnx.Module):
         """Applies the MLP to each token. The input is not added.
 
         Args:
-            x: The tokens [b, s, d], an array or a lazy activation.
+            x: The tokens [b, s, d], an array or a lazy activation (one that is computed when it is
+                read).
 
         Returns:
             An array of the shape and dtype of `x`, even for a lazy input.
@@ -73,7 +74,8 @@ class GatedFeedForward(nnx.Module):
         """Computes `w2(silu(w1(x)) * w3(x))` for each token. The input is not added.
 
         Args:
-            x: The tokens [b, s, d], an array or a lazy activation.
+            x: The tokens [b, s, d], an array or a lazy activation (one that is computed when it is
+                read).
 
         Returns:
             An array of the shape and dtype of `x`, even for a lazy input.
@@ -103,7 +105,8 @@ class FusedGatedFeedForward(nnx.Module):
         two halves of `linear_in(x)`. The input is not added.
 
         Args:
-            x: The tokens [b, s, d], an array or a lazy activation.
+            x: The tokens [b, s, d], an array or a lazy activation (one that is computed when it is
+                read).
 
         Returns:
             An array of the shape and dtype of `x`, even for a lazy input.
@@ -146,7 +149,8 @@ class GLUMBConv(nnx.Module):
         """Applies the gated MLP to images whose pixels are given as tokens. The input is not added.
 
         Args:
-            x: The pixels [b, n, d], row by row, an array or a lazy activation.
+            x: The pixels [b, n, d], row by row, an array or a lazy activation (one that is computed
+                when it is read).
             grid: (rows, columns) of the image, whose product is n.
 
         Returns:

@@ -63,7 +63,8 @@ class Linear(nnx.Module):
         are left to the layer that reads the result, whose kernel does them on the fly.
 
         Args:
-            x: The input [b, s, in], an array or a lazy activation. A lazy one is computed here.
+            x: The input [b, s, in], an array or a lazy activation (one that is computed when it is
+                read). A lazy one is computed here.
 
         Returns:
             The lazy activation [b, s, out], in the dtype of `x` (for a `HalfPrecisionWeight`, in
@@ -82,7 +83,8 @@ class Linear(nnx.Module):
         reads the result, whose kernel does them on the fly.
 
         Args:
-            x: The input [b, s, in], an array or a lazy activation.
+            x: The input [b, s, in], an array or a lazy activation (one that is computed when it is
+                read).
             f: An elementwise function of arrays of any shape, for example `jax.nn.gelu`.
 
         Returns:

@@ -90,7 +90,8 @@ class LinearAttention(CrossProjection):
         """Applies linear attention of the image tokens to each other, and the output layer.
 
         Args:
-            x: The image tokens [b, n, d], an array or a lazy activation.
+            x: The image tokens [b, n, d], an array or a lazy activation (one that is computed when
+                it is read).
             grid: Unused. The (rows, columns) of the tokens, for layers that replace this one and
                 depend on positions (`BlockMixing`).
 

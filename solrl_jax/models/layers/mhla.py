@@ -104,7 +104,8 @@ class BlockMixing(CrossProjection):
         the output layer.
 
         Args:
-            x: The image tokens [b, n, d], row by row, an array or a lazy activation.
+            x: The image tokens [b, n, d], row by row, an array or a lazy activation (one that is
+                computed when it is read).
             grid: (rows, columns) of the tokens, multiples of the numbers of blocks in `layout`.
 
         Returns:

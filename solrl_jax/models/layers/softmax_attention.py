@@ -186,7 +186,8 @@ class SelfAttention(QKVProjection):
         one.
 
         Args:
-            x: The input [b, s, d], an array or a lazy activation.
+            x: The input [b, s, d], an array or a lazy activation (one that is computed when it is
+                read).
             rotation: Cosines and sines of the rotary angles of the s positions: two float32 arrays
                 [b or 1, s, head_dim / 2]. None: no rotation.
             key_lengths: The number of leading tokens that each sample attends to, at least 1. None:
@@ -259,8 +260,10 @@ class JointAttention(QKVProjection):
         layer for each.
 
         Args:
-            text: The text tokens [b, l, d], an array or a lazy activation.
-            image: The image tokens [b, n, d], an array or a lazy activation.
+            text: The text tokens [b, l, d], an array or a lazy activation (one that is computed
+                when it is read).
+            image: The image tokens [b, n, d], an array or a lazy activation (one that is computed
+                when it is read).
             rotation: Cosines and sines of the rotary angles of the l + n positions, text first: two
                 float32 arrays [b or 1, l + n, head_dim / 2]. None: no rotation.
             fp8_attention: Whether attention is computed in FP8: queries, keys, values and result
@@ -323,7 +326,8 @@ class ParallelAttention(nnx.Module):
         the output.
 
         Args:
-            x: The input [b, s, d], an array or a lazy activation.
+            x: The input [b, s, d], an array or a lazy activation (one that is computed when it is
+                read).
             rotation: Cosines and sines of the rotary angles of the s positions: two float32 arrays
                 [b or 1, s, head_dim / 2].
             fp8_attention: Whether attention is computed in FP8: queries, keys, values and result

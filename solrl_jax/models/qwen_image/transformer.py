@@ -284,8 +284,10 @@ class MaskedJointAttention(JointAttention):
         layer for each.
 
         Args:
-            image: the image tokens [b, n, d], an array or a lazy activation.
-            text: the text tokens [b, l, d], padding last, an array or a lazy activation.
+            image: the image tokens [b, n, d], an array or a lazy activation (one that is computed
+                when it is read).
+            text: the text tokens [b, l, d], padding last, an array or a lazy activation (one that
+                is computed when it is read).
             rotation: cosines and sines of the rotary angles of the n + l positions, image first:
                 two float32 arrays [b or 1, n + l, head_dim / 2].
             key_lengths: the number of leading tokens of the sequence (image, then text) that each

@@ -163,8 +163,8 @@ class SanaPipeline(Pipeline):
                 blocks and, under tensor parallelism, linear layers may still be sharded; all other
                 leaves are whole.
             latent: noisy latents [b, h, w, c], of a size that `size_multiples` allows.
-            conditioning: "text" [b, l, d], hidden states of Gemma, and "mask" [b, l], true on
-                tokens and false on padding, as returned by `encode_text`.
+            conditioning: a dictionary with "text" [b, l, d], hidden states of Gemma, and "mask" [b,
+                l], true on tokens and false on padding, as returned by `encode_text`.
             timestep: `1000 * sigma` of each latent, where the noise level sigma lies in [0, 1]. The
                 configuration's `timestep_scale` is applied here.
             guidance: ignored: the transformer takes no guidance scale.

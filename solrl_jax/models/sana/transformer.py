@@ -56,8 +56,8 @@ class SanaConfig(TransformerConfig):
         dropout: 0.0, the only supported value.
         attention_bias: whether the linear layers to queries, keys and values of the attention among
             image tokens have biases.
-        sample_size: side, in latent pixels, of the latents that the model was made for. It has an
-            effect only with `interpolation_scale`.
+        sample_size: side, in latent pixels, of the latents that the model was made for. It gives
+            the default image size, and scales positions if there are any (`interpolation_scale`).
         patch_size: side of a patch in latent pixels.
         norm_elementwise_affine: whether the norm before the MLP has learned weights.
         norm_eps: epsilon of the norms of the blocks.

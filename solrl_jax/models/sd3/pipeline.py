@@ -150,8 +150,9 @@ class StableDiffusion3Pipeline(Pipeline):
                 blocks and, under tensor parallelism, linear layers may still be sharded; all other
                 leaves are whole.
             latent: noisy latents [b, h, w, c]. Height and width are multiples of the patch size.
-            conditioning: "text" [b, l, d], the CLIP tokens and then the T5 tokens, and "pooled" [b,
-                e], one embedding of the whole prompt, as returned by `encode_text`.
+            conditioning: a dictionary with "text" [b, l, d], the CLIP tokens and then the T5
+                tokens, and "pooled" [b, e], one embedding of the whole prompt, as returned by
+                `encode_text`.
             timestep: `1000 * sigma` of each latent, where the noise level sigma lies in [0, 1].
             guidance: ignored: the transformer takes no guidance scale.
             fp8_attention: whether attention is computed in FP8: queries, keys, values and result

@@ -33,8 +33,8 @@ class SD3Config(TransformerConfig):
     features, a multiple of 4.
 
     Attributes:
-        sample_size: side, in latent pixels, of the latents that the model was made for. It only
-            scales the initial values of the positions.
+        sample_size: side, in latent pixels, of the latents that the model was made for. It gives
+            the default image size, and scales the initial values of the positions.
         patch_size: side of a patch in latent pixels.
         in_channels: number of channels of the latents.
         num_layers: number of blocks.

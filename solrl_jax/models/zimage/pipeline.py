@@ -115,8 +115,8 @@ class ZImagePipeline(Pipeline):
                 blocks and, under tensor parallelism, linear layers may still be sharded; all other
                 leaves are whole.
             latent: noisy latents [b, h, w, c], of even height and width.
-            conditioning: "text" [b, l, d], hidden states of Qwen3, and "mask" [b, l], true on
-                tokens and false on padding, as returned by `encode_text`.
+            conditioning: a dictionary with "text" [b, l, d], hidden states of Qwen3, and "mask" [b,
+                l], true on tokens and false on padding, as returned by `encode_text`.
             timestep: `1000 * sigma` of each latent, where the noise level sigma lies in [0, 1].
             guidance: ignored: the transformer takes no guidance scale.
             fp8_attention: must be False, because the attention is masked.
