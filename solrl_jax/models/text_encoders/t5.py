@@ -27,20 +27,21 @@ from solrl_jax.models.loading.config_file import ReleasedConfig, unsupported
 
 @dataclasses.dataclass(frozen=True)
 class T5Config(ReleasedConfig):
-    """The fields of a released `config.json` that the encoder reads. Other fields of the file are
-    ignored.
+    """The configuration of T5's encoder: the fields of a released `config.json` that it depends on.
 
-    The defaults are those of transformers. They alone are not valid, because `feed_forward_proj`
-    has only one supported value.
+    Other fields of the file are ignored. The defaults are those of transformers. That of
+    `feed_forward_proj` is not supported, so a file has to set it.
 
     Attributes:
         vocab_size: number of tokens in the vocabulary.
-        d_model: features of a token.
-        d_kv: features of one attention head. `num_heads * d_kv` may differ from `d_model`.
-        d_ff: hidden features of the feed-forward network.
+        d_model: number of features of a token.
+        d_kv: number of features of one attention head. `num_heads * d_kv` may differ from
+            `d_model`.
+        d_ff: hidden width of the MLPs.
         num_layers: number of layers of the encoder.
         num_heads: number of attention heads.
-        relative_attention_num_buckets: number of buckets of distances, 4 or more.
+        relative_attention_num_buckets: number of buckets into which the distances between tokens
+            are divided, 4 or more. Each bucket has its own position bias.
         relative_attention_max_distance: distance from which on all positions share a bucket, more
             than a quarter of the number of buckets.
         layer_norm_epsilon: epsilon of all norms, added to the mean of the squares.
@@ -63,21 +64,19 @@ class T5Config(ReleasedConfig):
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "T5Config":
-        """Makes a configuration from the contents of a `config.json`.
+        """Makes a configuration from the contents of a `config.json`, and checks it.
 
-        Missing fields keep their defaults, and unknown ones are ignored.
+        Missing fields get their defaults, and unknown ones are ignored.
 
         Args:
             fields: the contents.
 
         Returns:
-            The configuration, whose fields have been checked.
+            The configuration.
 
         Raises:
-            ValueError: a field has a type or value that is not supported, such as another
-                `model_type`, a `quantization_config`, another or no `feed_forward_proj`, a true
-                `is_decoder`, a `dense_act_fn` other than "gelu_new", or a false `is_gated_act`. The
-                message names the field.
+            ValueError: a field has a type or value that is not supported. The message names the
+                field.
         """
         config = super().from_dict(fields)
         # Transformers would use the last two fields, although they repeat `feed_forward_proj`.
@@ -95,9 +94,9 @@ class T5Config(ReleasedConfig):
         """Checks the values of the fields.
 
         Raises:
-            ValueError: `feed_forward_proj` is not "gated-gelu"; `relative_attention_num_buckets` is
-                below 4; or `relative_attention_max_distance` is not above a quarter of it, rounded
-                down. The message names the field.
+            ValueError: `feed_forward_proj` is not "gated-gelu", there are fewer than 4 buckets, or
+                `relative_attention_max_distance` is not above a quarter of their number. The
+                message names the field.
         """
         self.require_one_of("feed_forward_proj", ("gated-gelu",))
         self.require(
@@ -260,12 +259,11 @@ class T5Attention(nnx.Module):
 
 
 class T5FeedForward(nnx.Module):
-    """A linear unit gated by a GELU in its tanh form (arXiv 2002.05202): `wo(gelu(wi_0(x)) *
-    wi_1(x))`, without biases.
+    """A gated MLP without biases (arXiv 2002.05202): `wo(gelu(wi_0(x)) * wi_1(x))` with three
+    linear layers and the tanh form of GELU.
 
     Args:
-        config: configuration of the network: `d_model` is the number of input and output features,
-            `d_ff` that of the hidden ones.
+        config: configuration of the network, for the numbers of input and hidden features.
         rngs: random number generators for the initial weights.
     """
 
@@ -275,10 +273,10 @@ class T5FeedForward(nnx.Module):
         self.wo = Linear(config.d_ff, config.d_model, bias=False, rngs=rngs)
 
     def __call__(self, x: Float[Array, "b l d"]) -> Float[Array, "b l d"]:
-        """Computes `wo(gelu(wi_0(x)) * wi_1(x))` for each token; the input is not added.
+        """Computes `wo(gelu(wi_0(x)) * wi_1(x))` for each token. The input is not added.
 
         Args:
-            x: normalised hidden states of the tokens, with `d_model` features.
+            x: the normalised tokens, with `d_model` features.
 
         Returns:
             An array of the shape and dtype of `x`.
@@ -290,20 +288,21 @@ class T5FeedForward(nnx.Module):
 def relative_buckets(
     length: int, count: int, max_distance: int
 ) -> Int[np.ndarray, "{length} {length}"]:
-    """Returns the bucket of each pair [query, key] of positions, from 0 to `count - 1`.
+    """Returns the bucket of each pair of positions, by which T5 chooses the position bias of a
+    query and a key.
 
-    The upper half of the buckets is for keys after the query. In each half, distances below `count
-    // 4` have a bucket each. Larger distances share the others by their logarithm, and all from
-    `max_distance` on, with those just below it, share the last one.
+    The first half of the buckets is for keys at or before the query, the second half for keys after
+    it. Within a half, each distance below `count // 4` has its own bucket; larger distances are
+    divided by their logarithm, and those from `max_distance` on share the last bucket.
 
     Args:
         length: number of positions.
         count: number of buckets, 4 or more.
-        max_distance: distance, in tokens, from which on all distances share the last bucket of
-            their half; more than `count // 4`.
+        max_distance: distance in tokens from which on all share the last bucket; more than `count
+            // 4`.
 
     Returns:
-        An int64 array [length, length].
+        An int64 array [queries, keys] with numbers from 0 to `count - 1`.
     """
     offset = np.arange(length) - np.arange(length)[:, None]  # key minus query
     distance = np.abs(offset)
