@@ -463,8 +463,8 @@ class Decoder(nnx.Module):
     Each stage but the coarsest begins with upsampling by 2.
 
     Args:
-        config: configuration of the autoencoder. The fields that begin with `encoder_` have no
-            effect on the network.
+        config: configuration of the autoencoder (`AutoencoderDCConfig`). The fields that begin with
+            `encoder_` have no effect on the network.
         rngs: random number generators for the initial weights.
     """
 
@@ -505,8 +505,8 @@ class AutoencoderDC(nnx.Module):
     """Decodes latents to images in [-1, 1]. The configured scale is not applied.
 
     Args:
-        config: configuration of the autoencoder. The fields that begin with `encoder_` have no
-            effect on the network.
+        config: configuration of the autoencoder (`AutoencoderDCConfig`). The fields that begin with
+            `encoder_` have no effect on the network.
         rngs: random number generators for the initial weights.
     """
 

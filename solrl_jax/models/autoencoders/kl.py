@@ -175,7 +175,7 @@ class AutoencoderKL(nnx.Module):
     latents are not applied.
 
     Args:
-        config: configuration of the autoencoder.
+        config: configuration of the autoencoder (`KLConfig`).
         rngs: random number generators for the initial weights.
     """
 
@@ -210,8 +210,8 @@ class Decoder(nnx.Module):
     upsampling.
 
     Args:
-        config: configuration of the autoencoder whose `block_out_channels` are the channels of the
-            decoder's stages, finest first.
+        config: configuration of the autoencoder (`KLConfig`) whose `block_out_channels` are the
+            channels of the decoder's stages, finest first.
         rngs: random number generators for the initial weights.
     """
 
@@ -253,8 +253,8 @@ class Stage(nnx.Module):
     Args:
         n_in: input channels.
         n_out: output channels.
-        config: configuration of the autoencoder, for the number of blocks and of groups in their
-            norms.
+        config: configuration of the autoencoder (`KLConfig`), for the number of blocks and of
+            groups in their norms.
         upsample: whether the stage doubles height and width at its end.
         rngs: random number generators for the initial weights.
     """
@@ -288,8 +288,8 @@ class UNetMidBlock2D(nnx.Module):
 
     Args:
         channels: input and output channels.
-        config: configuration of the autoencoder, for the number of groups in the norms and whether
-            there is attention.
+        config: configuration of the autoencoder (`KLConfig`), for the number of groups in the norms
+            and whether there is attention.
         rngs: random number generators for the initial weights.
     """
 

@@ -103,7 +103,8 @@ class FluxTransformer2DModel(nnx.Module):
     Blocks with two streams (text and image apart) come first, then blocks with one stream.
 
     Args:
-        config: configuration of the network: its widths, heads and blocks of both kinds.
+        config: configuration of the network (`FluxConfig`): its widths, heads and blocks of both
+            kinds.
         remat: what the backward pass recomputes instead of storing: "none" (nothing), "matmuls"
             (everything except matmuls and attention kernels) or "blocks" (everything inside a
             block; only the inputs of blocks are stored).

@@ -120,7 +120,7 @@ class AutoencoderKLFlux2(AutoencoderKL):
     normalisation and unstacks 2 x 2 pixels from the channels of each.
 
     Args:
-        config: configuration of the autoencoder.
+        config: configuration of the autoencoder (`AutoencoderKLFlux2Config`).
         rngs: random number generators for the initial weights.
     """
 

@@ -122,7 +122,8 @@ class Flux2Transformer2DModel(nnx.Module):
     blocks.
 
     Args:
-        config: configuration of the network: its widths, heads and blocks of both kinds.
+        config: configuration of the network (`Flux2Config`): its widths, heads and blocks of both
+            kinds.
         remat: what the backward pass recomputes instead of storing: "none" (nothing), "matmuls"
             (everything except matmuls and attention kernels) or "blocks" (everything inside a
             block; only the inputs of blocks are stored).
@@ -231,7 +232,8 @@ class Flux2Block(nnx.Module):
     The modulation vectors are arguments of the call, because all such blocks share them.
 
     Args:
-        config: configuration of the network, for the features of a token, of a head and of the MLP.
+        config: configuration of the network (`Flux2Config`), for the features of a token, of a head
+            and of the MLP.
         rngs: random number generators for the initial weights.
     """
 
@@ -298,7 +300,8 @@ class Flux2SingleBlock(nnx.Module):
     The modulation vectors are arguments of the call, because all such blocks share them.
 
     Args:
-        config: configuration of the network, for the features of a token, of a head and of the MLP.
+        config: configuration of the network (`Flux2Config`), for the features of a token, of a head
+            and of the MLP.
         rngs: random number generators for the initial weights.
     """
 

@@ -59,8 +59,8 @@ class BlockMixing(CrossProjection):
     is zero (or, in the released variant, the identity).
 
     Args:
-        mhla: The settings of MHLA.
-        layout: The number of blocks from top to bottom and from left to right, whose product is
+        mhla: The settings of MHLA (`Mhla`).
+        layout: (blocks from top to bottom, blocks from left to right), whose product is
             `mhla.blocks`. It is the same for all image sizes.
         widths: `(d, d, inner)`: d features of a token, given twice, and inner features of all heads
             together.
@@ -130,7 +130,7 @@ def tiling(blocks: int, grid: tuple[int, int]) -> tuple[int, int]:
         grid: (rows, columns) of tokens.
 
     Returns:
-        The number of blocks from top to bottom and from left to right. Their product is `blocks`.
+        (blocks from top to bottom, blocks from left to right). Their product is `blocks`.
 
     Raises:
         ValueError: If the grid does not divide into so many equal blocks.
@@ -165,7 +165,7 @@ def initial_mix(layout: tuple[int, int], released: bool) -> Float[np.ndarray, "m
     largest of all distances, and columns sum to 1.
 
     Args:
-        layout: The number of blocks from top to bottom and from left to right.
+        layout: (blocks from top to bottom, blocks from left to right).
         released: Whether to follow the released code instead of the paper.
 
     Returns:

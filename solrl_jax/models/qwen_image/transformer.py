@@ -109,7 +109,8 @@ class QwenImageTransformer2DModel(nnx.Module):
     """Qwen-Image's network, which predicts the velocity `noise - x0` of noisy latents.
 
     Args:
-        config: configuration of the network: its widths, heads, blocks and rotary axes.
+        config: configuration of the network (`QwenImageConfig`): its widths, heads, blocks and
+            rotary axes.
         remat: what the backward pass recomputes instead of storing: "none" (nothing), "matmuls"
             (everything except matmuls and attention kernels) or "blocks" (everything inside a
             block; only the inputs of blocks are stored).

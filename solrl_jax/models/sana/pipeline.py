@@ -55,8 +55,8 @@ class SanaPipeline(Pipeline):
         config: configuration of the transformer (`transformer/config.json`).
         vae_config: configuration of the autoencoder (`vae/config.json`).
         tokenizer: directory of the tokenizer (a path).
-        blocks: into how many blocks MHLA divides the image tokens (from top to bottom, from left to
-            right); (1, 1) without MHLA.
+        blocks: (blocks from top to bottom, blocks from left to right) into which MHLA divides the
+            image tokens; (1, 1) without MHLA.
     """
 
     kind = "SanaPipeline"

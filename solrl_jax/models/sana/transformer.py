@@ -112,7 +112,7 @@ class SanaTransformer2DModel(nnx.Module):
     """SANA's network, which predicts the velocity `noise - x0` of noisy latents.
 
     Args:
-        config: configuration of the network: its widths, heads, blocks and patches.
+        config: configuration of the network (`SanaConfig`): its widths, heads, blocks and patches.
         remat: what the backward pass recomputes instead of storing: "none" (nothing), "matmuls"
             (everything except matmuls and attention kernels) or "blocks" (everything inside a
             block; only the inputs of blocks are stored).
@@ -191,8 +191,8 @@ class SanaBlock(nnx.Module):
     """A block: attention among image tokens, attention to the text, and an MLP with a convolution.
 
     Args:
-        config: configuration of the network, for widths, heads, norms, biases and the ratio of the
-            MLP.
+        config: configuration of the network (`SanaConfig`), for widths, heads, norms, biases and
+            the ratio of the MLP.
         attention: builds the attention among the image tokens. A function that is called as
             `attention((d, d, d), heads, normed=..., bias=..., rngs=...)` for tokens of d features,
             and returns a module. The module is called as `module(tokens, (rows, columns))`, and
@@ -257,7 +257,7 @@ class PatchEmbed(nnx.Module):
     The released SANA models have no positions.
 
     Args:
-        config: configuration of the network.
+        config: configuration of the network (`SanaConfig`).
         rngs: random number generators for the initial weights.
     """
 

@@ -96,7 +96,8 @@ class SD3Transformer2DModel(nnx.Module):
     "23-23".
 
     Args:
-        config: configuration of the network: its widths, heads, blocks, patches and positions.
+        config: configuration of the network (`SD3Config`): its widths, heads, blocks, patches and
+            positions.
         remat: what the backward pass recomputes instead of storing: "none" (nothing), "matmuls"
             (everything except matmuls and attention kernels) or "blocks" (everything inside a
             block; only the inputs of blocks are stored).
@@ -205,7 +206,7 @@ class PatchEmbed(nnx.Module):
     it is, but training of all parameters changes it.
 
     Args:
-        config: configuration of the network.
+        config: configuration of the network (`SD3Config`).
         rngs: random number generators for the initial weights.
     """
 

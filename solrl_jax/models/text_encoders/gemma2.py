@@ -136,7 +136,7 @@ class Gemma2Model(nnx.Module):
     """Gemma 2 without its language-model head: the token embedding, the layers and the last norm.
 
     Args:
-        config: configuration of the network.
+        config: configuration of the network (`Gemma2Config`).
         rngs: random number generators for the initial weights.
     """
 
@@ -211,7 +211,7 @@ class DecoderLayer(nnx.Module):
     result is added to its input.
 
     Args:
-        config: configuration of the network.
+        config: configuration of the network (`Gemma2Config`).
         rngs: random number generators for the initial weights.
     """
 

@@ -179,7 +179,7 @@ class Qwen2_5_VLTextModel(nnx.Module):
     norm.
 
     Args:
-        config: configuration of the network.
+        config: configuration of the network (`Qwen2_5_VLTextConfig`).
         rngs: random number generators for the initial weights.
     """
 

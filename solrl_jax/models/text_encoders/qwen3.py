@@ -142,7 +142,7 @@ class Qwen3Model(nnx.Module):
     is needed.
 
     Args:
-        config: configuration of the whole network.
+        config: configuration of the whole network (`Qwen3Config`).
         states: indices of the hidden states to return, as in transformers: state 0 is the embedded
             tokens, and state i the output of layer i, counted from 1, without a norm. As many
             layers are built as the largest index says, at least 1.

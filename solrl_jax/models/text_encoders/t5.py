@@ -64,7 +64,7 @@ class T5Config(ReleasedConfig):
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "T5Config":
-        """Makes a configuration from the contents of a `config.json`, and checks it.
+        """Makes a configuration from the contents of a `config.json`.
 
         Missing fields get their defaults, and unknown ones are ignored.
 

@@ -73,7 +73,7 @@ class ImageReward(nnx.Module):
     a head that gives one number. It has no gradient.
 
     Args:
-        config: The sizes of the network.
+        config: The sizes of the network (`ImageRewardConfig`).
         rngs: Random number generators for the initial parameters.
     """
 
@@ -115,7 +115,7 @@ class VisualEncoder(nnx.Module):
     It has learned position embeddings, and a norm after the last layer.
 
     Args:
-        config: The sizes of the network.
+        config: The sizes of the network (`ImageRewardConfig`).
         rngs: Random number generators for the initial parameters.
     """
 
@@ -156,7 +156,7 @@ class VisionBlock(nnx.Module):
     a residual connection.
 
     Args:
-        config: The sizes of the network.
+        config: The sizes of the network (`ImageRewardConfig`).
         rngs: Random number generators for the initial weights.
     """
 
@@ -217,7 +217,7 @@ class TextEncoder(nnx.Module):
     self-attention is not causal.
 
     Args:
-        config: The sizes of the network.
+        config: The sizes of the network (`ImageRewardConfig`).
         rngs: Random number generators for the initial parameters.
     """
 
@@ -258,7 +258,7 @@ class TextLayer(nnx.Module):
     added to its input, and the sum normalised.
 
     Args:
-        config: The sizes of the network.
+        config: The sizes of the network (`ImageRewardConfig`).
         rngs: Random number generators for the initial weights.
     """
 
@@ -294,7 +294,7 @@ class TextAttention(nnx.Module):
     it.
 
     Args:
-        config: The sizes of the network.
+        config: The sizes of the network (`ImageRewardConfig`).
         source_width: Number of features of a token that is attended to.
         rngs: Random number generators for the initial weights.
     """

@@ -234,7 +234,7 @@ class CLIPModel(nnx.Module):
     and images are multiplied.
 
     Args:
-        config: The configuration.
+        config: The configuration (`CLIPConfig`).
         rngs: Random number generators for the initial parameters.
     """
 
@@ -309,7 +309,7 @@ class CLIPTextModel(nnx.Module):
     Padding needs no mask, because it follows the text and the attention is causal.
 
     Args:
-        config: The configuration. `projection_dim` has no effect.
+        config: The configuration (`CLIPTextConfig`). `projection_dim` has no effect.
         rngs: Random number generators for the initial parameters.
     """
 
@@ -352,8 +352,8 @@ class CLIPTextModelWithProjection(CLIPTextModel):
     """CLIP's text tower, whose pooled state is projected to the space that texts and images share.
 
     Args:
-        config: The configuration. `projection_dim` is the number of features of the projected
-            state.
+        config: The configuration (`CLIPTextConfig`). `projection_dim` is the number of features of
+            the projected state.
         rngs: Random number generators for the initial parameters.
     """
 
@@ -389,7 +389,7 @@ class TextModel(nnx.Module):
     whole text.
 
     Args:
-        config: The configuration of the tower.
+        config: The configuration of the tower (`CLIPTextConfig`).
         rngs: Random number generators for the initial parameters.
     """
 
@@ -449,7 +449,7 @@ class VisionModel(nnx.Module):
     stands for the image.
 
     Args:
-        config: The configuration of the tower.
+        config: The configuration of the tower (`CLIPVisionConfig`).
         rngs: Random number generators for the initial parameters.
     """
 
@@ -482,7 +482,7 @@ class TextEmbeddings(nnx.Module):
     """Token embeddings plus learned position embeddings.
 
     Args:
-        config: The configuration of the tower.
+        config: The configuration of the tower (`CLIPTextConfig`).
         rngs: Random number generators for the initial tables.
     """
 
@@ -517,7 +517,7 @@ class VisionEmbeddings(nnx.Module):
     embeddings.
 
     Args:
-        config: The configuration of the tower.
+        config: The configuration of the tower (`CLIPVisionConfig`).
         rngs: Random number generators for the initial parameters.
     """
 
@@ -588,7 +588,7 @@ class EncoderLayer(nnx.Module):
     """A layer: attention, then an MLP, each with a layer norm before it and a residual connection.
 
     Args:
-        config: The configuration of the tower.
+        config: The configuration of the tower (`TowerConfig`).
         rngs: Random number generators for the initial weights.
     """
 
@@ -621,7 +621,7 @@ class Attention(nnx.Module):
     """Softmax self-attention with separate linear layers for queries, keys, values and the output.
 
     Args:
-        config: The configuration of the tower.
+        config: The configuration of the tower (`TowerConfig`).
         rngs: Random number generators for the initial weights.
     """
 

@@ -138,7 +138,8 @@ class ZImageTransformer2DModel(nnx.Module):
     """Z-Image's network, which predicts the velocity `noise - x0` of noisy latents.
 
     Args:
-        config: configuration of the network: its widths, heads, blocks and rotary axes.
+        config: configuration of the network (`ZImageConfig`): its widths, heads, blocks and rotary
+            axes.
         remat: what the backward pass recomputes instead of storing: "none" (nothing), "matmuls"
             (everything except matmuls and attention kernels) or "blocks" (everything inside a
             block; only the inputs of blocks are stored).
@@ -304,7 +305,7 @@ class Block(nnx.Module):
     The hidden width of the MLP is 8/3 times `dim`, rounded down.
 
     Args:
-        config: configuration of the network.
+        config: configuration of the network (`ZImageConfig`).
         modulated: whether the timestep modulates the block: it scales the norms before attention
             and MLP, and multiplies their results by the tanh of a gate.
         rngs: random number generators for the initial weights.
