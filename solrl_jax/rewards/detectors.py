@@ -111,9 +111,9 @@ def detect_shapes(images: Float[np.ndarray, "n H W 3"]) -> list[list[Detection]]
         images: Square images [n, H, H, 3] in [0, 1] of any size; n may be 0.
 
     Returns:
-        One list per image with the detections of its eight largest shapes, the largest first; []
-        if it shows none. A box is a square, in pixels of the image, and may reach beyond its edge.
-        The color is None where it is not clear.
+        One list per image with the detections of the shapes among its eight largest regions, the
+        largest first; [] if it shows none. A box is a square, in pixels of the image, and may
+        reach beyond its edge. The color is None where it is not clear.
 
     Raises:
         ValueError: If the images are not square, or have not four axes.
