@@ -9,6 +9,7 @@ which is how a candidate is regenerated.
 """
 
 import hashlib
+import math
 from functools import partial
 from typing import Any
 
@@ -137,7 +138,8 @@ def normal(
         draw_key = stream(jax.random.wrap_key_data(seed), name)
         if number is not None:
             draw_key = jax.random.fold_in(draw_key, number)
-        return jax.random.normal(draw_key, shape, jnp.float32)
+        # A flat draw has the same bits, and XLA compiles it several times faster for CPUs.
+        return jax.random.normal(draw_key, (math.prod(shape),), jnp.float32).reshape(shape)
 
     per_seed = draw is not None and np.ndim(draw) > 0
     return jax.vmap(draw_one, (0, 0 if per_seed else None))(seeds, draw)

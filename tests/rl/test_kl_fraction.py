@@ -39,7 +39,13 @@ def config_of(fraction, kl_coef=CONFIG.algorithm.kl_coef):
     )
 
 
-@pytest.mark.parametrize("mesh", [(1, 1), (2, 1, 2)], ids=["one device", "data=2 tensor=2"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param((1, 1), id="one device", marks=pytest.mark.exhaustive),
+        pytest.param((2, 1, 2), id="data=2 tensor=2"),
+    ],
+)
 def test_the_update_is_the_loop_over_terms_with_the_drawn_ones_scaled_up(mesh):
     """A third of each micro-batch of six terms: two of them, with three times the weight."""
     backbone = toy_backbone(*mesh)
