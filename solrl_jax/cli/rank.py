@@ -152,5 +152,6 @@ def _is_ours(path: Path) -> bool:
         path: The file. If it cannot be read, the answer is False.
     """
     with contextlib.suppress(OSError, ValueError, TypeError):
-        return all("per_prompt" in row for row in parse_json(read_bytes(path)))
+        rows = parse_json(read_bytes(path))
+        return isinstance(rows, list) and all("per_prompt" in row for row in rows)
     return False

@@ -107,6 +107,9 @@ def find_problem(check: DeviceCheck) -> str | None:
             expected = _to_numpy(check.twin(*operands))
     except Exception as error:  # JAX, XLA, cuDNN and cuBLAS raise errors of many types
         return f"fails: {first_line(error)}"
+    shapes = [[array.shape for array in arrays] for arrays in (outputs, expected)]
+    if shapes[0] != shapes[1]:
+        return f"returns arrays of shapes {shapes[0]}; expected {shapes[1]}"
     for ours, plain in zip(outputs, expected, strict=True):
         if not np.isfinite(ours).all():
             return "returns NaN or infinite values"

@@ -472,7 +472,7 @@ def assumptions(planner: Planner) -> Iterator[str]:
             f"cuDNN {CUDNN}; no kernel is tuned, since that needs the device; matmuls are cuBLAS's"
         )
     if where.count * where.hosts > 1:
-        yield "messages that overlap cost what the program's other kernels do not hide"
+        yield "collectives that overlap cost what the program's other kernels do not hide"
     if hub.is_carried(planner.pipeline.folder):
         yield (
             f"{config.model.path}: the configuration that the package contains, because no files "
@@ -508,10 +508,10 @@ def table(summary: dict[str, Any]) -> str:
         f"exploration: {summary['exploration']}",
         f"the update recomputes: {summary['remat']}",
         "",
-        "parts, GB a device",
+        "parts, GB per device",
     ]
     lines += [f"  {name:<16} {gb(size):>8}" for name, size in summary["parts"].items()]
-    lines += ["", f"{'GB a device':<27}arguments temporaries outputs aliased elsewhere    peak"]
+    lines += ["", f"{'GB per device':<27}arguments temporaries outputs aliased elsewhere    peak"]
     for stage, row in rows(summary):
         m = row["memory"]
         name = f"{stage}: {row['name']}"

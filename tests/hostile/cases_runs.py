@@ -371,7 +371,7 @@ CASES = [
         "rank: the run has somebody's rank.json",
         "rank {run}",
         "--force",
-        files={"{run}/rank.json": "mine"},
+        files={"{run}/rank.json": "{}"},
         kept=("{run}",),
     ),
     Case(

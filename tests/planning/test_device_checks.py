@@ -76,6 +76,13 @@ def test_a_result_of_zeros_nan_or_other_values_is_named(check):
     assert planted(lambda y: y.at[: len(y) // 8 or 1].mul(1.5)).startswith("differs from plain JAX")
 
 
+def test_a_result_of_another_shape_is_named():
+    check = dataclasses.replace(FP8_MATMUL, kernel=lambda *x: FP8_MATMUL.kernel(*x)[:-1])
+    assert re.fullmatch(
+        r"returns arrays of shapes \[\(\d+, .*\)\]; expected \[\(\d+, .*\)\]", find_problem(check)
+    )
+
+
 def test_a_twin_that_returns_nan_confirms_no_kernel():
     def twin(*operands):
         return jnp.nan * FP8_MATMUL.twin(*operands)
