@@ -195,7 +195,8 @@ class Explore(Section):
             `num_steps` steps. "first": half of the steps are the first ones of the schedule with
             `rollout.num_steps` steps, and the other half divides the rest.
         exact_steps: The number of steps at the beginning that run in `rollout.precision` instead,
-            at least 0 and less than `num_steps`.
+            at least 0 and less than `num_steps`. Where they are the first steps of the
+            regeneration too, it starts after them (`rl.explore.continuation`).
         correction_rank: The rank of an unquantized low-rank branch beside each quantized matmul, as
             in SVDQuant, 0 to 4096. 0: no branch.
         attention: "default": softmax attention runs in the training precision. "fp8": it runs in

@@ -40,7 +40,11 @@ def trajectory(
     noise: Float[Array, " b *latent"],
     seeds: UInt32[Array, "b 2"],
     recorded_steps: int,
-) -> tuple[Float[Array, " b *latent"], Float[Array, " b states *latent"] | None]:
+) -> tuple[
+    Float[Array, " b *latent"],
+    Float[Array, " b states *latent"] | None,
+    Float[Array, " b *latent"],
+]:
     """Integrates the flow from noise at the first sigma to clean latents at sigma 0.
 
     Each step computes `x_next = a x + b x0[i] + c x0[i - 1] + d x0[i - 2] + e noise`, where (a, b,
@@ -60,10 +64,10 @@ def trajectory(
             kept in memory until the end.
 
     Returns:
-        The clean latents, float32, of the shape of `noise`; and the latents before the first
-        recorded step and after each recorded step, float32, in that order, or None if
-        `recorded_steps` is 0. Velocities that are not finite make the latents of their sample
-        non-finite.
+        The clean latents, float32, of the shape of `noise`; the latents before the first recorded
+        step and after each recorded step, float32, in that order, or None if `recorded_steps` is 0;
+        and the latents after the first segment, float32. Velocities that are not finite make the
+        latents of their sample non-finite.
     """
 
     def step(velocity, carry, inputs):
@@ -80,6 +84,7 @@ def trajectory(
 
     carry = (noise, jnp.zeros_like(noise), jnp.zeros_like(noise))
     path = []
+    ends = []
     for velocity, schedule in segments:
         inputs = (
             schedule.sigmas,
@@ -89,14 +94,15 @@ def trajectory(
         )
         carry, states = jax.lax.scan(partial(step, velocity), carry, inputs)
         path.append(states)
-    latents = carry[0]
+        ends.append(carry[0])
+    latents = ends[-1]
     if not recorded_steps:
-        return latents, None
+        return latents, None, ends[0]
     std = jnp.concatenate([jnp.asarray(schedule.table)[:, 4] for _, schedule in segments])
     first = jnp.argmax(std > 0)
     states = jnp.concatenate([*path, latents[None]])
     states = jax.lax.dynamic_slice_in_dim(states, first, recorded_steps + 1)
-    return latents, jnp.moveaxis(states, 0, 1)
+    return latents, jnp.moveaxis(states, 0, 1), ends[0]
 
 
 def _solver_noise(

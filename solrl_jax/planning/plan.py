@@ -428,7 +428,10 @@ def totals(planner: Planner, stages: list[dict[str, Any]]) -> dict[str, Any]:
     )
     if regeneration is not None:
         sampled_batches, _ = planner.stages.chunks(row_groups(planner.stages.mesh))
-        naive = sampled_batches * regeneration["roofline"]["seconds"]
+        # It regenerates nothing, so its candidates take all steps.
+        steps = planner.config.rollout.num_steps
+        all_steps = steps / (steps - planner.stages.continued)
+        naive = sampled_batches * regeneration["roofline"]["seconds"] * all_steps
         explored_batches, regenerated_batches = planner.stages.chunks(planner.stages.mesh.size)
         score = seconds["score"] * explored_batches / (explored_batches + regenerated_batches)
         iteration = figures["seconds"] - rollout - seconds["score"] + naive + score

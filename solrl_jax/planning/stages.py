@@ -16,6 +16,7 @@ from solrl_jax.parallel.sharding import row_groups
 from solrl_jax.planning.abstract import abstract, shaped, text_encoders
 from solrl_jax.rewards.protocol import score_images
 from solrl_jax.rl.experiment import Experiment, state_shapes
+from solrl_jax.rl.explore.continuation import continued_steps
 from solrl_jax.rl.explore.options.registry import shaped_quantizer
 from solrl_jax.rl.explore.sync import Quantizer, quantize_policy
 from solrl_jax.rl.generate import Conditions, SeedBatch, decode_chunk, sample_chunk
@@ -127,6 +128,14 @@ class Stages:
             leaves = quantize_policy.eval_shape(*self._sync())
         return abstract(leaves, self.mesh, self.whole)
 
+    @property
+    def continued(self) -> int:
+        """The number of steps that regeneration takes over from exploration."""
+        rollout = self.experiment.config.rollout
+        return continued_steps(
+            rollout, self.experiment.explorer.format.name, rollout.explore.num_steps
+        )
+
     def chunks(self, groups: int) -> tuple[int, int]:
         """Returns how many batches of samples one iteration explores and regenerates.
 
@@ -177,12 +186,14 @@ class Stages:
                         segments,
                         explore_calls,
                         0 if rollout.regenerate else experiment.config.num_recorded_steps,
+                        keep_intermediate=self.continued > 0,
                     )
                 ]
             case "regenerate":
+                schedule = experiment.schedule(rollout.num_steps).slice_steps(self.continued)
                 return [
                     self._sample(
-                        (Segment(self._policy({}), experiment.schedule(rollout.num_steps)),),
+                        (Segment(self._policy({}), schedule),),
                         regenerate_calls,
                         experiment.config.num_recorded_steps,
                     )
@@ -298,7 +309,13 @@ class Stages:
         rows = self._sampler.chunk * row_groups(mesh)
         return jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=sharding.rows(mesh))
 
-    def _sample(self, segments: tuple[Segment, ...], calls: int, recorded: int) -> Program:
+    def _sample(
+        self,
+        segments: tuple[Segment, ...],
+        calls: int,
+        recorded: int,
+        keep_intermediate: bool = False,
+    ) -> Program:
         """Returns the program that samples one batch.
 
         Args:
@@ -307,6 +324,7 @@ class Stages:
             calls: The number of calls per iteration.
             recorded: The number of stochastic steps whose latents the program returns for training;
                 0 for none.
+            keep_intermediate: Whether the program also returns the latents after the first segment.
         """
         noise = self._rows(self.mesh, self._sampler.shape, jnp.float32)
         rows = shaped(
@@ -319,7 +337,14 @@ class Stages:
             dataclasses.replace(segment, schedule=abstract(segment.schedule, self.mesh, self.whole))
             for segment in segments
         )
-        arguments = (self.experiment.backbone, segments, self.conditions, rows, recorded)
+        arguments = (
+            self.experiment.backbone,
+            segments,
+            self.conditions,
+            rows,
+            recorded,
+            keep_intermediate,
+        )
         return Program(self.mesh, sample_chunk, arguments, calls)
 
     def _score(self, calls: int) -> list[Program]:

@@ -30,6 +30,14 @@ from solrl_jax.rewards.mixture import add_total
 from solrl_jax.rewards.protocol import Reward, score_images
 from solrl_jax.rl.sampler import Sampler, Segment
 
+# The clean latents of some samples; their recorded states, if there are any; and their latents
+# after the first segment, if they are kept.
+SampledChunk = tuple[
+    Float[Array, "b h w c"],
+    Float[Array, "b states h w c"] | None,
+    Float[Array, "b h w c"] | None,
+]
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +122,8 @@ class Samples:
         states: The intermediate latents for objectives that train on solver steps, float32: those
             before the first recorded step and after each recorded step (`Sampler.recorded`). None
             if no step was recorded.
+        intermediate: The latents after the first segment of the sampler, float32. None unless the
+            sampler keeps them (`Sampler.keep_intermediate`).
         failed: For each reward outside JAX by its name, the number of samples that it could not
             score, also 0. Empty without such rewards.
         usage: What rewards outside JAX cost, by "REWARD/COUNTER": the sum of each counter that a
@@ -126,6 +136,7 @@ class Samples:
     scores: dict[str, np.ndarray]
     images: Float[np.ndarray, "b H W 3"] | None = None
     states: Float[np.ndarray, "b states h w c"] | None = None
+    intermediate: Float[np.ndarray, "b h w c"] | None = None
     failed: dict[str, int] = dataclasses.field(default_factory=dict)
     usage: dict[str, float] = dataclasses.field(default_factory=dict)
 
@@ -137,7 +148,8 @@ class Samples:
         return self.scores["reward"]
 
     def take(self, indices: Int[np.ndarray, "..."]) -> "Samples":
-        """A selection of the samples, without their images, failure counts and costs.
+        """A selection of the samples, without their images, intermediate latents, failure counts
+        and costs.
 
         Args:
             indices: Indices of samples in an array of any shape, which is flattened. An index may
@@ -267,10 +279,12 @@ def generate(
                 backbone, sampler, segments, prompt_batch.conditions, seed_batch, start, stop
             )
             with jax.set_mesh(scoring_mesh):
-                latents, states = _join_parts(parts, scoring_mesh)
+                latents, states, intermediate = _join_parts(parts, scoring_mesh)
                 chunk: dict[str, Any] = {"latents": latents}
                 if states is not None:
                     chunk["states"] = states
+                if intermediate is not None:
+                    chunk["intermediate"] = intermediate
                 if keep_images or (reward is not None and reward.needs_images):
                     chunk["images"] = decode_chunk(sampler.decoder, latents)
                 if reward is not None and reward.score is not None:
@@ -293,9 +307,8 @@ def generate(
     def join(name: str) -> np.ndarray:
         return np.concatenate([chunk[name] for chunk in chunks])[: len(seed_batch)]
 
-    scores |= {
-        name: join(name) for name in chunks[0] if name not in ("latents", "images", "states")
-    }
+    others = ("latents", "images", "states", "intermediate")
+    scores |= {name: join(name) for name in chunks[0] if name not in others}
     if groups is not None:
         group_scores = groups.finish()
         total = group_scores.pop("reward", None)
@@ -307,6 +320,7 @@ def generate(
         scores=scores if host is None else add_total(host.weights, scores),
         images=join("images") if keep_images else None,
         states=join("states") if sampler.recorded else None,
+        intermediate=join("intermediate") if sampler.keep_intermediate else None,
         failed=failed,
         usage=usage,
     )
@@ -355,7 +369,7 @@ def _sample_parts(
     seed_batch: SeedBatch,
     start: int,
     stop: int,
-) -> list[tuple[Float[Array, "b h w c"], Float[Array, "b states h w c"] | None]]:
+) -> list[SampledChunk]:
     """Generates the samples `start` to `stop` of `seed_batch`, in parts that fit the devices.
 
     A part is what all devices sample at once: `sampler.chunk` samples per device, where the devices
@@ -365,8 +379,9 @@ def _sample_parts(
 
     Args:
         backbone: The networks, and the mesh that they sample on.
-        sampler: Gives the shape of one latent, the number of samples per device, and how many of
-            the first steps with noise are recorded. Its segments are not used.
+        sampler: Gives the shape of one latent, the number of samples per device, how many of the
+            first steps with noise are recorded, and whether the latents after the first segment are
+            returned. Its segments are not used.
         segments: The segments of `sampler`, with their schedules placed on the mesh.
         conditions: The embeddings of the prompts that `seed_batch.prompt` points to, and of the
             negative prompt.
@@ -375,10 +390,11 @@ def _sample_parts(
         stop: The index after the last sample; at most as many as are scored together.
 
     Returns:
-        One pair per part, as many as are scored together: its latents, and the latents before the
-        first recorded step and after each of them (None if nothing is recorded). Both are float32
-        on the mesh. A part with too few samples is filled up with copies of its first one, and a
-        part without any is the first part again.
+        One tuple per part, as many as are scored together, float32 on the mesh: its latents; the
+        latents before the first recorded step and after each of them (None if nothing is recorded);
+        and the latents after the first segment (None if they are not kept). A part with too few
+        samples is filled up with copies of its first one, and a part without any is the first part
+        again.
     """
     mesh = backbone.mesh
     samples_per_part = sampler.chunk * sharding.row_groups(mesh)
@@ -393,7 +409,16 @@ def _sample_parts(
             else:
                 noise = _place_samples(seed_batch.noise[part], samples_per_part, mesh)
             batch = SeedBatch(prompt, seeds, noise)
-            parts.append(sample_chunk(backbone, segments, conditions, batch, sampler.recorded))
+            parts.append(
+                sample_chunk(
+                    backbone,
+                    segments,
+                    conditions,
+                    batch,
+                    sampler.recorded,
+                    sampler.keep_intermediate,
+                )
+            )
     parts_per_chunk = sampler.chunk * sharding.rows_only(mesh).size // samples_per_part
     return parts + parts[:1] * (parts_per_chunk - len(parts))
 
@@ -471,14 +496,15 @@ def draw_noise(seeds: UInt32[Array, "b 2"], shape: tuple[int, ...]) -> Float[Arr
     return sharding.split_rows(normal(seeds, "initial", shape))
 
 
-@partial(sharding.jit, static_argnums=(0, 4))
+@partial(sharding.jit, static_argnums=(0, 4, 5))
 def sample_chunk(
     backbone: Backbone,
     segments: tuple[Segment, ...],
     conditions: Conditions,
     seed_batch: SeedBatch,
     recorded_steps: int = 0,
-) -> tuple[Float[Array, "b h w c"], Float[Array, "b states h w c"] | None]:
+    keep_intermediate: bool = False,
+) -> SampledChunk:
     """Samples one chunk of latents from noise, on the ambient mesh (`jax.set_mesh`).
 
     With a guided schedule (a classifier-free scale above 1), every step evaluates the network for
@@ -493,10 +519,12 @@ def sample_chunk(
             noise must not be None.
         recorded_steps: How many steps to record, from the first step that adds noise on; static.
             All of them must add noise. 0 records nothing.
+        keep_intermediate: Whether to return the latents after the first segment; static.
 
     Returns:
-        The clean latents; and the latents before the first recorded step and after each recorded
-        step, or None if nothing is recorded. Both are float32.
+        The clean latents; the latents before the first recorded step and after each recorded step,
+        or None if nothing is recorded; and the latents after the first segment, or None without
+        `keep_intermediate`. All are float32.
 
     Raises:
         ValueError: While tracing, if the network does not support the size of the latents, or has
@@ -525,7 +553,10 @@ def sample_chunk(
 
     noise = sharding.split_rows(jnp.asarray(seed_batch.noise))
     fields = [(partial(velocity, segment), segment.schedule) for segment in segments]
-    return trajectory(fields, noise, jnp.asarray(seed_batch.seeds), recorded_steps)
+    latents, states, intermediate = trajectory(
+        fields, noise, jnp.asarray(seed_batch.seeds), recorded_steps
+    )
+    return latents, states, intermediate if keep_intermediate else None
 
 
 @sharding.jit

@@ -23,6 +23,7 @@ from solrl_jax.parallel import hosts, sharding
 from solrl_jax.rl.advantages import TIE, optimality
 from solrl_jax.rl.combine import combined_advantages, ranking_values
 from solrl_jax.rl.experiment import Experiment
+from solrl_jax.rl.explore.continuation import continued_steps
 from solrl_jax.rl.explore.setting import ExplorationSetting
 from solrl_jax.rl.fidelity import rank_correlations
 from solrl_jax.rl.generate import PromptBatch, Samples, SeedBatch, generate
@@ -158,9 +159,14 @@ def iterate(
         experiment.sampler("regenerate", state.old, rollout.num_steps, noise_start),
         recorded=config.num_recorded_steps,
     )
-    explore_sampler = explorer.sampler(state.old, explorer.settings[setting], noise_start)
+    exploration = explorer.settings[setting]
+    explore_sampler = explorer.sampler(state.old, exploration, noise_start)
     if not rollout.regenerate:
         explore_sampler = dataclasses.replace(explore_sampler, recorded=full_sampler.recorded)
+    continued = continued_steps(rollout, exploration.precision, exploration.steps)
+    if continued:  # the first segment of exploration is the beginning of the regeneration
+        explore_sampler = dataclasses.replace(explore_sampler, keep_intermediate=True)
+        full_sampler = full_sampler.skip_steps(continued)
     timer.wait(explore_sampler.segments)
 
     # Stage 1: explore all candidates in low precision, and select K of each prompt by their proxy
@@ -183,20 +189,27 @@ def iterate(
     chosen, usable = select(ranking, rollout.kept, rollout.selection, seed=(config.seed, iteration))
     selection = Selection(prompts, seeds, proxy, ranking, chosen, usable)
 
-    # Stage 2: regenerate the kept seeds in the training precision with all steps.
+    # Stage 2: regenerate the kept seeds in the training precision with all steps, of which
+    # exploration may have taken the first ones already.
     timer.start("regenerate")
+    places = chosen + rollout.candidates * np.arange(len(prompts))[:, None]
     if rollout.regenerate:
+        start = None
+        if explored.intermediate is not None:
+            start = explored.intermediate[places.reshape(-1)]
+            explored = dataclasses.replace(explored, intermediate=None)  # frees the others
+        kept_seeds = SeedBatch.from_seeds(selection.kept_seeds)
         progress("regenerate", chosen.size, 0)
         kept = generate(
             backbone,
             full_sampler,
             prompt_batch,
-            SeedBatch.from_seeds(selection.kept_seeds),
+            dataclasses.replace(kept_seeds, noise=start),
             experiment.reward,
             progress=partial(progress, "regenerate", chosen.size),
         )
     else:
-        kept = explored.take(chosen + rollout.candidates * np.arange(len(prompts))[:, None])
+        kept = explored.take(places)
 
     # Compute the advantages, from the rewards of the samples that are trained on.
     timer.start("update")
@@ -227,9 +240,7 @@ def iterate(
     metrics |= reward_metrics(experiment, selection, rewards, values, kept, explored)
     metrics["fidelity/level"] = float(setting)
     metrics |= timer.report(explored, kept if rollout.regenerate else None)
-    ledger = ledger_columns(
-        experiment, selection, explorer.settings[setting], rewards, advantage, iteration
-    )
+    ledger = ledger_columns(experiment, selection, exploration, rewards, advantage, iteration)
     return state, IterationResult(metrics, ledger)
 
 

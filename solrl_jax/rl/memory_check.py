@@ -18,6 +18,8 @@ from solrl_jax.config.values import Size
 from solrl_jax.errors import InputError
 from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.parallel import hosts
+from solrl_jax.quant.formats import DeviceInfo, resolve_format
+from solrl_jax.rl.explore.continuation import continued_steps
 from solrl_jax.rl.trainable.trainable import Targets, flatten
 
 # Bytes of a float32.
@@ -58,8 +60,9 @@ def refuse_what_cannot_fit(config: Config, pipeline: Pipeline, targets: Targets)
 
     All processes of a run must call it. What must fit, in float32:
 
-    * In the memory of this host: the latents of all candidates of an iteration; the latents of an
-      evaluation; the images of its grid.
+    * In the memory of this host: the latents of all candidates of an iteration, twice where
+      regeneration continues from exploration (`continued_steps`); the latents of an evaluation; the
+      images of its grid.
     * In the memory of a device: six copies of all adapters; one batch of images; of the parameters
       that are trained in full, one copy, and six more divided over the mesh axes `fsdp` and
       `tensor`.
@@ -127,6 +130,11 @@ def _requests(
     host = hosts.memory()
     trained_size = largest_training_size(config)
     evaluated_size = evaluation_size(config)
+    device_info = DeviceInfo.from_jax(jax.local_devices()[0])
+    format_name = resolve_format(rollout.explore.precision, device_info).name
+    # Where the regeneration continues from them, the latents in between are stored as well.
+    continued = continued_steps(rollout, format_name, rollout.explore.num_steps)
+    latents_per_candidate = 2 if continued else 1
     larger_size = max(trained_size, evaluated_size, key=math.prod)
     adapter_values_per_rank = 0
     for path in targets.adapted:
@@ -143,7 +151,7 @@ def _requests(
         _Request(
             field="rollout.candidates",
             value=rollout.candidates,
-            unit=config.train.num_prompts * latent_bytes(trained_size),
+            unit=config.train.num_prompts * latent_bytes(trained_size) * latents_per_candidate,
             size=trained_size,
             memory=host,
             owner="this host",

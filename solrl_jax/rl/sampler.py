@@ -51,6 +51,8 @@ class Sampler:
         recorded: How many steps that add noise are recorded, from the first such step on: the
             latents before and after each are returned with the samples, to be trained on. 0 records
             nothing.
+        keep_intermediate: Whether the latents after the first segment are returned with the
+            samples.
     """
 
     name: str
@@ -59,3 +61,14 @@ class Sampler:
     shape: tuple[int, int, int]
     chunk: int
     recorded: int = 0
+    keep_intermediate: bool = False
+
+    def skip_steps(self, count: int) -> "Sampler":
+        """Returns the sampler of the steps after the first ones.
+
+        Args:
+            count: The number of steps that are left out, less than those of the first segment.
+        """
+        first, *others = self.segments
+        first = dataclasses.replace(first, schedule=first.schedule.slice_steps(count))
+        return dataclasses.replace(self, segments=(first, *others))

@@ -107,7 +107,7 @@ def read_course(run: Run, prices: Prices) -> Course:
         precision = table["precision"][0].as_py()
         steps = table["steps"][0].as_py()
         costs.append(costs[-1] + prices.of_iteration(run.config, precision, steps))
-        network_evaluations += evaluations(run.config, steps)
+        network_evaluations += evaluations(run.config, precision, steps)
         ranks.append(true_ranks(table, run.config.rollout.candidates, run.config.rollout.kept))
     fidelity = {}
     if run.config.rollout.regenerate:

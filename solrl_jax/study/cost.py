@@ -16,6 +16,7 @@ from typing import Any
 from solrl_jax.config.presets import resolve
 from solrl_jax.config.schema import Config
 from solrl_jax.errors import InputError
+from solrl_jax.rl.explore.continuation import continued_steps
 from solrl_jax.storage.readers import parse_json, read_text
 
 CARRIED = Path(__file__).parents[1] / "assets" / "prices.json"
@@ -47,10 +48,11 @@ class Prices:
 
         Counted are exploration, regeneration, the decoding and scoring of both, the update (of
         adapters) and, if exploration has a precision of its own, the sync. Exploring steps in the
-        training precision (`rollout.explore.exact_steps`) have its price, and
-        `algorithm.kl_fraction` below 1 saves predictions of the reference. Left out are text
-        encoders, classifier-free guidance, `rollout.explore.correction_rank`, attention in FP8 and
-        `rollout.explore.reward`. The image size is that of the plan which the prices come from.
+        training precision (`rollout.explore.exact_steps`) have its price, regeneration does not
+        take those again that it continues from (`continued_steps`), and `algorithm.kl_fraction`
+        below 1 saves predictions of the reference. Left out are text encoders, classifier-free
+        guidance, `rollout.explore.correction_rank`, attention in FP8 and `rollout.explore.reward`.
+        The image size is that of the plan which the prices come from.
 
         Args:
             config: The configuration, from which the numbers of prompts, candidates, kept
@@ -70,20 +72,21 @@ class Prices:
         kept = prompts * rollout.kept
         redone = kept * rollout.regenerate
         explored = pool * ((steps - exact) * self.network.get(precision, nan) + exact * full)
+        continued = continued_steps(rollout, precision, steps)
         synced = 0.0 if precision == rollout.precision else self.synced
         # One of the three predictions of a term is the reference's.
         skipped = (1 - config.algorithm.kl_fraction) * full
         update = kept * config.num_train_sigmas * (self.trained - skipped)
         return (
             explored
-            + redone * rollout.num_steps * full
+            + redone * (rollout.num_steps - continued) * full
             + (pool + redone) * self.scored
             + update
             + synced
         )
 
 
-def evaluations(config: Config, steps: int) -> int:
+def evaluations(config: Config, precision: str, steps: int) -> int:
     """Returns the number of network evaluations for an iteration's exploration and regeneration.
 
     Those of the update, and the second evaluation of classifier-free guidance, are not counted.
@@ -91,11 +94,13 @@ def evaluations(config: Config, steps: int) -> int:
     Args:
         config: The configuration, from which the numbers of prompts, candidates, kept candidates
             and regeneration steps are read. Without regeneration only exploration counts.
+        precision: The format that the iteration explores in, a key of `quant.formats.FORMATS`.
         steps: The number of exploring steps per candidate.
     """
     rollout = config.rollout
+    regenerated = rollout.num_steps - continued_steps(rollout, precision, steps)
     return config.train.num_prompts * (
-        rollout.candidates * steps + rollout.kept * rollout.regenerate * rollout.num_steps
+        rollout.candidates * steps + rollout.kept * rollout.regenerate * regenerated
     )
 
 

@@ -250,7 +250,7 @@ def test_recorded_states_are_the_steps_that_were_drawn(solver, cut):
     """
     grid = grid_of(SIGMAS, solver_table(solver, SIGMAS, SDES[solver]))
     segments = (grid,) if cut is None else (grid.slice_steps(0, cut), grid.slice_steps(cut))
-    end, states = recording(segments, NOISE, SEEDS, 5)
+    end, states, _ = recording(segments, NOISE, SEEDS, 5)
     assert states.shape == (ROWS, 6, *SHAPE)
     np.testing.assert_array_equal(states[:, 0], NOISE)
     np.testing.assert_allclose(

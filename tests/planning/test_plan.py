@@ -300,6 +300,26 @@ def test_states_are_kept_for_an_objective_on_an_sdes_steps(family, recording):
     assert states[1] == 5  # before and after four steps
 
 
+@pytest.mark.usefixtures("cpus")
+@pytest.mark.parametrize(("recipe", "continued"), [("best", 1), ("paper", 0)])
+def test_regeneration_continues_where_a_run_does(recipe, continued):
+    """The latents in between are an output of exploration, and regeneration has fewer steps."""
+    planner = Planner(
+        resolve("tiny", [f"explore={recipe}", "rollout.explore.precision=nvfp4"]),
+        Devices(TARGETS["b200"], 2),
+    )
+    assert planner.stages.continued == continued
+    (explore,), (regenerate,) = (
+        planner.stages.programs(stage, planner.codes) for stage in ("explore", "regenerate")
+    )
+    with jax.set_mesh(explore.mesh):
+        latents, _, intermediate = explore.function.eval_shape(*explore.arguments)
+    assert (intermediate == latents) if continued else (intermediate is None)
+    (segment,) = regenerate.arguments[1]
+    steps = planner.config.rollout.num_steps
+    assert segment.schedule.table.shape == (steps - continued, 5)
+
+
 # --- the plan ---
 
 

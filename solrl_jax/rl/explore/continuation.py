@@ -1,0 +1,48 @@
+"""Regeneration that continues from the latents that exploration reached in the training precision.
+
+Where the first steps of exploration are those of the regeneration, with the same policy, their
+latents are the regeneration's own. Those of the kept candidates are then not computed again.
+"""
+
+from solrl_jax.config.schema import Rollout
+from solrl_jax.quant.formats import FORMATS
+
+
+def continued_steps(rollout: Rollout, precision: str, steps: int) -> int:
+    """Returns the number of steps that regeneration takes over from exploration.
+
+    That is `explore.exact_steps` where these steps have the sigmas of the regeneration: with
+    `explore.sigmas="first"` if at most half of the exploring steps are exact, and with as many
+    exploring steps as there are in the regeneration. Everything is regenerated from noise, which
+    is 0, in these cases:
+
+    * `regenerate` is False, or `explore.exact_steps` is 0.
+    * The exploration format quantizes nothing. Its exploration is not divided into segments.
+    * The sigmas of the exact steps differ from those of the regeneration.
+    * `noise_level` is above 0. Objectives that train on transitions need the states before these
+      steps too.
+    * `solver` is "dpm2", whose steps also use the prediction before them.
+
+    Args:
+        rollout: The configuration of the rollout.
+        precision: The format that is explored in, a key of `quant.formats.FORMATS`.
+        steps: The number of exploring steps, above `explore.exact_steps`.
+
+    Raises:
+        KeyError: If there is no such format.
+    """
+    explore = rollout.explore
+    if steps == rollout.num_steps:
+        shared = steps
+    elif explore.sigmas == "first":
+        shared = steps // 2
+    else:
+        shared = 0
+    applies = (
+        rollout.regenerate
+        and FORMATS[precision].quantize is not None
+        and explore.exact_steps <= shared
+        and rollout.noise_level == 0
+        and rollout.solver != "dpm2"
+    )
+    return explore.exact_steps if applies else 0
