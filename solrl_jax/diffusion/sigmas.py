@@ -29,7 +29,8 @@ def shift_sigmas(sigmas: Float[np.ndarray, " n"], shift: float) -> Float[np.ndar
     Returns:
         The shifted sigmas, one for each of `sigmas`, in their order.
     """
-    return shift * sigmas / (1 + (shift - 1) * sigmas)
+    # Of `1 + (shift - 1)`, a shift below 1 may lose its last bits.
+    return np.where(sigmas == 1, 1.0, shift * sigmas / (1 + (shift - 1) * sigmas))
 
 
 def stretch_to_terminal(sigmas: Sigmas, terminal: float | None) -> Sigmas:

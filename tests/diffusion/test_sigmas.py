@@ -58,7 +58,8 @@ def test_linear_is_even_then_shifted_once(steps, shift):
 
 def test_shifting_keeps_the_ends_and_composes():
     grid = np.linspace(0, 1, 11)
-    np.testing.assert_allclose(shift_sigmas(grid, 3.0)[[0, -1]], [0, 1])
+    for shift in (0.001, 0.1, 3.0):  # 1 + (0.001 - 1) is not 0.001
+        np.testing.assert_array_equal(shift_sigmas(grid, shift)[[0, -1]], [0, 1])
     np.testing.assert_allclose(
         shift_sigmas(shift_sigmas(grid, 3.0), 2.0), shift_sigmas(grid, 6.0), rtol=1e-14
     )

@@ -21,7 +21,8 @@ def continued_steps(rollout: Rollout, precision: str, steps: int) -> int:
     * The sigmas of the exact steps differ from those of the regeneration.
     * `noise_level` is above 0. Objectives that train on transitions need the states before these
       steps too.
-    * `solver` is "dpm2", whose steps also use the prediction before them.
+    * `solver` is "dpm2" and there are several exact steps. Its steps also use the prediction before
+      them, except the first two: from sigma 1 no slope can be extrapolated.
 
     Args:
         rollout: The configuration of the rollout.
@@ -43,6 +44,6 @@ def continued_steps(rollout: Rollout, precision: str, steps: int) -> int:
         and FORMATS[precision].quantize is not None
         and explore.exact_steps <= shared
         and rollout.noise_level == 0
-        and rollout.solver != "dpm2"
+        and (rollout.solver != "dpm2" or explore.exact_steps == 1)
     )
     return explore.exact_steps if applies else 0
