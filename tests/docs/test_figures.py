@@ -256,6 +256,14 @@ def test_what_the_compilers_say():
         check(printed[1:], [*stages, rollout, naive["seconds"] / plan["seconds"], *memory], first)
 
 
+def test_cheaper_iterations():
+    seconds = record("plan-flux1-cheaper")["seconds"]
+    printed = rows(DOCS / "compiled.md", "setting | explore")
+    for (_, *cells), row in zip(printed, seconds.values(), strict=True):
+        stages = ("explore", "regenerate", "score", "update", "iteration")
+        check(cells, [row[stage] for stage in stages], row)
+
+
 def test_what_other_pages_say_of_the_plans():
     compiled = {
         first: [numbers(cell)[0] for cell in cells]
