@@ -106,8 +106,8 @@ def this_machine() -> recipes.Machine:
 
     Returns:
         The platform ("gpu", "tpu" or "cpu"), the name of the kind of device (JAX's `device_kind`),
-        the number of this process's devices, and the bytes of memory of one device that JAX may
-        use.
+        the number of this process's devices, and the bytes of memory of one device that JAX may use
+        (on a CPU, the memory of the machine; with several processes, the smallest of all).
     """
     device = local_device()
     return recipes.Machine(device.platform, device.kind, jax.local_device_count(), device_memory())

@@ -44,8 +44,9 @@ class Overrides:
     """Parsed overrides.
 
     Attributes:
-        settings: Pairs of the dotted name of a field and its value, in the order in which they
-            apply: later ones win.
+        settings: Pairs of the dotted name of a field, of a section, or of an entry such as
+            "reward.weights.shapes", and its value, parsed from YAML and not checked, in the order
+            in which they apply: later ones win.
         choices: The files that are chosen for parts of a preset, e.g. {"model": "flux1"}. Parts are
             "model", "family", "explore", "objective" and "reward".
         problems: One message for each override that cannot be used.

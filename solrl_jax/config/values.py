@@ -24,7 +24,9 @@ from pydantic import (
 class ConfigError(ValueError):
     """The error for a configuration that cannot be used.
 
-    Its message is one line. It names each field at fault, its value and what is accepted.
+    Its message is one line. It names the field at fault, its value (unless that may hold a secret)
+    and what is accepted; several fields are separated by "; ". Of the rules between fields, only
+    the first broken one is named.
     """
 
     @classmethod

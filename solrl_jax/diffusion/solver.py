@@ -171,9 +171,11 @@ def _ddim(sigma: float, next_sigma: float, eta: float) -> Coefficients:
 
 
 def _renoised(sigma: float, next_sigma: float, rest: float, e: float) -> Coefficients:
-    """Returns the coefficients (a, b, 0, 0, e) of `x' = (1 - s') x0_hat + rest eps_hat + e noise`,
-    with the predicted clean latents x0_hat and the predicted noise `eps_hat = (x - (1 - s) x0_hat)
-    / s`.
+    """Returns the coefficients (a, b, 0, 0, e) of the step `x' = a x + b x0_hat + e noise` that
+    equals `(1 - s') x0_hat + rest eps_hat + e noise`; the zeros are for earlier predictions.
+
+    x0_hat are the predicted clean latents, and `eps_hat = (x - (1 - s) x0_hat) / s` is the
+    predicted noise.
 
     If `rest^2 + e^2 = s'^2`, the result has as much noise as the forward process has at s',
     whatever e is (coefficients-preserving sampling).

@@ -271,6 +271,9 @@ class Scoring:
     image, returns all scores. The prompts of the whole series are given at the start. Each reward
     scores every image.
 
+    Use `scoring`, which yields one: if the caller raises, it drops the running calls and ends the
+    worker processes.
+
     Attributes:
         failed: By the name of the reward, the number of images that have no score so far because
             their call failed. It stays 0 where a failed call ends the run.

@@ -258,9 +258,10 @@ def policy_batch(
     second best by the second worst, and so on; both get the seed of the better one, so that they
     are noised in the same way.
 
-    Samples that must not be trained on have weight 0, all others 1. Weight 0 have samples whose
-    value is not finite, and pairs whose two values are equal up to rounding (4e-6 of the larger
-    magnitude).
+    Without pairs, samples whose value is not finite have weight 0. With pairs they are left out,
+    and the others are paired; in their place come pairs that name one sample twice, of weight 0.
+    Pairs whose two values are equal up to rounding (4e-6 of the larger magnitude) have weight 0,
+    too. All others have weight 1.
 
     Args:
         experiment: `algorithm.trains_on` decides whether samples are paired,

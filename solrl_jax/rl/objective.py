@@ -257,7 +257,8 @@ def matching_error(velocity: Latents, target: TrainingTarget) -> PerSample:
 
 
 def matching_gap(velocity: Latents, other: Latents, target: TrainingTarget) -> PerSample:
-    """The flow-matching loss of one velocity minus that of another.
+    """The flow-matching loss (`matching_error`, a mean over dimensions) of one velocity minus that
+    of another.
 
     It is computed from the difference of the two. The result is therefore exactly 0 where they are
     equal, and does not lose digits where they are close.

@@ -42,8 +42,10 @@ class PhaseTimer:
         self._began = time.perf_counter()
 
     def stop(self) -> None:
-        """Ends the running phase and stores its time in `seconds`. Does nothing if no phase is
-        running.
+        """Ends the running phase and stores its wall time in `seconds`, in place of an earlier time
+        of the same name.
+
+        It does not wait for the devices (`wait`), and does nothing if no phase is running.
         """
         if self._phase:
             self.seconds[self._phase] = time.perf_counter() - self._began

@@ -540,7 +540,8 @@ def check_name(name: str) -> None:
         name: The text that a user gave as `hub`.
 
     Raises:
-        InputError: If it is not of the form OWNER/NAME.
+        InputError: If it is not of the form OWNER/NAME, or has characters or a length that the hub
+            does not allow.
     """
     if not hub.is_name(name):
         raise InputError(f"hub={name!r}: expected the name of a repository, OWNER/NAME")

@@ -574,7 +574,8 @@ def _rewards_are_equal(candidates: Mapping[str, Any]) -> bool:
 
     Args:
         candidates: The columns of the iteration's ledger by name, of which "advantage" is read: a
-            masked float array with one entry per candidate, masked where it was not trained on.
+            masked float array with one entry per candidate, masked where the candidate was not
+            kept; 0 where its reward is not finite.
 
     Returns:
         Whether all advantages that are not masked are 0. True also if all are masked.

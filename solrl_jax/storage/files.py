@@ -44,7 +44,8 @@ def disk_reason(error: BaseException) -> str | None:
     is not the cause.
 
     Every OSError counts as a refusal. Other errors do if their message quotes the system's text for
-    one, as libraries in C++ do, or says "RESOURCE_EXHAUSTED".
+    a full disk, a used-up quota, a file that is too large, a read-only file system or a missing
+    permission, as libraries in C++ do, or says "RESOURCE_EXHAUSTED", which counts as "disk full".
 
     Args:
         error: The error that the operation raised.

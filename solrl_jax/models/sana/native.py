@@ -138,7 +138,8 @@ def is_native(names: Iterable[str]) -> bool:
 
     Returns:
         True if a name belongs to an MLP of that layout, such as
-        "blocks.0.mlp.depth_conv.conv.weight".
+        "blocks.0.mlp.depth_conv.conv.weight". Names begin with "blocks."; one with a prefix such as
+        "module." is not recognised.
     """
     return any(re.match(r"blocks\.\d+\.mlp\.(inverted|depth|point)_conv\.", name) for name in names)
 

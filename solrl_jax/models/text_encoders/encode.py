@@ -128,6 +128,7 @@ class TextEncoders:
         Raises:
             InputError: `max_tokens` is not possible for the model, the tokenizer fails, a text
                 encoder cannot be loaded, or the cache cannot be written.
+            PermissionError: a folder of the cache may not be searched.
             RunError: writing an encoding fails, or another process of the run does not answer for
                 30 minutes.
         """
@@ -176,6 +177,7 @@ class TextEncoders:
         Raises:
             InputError: `max_tokens` is not possible for the model, the tokenizer fails, a text
                 encoder cannot be loaded, or the cache cannot be written.
+            PermissionError: a folder of the cache may not be searched.
             RunError: writing an encoding fails, or another process of the run does not answer for
                 30 minutes.
         """

@@ -31,7 +31,10 @@ class Gemma2Config(ReleasedConfig):
     """The configuration of Gemma 2: the fields of a `config.json` (of transformers 4 or 5) that its
     hidden states depend on.
 
-    Other fields of the file are ignored. The defaults are those of Gemma 2 2B.
+    Other fields of the file are ignored, except those that would change the network (another
+    `model_type`, `quantization_config`, `use_bidirectional_attention`, a scaled rope), for which
+    `from_dict` raises ValueError. The constructor raises ValueError for a value that is not
+    supported. The defaults are those of Gemma 2 2B.
 
     Attributes:
         vocab_size: number of tokens in the vocabulary.
@@ -77,8 +80,9 @@ class Gemma2Config(ReleasedConfig):
     def from_dict(cls, fields: Mapping[str, Any]) -> "Gemma2Config":
         """Makes a configuration from the contents of a `config.json`, and checks it.
 
-        Missing fields get their defaults, and unknown ones are ignored. `rope_theta` is read from
-        where transformers 5 has it (inside `rope_parameters`), or else from the top level.
+        Missing fields get their defaults. Unknown ones are ignored, except those that would change
+        the network. `rope_theta` is read from where transformers 5 has it (inside
+        `rope_parameters`), or else from the top level.
 
         Args:
             fields: the contents. They are not changed.
@@ -87,8 +91,9 @@ class Gemma2Config(ReleasedConfig):
             The configuration.
 
         Raises:
-            ValueError: a field has a type or value that is not supported. The message names the
-                field.
+            ValueError: a field has a type or value that is not supported; `model_type` is another
+                one; or `quantization_config`, `use_bidirectional_attention` or a scaled rope is
+                set. The message names the field.
         """
         fields = with_rope_theta(cls.network, fields)
         if fields.get("layer_types") is None:

@@ -29,8 +29,11 @@ from solrl_jax.models.loading.config_file import ReleasedConfig, unsupported
 class T5Config(ReleasedConfig):
     """The configuration of T5's encoder: the fields of a released `config.json` that it depends on.
 
-    Other fields of the file are ignored. The defaults are those of transformers. That of
-    `feed_forward_proj` is not supported, so a file has to set it.
+    Other fields of the file are ignored, except those that would change the network (another
+    `model_type`, `quantization_config`, `is_decoder`, `dense_act_fn`, `is_gated_act`), for which
+    `from_dict` raises ValueError. The constructor raises ValueError for a value that is not
+    supported. The defaults are those of transformers; that of `feed_forward_proj` is not supported,
+    so a file has to set it.
 
     Attributes:
         vocab_size: number of tokens in the vocabulary.
@@ -66,7 +69,8 @@ class T5Config(ReleasedConfig):
     def from_dict(cls, fields: Mapping[str, Any]) -> "T5Config":
         """Makes a configuration from the contents of a `config.json`.
 
-        Missing fields get their defaults, and unknown ones are ignored.
+        Missing fields get their defaults. Unknown ones are ignored, except those that would change
+        the network.
 
         Args:
             fields: the contents.
@@ -75,8 +79,9 @@ class T5Config(ReleasedConfig):
             The configuration.
 
         Raises:
-            ValueError: a field has a type or value that is not supported. The message names the
-                field.
+            ValueError: a field has a type or value that is not supported, `model_type` is another
+                one, `quantization_config` is set, or `is_decoder`, `dense_act_fn` or `is_gated_act`
+                differs from a version 1.1 encoder. The message names the field.
         """
         config = super().from_dict(fields)
         # Transformers would use the last two fields, although they repeat `feed_forward_proj`.

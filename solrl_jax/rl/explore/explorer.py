@@ -110,8 +110,10 @@ class Explorer:
         """Returns how linear layers are quantized: the quantizer of a format, changed by the active
         options.
 
-        The first call with a format may measure on the base, for options that need it; the samples
-        for that take `explore.num_steps` steps. The result is kept.
+        The first call with a format may measure on the base, for options that need it: on samples
+        of `explore.num_steps` steps and, if `schedule` has not been called yet and `explore.sigmas`
+        is "first", over the full schedule. Every process of a run must then call it. The result is
+        kept.
 
         Args:
             precision: The name of a format, a key of `quant.formats.FORMATS`.

@@ -253,10 +253,11 @@ def import_lora(
 
 
 def _scale_first(b: np.ndarray, n_in: int) -> np.ndarray:
-    """Exchanges the halves of the outputs of a modulation layer that computes shift and scale.
+    """Converts the factor B of a modulation layer, read from a file with the names of the model's
+    authors, to the order of diffusers: exchanges shift and scale, the halves of its outputs.
 
-    The model's authors have the shift first, diffusers the scale. A modulation with more parts,
-    such as gates too, has the same order in both and is not changed.
+    The authors have the shift first, diffusers the scale. A modulation with more parts, such as
+    gates too, has the same order in both and is not changed.
 
     Args:
         b: The factor B of the layer, [outputs, rank].
