@@ -99,8 +99,9 @@ def fetch_files(reference: Reference, where: str) -> list[Path]:
 
     Raises:
         InputError: If the data set or the split does not exist or has no files of prompts, no split
-            is named although there are several and none is "train", files are missing, or they have
-            more than 4 GiB together.
+            is named although there are several and none is "train", files of a numbered series are
+            missing, files are neither on the hub nor in the cache, or they have more than 4 GiB
+            together.
     """
     name = reference.repository
     sizes = _list_files(name, where)
@@ -130,8 +131,9 @@ def find_splits(files: Sequence[str], card: Mapping[str, Any]) -> dict[str, list
 
     If the data set's card declares its files by split (`configs` with `data_files`), the declared
     patterns decide; splits without a matching file are left out. Otherwise the names of the files
-    of the most frequent format decide: "NAME-00000-of-00002.parquet" belongs to the split NAME, and
-    another file to the split that its path mentions, e.g. "val" for "validation". If no file
+    of the most frequent format decide (of equally frequent ones, the first in `DATA_ENDINGS`), and
+    files of other formats are left out. "NAME-00000-of-00002.parquet" belongs to the split NAME,
+    and another file to the split that its path mentions, e.g. "val" for "validation". If no file
     mentions a split, all belong to "train"; if only some do, the others are left out.
 
     Args:
@@ -206,8 +208,8 @@ def _declared_splits(card: Mapping[str, Any]) -> dict[str, list[str]]:
     """Returns the splits that the card of a data set declares, as patterns of file names.
 
     A card has a list `configs`. Of its entries with `data_files`, one counts: the first with
-    `default: true` or the name "default", or else the first. Files that it declares without a split
-    belong to "train".
+    `default: true` or the name "default", or else the first. If its `data_files` is a text or a
+    list of texts, the files belong to "train"; an object in the list without a split is left out.
 
     Args:
         card: The metadata of the card by name. Only "configs" is read.
@@ -290,7 +292,8 @@ def _choose_split(splits: Mapping[str, list[str]], reference: Reference, where: 
 
 
 def _list_files(name: str, where: str) -> dict[str, int]:
-    """Lists the files of a data set: those on the hub, or else those in the local cache.
+    """Lists the files of a data set: those on the hub, or, if the hub gives no list for whatever
+    reason, those in the local cache.
 
     Args:
         name: The data set, OWNER/DATASET.
@@ -301,8 +304,7 @@ def _list_files(name: str, where: str) -> dict[str, int]:
         say are 0.
 
     Raises:
-        InputError: If the hub does not have the data set or cannot be reached, and the cache has
-            no file of it.
+        InputError: If the hub gives no list, and the cache does not have the data set.
     """
     from huggingface_hub import HfApi, snapshot_download
 

@@ -69,7 +69,7 @@ def read_rows(file: Path, column: str | None, where: str) -> list[Row]:
         where: The start of messages: the setting and its value, e.g. "prompts.train='a.csv'".
 
     Returns:
-        The rows in the order of the file, without blank lines.
+        The rows in the order of the file, without blank lines; [] for a file without prompts.
 
     Raises:
         InputError: If the file cannot be read in this format, has no column with prompts, has a row
@@ -189,7 +189,7 @@ def _read_json(text: str, column: str | None, where: str) -> list[Row]:
         One row per item or line, in order.
 
     Raises:
-        InputError: If the text is not of one of these forms, or an item has no prompt.
+        InputError: If the text is not of one of these forms, e.g. blank, or an item has no prompt.
     """
     try:
         value = parse_json(text)

@@ -60,8 +60,7 @@ def load_prompts(path: str, field: str, *, distinct: bool = True) -> list[Prompt
             of the Hugging Face hub, which is downloaded unless it is in the hub's cache.
         field: The setting that names the file, e.g. "prompts.train", for messages.
         distinct: True: a repeated prompt is returned once, at its first place, with the metadata of
-            its first row. False: all are returned. In text, JSON and JSON-lines files, in both
-            cases, a prompt that is repeated with other metadata is an error.
+            its first row. False: all are returned, each with the metadata of its row.
 
     Returns:
         The prompts with their metadata, in the order of the file; at least one.
@@ -69,7 +68,9 @@ def load_prompts(path: str, field: str, *, distinct: bool = True) -> list[Prompt
     Raises:
         InputError: If the file cannot be read, holds no prompt or more than 2**20, or has a prompt
             that cannot be used: a blank one, one with control characters, or one of more than
-            20,000 characters.
+            20,000 characters. Also, whatever `distinct` is, if a prompt is repeated with other
+            metadata; this is accepted only in tables (.csv, .tsv, .parquet) and data sets of the
+            hub.
     """
     where = f"{field}={path!r}"
     if path.startswith(HUB):

@@ -79,9 +79,9 @@ class DividedScoring:
 
         Raises:
             RewardError: With a single host, if an earlier call of a reward failed and
-                `HostRewards.skip` is false, or if 32 calls of one reward in a row failed. With
-                several hosts the error is kept, the images are ignored from then on, and `finish`
-                raises it, so that no host waits for one that has stopped.
+                `HostRewards.skip` is false, or if 32 calls of one reward in a row gave no score
+                at all. With several hosts the error is kept, the images are ignored from then on,
+                and `finish` raises it, so that no host waits for one that has stopped.
         """
         first = self._num_added
         self._num_added += len(images)
@@ -109,12 +109,13 @@ class DividedScoring:
             A tuple of three dicts, the same on every host:
               1. The scores: float32 arrays [count] in the order of the prompts, by "REWARD" and
                  "REWARD/OTHER", with NaN for images without a score.
-              2. The number of images that each reward could not score, by the name of the reward.
+              2. The number of images that each reward could not score, by the name of the reward;
+                 0 for one that scored all.
               3. The counters of all calls, as "REWARD/COUNTER", e.g. {"judge/requests": 24.0}.
 
         Raises:
             RewardError: On every host, if on any host a call failed and `HostRewards.skip` is
-                false, or 32 calls of one reward in a row failed.
+                false, or 32 calls of one reward in a row gave no score at all.
             RunError: If another host does not answer.
         """
         results: list[dict[str, Any]] = []

@@ -188,7 +188,8 @@ def judge(objects: Objects, request: Request) -> tuple[float, bool]:
          the class in this color.
       4. Position, if the clause has one, and its number and color are right: 1 if the relation
          holds between every object of the clause and every object of the clause it refers to; 0 if
-         that other clause was itself not met; otherwise two terms, 0 and 1, as in Flow-GRPO's code.
+         that other clause was itself not met; if the relation does not hold, two terms, 0 and 1, as
+         in Flow-GRPO's code.
 
     `request.exclude` only affects the strict verdict.
 

@@ -49,6 +49,9 @@ class GroupScoring:
     def add(self, images: np.ndarray | None, latents: np.ndarray) -> None:
         """Passes on the next images of the series. Also scores the groups that they complete.
 
+        A group is the candidates of one prompt, or a part of them. Images of an incomplete group
+        are kept until its last one comes.
+
         Args:
             images: The images as a NumPy array [b, H, W, 3] in [0, 1]; None if the reward scores
                 latents alone.

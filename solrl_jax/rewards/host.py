@@ -275,8 +275,9 @@ class Scoring:
     worker processes.
 
     Attributes:
-        failed: By the name of the reward, the number of images that have no score so far because
-            their call failed. It stays 0 where a failed call ends the run.
+        failed: By the name of every reward, the number of images that have no score so far because
+            their call failed; 0 for one without failures. It stays 0 where a failed call ends the
+            run.
         usage: Sums of the counters that the functions increased so far (`rewards.usage.count`), as
             "REWARD/COUNTER", e.g. {"judge/requests": 24.0}. A reward that counts something also has
             "REWARD/seconds_waited", the seconds that the run waited for its scores.
@@ -331,7 +332,7 @@ class Scoring:
 
         Raises:
             RewardError: If a call of the older chunk failed and failed calls are not skipped, or 32
-                calls of one reward in a row failed.
+                calls of one reward in a row gave no score at all.
         """
         images = np.asarray(images[: len(self._prompts) - self._num_added], np.float32)
         if len(self._running_chunks) > 1:
@@ -387,12 +388,13 @@ class Scoring:
         without a score, and the first error.
 
         Returns:
-            The scores by name, float32 arrays with one value per prompt: "NAME" for a reward and
-            "NAME/OTHER" for its other scores. NaN for images without one.
+            The scores by name, float32 arrays with one value per prompt: "NAME" for each reward
+            (also if all its calls failed) and "NAME/OTHER" for its other scores. NaN for images
+            without one.
 
         Raises:
             RewardError: If a call failed and failed calls are not skipped, or 32 calls of one
-                reward in a row failed.
+                reward in a row gave no score at all.
         """
         for calls in self._running_chunks:
             self._gather(calls)
@@ -416,7 +418,7 @@ class Scoring:
 
         Raises:
             RewardError: If a call failed and failed calls are not skipped, or 32 calls of one
-                reward in a row failed. The calls after it are not waited for.
+                reward in a row gave no score at all. The calls after it are not waited for.
         """
         for reward, rows, wait in calls:
             began = time.monotonic()
@@ -541,7 +543,7 @@ def trial(host: HostRewards, prompts: Sequence[Prompt], size: tuple[int, int]) -
 
     Raises:
         RewardError: If a call failed and failures are not skipped, or if 32 calls of one reward in
-            a row have failed.
+            a row gave no score at all.
     """
     if any(reward.in_groups for reward in host.rewards):
         prompts = [prompt for prompt in prompts for _ in range(2)]

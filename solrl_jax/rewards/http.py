@@ -52,7 +52,7 @@ def http(
         url: The address of the service, http://HOST:PORT/PATH or https://HOST:PORT/PATH.
         timeout: Seconds that one attempt may take to connect, and to wait for the next data. It is
             `reward.timeout`, after which the worker process is killed anyway. It also bounds the
-            number of attempts: all pauses between them together last at most half of it.
+            number of attempts: the growing pauses between them together last at most half of it.
 
     Returns:
         The scores of the answer, float64, with NaN for null. Their number is not compared with that

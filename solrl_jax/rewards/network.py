@@ -119,7 +119,8 @@ def score_in_parts(
         score: A function (params, (images, prepared)) -> scores, an array by name with one row per
             image.
         params: The parameters of the networks, by name, passed on to `score`.
-        images: Images [b, H, W, 3] in [0, 1]. The number b is a multiple of the mesh's devices.
+        images: Images [b, H, W, 3] in [0, 1]. The number b is a multiple of the devices of
+            the current mesh (`jax.set_mesh`).
         prepared: A pytree of arrays with one row per image: the prepared prompt of each.
 
     Returns:

@@ -139,7 +139,7 @@ def _find_converted(name: str, source: Converted, paths: Mapping[str, str]) -> P
 def _find_in_hub(name: str, source: Hub, paths: Mapping[str, str]) -> Path:
     """Returns the directory with the files of a hub repository. Also downloads missing ones.
 
-    If HF_HUB_OFFLINE is set, the local cache of the hub is searched instead.
+    If HF_HUB_OFFLINE is set or there is no network, the local cache of the hub is searched instead.
 
     Args:
         name: The key of the source in `SOURCES`, e.g. "pickscore/tokenizer".

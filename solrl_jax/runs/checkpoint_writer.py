@@ -60,8 +60,9 @@ class Saver:
 
         When this returns, the arrays of `state` may be overwritten, and the thread writes their
         copies. If it is called twice in a row for an iteration, the second call saves nothing,
-        unless the first save failed. Every process of a run calls it. Afterwards old checkpoints
-        are removed.
+        unless the first save failed. Every process of a run calls it. When the save is complete,
+        the thread removes checkpoints that are neither among the newest nor among the best that
+        the saver keeps.
 
         Args:
             iteration: The number of iterations behind the state, which names the directory.

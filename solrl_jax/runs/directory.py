@@ -165,9 +165,10 @@ def _foreign_names(config: Config) -> set[str]:
             `reward.eval_only` (recorded only) and `rollout.explore.reward` (ranks candidates).
 
     Returns:
-        The names of those rewards that the package does not have: "module:function", names of entry
-        points, and URLs. Also every text with a colon among the values of `reward.options`, at any
-        depth, because an option may name a function or service too.
+        The names of those rewards that are not in `REWARDS`: "module:function", names of entry
+        points, URLs, and "judge-NAME". Also every text with a colon among the values of
+        `reward.options`, at any depth, because an option may name a function or service too, such
+        as the address of a judge.
     """
 
     def texts_with_colon(value: Any) -> Iterator[str]:

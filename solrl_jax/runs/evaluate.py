@@ -83,6 +83,7 @@ def evaluate(
     Raises:
         InputError: If the prompts cannot be encoded.
         FileNotFoundError: If the directory of a tokenizer is missing.
+        PermissionError: If a folder of the cache of prompts may not be searched.
         RunError: If a reward outside of JAX fails (RewardError) and the configuration says that the
             run stops then, if the disk refuses the cache of prompts, or if another process gives no
             answer.
@@ -204,7 +205,10 @@ class ImageGrid:
 
     @property
     def marks(self) -> list[bool | None]:
-        """`right` as a flat list of p * m values, row by row; all None if `right` is None."""
+        """Whether a verifier accepts each image, a list of p * m values, row by row (`right`).
+
+        All are None if `right` is None, because there is no verdict.
+        """
         if self.right is None:
             return [None] * (self.images.shape[0] * self.images.shape[1])
         return self.right.reshape(-1).tolist()
@@ -227,6 +231,7 @@ def sample_grid(experiment: Experiment, adapters: Trainable) -> ImageGrid:
     Raises:
         InputError: If the prompts cannot be encoded.
         FileNotFoundError: If the directory of a tokenizer is missing.
+        PermissionError: If a folder of the cache of prompts may not be searched.
         RunError: If a reward outside of JAX fails (RewardError) and the configuration says that the
             run stops then, if the disk refuses the cache of prompts, or if another process gives no
             answer.
@@ -303,7 +308,7 @@ class LargestDifferences:
         return cls(prompts, images[prompts], np.take_along_axis(gains, images, axis=1)[prompts])
 
     def draw(self, experiment: Experiment, adapters: Trainable) -> ImageGrid:
-        """Generates the images at these positions with one of the policies.
+        """Generates the images at the positions in `prompts` and `images` with one of the policies.
 
         They start from the seeds of the evaluation, so they equal the images that were scored.
 
@@ -317,6 +322,7 @@ class LargestDifferences:
         Raises:
             InputError: If the prompts cannot be encoded.
             FileNotFoundError: If the directory of a tokenizer is missing.
+            PermissionError: If a folder of the cache of prompts may not be searched.
             RunError: If a reward outside of JAX fails (RewardError) and the configuration says that
                 the run stops then, if the disk refuses the cache of prompts, or if another process
                 gives no answer.
@@ -375,6 +381,7 @@ def pool_images(
     Raises:
         InputError: If the prompts cannot be encoded.
         FileNotFoundError: If the directory of a tokenizer is missing.
+        PermissionError: If a folder of the cache of prompts may not be searched.
         RunError: If a reward outside of JAX fails (RewardError) and the configuration says that the
             run stops then, if the disk refuses the cache of prompts, or if another process gives no
             answer.
@@ -491,6 +498,7 @@ def _generate_grid(
     Raises:
         InputError: If the prompts cannot be encoded.
         FileNotFoundError: If the directory of a tokenizer is missing.
+        PermissionError: If a folder of the cache of prompts may not be searched.
         RunError: If a reward outside of JAX fails (RewardError) and the configuration says that the
             run stops then, if the disk refuses the cache of prompts, or if another process gives no
             answer.
@@ -525,6 +533,7 @@ def _generate(
     Raises:
         InputError: If the prompts cannot be encoded.
         FileNotFoundError: If the directory of a tokenizer is missing.
+        PermissionError: If a folder of the cache of prompts may not be searched.
         RunError: If a reward outside of JAX fails (RewardError) and the configuration says that the
             run stops then, if the disk refuses the cache of prompts, or if another process gives no
             answer.

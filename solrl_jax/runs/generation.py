@@ -70,7 +70,8 @@ class Request:
     Attributes:
         model: The run directory, a model directory, "embedded:NAME", or OWNER/NAME of a repository
             of the hub. Not empty.
-        prompts: One prompt per image, at least one. Each has at most 20,000 characters.
+        prompts: One prompt per image, at least one. Each has at most 20,000 characters and no
+            control characters; it may be empty.
         num_steps: The number of solver steps, 1 to 1000. None: that of the run's evaluation, or
             `DEFAULT_NUM_STEPS` (10) for a model.
         guidance_scale: The guidance scale, at least 0. For models that embed it (FLUX.1) it is an

@@ -80,7 +80,7 @@ def save_grid(
         captions: One caption per image, shown below it in at most two lines. A longer one is cut.
         facts: For each image a dict of JSON values, which is stored in the file and which
             `read_grid` returns with the image. The key "box" is reserved. If there are fewer than
-            n, `read_grid` returns only the first images.
+            n, `read_grid` returns only the first images; dicts beyond n are ignored.
 
     Raises:
         ValueError: If there is not one caption per image.

@@ -368,8 +368,8 @@ def _scores(run: Path, config: Config, iteration: int) -> str:
         iteration: The exported iteration. The last evaluation up to it is the one after training.
 
     Returns:
-        A Markdown table with standard errors and a line about the evaluation, or a sentence if
-        nothing was evaluated.
+        A Markdown table with standard errors and a line about the evaluation; with a single
+        evaluation up to `iteration` it has one column. A sentence if there is none.
     """
     rows = [row for row in metrics.read(run) if "eval/reward" in row]
     rows = [row for row in rows if row["iteration"] <= iteration]
@@ -488,13 +488,14 @@ def finished_after(run: Path) -> int | None:
 
 
 def add_card(folder: Path, run: Path, config: Config, name: str, export: Mapping[str, Any]) -> None:
-    """Adds the model card to a folder with exported weights, and the run's images if there are any.
+    """Adds the model card to a folder with exported weights, and the run's image if there is one.
 
-    The images are those of the end of the run, so they are left out if an earlier iteration is
-    exported.
+    The image, which compares the models before and after training, is from the end of the run, so
+    it is left out if an earlier iteration is exported.
 
     Args:
-        folder: The folder. `README.md` and `images/` are written in it.
+        folder: The folder. `README.md` and `images/before-after.png` are written in it; existing
+            ones are replaced.
         run: The run directory, which has the image, the scores and the devices.
         config: The configuration with which the run was trained.
         name: The repository that the card is for, OWNER/NAME.

@@ -89,6 +89,8 @@ class TerminalProgress:
     def start(self, iterations: int, done: int) -> None:
         """Starts the bar over the iterations, and the clock for the remaining time.
 
+        Outside of a terminal no bar is shown. To be called once.
+
         Args:
             iterations: The number of iterations of the run.
             done: The number of complete ones.
@@ -109,7 +111,7 @@ class TerminalProgress:
         self._began = time.monotonic()
 
     def stop(self) -> None:
-        """Removes the bar, if there is one."""
+        """Removes the bar, if there is one. The handlers of signals stay."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -121,7 +123,7 @@ class TerminalProgress:
 
         Args:
             name: The name of the stage, e.g. "explore". Another name than in the last call also
-                begins a stage, with the count 0.
+                begins a stage, with the count 0, whatever `done` is.
             total: The number of samples (for "encode": prompts) of the stage.
             done: The number of them that are done since the last call.
 

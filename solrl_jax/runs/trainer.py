@@ -187,7 +187,8 @@ def run(
         RunError: If the run fails for another reason, such as a full disk, damaged checkpoints, a
             reward that fails (RewardError) or a process that gives no answer.
         Diverged: If rewards, loss or trained parameters stop being finite. It is a RunError.
-        OSError: If the file system does not support locks.
+        OSError: If the file system does not support locks, or a folder of the cache of prompts may
+            not be searched.
     """
     folder = Path(config.run.dir)
     if config.run.wandb:
@@ -653,7 +654,8 @@ def _recorded_evaluation(this: _Run) -> Row:
     Every process calls this, and all get what the first one has recorded.
 
     Args:
-        this: The run, whose last two rows of metrics are searched.
+        this: The run. The last two rows of its metrics are searched, because an iteration that a
+            later start has evaluated has two.
 
     Returns:
         The values whose names begin with "eval/", by name; {} if there is no such evaluation.

@@ -350,7 +350,8 @@ def at_cost(course: Course, cost: float) -> float:
     Args:
         course: The run, of which the costs and rewards at its evaluations are used. The reward is
             interpolated linearly between them.
-        cost: The cost in seconds of counted work. Beyond that of the whole run, the result is NaN.
+        cost: The cost in seconds of counted work. Beyond the last known cost of the run, or for
+            NaN, the result is NaN.
     """
     return float(np.interp(cost, course.cost, course.reward, right=np.nan))
 

@@ -32,8 +32,9 @@ def finished(run: Run) -> bool:
         run: The run.
 
     Returns:
-        False if its directory is no run directory, was made with another configuration, or has no
-        held-out reward of the last iteration in its metrics (a reward that was not finite counts).
+        False if its directory is no run directory, its `config.yaml` differs from `run.config` in
+        any setting, or its metrics have no held-out reward of the last iteration (a reward that was
+        not finite counts).
 
     Raises:
         InputError: If the `config.yaml` in the directory cannot be read.

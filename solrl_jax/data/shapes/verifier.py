@@ -122,7 +122,7 @@ class _Components(NamedTuple):
     A component is a connected set of pixels of one colour. Its cover of a pixel, in [0, 1], is the
     share of the pixel that it fills, seen from the pixel's mixture of the colour and the
     background. Lengths and areas are scaled as if the image had the area 32 x 32 pixels. Where the
-    image has fewer components, `area` and `present` are 0 or less, and the other entries have no
+    image has fewer components, `area` is 0 or less, `present` is 0, and the other entries have no
     meaning.
 
     Attributes:

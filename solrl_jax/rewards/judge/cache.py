@@ -45,9 +45,9 @@ def cache_key(identity: Mapping[str, Any], prompt: str, images: list[str]) -> st
 class Cache:
     """The scores of a judge on disk: one SQLite file in a directory, from request keys to scores.
 
-    It is opened with the directory. Several processes may use the same file at once. Entries are
-    never removed, and there is no limit on their number. An object may only be used in the thread
-    that created it; calls in others raise Failure.
+    It is opened with the directory, which is created if missing. Several processes may use the
+    same file at once. Entries are never removed, and there is no limit on their number. An object
+    may only be used in the thread that created it; calls in others raise Failure.
     """
 
     def __init__(self, folder: Path) -> None:
