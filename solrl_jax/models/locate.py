@@ -24,8 +24,7 @@ def open_model(path: str, remat: str = "none", mhla: MhlaOverride | None = None)
 
     Args:
         path: the directory of a diffusers pipeline, `embedded:NAME` for one that this package
-            carries, or OWNER/NAME of a hub repository. If a directory with such a name exists, it
-            is used.
+            carries, or OWNER/NAME of a hub repository, unless a directory has that name.
         remat: what the backward pass of the transformer recomputes instead of storing: "none"
             (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
             (everything inside a block; only the inputs of blocks are stored). Another value raises
@@ -138,15 +137,15 @@ def _repository_files(name: str) -> list[str]:
     """Asks the hub for the files of a repository, and selects those that a pipeline needs
     (`pipeline_files`).
 
-    If the hub does not answer, no error is raised; the files in the hub's cache are then used as
-    they are.
+    If the hub does not answer or has no such repository, no error is raised; the files in the hub's
+    cache are then used as they are.
 
     Args:
         name: the repository, OWNER/NAME.
 
     Returns:
         The selected paths, sorted, relative to the repository, such as "vae/config.json". Only
-        `model_index.json` if the hub does not answer.
+        `model_index.json` if the hub gives no list.
     """
     from huggingface_hub import HfApi
 

@@ -42,7 +42,8 @@ class Pipeline(abc.ABC):
         accepts_instruction: whether `tokenize` accepts an instruction: a text for the language
             model before each prompt.
         linear_sigmas: whether sampling starts from the noise levels `linspace(1, 1/n, n)` for n
-            steps, as diffusers' pipeline of this model does, instead of those of its scheduler.
+            steps, as diffusers' pipeline of this model does, instead of those of its scheduler. It
+            counts where sampling follows the released scheduler, not a configured schedule.
         folder: the directory that the pipeline was opened from.
         remat: what the backward pass of the transformer recomputes instead of storing: "none"
             (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
@@ -63,9 +64,9 @@ class Pipeline(abc.ABC):
             evaluation with a negative prompt.
         largest_side: greatest height or width of an image in pixels; None: unlimited.
         vae_dtype: the dtype that the autoencoder must run in; None: any.
-        shift_terminal: the last noise level before 0. After the shift that depends on the image
-            size, all noise levels sigma are stretched (1 - sigma times one factor) so that the last
-            one has this value. None: no stretching.
+        shift_terminal: the last noise level before 0. In the schedule "flux", after the shift that
+            depends on the image size, all noise levels sigma are stretched (1 - sigma times one
+            factor) so that the last one has this value. None: no stretching.
     """
 
     kind: ClassVar[str]
@@ -237,7 +238,8 @@ class Pipeline(abc.ABC):
         FLUX.1's formula is used.
 
         A function (number of steps, number of image tokens) that returns mu, the natural logarithm
-        of the shift. It is None here; models with another formula override the property.
+        of the shift. Only the schedule "flux" and released schedulers with `use_dynamic_shifting`
+        use it. It is None here; models with another formula override the property.
         """
         return None
 

@@ -122,7 +122,9 @@ class QwenImagePipeline(Pipeline):
         `base_image_seq_len` 256, `max_image_seq_len` 4096, and no `shift_terminal`.
 
         Raises:
-            ValueError: a setting is out of range. The message names file and setting.
+            ValueError: a setting is not a finite number of at least 0, `max_image_seq_len` does not
+                exceed `base_image_seq_len`, or `shift_terminal` is neither None nor a number in [0,
+                1). The message names file and setting.
         """
         file = str(self.folder / "scheduler" / "scheduler_config.json")
         settings = SHIFT_SETTINGS | {

@@ -204,9 +204,9 @@ class SanaPipeline(Pipeline):
 
         Returns:
             A dictionary. "ids", int32, and "mask", bool, true on tokens and false on padding: both
-            [prompts, tokens], where tokens is `max_tokens` plus the number of the instruction's
-            tokens less 2. "kept" [prompts, max_tokens], int32: the positions of the tokens that the
-            transformer sees.
+            [prompts, tokens], where tokens is `max_tokens`; with an instruction, its number of
+            tokens less 2 is added. "kept" [prompts, max_tokens], int32: the positions of the tokens
+            that the transformer sees.
 
         Raises:
             InputError: `max_tokens` is out of range, or the tokenizer fails or has no vocabulary.

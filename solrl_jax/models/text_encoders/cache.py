@@ -53,7 +53,7 @@ class Cache:
 
         Returns:
             The prompt's arrays by name, such as "text" [tokens, features]. None if there is none,
-            or if the file is damaged (its checksum is wrong).
+            or if the file cannot be read or is damaged (its checksum is wrong).
 
         Raises:
             PermissionError: a folder of the cache may not be searched.
@@ -94,7 +94,8 @@ class Cache:
             encoding: the prompt's arrays by name, such as "text" [tokens, features].
 
         Raises:
-            RunError: the disk is full or cannot be written.
+            RunError: the disk refuses, for example because it is full or the folder may not be
+                written.
         """
         arrays = {name: np.ascontiguousarray(x) for name, x in encoding.items()}
         with writing(self.entry_path(key)):

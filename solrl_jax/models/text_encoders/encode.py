@@ -109,9 +109,9 @@ class TextEncoders:
     ) -> tuple[Encoding, int]:
         """Encodes prompts, or reads their encodings from the cache.
 
-        Prompts that the cache lacks are computed and written to it. In a run of several processes,
-        all must call this with the same prompts; a prompt that any of them lacks is computed by
-        all.
+        Prompts that the cache lacks (all, if there is no cache) are computed and written to it. In
+        a run of several processes, all must call this with the same prompts; a prompt that any of
+        them lacks is computed by all.
 
         Args:
             prompts: one or more prompts.
@@ -121,9 +121,9 @@ class TextEncoders:
                 instruction.
 
         Returns:
-            (encodings, number of prompts that were computed). The encodings are arrays by name in
-            host memory, with one row per prompt in the order of `prompts`: for example "text"
-            [prompts, tokens, features].
+            (encodings, number of prompts that were computed; a prompt that comes twice counts
+            twice). The encodings are arrays by name in host memory, with one row per prompt in the
+            order of `prompts`: for example "text" [prompts, tokens, features].
 
         Raises:
             InputError: `max_tokens` is not possible for the model, the tokenizer fails, a text
@@ -162,17 +162,18 @@ class TextEncoders:
         same prompts.
 
         Args:
-            prompts: all prompts that will be needed.
+            prompts: all prompts that will be needed, one or more.
             max_tokens: number of tokens to which each prompt is padded or cut, up to 4096, or fewer
                 for some models.
             instruction: text before each prompt. Models that accept none ignore it. None: no
                 instruction.
             progress: a function `(total, increment)` that is called before each chunk of `chunk`
                 prompts: with the number of prompts to encode, and the number encoded since the last
-                call (0 at first). It is not called at the end.
+                call (0 at first). It is not called at the end, nor if there is nothing to encode.
 
         Returns:
-            The number of prompts that were encoded; 0 without a cache.
+            The number of prompts that the cache lacked (a prompt that comes twice counts twice); 0
+            without a cache.
 
         Raises:
             InputError: `max_tokens` is not possible for the model, the tokenizer fails, a text

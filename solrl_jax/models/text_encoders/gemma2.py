@@ -110,8 +110,9 @@ class Gemma2Config(ReleasedConfig):
         """Checks the values of the fields.
 
         Raises:
-            ValueError: a field has a value that is not supported, or `num_key_value_heads` does not
-                divide `num_attention_heads`. The message names the field.
+            ValueError: `hidden_activation` or an entry of `layer_types` is not a supported value;
+                `layer_types` has not one entry per layer; `num_key_value_heads` does not divide
+                `num_attention_heads`; or `head_dim` is odd. The message names the field.
         """
         self.require_one_of("hidden_activation", ("gelu_pytorch_tanh",))
         self.require_one_of("layer_types", (SLIDING, FULL))

@@ -40,7 +40,10 @@ class Qwen2_5_VLTextConfig(ReleasedConfig):
     """The configuration of Qwen2.5-VL's language part: the fields of a `config.json` (of
     transformers 4 or 5) that its hidden states depend on.
 
-    Other fields of the file are ignored. The defaults are those of the 7B model.
+    Other fields of the file are ignored, but `from_dict` raises ValueError for those that would
+    change the network (another `model_type`, `quantization_config`, sliding attention, a scaled
+    rotary embedding). The constructor raises ValueError for a value that is not supported. The
+    defaults are those of the 7B model.
 
     Attributes:
         vocab_size: number of tokens in the vocabulary.
@@ -71,8 +74,8 @@ class Qwen2_5_VLTextConfig(ReleasedConfig):
     def from_dict(cls, fields: Mapping[str, Any]) -> "Qwen2_5_VLTextConfig":
         """Makes a configuration from the `config.json` of the whole Qwen2.5-VL, and checks it.
 
-        Missing fields get their defaults, and unknown ones are ignored. The fields are read from
-        the mapping `text_config` (transformers 5) if it has them, or else from the top level.
+        Missing fields get their defaults, and unknown ones are ignored. Each field is read from the
+        mapping `text_config` (transformers 5) if it is there, or else from the top level.
         `rope_theta` may also be inside `rope_parameters` or `rope_scaling`.
 
         Args:
@@ -82,8 +85,9 @@ class Qwen2_5_VLTextConfig(ReleasedConfig):
             The configuration.
 
         Raises:
-            ValueError: a field has a type or value that is not supported, for example sliding
-                attention. The message names the field.
+            ValueError: a field has a type or value that is not supported, `model_type` is another
+                one than "qwen2_5_vl", `quantization_config` is set, the attention of a layer is
+                sliding, or the rotary embedding is scaled. The message names the field.
         """
         text = fields.get("text_config") or {}
         if not isinstance(text, Mapping):

@@ -34,7 +34,10 @@ class Qwen3Config(ReleasedConfig):
     """The configuration of Qwen3: the fields of a `config.json` (of transformers 4 or 5) that its
     hidden states depend on.
 
-    Other fields of the file are ignored. The defaults are those of Qwen3 4B.
+    Other fields of the file are ignored, but `from_dict` raises ValueError for those that would
+    change the network (another `model_type`, `quantization_config`, sliding attention, a scaled
+    rotary embedding). The constructor raises ValueError for a value that is not supported. The
+    defaults are those of Qwen3 4B.
 
     Attributes:
         vocab_size: number of tokens in the vocabulary.
@@ -69,8 +72,8 @@ class Qwen3Config(ReleasedConfig):
     def from_dict(cls, fields: Mapping[str, Any]) -> "Qwen3Config":
         """Makes a configuration from the contents of a `config.json`, and checks it.
 
-        Missing fields get their defaults, and unknown ones are ignored. `rope_theta` is read from
-        where transformers 5 has it (inside `rope_parameters`), or else from the top level.
+        Missing fields get their defaults, and unknown ones are ignored. `rope_theta` may also be
+        inside `rope_parameters` or `rope_scaling`.
 
         Args:
             fields: the contents. They are not changed.
@@ -79,8 +82,9 @@ class Qwen3Config(ReleasedConfig):
             The configuration.
 
         Raises:
-            ValueError: a field has a type or value that is not supported, for example sliding
-                attention. The message names the field.
+            ValueError: a field has a type or value that is not supported, `model_type` is another
+                one, `quantization_config` is set, the attention of a layer is sliding, or the
+                rotary embedding is scaled. The message names the field.
         """
         config = super().from_dict(with_rope_theta(cls.network, fields))
         require_full_attention(cls.network, fields, config.num_hidden_layers)

@@ -63,7 +63,8 @@ class NoVocabulary:
     """A stand-in for a tokenizer without its vocabulary, for `solrl plan`, which needs only shapes.
 
     It has the part of a transformers tokenizer's interface that this package uses. Every text
-    becomes zeros of the right shape.
+    becomes zeros of the right shape. `tokenize` accepts it only in folders that this package
+    carries.
 
     Attributes:
         model_max_length: greatest number of tokens of a text.
@@ -149,7 +150,7 @@ def tokenize(
 
     Raises:
         InputError: `length` is above 4096 or less than the number of special tokens; the tokenizer
-            fails; or it has no vocabulary.
+            fails; or it is a `NoVocabulary` outside of this package.
         FileNotFoundError: the folder or its `tokenizer_config.json` is missing.
         ValueError: the tokenizer cannot be loaded.
     """
@@ -202,7 +203,8 @@ def count_tokens(folder: Path, text: str) -> int:
 
 
 def check_chat_template(folder: Path) -> None:
-    """Checks that a tokenizer has a chat template. The template is not tried.
+    """Checks that a tokenizer has a chat template. The template is not tried. A `NoVocabulary`
+    passes.
 
     Args:
         folder: directory of the tokenizer.

@@ -187,19 +187,20 @@ class CLIPConfig(ReleasedConfig):
         """Makes a configuration from the contents of a `config.json`, and checks it with both
         towers.
 
-        Missing fields get their defaults, and unknown ones are ignored.
+        Missing fields get their defaults, those of a missing tower too, and unknown ones are
+        ignored.
 
         Args:
             fields: The contents. The mappings "text_config" and "vision_config" hold the fields of
                 the towers; in the oldest files they are called "text_config_dict" and
-                "vision_config_dict". A tower may be missing.
+                "vision_config_dict". These take precedence.
 
         Returns:
             The configuration.
 
         Raises:
-            ValueError: If a field has a type or value that is not supported. The message names the
-                field.
+            ValueError: If a field has a type or value that is not supported, a `model_type` is
+                another one, or `quantization_config` is set. The message names the field.
             AttributeError: If a tower's fields are no mapping.
         """
         text = CLIPTextConfig.from_dict(_tower_fields(fields, "text_config"))
@@ -218,7 +219,7 @@ def _tower_fields(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
         name: "text_config" or "vision_config".
 
     Returns:
-        The fields, unchecked; an empty dictionary if the file has none.
+        The fields, unchecked; {} if the file has none.
     """
     oldest = fields.get(f"{name}_dict")
     if oldest is not None:
@@ -227,8 +228,8 @@ def _tower_fields(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 class CLIPModel(nnx.Module):
-    """A whole CLIP: text tower, vision tower, and their projections to a shared space. It has no
-    gradient.
+    """A whole CLIP: text tower, vision tower, and their projections to a shared space. No gradient
+    may be taken of it.
 
     The scalar parameter `logit_scale` is the logarithm of the factor by which cosines between texts
     and images are multiplied.
@@ -304,7 +305,7 @@ class CLIPTextOutput(NamedTuple):
 
 
 class CLIPTextModel(nnx.Module):
-    """CLIP's text tower alone. It has no gradient.
+    """CLIP's text tower alone. No gradient may be taken of it.
 
     Padding needs no mask, because it follows the text and the attention is causal.
 
