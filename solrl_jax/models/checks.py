@@ -37,7 +37,7 @@ def check_sizes(config: Config, pipeline: Pipeline) -> None:
 
     Raises:
         InputError: the model does not support a size. The message begins with "model",
-            "rollout.size" or "eval.size", and describes the first such size in this order.
+            "rollout.size" or "eval.size", and describes only the first such size in this order.
     """
     sizes = [("model", model_size(config))]
     sizes += [("rollout.size", size) for size in training_sizes(config)]

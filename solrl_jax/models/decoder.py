@@ -53,8 +53,9 @@ class Decoder:
         """Decodes latents to images in [0, 1], float32. For use under jit.
 
         Each device decodes a few images at a time: up to 4, or fewer if together they would have
-        more than 2^21 pixels (with tiles: if that many tiles would), but at least one. Neighbouring
-        tiles overlap by a quarter of a tile or more.
+        more than 2^21 pixels (with tiles: if that many tiles would), but at least one. If `tile` is
+        set, images that exceed a tile are decoded in tiles, which overlap by a quarter of a tile or
+        more.
 
         Args:
             latents: the transformer's latents, of any dtype. If a mesh is set, their number must be

@@ -69,7 +69,8 @@ def find_model(path: str) -> Path:
 
     Args:
         path: `embedded:NAME` for a pipeline that this package carries, a directory ("~" is not
-            expanded), or OWNER/NAME of a hub repository; tried in this order.
+            expanded), or OWNER/NAME of a hub repository; tried in this order. A path that begins
+            with "embedded:" is never a directory.
 
     Returns:
         The directory: `path` itself, a folder of this package, or a folder of the hub's cache.

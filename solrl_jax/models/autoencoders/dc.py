@@ -61,7 +61,8 @@ class AutoencoderDCConfig(ReleasedConfig):
 
     Only the decoder is built from it; the fields that begin with `encoder_` are read and checked,
     but have no other effect. A stage is a group of blocks at one resolution. Tuples have one entry
-    per stage, finest first. A string in place of a tuple stands for all stages.
+    per stage, finest first. A string in place of a tuple stands for all stages. The constructor
+    raises ValueError for a value that is not supported.
 
     Attributes:
         in_channels: channels of an image.

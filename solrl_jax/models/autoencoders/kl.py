@@ -30,7 +30,8 @@ class KLConfig(ReleasedConfig):
     `AutoencoderKLFlux2`).
 
     A stage is a group of blocks at one resolution. Tuples have one entry per stage, finest first.
-    Only the decoder is built; the fields of the encoder are read and checked.
+    Only the decoder is built; the fields of the encoder are read and checked. The constructor
+    raises ValueError for a value that is not supported.
 
     Attributes:
         in_channels: channels of an image at the input of the encoder.
@@ -123,7 +124,8 @@ class AutoencoderKLConfig(KLConfig):
     """The configuration of a KL autoencoder: the fields of a released `config.json`.
 
     A stage is a group of blocks at one resolution. Tuples have one entry per stage, finest first.
-    Only the decoder is built; the fields of the encoder are read and checked.
+    Only the decoder is built; the fields of the encoder are read and checked. The constructor
+    raises ValueError for a value that is not supported.
 
     Attributes:
         in_channels: channels of an image at the input of the encoder.
@@ -190,7 +192,8 @@ class AutoencoderKL(nnx.Module):
         self.config = config
 
     def decode(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W colours"]:
-        """Decodes latents to images in [-1, 1] but for overshoots, which are not clipped.
+        """Decodes latents to images in [-1, 1] but for overshoots, which are not clipped. The 1x1
+        convolution before the decoder is applied, if there is one.
 
         Args:
             latent: latents on the scale of the autoencoder: the configured scale and shift are not

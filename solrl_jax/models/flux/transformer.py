@@ -37,7 +37,7 @@ class FluxConfig(TransformerConfig):
     `transformer/config.json`.
 
     The defaults are those of diffusers. A token has `attention_head_dim * num_attention_heads`
-    features.
+    features. The constructor raises ValueError for a value that is not supported.
 
     Attributes:
         patch_size: 1, the only supported value. (The network combines squares of 2 x 2 latent

@@ -25,7 +25,7 @@ class AutoencoderKLFlux2Config(KLConfig):
     A stage is a group of blocks at one resolution. Tuples have one entry per stage, finest first.
     Only the decoder is built; the fields of the encoder are read and checked. The diffusion model's
     latents are the autoencoder's, with each 2 x 2 pixels stacked into the channels of one, and
-    every channel normalised.
+    every channel normalised. The constructor raises ValueError for a value that is not supported.
 
     Attributes:
         in_channels: channels of an image at the input of the encoder.

@@ -41,7 +41,8 @@ class Flux2Config(TransformerConfig):
     `transformer/config.json`.
 
     The defaults are those of diffusers. That of `guidance_embeds` is not supported, so a file has
-    to set it to false. A token has `attention_head_dim * num_attention_heads` features.
+    to set it to false. A token has `attention_head_dim * num_attention_heads` features. The
+    constructor raises ValueError for a value that is not supported.
 
     Attributes:
         patch_size: 1, the only supported value.

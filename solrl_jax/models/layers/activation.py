@@ -45,8 +45,8 @@ def concat_features(first: Activation, *others: Activation, dtype: DTypeLike) ->
         first: An activation [b, s, d], an array or a lazy activation.
         *others: The activations [b, s, d_i] that follow it.
         dtype: The dtype to which those activations that are arrays are cast when they are read.
-            E4M3 results of FP8 attention, for example, are read as BF16. Lazy activations keep
-            their own dtype.
+            E4M3 results of FP8 attention, for example, are read as BF16. Lazy activations are read
+            in their own dtype.
 
     Returns:
         The lazy activation [b, s, d + sum of d_i]. Its dtype is that of `first` if this is lazy,

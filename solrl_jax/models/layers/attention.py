@@ -160,8 +160,8 @@ def _mask_matrix(
         k: the keys, for their number s.
 
     Returns:
-        [b, 1, 1, s] for numbers of keys, True for the valid ones. None and a matrix are returned
-        unchanged (the same object).
+        For numbers of keys, a matrix [b, 1, 1, s], True for the valid ones. Otherwise `mask`
+        itself, a matrix or None.
     """
     if mask is None or mask.ndim > 1:
         return mask

@@ -64,7 +64,8 @@ class Conv(nnx.Module):
         return y if self.bias is None else y + self.bias.get_value().astype(x.dtype)
 
     def apply_upsampled(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b 2*h 2*w n_out"]:
-        """Upsamples `x` by two with nearest-neighbor interpolation and convolves it.
+        """Upsamples `x` by two with nearest-neighbor interpolation and convolves it. The bias is
+        added, if there is one.
 
         For layers with a 3x3 kernel and stride 1, which is not checked. Except on CPUs, both steps
         are one transposed convolution (`conv_upsampled`), which needs no upsampled image in memory.
@@ -137,7 +138,8 @@ class DepthwiseConv(nnx.Module):
         self.bias = param(jnp.zeros(channels), "bias") if bias else None
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        """Convolves each channel with the filter of the channel, and adds the bias if there is one.
+        """Convolves each channel, padded with zeros, with the filter of the channel, and adds the
+        bias if there is one.
 
         Args:
             x: The images.

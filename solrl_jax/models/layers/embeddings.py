@@ -129,7 +129,7 @@ class TimestepMLP(nnx.Module):
         self.linear_1, self.linear_2 = (Linear(n, d, bias=bias, rngs=rngs) for n in (256, d))
 
     def __call__(self, value: Float[Array, " b"], dtype: DTypeLike) -> Float[Array, "b d"]:
-        """Embeds one number per sample.
+        """Embeds one number per sample: 256 sinusoids, then an MLP with SiLU.
 
         Args:
             value: The numbers, e.g. timesteps from 0 to 1000, which need not be whole.

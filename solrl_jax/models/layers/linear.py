@@ -37,14 +37,16 @@ class Linear(nnx.Module):
         self.bias = param(jnp.zeros(n_out), "bias") if bias else None
 
     def __call__(self, x: Float[Array, "... n_in"] | LazyActivation) -> Float[Array, "... n_out"]:
-        """Computes `x W + b` for an array of any rank or a lazy activation.
+        """Computes `x W + b` (`x W` without a bias) for an array of any rank or a lazy activation,
+        which gives an array, too.
 
         Args:
             x: The input, of a floating-point dtype, with `n_in` features in the last axis.
 
         Returns:
             An array with `n_out` features in the last axis, in the dtype of `x` (for a
-            `HalfPrecisionWeight`, in the weight's own dtype).
+            `HalfPrecisionWeight`, an FP16 or BF16 weight for float32 inputs, in the dtype of the
+            weight).
 
         Raises:
             ValueError: If `x` is not of a floating-point dtype, or has not `n_in` features and the
@@ -67,8 +69,8 @@ class Linear(nnx.Module):
                 read). A lazy one is computed here.
 
         Returns:
-            The lazy activation [b, s, out], in the dtype of `x` (for a `HalfPrecisionWeight`, in
-            the weight's own dtype).
+            The lazy activation [b, s, out], in the dtype of `x` (for a `HalfPrecisionWeight`, an
+            FP16 or BF16 weight for float32 inputs, in the dtype of the weight).
         """
         x = as_lazy(x)
         y = lazy_matmul(x, self.kernel.get_value())
@@ -88,12 +90,14 @@ class Linear(nnx.Module):
             f: An elementwise function of arrays of any shape, for example `jax.nn.gelu`.
 
         Returns:
-            The lazy activation [b, s, out], in the dtype of `x` (for a `HalfPrecisionWeight`, in
-            the weight's own dtype).
+            The lazy activation [b, s, out], in the dtype of `x` (for a `HalfPrecisionWeight`, an
+            FP16 or BF16 weight for float32 inputs, in the dtype of the weight).
         """
         return self.lazy(x).map(f)
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the weight is quantized, in any format. Quantized weights have no gradient."""
+        """Whether the weight is quantized, in any format. If so, no gradient may be taken of the
+        layer's result.
+        """
         return isinstance(self.kernel.get_value(), Quantized)

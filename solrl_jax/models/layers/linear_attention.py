@@ -71,9 +71,9 @@ class LinearAttention(CrossProjection):
     """Linear attention of one sequence to itself, with weights `relu(q) . relu(k)` instead of a
     softmax (arXiv 2410.10629, equation 1).
 
-    The weights of each query are divided by their sum. The work is linear in the number of tokens,
-    because the sums over the keys (of `k v^T` and of `k`) are the same for all queries. They are
-    computed in float32.
+    The weights of each query are divided by their sum (plus 1e-15, so that a query with zero
+    weights gets zeros). The work is linear in the number of tokens, because the sums over the keys
+    (of `k v^T` and of `k`) are the same for all queries. They are computed in float32.
 
     Args:
         widths: `(d, d, inner)`: d features of a token, given twice, and inner features of all heads
@@ -122,7 +122,7 @@ class CrossAttention(CrossProjection):
     ) -> Float[Array, "b n d"]:
         """Applies softmax attention from image tokens to text tokens, and the output layer.
 
-        It has no gradient if the linear layers are quantized.
+        No gradient may be taken of it if the linear layers are quantized.
 
         Args:
             x: The image tokens, which attend.

@@ -136,13 +136,15 @@ class TimeTextEmbedding(nnx.Module):
         pooled: Float[Array, "b e"],
         guidance: Float[Array, " b"] | None = None,
     ) -> Float[Array, "b d"]:
-        """Computes the condition vector of each sample.
+        """Computes the condition vector of each sample: the sum of the embedded timestep, pooled
+        text and guidance scale.
 
         Args:
             timestep: `1000 * sigma` of each sample.
             pooled: The pooled text embedding of each prompt.
             guidance: The guidance scale of each sample, for example 3.5 (multiplied by 1000 here).
-                None: it is left out.
+                None: it is left out, even if the module is `guided`. A module that is not `guided`
+                ignores it.
 
         Returns:
             The condition [b, d] in the dtype of `pooled`. The caller applies SiLU to it.

@@ -25,7 +25,8 @@ def layer_norm(
         x: The input, of any floating-point dtype.
         eps: Added to the variance.
         width: The number of leading columns that are not padding: kernels pad rows with zeros, and
-            mean and variance are over the first `width` columns. None: all columns.
+            mean and variance are over the first `width` columns. The result is zero in the others.
+            None: all columns.
 
     Returns:
         The normalized input, in the dtype of `x`.
@@ -146,7 +147,8 @@ def rms_norm(
         scale: The weight, one factor per column, which broadcasts against `x`.
         eps: Added to the mean of the squares.
         width: The number of leading columns that are not padding: kernels pad rows with zeros, and
-            the mean of the squares is over `width` columns. None: all columns.
+            the mean of the squares is over `width` columns. The padding stays zero. None: all
+            columns.
         save_squares: Whether the backward pass reads the sums of squares from memory instead of
             computing them again, under the rematerialization "matmuls". The result is the same.
 
@@ -201,7 +203,7 @@ class RMSNorm(nnx.Module):
         """Returns `norm(x) * factor` as a lazy activation, which is not computed until a layer
         reads it.
 
-        A bias of the norm is ignored.
+        The norm includes its weight (plus `offset`). A bias is ignored.
 
         Args:
             x: Activations before the norm, of any floating-point dtype.

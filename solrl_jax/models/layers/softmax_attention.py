@@ -64,7 +64,8 @@ def attend(
     """Softmax attention over the tokens of one or more streams (such as text and image), which form
     one sequence.
 
-    It has no gradient with `fp8_attention` or if the layers that made the queries are quantized.
+    No gradient may be taken of it with `fp8_attention`, or if the layers that made the queries of
+    the first stream are quantized.
 
     Args:
         head_dim: The number of features of one head.
@@ -183,7 +184,7 @@ class SelfAttention(QKVProjection):
         fp8_attention: bool = False,
     ) -> Float[Array, "b s d"]:
         """Applies softmax attention of the tokens to each other, and the output layer if there is
-        one.
+        one. Heads of queries and keys are normalized if the layer has norms, then rotated.
 
         Args:
             x: The input [b, s, d], an array or a lazy activation (one that is computed when it is
@@ -257,7 +258,8 @@ class JointAttention(QKVProjection):
         fp8_attention: bool = False,
     ) -> tuple[Float[Array, "b l d"] | None, Float[Array, "b n d"]]:
         """Applies softmax attention over text and image as one sequence, and a separate output
-        layer for each.
+        layer for each. Heads of queries and keys are normalized if the layer has norms, then
+        rotated.
 
         Args:
             text: The text tokens [b, l, d], an array or a lazy activation (one that is computed

@@ -53,7 +53,8 @@ def stack(n: int, make: Callable[[nnx.Rngs], M], rngs: nnx.Rngs, *, first: int |
     Args:
         n: The number of modules, at least 1.
         make: Builds one module from random number generators. It is traced once, for all modules.
-        rngs: Random number generators. Each module gets its own part.
+        rngs: Random number generators. Each module gets its own part, so that initial weights
+            differ.
         first: If the PyTorch list mixes several kinds of layers: the index in it of this stack's
             first layer. (Such a list becomes several stacks in one container that has the name of
             the list.) None: the list holds only this stack.

@@ -100,9 +100,9 @@ class Component:
 
         Raises:
             FileNotFoundError: a file is missing.
-            ValueError: a file or an index of files cannot be read; or tensors are missing,
-                unexpected, stored twice, or of another shape or dtype than the network takes. The
-                message lists all such tensors.
+            ValueError: the header of a file or an index of files cannot be read; or tensors are
+                missing, unexpected, stored twice, or of another shape or dtype than the network
+                takes. The message lists all such tensors.
         """
         self.locate(self.source, self.state)
 
@@ -126,10 +126,10 @@ class Component:
 
         Raises:
             FileNotFoundError: a file is missing.
-            OSError: a file cannot be opened or read.
-            ValueError: a file or an index of files cannot be read; or tensors are missing,
-                unexpected, stored twice, or of another shape or dtype than the network takes. The
-                message lists all such tensors.
+            OSError: reading the tensors fails.
+            ValueError: the header of a file or an index of files cannot be read, or a file ends
+                within a tensor; or tensors are missing, unexpected, stored twice, or of another
+                shape or dtype than the network takes. The message lists all such tensors.
         """
         table, stored = self.locate(self.source, self.state)
         return load_tensors(table, stored, dtype, place)

@@ -71,7 +71,8 @@ class ReleasedConfig:
     defaults that they have in diffusers or transformers.
 
     `from_dict` checks each value against the annotation of its field, where `int` means a positive
-    integer. A subclass declares the fields and checks everything else in `check`.
+    integer. A subclass declares the fields and checks everything else in `check`, which the
+    constructor calls.
 
     Attributes:
         network: name of the network's class in diffusers or transformers.
@@ -95,8 +96,9 @@ class ReleasedConfig:
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: the file is not a JSON object, or a field is unknown or not supported; the
-                message names file and field.
+            ValueError: the file cannot be read or is not a JSON object, a field is unknown or not
+                supported, the file is that of another network, or `quantization_config` is set; the
+                message names the file, and the field if there is one.
             TypeError: a field that has no default is missing.
         """
         file = folder / "config.json"
@@ -110,8 +112,8 @@ class ReleasedConfig:
     def from_dict(cls: type[C], fields: Mapping[str, Any]) -> C:
         """Makes a configuration from the contents of a `config.json`, and checks it.
 
-        Missing fields get their defaults. Lists become tuples at all levels. Zero and negative
-        integers are errors in all fields.
+        Missing fields get their defaults. Lists become tuples at all levels. An integer below 1 is
+        an error in every field, but not inside a list.
 
         Args:
             fields: the contents. If `_class_name` (diffusers) or `model_type` (transformers) is
@@ -169,7 +171,8 @@ class ReleasedConfig:
         """Checks the values of the fields beyond their types. A subclass overrides it; here it does
         nothing.
 
-        The constructor calls it.
+        The constructor calls it. `from_dict` has checked the types before; the constructor itself
+        does not.
 
         Raises:
             ValueError: a value is not supported; the message names the field.

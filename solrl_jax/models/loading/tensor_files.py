@@ -59,7 +59,8 @@ class StoredTensor:
 
         Args:
             first: index of the first row, from 0 to the size of the leading axis.
-            last: index after that of the last row to read.
+            last: index after that of the last row to read, at most the size of the leading axis
+                (not checked).
 
         Raises:
             KeyError: the dtype is not BF16, F16, F32 or F64.
@@ -147,9 +148,9 @@ def weight_files(folder: Path) -> list[Path]:
     """Finds the safetensors files with the weights of a component: one file, or the shards that an
     index lists.
 
-    Where the folder has several files, the standard names of diffusers and transformers
-    (`STANDARD_NAMES`) go first, in their order; without one, there must be a single index or a
-    single file. Variants such as `model.fp16.safetensors` are used only if there is nothing else.
+    If the folder has files with the standard names of diffusers and transformers, the first name in
+    `STANDARD_NAMES` is used alone; otherwise there must be a single index, or no index and a single
+    file. Variants such as `model.fp16.safetensors` are used only if there is nothing else.
 
     Args:
         folder: directory of the component (for example of the transformer).
@@ -158,8 +159,8 @@ def weight_files(folder: Path) -> list[Path]:
         The paths of the files, sorted by name.
 
     Raises:
-        FileNotFoundError: the folder, its weights or a shard is missing, or there are several
-            candidates without a standard name.
+        FileNotFoundError: the folder, its weights or a shard is missing, the weights are PyTorch
+            pickles, or there are several candidates without a standard name.
         ValueError: the index cannot be read, or lists a file in another folder.
     """
     present = [p.name for p in folder.iterdir()] if folder.is_dir() else []

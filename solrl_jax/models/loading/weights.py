@@ -340,7 +340,7 @@ def load_tensors(
     Args:
         table: the parameters to read, with the tensor names in the files.
         stored: position of each tensor in the files, by its name. A parameter with an initial value
-            is initialised if its tensors are missing here.
+            is initialised if its first tensor is missing here.
         dtype: dtype to which the parameters are cast. Values beyond its range become infinite.
         place: gives each parameter's sharding: a function `(path, shape)` that returns a
             `NamedSharding`. The shape of a stack of layers has their axis first. None: all

@@ -39,7 +39,7 @@ class QwenImageConfig(TransformerConfig):
     `transformer/config.json`.
 
     The defaults are those of diffusers. A token has `attention_head_dim * num_attention_heads`
-    features.
+    features. The constructor raises ValueError for a value that is not supported.
 
     Attributes:
         patch_size: 2, the only supported value: side of a patch in latent pixels.

@@ -38,7 +38,7 @@ class SanaConfig(TransformerConfig):
     """The configuration of SANA's transformer: the fields of a published `transformer/config.json`.
 
     The defaults are those of diffusers. A token has `num_attention_heads * attention_head_dim`
-    features.
+    features. The constructor raises ValueError for a value that is not supported.
 
     Attributes:
         in_channels: number of channels of the latents.

@@ -30,7 +30,7 @@ class SD3Config(TransformerConfig):
     `transformer/config.json`.
 
     The defaults are those of diffusers. A token has `num_attention_heads * attention_head_dim`
-    features, a multiple of 4.
+    features, a multiple of 4. The constructor raises ValueError for a value that is not supported.
 
     Attributes:
         sample_size: side, in latent pixels, of the latents that the model was made for. It gives
@@ -48,7 +48,8 @@ class SD3Config(TransformerConfig):
         pos_embed_max_size: greatest height and width of latents, in patches: positions are stored
             for a square of this side.
         dual_attention_layers: indices, from 0, of the blocks in which image tokens also attend to
-            each other in a second attention (SD3.5 Medium).
+            each other in a second attention (SD3.5 Medium). Indices beyond the last block are
+            ignored.
         qk_norm: "rms_norm" to normalise each head of queries and keys; None: no norm.
     """
 

@@ -144,7 +144,8 @@ class GroupedQueryAttention(nnx.Module):
     def __call__(
         self, x: Float[Array, "b l d"], mask: Bool[Array, "b 1 l l"]
     ) -> Float[Array, "b l d"]:
-        """Applies the attention and the output layer. The input is not added.
+        """Applies the attention, with rotary positions, and the output layer. The input is not
+        added.
 
         Args:
             x: the normalised tokens, at positions 0 to l - 1.

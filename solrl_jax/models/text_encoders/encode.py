@@ -86,7 +86,7 @@ class TextEncoders:
 
     def release(self) -> None:
         """Drops the parameters, which frees their device memory unless the caller holds them. They
-        are loaded again when they are needed.
+        are loaded again when they are needed. Without loaded parameters, nothing happens.
         """
         self._params = None
 

@@ -164,7 +164,8 @@ class Qwen3Model(nnx.Module):
     def __call__(
         self, input_ids: Int[Array, "b l"], attention_mask: Bool[Array, "b l"]
     ) -> Float[Array, "b l kd"]:
-        """Returns the hidden states in `states`, concatenated along the features in that order.
+        """Returns the hidden states that the constructor's `states` list, concatenated along the
+        features in that order.
 
         Args:
             input_ids: token numbers, below `vocab_size`, at positions 0 to l - 1.

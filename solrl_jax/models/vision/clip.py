@@ -56,7 +56,8 @@ ACTIVATIONS = {"quick_gelu": quick_gelu, "gelu": gelu}
 class TowerConfig(ReleasedConfig):
     """Base class: the configuration fields that CLIP's text tower and vision tower have in common.
 
-    The defaults are those of transformers, for fields that a `config.json` leaves out.
+    The defaults are those of transformers, for fields that a `config.json` leaves out. The
+    constructor raises ValueError for a value that is not supported.
 
     Attributes:
         hidden_size: Number of features of a token, a multiple of `num_attention_heads`.
@@ -94,6 +95,8 @@ class CLIPTextConfig(TowerConfig):
     """The configuration of CLIP's text tower: a part of a CLIP's `config.json`, or the whole file
     of a text encoder.
 
+    The constructor raises ValueError for a value that is not supported.
+
     Attributes:
         hidden_size: Number of features of a token, a multiple of `num_attention_heads`.
         intermediate_size: Hidden width of the MLPs.
@@ -125,6 +128,8 @@ class CLIPTextConfig(TowerConfig):
 @dataclasses.dataclass(frozen=True)
 class CLIPVisionConfig(TowerConfig):
     """The configuration of CLIP's vision tower: a part of a CLIP's `config.json`.
+
+    The constructor raises ValueError for a value that is not supported.
 
     Attributes:
         hidden_size: Number of features of a token, a multiple of `num_attention_heads`.

@@ -45,7 +45,7 @@ class Preprocessing:
             Otherwise the result is that of PyTorch, neither rounded nor clipped.
         fit: How an image becomes square. "crop": its shorter edge is resized to `size`, and the
             centre is kept. "pad": its longer edge is resized to `size`, and black is added on both
-            sides.
+            sides (of an odd number of pixels, one more at the right or bottom).
         odd: For "crop", how the position of the left or top edge is rounded if an odd number of
             pixels is cut off: "down" as in transformers, or "even" (half to even) as in
             torchvision.

@@ -71,9 +71,9 @@ def locate_open_clip_tensors(
         a tensor.
 
     Raises:
-        ValueError: If the file cannot be read, or if tensors are missing, unexpected, or of another
-            shape or dtype than the network takes. The message lists all such tensors by their names
-            in the file.
+        ValueError: If the file is missing or cannot be read, or if tensors are missing, unexpected,
+            or of another shape or dtype than the network takes. The message lists all such tensors
+            by their names in the file.
     """
     table = parameter_table(state)
     expected: dict[str, tuple[int, ...]] = {}

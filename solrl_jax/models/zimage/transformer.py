@@ -38,7 +38,8 @@ class ZImageConfig(ReleasedConfig):
     """The configuration of Z-Image's transformer: the fields of a published
     `transformer/config.json`.
 
-    The defaults are those of diffusers.
+    The defaults are those of diffusers. The constructor raises ValueError for a value that is not
+    supported.
 
     Attributes:
         all_patch_size: (2,), the only supported value: side of a patch in latent pixels.
@@ -339,8 +340,8 @@ class Block(nnx.Module):
                 [b or 1, s, head_dim / 2].
             key_lengths: the number of leading tokens that each sample attends to, at least 1; None:
                 all.
-            condition: the embedded timestep, in the dtype of `x`. None, or a block that is not
-                modulated: no modulation.
+            condition: the embedded timestep, in the dtype of `x`. None: no modulation, even if the
+                block is `modulated`. A block that is not ignores it.
 
         Returns:
             The tokens after the block, of the shape and dtype of `x`.
@@ -397,8 +398,9 @@ def rotary_tables(
     """Returns the rotary angles of the image tokens and of the text tokens.
 
     Both sequences include their padding to multiples of 32. A position has three coordinates: (i,
-    0, 0) for text token i, counted from 1; (p + 1, row, column) for an image token, where p is the
-    number of text tokens of the sample; and (0, 0, 0) for the padding of the image.
+    0, 0) for text token i, counted from 1, padding included; (p + 1, row, column) for an image
+    token, where p is the number of text tokens of the sample; and (0, 0, 0) for the padding of the
+    image.
 
     Args:
         config: configuration of the network.
