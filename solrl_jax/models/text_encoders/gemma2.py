@@ -81,8 +81,7 @@ class Gemma2Config(ReleasedConfig):
         """Makes a configuration from the contents of a `config.json`, and checks it.
 
         Missing fields get their defaults. Unknown ones are ignored, except those that would change
-        the network. `rope_theta` is read from where transformers 5 has it (inside
-        `rope_parameters`), or else from the top level.
+        the network. `rope_theta` may also be inside `rope_parameters` or `rope_scaling`.
 
         Args:
             fields: the contents. They are not changed.
