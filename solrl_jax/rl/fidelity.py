@@ -73,9 +73,10 @@ def overlap(
 
     That is: of the `top` candidates with the best true rewards, the share that is among the
     `within` candidates with the best proxy rewards. The paper's Top-4 match has `top=4` and
-    `within=K/2`, where K is the number of kept candidates of a prompt. Candidates with a non-finite
-    reward are on neither list. Of equal rewards, the one with the lower index counts as the better
-    one.
+    `within=K/2`, where K is the number of kept candidates of a prompt. A candidate whose reward of
+    one kind is not finite is not on the list of that kind, so a truly best one without a finite
+    proxy reward counts as missed. Of equal rewards, the one with the lower index counts as the
+    better one.
 
     Args:
         proxy: The proxy rewards, one row per prompt.

@@ -115,9 +115,9 @@ class Samples:
 
     Attributes:
         latents: The clean latents that the samples end at, float32.
-        scores: The scores by name, one number per sample. The weighted sum that is trained on has
-            the name "reward". Samples that could not be scored have NaN. Empty if nothing was
-            scored.
+        scores: The scores by name, one number per sample. The weighted sum, with the weights of the
+            reward that scored them, has the name "reward". Samples that could not be scored have
+            NaN. Empty if nothing was scored.
         images: The images in [0, 1], float32. None unless they were asked for.
         states: The intermediate latents for objectives that train on solver steps, float32: those
             before the first recorded step and after each recorded step (`Sampler.recorded`). None
@@ -142,8 +142,8 @@ class Samples:
 
     @property
     def reward(self) -> Float[np.ndarray, " b"]:
-        """The weighted sum of the scores, which is trained on. Raises KeyError if nothing was
-        scored.
+        """The weighted sum of the scores, with the weights of the reward that scored the samples.
+        Raises KeyError if nothing was scored.
         """
         return self.scores["reward"]
 
@@ -241,8 +241,8 @@ def generate(
 
     Returns:
         The samples, in the order of `seed_batch`: latents, scores by name (empty without a reward),
-        images if they are kept, intermediate latents if the sampler records steps, and the failures
-        and costs of rewards outside JAX.
+        images if they are kept, the recorded states and the latents after the first segment if the
+        sampler keeps them, and the failures and costs of rewards outside JAX.
 
     Raises:
         RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop". With "skip",
@@ -385,9 +385,10 @@ def _sample_parts(
         segments: The segments of `sampler`, with their schedules placed on the mesh.
         conditions: The embeddings of the prompts that `seed_batch.prompt` points to, and of the
             negative prompt.
-        seed_batch: The samples to generate. Its noise is used where it is given.
+        seed_batch: The samples to generate. Its noise is used if it has one.
         start: The index of the first sample in `seed_batch`.
-        stop: The index after the last sample; at most as many as are scored together.
+        stop: The index after the last sample; from `start` to it are at most as many samples as are
+            scored together.
 
     Returns:
         One tuple per part, as many as are scored together, float32 on the mesh: its latents; the
@@ -454,8 +455,9 @@ def _fetch_chunk(
 
     Args:
         chunk: The arrays of the chunk on the devices: "latents", "states" if steps are recorded,
-            "images" if they were decoded, and one array of scores by the name of each score.
-            "images" is removed from this dict if the host does not need them.
+            "intermediate" if the latents after the first segment are kept, "images" if they were
+            decoded, and one array of scores by the name of each score. "images" is removed from
+            this dict if the host does not need them.
         scoring: Collects images for the rewards outside JAX; the chunk must then have "images".
             None: there are none.
         groups: Collects samples for rewards inside JAX that compare candidates. None: there are

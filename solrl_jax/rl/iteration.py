@@ -332,12 +332,12 @@ def reward_metrics(
     Returns:
         Floats by name:
 
-        * "pool/SCORE", "kept/SCORE": The mean of each score over all candidates, and over the kept
-          samples.
+        * "pool/SCORE", "kept/SCORE": The mean of each score over all candidates, and over all
+          samples in `kept`, also those of prompts that are not usable.
         * "kept/spread": The largest minus the smallest of `rewards` of a prompt, mean over prompts.
         * "size/height", "size/width": The size of the images in pixels.
         * "nonfinite_rewards": The number of non-finite rewards of the candidates and, if they were
-          generated anew, of the kept samples.
+          generated anew, of all samples in `kept`.
         * "reward_failures/NAME": For each reward outside JAX, the number of samples that it could
           not score in exploration and regeneration together.
         * "reward_cost/NAME/COUNTER": For each reward outside JAX that counts what it costs, such as

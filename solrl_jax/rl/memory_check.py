@@ -120,10 +120,11 @@ def _requests(
 
     Returns:
         One request for each of these fields, in this order: `rollout.candidates` (latents of an
-        iteration), `eval.num_images_per_prompt` (latents of an evaluation) and
-        `eval.num_grid_images` (images of its grid), in the memory of this host; `lora.rank` (six
-        copies of the adapters) and `rollout.per_device_batch_size` (a batch of images, at most the
-        candidates of an iteration), in the memory of a device. All arrays are float32.
+        iteration, twice where regeneration continues from exploration),
+        `eval.num_images_per_prompt` (latents of an evaluation) and `eval.num_grid_images` (images
+        of its grid), in the memory of this host; `lora.rank` (six copies of the adapters) and
+        `rollout.per_device_batch_size` (a batch of images, at most the candidates of an iteration),
+        in the memory of a device. All arrays are float32.
     """
     rollout = config.rollout
     evaluation = config.eval

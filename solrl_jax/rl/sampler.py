@@ -64,7 +64,9 @@ class Sampler:
     keep_intermediate: bool = False
 
     def skip_steps(self, count: int) -> "Sampler":
-        """Returns the sampler of the steps after the first ones.
+        """Returns the sampler of the steps after the first ones. It starts at the latents that
+        these lead to, which the caller gives as the noise (`SeedBatch.noise`); all other fields are
+        kept.
 
         Args:
             count: The number of steps that are left out, less than those of the first segment.

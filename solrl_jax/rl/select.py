@@ -69,8 +69,8 @@ def select(
         kept: How many candidates are kept per prompt, from 1 to their number. It must be even for
             "best_worst".
         mode: "best_worst" keeps the kept/2 best and the kept/2 worst, "best" the best, "random" a
-            random choice, and "best_random" the kept/2 best (rounded down) and a random choice of
-            the remaining candidates.
+            random choice, and "best_random" the kept/2 best (rounded down) and, up to `kept`, a
+            random choice of the remaining candidates.
         seed: Non-negative integers that seed NumPy's generator for the random choices. The other
             modes do not read it.
 

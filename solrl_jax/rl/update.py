@@ -115,10 +115,11 @@ def update(
 
     Each sample is trained at `config.num_train_sigmas` sigmas of its schedule, drawn without
     replacement from its seed: noised anew to that sigma, or (for objectives that train on
-    transitions) at the recorded step that starts there. Each such pair of a sample and a sigma is a
-    term of the loss. The terms are divided among the optimizer steps, each of which minimizes their
-    mean. Terms of samples of weight 0 do not count, and neither do those of a micro-batch whose
-    loss or gradient is not finite.
+    transitions) at the recorded step that starts there, where only steps that add noise are drawn.
+    Each such pair of a sample and a sigma is a term of the loss. The terms are divided among the
+    optimizer steps, each of which minimizes their mean. Terms of samples of weight 0 do not count.
+    A micro-batch whose loss or gradient is not finite adds 0 to the sums, but its terms stay in the
+    number that these are divided by.
 
     Args:
         backbone: The networks and the mesh, which must also be the ambient mesh; static.
@@ -136,8 +137,9 @@ def update(
     Returns:
         The new state, placed as the old one, and the metrics of the iteration as float32 scalars:
 
-        * "loss" and those of the objective by its names (e.g. "loss/policy"): means over the terms
-          that count.
+        * "loss" and those of the objective by its names (e.g. "loss/policy"): sums over the terms
+          of an optimizer step, divided by the number of its terms of weight 1 (0 if it has none),
+          mean over the optimizer steps.
         * "grad_norm": the norm of the gradient before clipping, mean over the optimizer steps.
         * "skipped_micro_batches": the number of micro-batches whose loss or gradient was not
           finite.
@@ -221,10 +223,10 @@ def _optimizer_step(
 
     Returns:
         The state after the step, whose old policy is unchanged, and the metrics of the step as
-        scalars: "loss" and those of the objective, as means over the terms of weight 1, "grad_norm"
-        before clipping, and "skipped_micro_batches", the number of micro-batches that contributed
-        nothing. If no term has a sample of weight 1, the gradient is 0, and the step is taken all
-        the same.
+        scalars: "loss" and those of the objective, as means over the terms of weight 1, to which a
+        skipped micro-batch adds 0, "grad_norm" before clipping, and "skipped_micro_batches", the
+        number of micro-batches that contributed nothing. If no term has a sample of weight 1, the
+        gradient is 0, and the step is taken all the same.
     """
     config = problem.config
     batch = problem.batch

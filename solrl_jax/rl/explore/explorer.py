@@ -59,8 +59,8 @@ class Explorer:
         """The settings that the monitor chooses from, each more faithful than the one before: the
         configured format and number of steps (index 0); the same format with all steps of the
         regeneration; FP8 with all steps; the training precision with all steps. A setting is left
-        out if it equals an earlier one, and FP8 also if it has no more bits per weight than the
-        configured format.
+        out if it equals an earlier one, and FP8 and the training precision also if they have no
+        more bits per weight than the configured format.
         """
         return setting_ladder(
             self.format,
@@ -82,8 +82,8 @@ class Explorer:
     def schedule(self, steps: int, noise_start: int = 0) -> Schedule:
         """Returns the schedule to explore on: the configured one, changed by the active options.
 
-        The first call with given arguments may sample from the base, for options that measure. The
-        result is kept.
+        The first call with given arguments may sample from the base, for options that measure;
+        every process of a run must then call it. The result is kept.
 
         Args:
             steps: The number of solver steps, at least 1.
@@ -166,7 +166,8 @@ class Explorer:
         """Measures everything that the configured setting needs, and waits for it.
 
         The results are kept in this object for `schedule` and `quantizer`. Encodes the calibration
-        prompts and samples from the base, unless `calibrates` is False.
+        prompts and samples from the base, unless `calibrates` is False. Every process of a run must
+        call it.
 
         Raises:
             numpy.linalg.LinAlgError: If an option measures values that are not finite.
@@ -180,7 +181,7 @@ class Explorer:
         """Merges the adapters of a policy into the base and quantizes it ("sync" in the paper).
 
         The first call with a format may sample from the base, for options that measure
-        (`quantizer`).
+        (`quantizer`). Every process of a run must call it.
 
         Args:
             adapters: The trainable parameters by path of the policy that explores, usually the old
@@ -214,7 +215,9 @@ class Explorer:
     ) -> Sampler:
         """Returns the sampler that candidates are explored with.
 
-        This allocates the quantized policy on the devices, which is freed with the sampler.
+        This allocates the quantized policy on the devices, which is freed with the sampler. The
+        first call may sample from the base, for options that measure (`quantizer`, `schedule`).
+        Every process of a run must call it.
 
         Args:
             adapters: The trainable parameters by path of the policy that explores, usually the old
@@ -261,7 +264,8 @@ class Explorer:
 
         Returns:
             At least one segment, in the order in which they are sampled. Together they have the
-            steps of `segment`. Without active options, `segment` alone.
+            steps of `segment`. `segment` alone if no option is active or the format quantizes
+            nothing.
 
         Raises:
             KeyError: If `precision` is no key of `FORMATS`.

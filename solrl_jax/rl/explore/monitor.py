@@ -62,13 +62,14 @@ def setting_ladder(
 def next_setting(history: Sequence[tuple[int, float]], floor: float, last: int) -> int:
     """Chooses the exploration setting of the next iteration, as an index in the `setting_ladder`.
 
-    Starting at 0, the rules are applied after each iteration of the history:
+    Starting at 0, the rules are applied after each iteration of the history, once the present
+    setting has 3 correlations. When the setting changes, those before it no longer count.
 
     * If the median of the last 3 correlations with the present setting is below `floor`, the index
-      rises by one.
+      rises by one, up to `last`.
     * If that median is at least `floor` and the present setting has had 10 correlations, the index
-      falls by one, as a trial. If it then has to rise again, that trial has failed, and the next
-      one comes after 20 correlations, then 40, and so on.
+      (above 0) falls by one, as a trial. If it then has to rise again, that trial has failed, and
+      the next one comes after 20 correlations, then 40, and so on.
 
     Args:
         history: For each iteration so far, from the first: the index of the setting that it

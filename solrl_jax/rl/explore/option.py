@@ -56,6 +56,7 @@ class Calibration:
         self, schedule: Schedule, noise: Float[np.ndarray, "b h w c"] | None = None
     ) -> Float[np.ndarray, "b h w c"]:
         """Samples the latents of `seed_batch` with the base policy, in the training precision.
+        Every process of a run must call it.
 
         Args:
             schedule: The solver steps to take, for instance `self.schedule` or a single step.

@@ -43,8 +43,9 @@ class Targets:
 def find_targets(transformer: Component, config: Config) -> Targets:
     """Finds the parameters that the configuration trains.
 
-    A parameter has a LoRA adapter or is trained in full, not both. Parameters that the
-    configuration adds to the released network (by `model.attention`) are always trained in full.
+    A parameter has a LoRA adapter or is trained in full, not both: one that both settings name is
+    trained in full. Parameters that the configuration adds to the released network (by
+    `model.attention`) are always trained in full.
 
     Args:
         transformer: The transformer; its parameters need not be loaded.

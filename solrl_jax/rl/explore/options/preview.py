@@ -121,8 +121,9 @@ def fitted_table(
 ) -> Float[np.ndarray, "preview_steps 5"]:
     """Fits solver coefficients with which samples on few sigmas follow samples on all of them.
 
-    Steps that both schedules take keep their coefficients. Each longer step is fitted, after the
-    steps before it, to the latents that the full schedule reaches at the same sigma:
+    The first steps keep their coefficients, as long as both schedules take them. Each later step is
+    fitted, after the steps before it, to the latents that the full schedule reaches at the same
+    sigma:
 
         min sum (a x + b x0[i] + c x0[i - 1] + d x0[i - 2] - x_full(sigma_next))^2
 
