@@ -300,9 +300,9 @@ def _container(value: Mapping[Any, Any], torch: Any) -> str | None:
         torch: The module `torch`.
 
     Returns:
-        A usual key, such as "state_dict" or "model" (`CONTAINERS`), if there is one. Otherwise the
-        only key under which there are tensors. None if `value` holds the tensors itself, or if
-        several keys do.
+        The first usual key, such as "state_dict" or "model" (`CONTAINERS`), under which there is a
+        dictionary, whatever that holds. Otherwise the only key under which there is a dictionary
+        with tensors. None if `value` holds tensors itself, or if no key or several ones do.
     """
     if known := [key for key in CONTAINERS if isinstance(value.get(key), Mapping)]:
         return known[0]

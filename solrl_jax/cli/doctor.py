@@ -68,9 +68,9 @@ def command(preset: str | None, overrides: tuple[str, ...], as_json: bool) -> No
 
     On a GPU, also run the kernels of the low-precision formats and of attention for a moment, and
     compare them with plain JAX. For a PRESET, also propose settings for this machine, which
-    `solrl train PRESET mesh=auto` takes. Loads no weights and downloads nothing. Sends one request
-    to the endpoint of each judge that PRESET uses as a reward. The exit code is 1 if something is
-    missing or a kernel is wrong.
+    `solrl train PRESET mesh=auto` takes. Loads no weights and downloads nothing. Sends a request to
+    the endpoint of each judge that PRESET uses as a reward, and reduced ones while it refuses. The
+    exit code is 1 if something is missing or a kernel is wrong.
 
     \b
     solrl doctor
@@ -110,11 +110,13 @@ def machine() -> dict[str, Any]:
 
         * "versions": versions of packages by name.
         * "extras": by the name of each optional extra of this package, whether it is installed.
-        * "devices": "count", "memory" (bytes of one), "platform", "kind" and "capability".
+        * "devices": "count", "memory" (bytes of one; on a CPU, of the machine), "platform", "kind"
+          and "capability" (of CUDA; (0, 0) for all others).
         * "formats" and "auto": by the name of each number format whether the device runs it
           natively, and the name of the one that "auto" stands for here.
         * "cudnn": the version of cuDNN; None without it.
-        * "checks": by the name of each tested kernel None if it is correct, else the problem.
+        * "checks": by the name of each tested kernel None if it is correct, else the problem; {}
+          without an NVIDIA GPU.
         * "warnings": sentences on known faults of this cuDNN.
         * "hub" and "prompt_cache": the directories of downloads and of encoded prompts, each with
           "folder", "free" (bytes) and "writable". "hub" also has "offline": whether downloads are
@@ -165,8 +167,10 @@ def machine() -> dict[str, Any]:
 def needs(config: Config) -> dict[str, Any]:
     """Finds what this machine lacks to run a configuration. Loads no weights and downloads nothing.
 
-    All parts are checked, so that the result names everything that is missing. If the configuration
-    uses judges (vision-language models behind an HTTP endpoint), each gets one request.
+    All parts are checked, so that the result names everything that is missing; but names, options
+    and functions of rewards are checked only if the prompts, the cache and the files of rewards can
+    be used and nothing has to be downloaded. If the configuration uses judges (vision-language
+    models behind an HTTP endpoint), each gets a request, and reduced ones while it refuses.
 
     Args:
         config: The configuration to check.
@@ -255,7 +259,8 @@ def _reward_names(config: Config) -> list[str]:
 
 
 def _probe_judge(name: str, config: Config) -> str:
-    """Tests a judge, which is a vision-language model behind an HTTP endpoint, with one request.
+    """Tests a judge, a vision-language model behind an HTTP endpoint, with a request, and reduced
+    ones while it refuses.
 
     Args:
         name: The name of the judge as a reward: "judge" or "judge-NAME".
@@ -462,8 +467,8 @@ def _hub_cache() -> Path:
 
 
 def _folder(path: Path) -> dict[str, Any]:
-    """Describes a directory. If it does not exist, free space and permission are those of its
-    parent.
+    """Describes a directory. If it does not exist, free space and permission are those of the
+    nearest directory above it that does.
 
     Args:
         path: The directory.

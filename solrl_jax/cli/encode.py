@@ -56,7 +56,8 @@ def fill_cache(
 
     Args:
         config: The configuration. `model.prompt_cache_dir` names the directory of the cache.
-        progress: Called after each batch with the number of its prompts.
+        progress: Called after each batch with the number of its prompts, those in the cache
+            included. The empty prompt is in none.
 
     Returns:
         A dict: "cache" (the directory as text), "prompts" (the number of distinct prompts, with the

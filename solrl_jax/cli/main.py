@@ -107,8 +107,9 @@ class Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command that the user called.
 
-        Errors of the command are raised again with a message that names its options, e.g.
-        "--num-steps", in place of Python arguments (`with_options`). Ctrl-C ends the process.
+        InputErrors and RunErrors of the command are raised again with a message that names its
+        options, e.g. "--num-steps", in place of Python arguments (`with_options`). Other errors
+        pass unchanged. Ctrl-C ends the process.
 
         Args:
             ctx: The context of click, with the arguments.

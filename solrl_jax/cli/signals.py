@@ -11,7 +11,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def block() -> None:
-    """Holds back Ctrl-C, SIGTERM and SIGHUP in this thread, until `unblock` is called."""
+    """Holds back Ctrl-C, SIGTERM and SIGHUP in this thread, until `unblock` is called once."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
 
 
@@ -24,7 +24,7 @@ def unblock() -> None:
 def blocked() -> Iterator[None]:
     """Holds back Ctrl-C, SIGTERM and SIGHUP in this thread during a `with` statement.
 
-    Signals that were held back arrive at its end.
+    Signals that were held back arrive at its end, or at that of another one inside it.
     """
     block()
     try:

@@ -161,7 +161,8 @@ def merge(tree: dict[str, Any], new: Mapping[Any, Any], prefix: str = "") -> Non
     Args:
         tree: The configuration as nested dicts by section and field. It is changed.
         new: Nested dicts of the same form with the settings to copy. Other fields of a section
-            stay; a field that is a list or a dict is replaced as a whole.
+            stay; a field that is a list or a dict is replaced as a whole. Names that are no fields
+            are copied too, and nothing is checked.
         prefix: The dotted name of the section that `tree` and `new` are, with a dot at its end,
             e.g. "rollout."; "" for the whole configuration.
     """
@@ -181,8 +182,9 @@ def assign(tree: dict[str, Any], key: str, value: Any) -> None:
         tree: The configuration as nested dicts by section and field. It is changed.
         key: The dotted name of the field, e.g. "rollout.kept", or of an entry in `reward.weights`,
             `reward.paths` or `reward.options`, e.g. "reward.weights.shapes". It may also name a
-            section, whose other fields stay.
-        value: The new value; for a section a dict of fields.
+            section, whose other fields stay. A name that is no field is added; `build_config`
+            refuses it.
+        value: The new value, which is not checked; for a section a dict of fields.
     """
     *parents, last = _split_key(key, value)
     for name in parents:

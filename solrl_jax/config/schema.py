@@ -448,7 +448,8 @@ class Reward(Section):
         timeout: The seconds that a reward outside JAX may take for one batch of images, above 0 and
             at most 1e6.
         on_failure: What happens if a call of a reward outside JAX fails. "stop": the run ends.
-            "skip": its images are not trained on; the run ends after 32 failures in a row.
+            "skip": its images are not trained on; the run ends after 32 calls of one reward in a
+            row without any score.
         group_size: For rewards that compare images with each other: how many candidates of a prompt
             they compare at once at most, 2 to 4096. More candidates are divided into groups.
         combine: How several scores make one ranking and one advantage. "sum": by their weighted

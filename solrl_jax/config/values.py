@@ -145,7 +145,7 @@ def _wrap_single_size(value: Any) -> Any:
         value: The sizes as the user gave them: [height, width], or a list of such pairs.
 
     Returns:
-        A list of sizes.
+        A list with the pair for a single size; anything else as it is.
     """
     is_single = isinstance(value, list) and value and not isinstance(value[0], list)
     return [value] if is_single else value

@@ -137,9 +137,9 @@ class Module:
         runs.
 
         Loops, conditionals and calls are not yielded themselves. The instructions of a loop's body
-        are yielded once, with the number of iterations; a loop whose number of iterations is
-        unknown counts as one iteration. Of a conditional, the branch that writes most bytes is
-        walked through. A fusion is yielded as one instruction.
+        are yielded once, with the number of iterations (in nested loops, the product); a loop whose
+        number of iterations is unknown counts as one iteration. Of a conditional, the branch that
+        writes most bytes is walked through. A fusion is yielded as one instruction.
 
         Args:
             computation: The name of the computation to start with. None: the whole program.

@@ -152,6 +152,8 @@ class Planner:
     def place(self, sync: Any) -> None:
         """Sets the shardings of `codes` to those that the stage "sync" returns its result with.
 
+        `programs` calls it as soon as that stage is compiled.
+
         Args:
             sync: The compiled program of the stage "sync" (`jax.stages.Compiled`).
         """

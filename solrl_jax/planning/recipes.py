@@ -75,7 +75,7 @@ class Machine(NamedTuple):
         platform: "gpu", "tpu" or "cpu".
         kind: The kind of device as JAX names it (`jax.Device.device_kind`), e.g. "NVIDIA H100".
         devices: The number of devices of one host.
-        memory: The bytes of one device that JAX may use.
+        memory: The bytes of one device that JAX may use; on a CPU, the memory of the machine.
     """
 
     platform: str
@@ -249,7 +249,8 @@ def expand_mesh_auto(
     Returns:
         A pair. First the new list of overrides: the proposed settings, and after them the user's
         other overrides, which win. Then one line that names the settings and their origin, for the
-        user. Without `mesh=auto` the pair is the overrides as they are and None.
+        user, or says why nothing is proposed. Without `mesh=auto` the pair is the overrides as they
+        are and None.
 
     Raises:
         ConfigError: If the preset or an override is invalid.

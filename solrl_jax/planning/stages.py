@@ -120,7 +120,8 @@ class Stages:
 
         Returns:
             A dict of ShapeDtypeStructs by parameter path, e.g. "blocks/attn/to_q/kernel",
-            replicated on all devices. Empty if exploration does not quantize.
+            replicated on all devices (the compiled program may shard them, see
+            `Planner.place`). Empty if exploration does not quantize.
         """
         if not self.has("sync"):
             return {}
@@ -159,7 +160,7 @@ class Stages:
         """Returns the programs of a stage, in the order in which they are called.
 
         Args:
-            stage: The name of the stage, one of `STAGES`. `has` tells whether the run has it.
+            stage: The name of the stage, one of `STAGES`. The run must have it (`has`).
             codes: The quantized weights that exploration samples with, as ShapeDtypeStructs by
                 parameter path. An empty dict if it does not quantize. Other stages ignore it.
 
