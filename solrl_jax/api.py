@@ -133,8 +133,9 @@ def open_policy(
             parameters are trained.
         preset: If `target` is a model: the preset that gives prompts, reward and sampler. None:
             `target` must not be a model.
-        checkpoint: The checkpoint of a run: "latest", "best" (highest evaluation reward), or the
-            number of an iteration as text. A preset or a model accepts only "latest".
+        checkpoint: The checkpoint of a run: "latest" (the newest that is not damaged), "best"
+            (highest evaluation reward; of equal ones the newest), or the number of an iteration as
+            text. A preset or a model accepts only "latest".
         trust: Whether a run directory may name rewards and objectives outside of this package,
             which run code that the author of the directory chose.
 
@@ -380,8 +381,9 @@ def generate(
             multiple of the pixels per latent pixel (8 for FLUX.1 and SD3, 32 for SANA). None: that
             of the run; whole images for a model.
         batch_size: The greatest number of images that each device generates at once.
-        checkpoint: The checkpoint of a run: "latest", "best" (highest evaluation reward), or the
-            number of an iteration as text. A model accepts only "latest".
+        checkpoint: The checkpoint of a run: "latest" (the newest that is not damaged), "best"
+            (highest evaluation reward; of equal ones the newest), or the number of an iteration as
+            text. A model accepts only "latest".
 
     Returns:
         The images, float32 [N, height, width, 3] in [0, 1], in the order of the prompts.
@@ -512,8 +514,8 @@ def export(
         dtype: The number format of the written tensors, "fp32" or "bf16".
         fold_alpha: Whether the factor B of a LoRA is multiplied by alpha / rank, for programs that
             ignore alpha. Only for "diffusers".
-        checkpoint: "latest", "best" (highest evaluation reward), or the number of an iteration as
-            text.
+        checkpoint: "latest" (the newest that is not damaged), "best" (highest evaluation reward; of
+            equal ones the newest), or the number of an iteration as text.
         force: Whether existing files may be replaced.
         hub: The repository to upload to, OWNER/NAME, which is created if it does not exist. Only
             for "diffusers". None: nothing is uploaded.
@@ -601,7 +603,8 @@ def _export_files(
         dtype: The number format of the written tensors, "fp32" or "bf16".
         fold_alpha: Whether the factor B of a LoRA is multiplied by alpha / rank. Only for
             "diffusers".
-        checkpoint: "latest", "best" (highest evaluation reward), or the number of an iteration.
+        checkpoint: "latest" (the newest that is not damaged), "best" (highest evaluation reward; of
+            equal ones the newest), or the number of an iteration as text.
         force: Whether existing files may be replaced.
 
     Returns:

@@ -77,7 +77,8 @@ def read_scheduler(
             which the scheduler makes the sigmas.
         mu: (steps, tokens) -> the logarithm of the shift of the sigmas, for configurations with
             `use_dynamic_shifting`. None: the formula of FLUX.1 (`sigmas.flux_mu`), and a
-            configuration with other constants of that formula is refused.
+            configuration with other constants of that formula is refused. With a function, these
+            constants are not read.
 
     Returns:
         A tuple of three arrays:

@@ -119,7 +119,8 @@ def parameter_sharding(mesh: Mesh, tree: Any) -> Any:
     Two rules apply to arrays of at least 4096 elements (`SMALLEST_SHARDED`); everything else is
     replicated. First, the output axis of a linear layer's weight ("kernel") or of a LoRA adapter's
     factor "b" is split over `tensor`, if that divides it. Second, the largest axis that `fsdp`
-    divides is split over `fsdp`.
+    divides is split over `fsdp`: the last one of equals, and possibly the axis that is split over
+    `tensor`, which counts with its size after that split.
 
     Args:
         mesh: The mesh, with the axes `data`, `fsdp` and `tensor`.

@@ -121,9 +121,10 @@ def linear_attention(
         k: Keys [b, n, d] before their feature, as `q`.
         v: Values [b, n, d], heads side by side.
         heads: The number of heads, which divides d.
-        blocks: The blocks of the image, with eps, least and the variant. None: no blocks.
+        blocks: The blocks of the image, with eps, least and the variant. None: no blocks, whatever
+            `mix` is.
         mix: The mixing matrix m [blocks, blocks]; row i belongs to the queries of block i. None: no
-            blocks.
+            blocks, whatever `blocks` is.
 
     Returns:
         The attended values [b, n, d]: without blocks in the dtype of `q`, with blocks in that of

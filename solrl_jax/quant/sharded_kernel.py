@@ -56,7 +56,8 @@ def shard_map_kernel(f: Callable[..., Any], *, by_heads: bool = False) -> Callab
             No operation may mix rows. On each device it sees the device's own rows alone.
         by_heads: Whether the second axis of the results, and of inputs with four axes, holds
             attention heads. Heads are then sharded over the mesh axis `tensor`, which the mesh must
-            have (KeyError otherwise), if the heads of the first array are a multiple of its size.
+            have (KeyError otherwise), if the heads of the first array are a multiple of its size;
+            otherwise every device has all heads.
 
     Returns:
         A function with the arguments and results of `f`. It takes positional arrays only.

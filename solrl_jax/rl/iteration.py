@@ -93,7 +93,9 @@ class Selection:
 
     @property
     def kept_seeds(self) -> UInt32[np.ndarray, "p k 2"]:
-        """The seeds of the kept candidates, in the order of `chosen`."""
+        """The seeds of the kept candidates, in the order of `chosen`; for a prompt that is not
+        usable, those of its first K candidates.
+        """
         return np.take_along_axis(self.seeds, self.chosen[..., None], axis=1)
 
 

@@ -31,10 +31,12 @@ class PhaseTimer:
         self._annotation = contextlib.ExitStack()
 
     def start(self, phase: str) -> None:
-        """Starts a phase. Also ends the phase before it, if one is running.
+        """Starts a phase. Also ends the phase before it, if one is running, and stores its time
+        (`stop`).
 
         Args:
-            phase: The name of the phase, which is not empty.
+            phase: The name of the phase, which is not empty. If an earlier phase had it, the time
+                of this one takes the place of its time.
         """
         self.stop()
         self._annotation.enter_context(jax.profiler.TraceAnnotation(phase))

@@ -65,8 +65,8 @@ class Sampler:
 
     def skip_steps(self, count: int) -> "Sampler":
         """Returns the sampler of the steps after the first ones. It starts at the latents that
-        these lead to, which the caller gives as the noise (`SeedBatch.noise`); all other fields are
-        kept.
+        these lead to, which the caller gives as the noise (`SeedBatch.noise`), and knows none of
+        their predictions; all other fields are kept.
 
         Args:
             count: The number of steps that are left out, less than those of the first segment.

@@ -353,8 +353,8 @@ def damage(directory: Path, *, contents: bool = True) -> str | None:
             files up to 1 MiB (`SMALL`), and the names and sizes of all.
 
     Returns:
-        The first difference in a few words, e.g. "missing file a.json" or "b.bin was altered". None
-        if there is none.
+        The first difference in a few words, e.g. "missing file a.json", "unknown file c.txt" (not
+        in the manifest) or "b.bin was altered". None if there is none.
     """
     name = MANIFEST
     try:

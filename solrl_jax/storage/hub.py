@@ -170,7 +170,8 @@ def cached(name: str, file: str = "model_index.json") -> Path | None:
         file: The file, as a path in the repository.
 
     Returns:
-        The local directory that contains the file; None if it is not in the cache.
+        The local directory that contains the file itself (for "vae/config.json", the folder "vae");
+        None if it is not in the cache.
 
     Raises:
         HFValidationError: If `name` is not a valid name of a repository. A ValueError.

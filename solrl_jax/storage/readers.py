@@ -128,9 +128,9 @@ def parse_json(text: str | bytes, *, number: Callable[[str], float] = _parse_fin
         The value: dictionaries, lists, text, numbers, booleans and None.
 
     Raises:
-        ValueError: If the text is no JSON, repeats a key in an object, is nested 32 (`DEPTH`) or
-            more levels deep, or has more than 2**21 opening brackets (`MOST_NESTED`); or if
-            `number` refuses.
+        ValueError: If the text is no JSON, repeats a key in an object, has a value inside 32
+            (`DEPTH`) or more lists and objects, or has more than 2**21 opening brackets
+            (`MOST_NESTED`); or if `number` refuses.
     """
     if isinstance(text, bytes):
         num_nested = text.count(b"[") + text.count(b"{")
@@ -198,7 +198,8 @@ def parse_yaml(text: str) -> Any:
         ValueError: If the text is longer than 65,536 characters (`MOST_YAML`), repeats a key, or
             has an impossible date.
         yaml.YAMLError: If the text is no YAML, has several documents, tags, aliases or keys that
-            are lists or dictionaries, or is nested more than 32 levels deep (`DEPTH`).
+            are lists or dictionaries, or has a value inside 32 (`DEPTH`) or more lists and
+            dictionaries.
     """
     if len(text) > MOST_YAML:
         raise ValueError(f"more than {MOST_YAML} characters")
