@@ -125,8 +125,8 @@ class AutoencoderDCConfig(ReleasedConfig):
         Raises:
             ValueError: a value is not supported (the message lists the accepted ones); a list has
                 not one entry per stage; a stage has no layers; a kernel size is even; or the
-                numbers of channels break the rule under `decoder_block_out_channels`. The message
-                names the field.
+                numbers of channels of neighbouring stages do not fit each other (`_check_widths`).
+                The message names the field.
         """
         num_stages = len(self.encoder_block_out_channels)
         self.require(num_stages > 0, "encoder_block_out_channels", "a list with one or more stages")

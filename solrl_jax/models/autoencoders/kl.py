@@ -209,8 +209,8 @@ class AutoencoderKL(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """The decoder network: stages from coarse to fine, of which all but the last end with
-    upsampling.
+    """The decoder network: a convolution, the blocks of the coarsest resolution, stages from coarse
+    to fine, of which all but the last end with upsampling, then norm, SiLU and a convolution.
 
     Args:
         config: configuration of the autoencoder (`KLConfig`) whose `block_out_channels` are the
@@ -378,8 +378,8 @@ class Attention(nnx.Module):
         self.to_out = nnx.List([Linear(channels, channels, rngs=rngs)])
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        """Normalises the input, attends over all pixels with one head, projects, and adds the
-        result to the input.
+        """Normalises the input, attends over all pixels with one softmax head, projects, and adds
+        the result to the input.
 
         Args:
             x: images with the layer's number of channels.

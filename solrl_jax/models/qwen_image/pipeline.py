@@ -188,8 +188,8 @@ class QwenImagePipeline(Pipeline):
             The velocity, of the shape of `latent`.
 
         Raises:
-            ValueError: `fp8_attention` is set; or, while tracing, height or width is odd, or image
-                and text are too large for the transformer.
+            ValueError: `fp8_attention` is set; or, while tracing, height or width is odd, or half
+                of the larger side in tokens plus the number of text tokens exceeds 4096.
         """
         if fp8_attention:
             raise ValueError(

@@ -152,8 +152,8 @@ class QwenImageTransformer2DModel(nnx.Module):
             The velocity, in the dtype of `latent`, with `config.features_out` channels.
 
         Raises:
-            ValueError: height or width is odd, or image and text together need more than 4096
-                positions (`POSITIONS`).
+            ValueError: height or width is odd, or half of the larger side in image tokens plus the
+                number of text tokens, padding included, exceeds 4096 (`POSITIONS`).
         """
         batch, height, width, _ = latent.shape
         dtype = latent.dtype

@@ -182,8 +182,8 @@ class StableDiffusion3Pipeline(Pipeline):
 
         Args:
             prompts: one or more texts.
-            max_tokens: number of tokens for T5, its end-of-text token included: from 1 to 4096.
-                (The CLIPs always get `clip_tokens`.)
+            max_tokens: number of tokens for T5, its end-of-text token included: from 1 to 4096 (not
+                checked if the model has no T5). (The CLIPs always get `clip_tokens`.)
             instruction: ignored: the model takes no instruction.
 
         Returns:

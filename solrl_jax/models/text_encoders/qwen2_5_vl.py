@@ -149,7 +149,8 @@ def locate_language_tensors(
     source: Path, state: nnx.State
 ) -> tuple[list[ParameterEntry], dict[str, StoredTensor]]:
     """Finds the tensors of Qwen2.5-VL's language part in released files, and checks that they fit.
-    Only the headers of the files are read.
+    Only the headers of the files are read. Tensors of the vision part and of the language-model
+    head are ignored.
 
     Args:
         source: the directory of the text encoder, or one safetensors file.

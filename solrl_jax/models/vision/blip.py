@@ -182,7 +182,8 @@ class VisionBlock(nnx.Module):
 
 
 class VisionAttention(nnx.Module):
-    """Softmax self-attention with one linear layer for queries, keys and values.
+    """Softmax self-attention with one linear layer for queries, keys and values, and an output
+    layer.
 
     Args:
         d: Number of features of a token.
@@ -196,8 +197,8 @@ class VisionAttention(nnx.Module):
         self.heads = heads
 
     def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
-        """Applies attention: every token attends to all tokens of its image. The input is not
-        added.
+        """Applies attention, in which every token attends to all tokens of its image, and the
+        output layer. The input is not added.
 
         Args:
             x: The tokens: batch, tokens, features.
@@ -316,7 +317,8 @@ class TextAttention(nnx.Module):
         source: Float[Array, "b s e"],
         mask: Bool[Array, "b 1 1 s"] | None,
     ) -> Float[Array, "b l d"]:
-        """Applies attention from `x` to `source`, adds the result to `x`, and normalises the sum.
+        """Applies attention from `x` to `source` and the output layer, adds the result to `x`, and
+        normalises the sum.
 
         Args:
             x: The text tokens: batch, tokens, features.

@@ -399,7 +399,7 @@ def rotary_tables(
 
     Both sequences include their padding to multiples of 32. A position has three coordinates: (i,
     0, 0) for text token i, counted from 1, padding included; (p + 1, row, column) for an image
-    token, where p is the number of text tokens of the sample; and (0, 0, 0) for the padding of the
+    token, where p is the sample's entry of `text_lengths`; and (0, 0, 0) for the padding of the
     image.
 
     Args:
@@ -407,7 +407,7 @@ def rotary_tables(
         rows: number of rows of image tokens.
         columns: number of columns of image tokens.
         length: number of text tokens in the batch's arrays, before padding to a multiple of 32.
-        text_lengths: number p of text tokens of each sample, rounded up to a multiple of 32.
+        text_lengths: number of text tokens of each sample, rounded up to a multiple of 32.
 
     Returns:
         Two pairs (cosines, sines), first for the image, then for the text: float32 arrays [b,
