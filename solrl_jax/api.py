@@ -80,7 +80,8 @@ def load(preset: str, *overrides: str) -> Experiment:
 def _expand_mesh_auto(preset: str, overrides: Sequence[str]) -> tuple[list[str], str | None]:
     """Replaces the override "mesh=auto" by the settings that suit the devices of this host.
 
-    It starts JAX's backend if that override is given.
+    It starts JAX's backend if that override is given; with several processes, all must then call
+    it.
 
     Args:
         preset: The name of a preset.
@@ -166,7 +167,8 @@ class TrainingInterrupted(KeyboardInterrupt):
     update. This is a KeyboardInterrupt, which `except Exception` does not catch.
 
     Attributes:
-        summary: What `train` would have returned, with "interrupted" True.
+        summary: The dictionary that `train` returns, for the iterations so far, with "interrupted"
+            True.
     """
 
     def __init__(self, summary: dict[str, Any]) -> None:
@@ -201,8 +203,8 @@ def train(
         *overrides: Settings that differ from the preset, as `key=value`, e.g. "run.dir=runs/a".
             "mesh=auto" chooses the mesh, the gradient checkpointing and the batch sizes for the
             devices of this host, where no other override sets them.
-        profile: Numbers of iterations, from 1, during which a trace for TensorBoard is written.
-            They must still be ahead.
+        profile: Numbers of iterations, from 1 to `train.iterations`, during which a trace for
+            TensorBoard is written. One that is complete already is an InputError.
         html_report: Whether to keep a page `report.html` in the run directory up to date.
         force: Whether to go on in three cases that are an InputError otherwise: input files have
             changed since the last checkpoint, the run is estimated to need more memory than there
@@ -213,8 +215,9 @@ def train(
     Returns:
         A dictionary: "run" (the directory), "iterations" (the number of complete ones),
         "interrupted" (False), "trained_in_full" (the number of arrays that are trained in full, 0
-        for LoRA alone), and "before" and "after" (the first and the last evaluation: a dictionary
-        of numbers by metric, e.g. "eval/reward", with None for one that is not finite).
+        for LoRA alone), and "before" and "after" (the first and the last evaluation of the run: a
+        dictionary of numbers by metric, e.g. "eval/reward", with None for one that is not finite;
+        {} if there is none).
 
     Raises:
         TrainingInterrupted: If it was interrupted. A KeyboardInterrupt.

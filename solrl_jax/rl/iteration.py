@@ -59,9 +59,10 @@ class IterationResult:
             "fidelity/level", the index of the exploration setting. Figures that are not defined are
             NaN.
         ledger: The record of all candidates, by column: "prompt", "prompt_uid", "candidate",
-            "seed", "proxy_reward", "rank", "kept", "regenerated_reward" and "advantage" have one
-            entry per candidate, prompt by prompt; "precision", "steps" and "policy_revision" are
-            single values that hold for all (`ledger_columns`).
+            "seed", "proxy_reward", "rank", "kept", "regenerated_reward" (None if nothing is
+            regenerated) and "advantage" have one entry per candidate, prompt by prompt;
+            "precision", "steps" and "policy_revision" are single values that hold for all
+            (`ledger_columns`).
     """
 
     metrics: dict[str, float]
@@ -136,6 +137,7 @@ def iterate(
         IndexError: If the explorer has no setting of that index.
         RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop". It is a
             RunError.
+        PermissionError: If a folder of the cache of prompts may not be searched.
         RunError: If the disk refuses the cache of prompts, or another process gives no answer.
         numpy.linalg.LinAlgError: If exploration options measure values that are not finite.
     """

@@ -204,6 +204,7 @@ def explore_and_regenerate(
         KeyError: If the format of a setting is not in `quant.formats.FORMATS`.
         RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop". It is a
             RunError.
+        PermissionError: If a folder of the cache of prompts may not be searched.
         RunError: If the disk refuses the cache of prompts, or another process gives no answer.
         numpy.linalg.LinAlgError: If exploration options measure values that are not finite.
     """
@@ -245,6 +246,7 @@ def draw_candidates(experiment: Experiment, prompts: int) -> tuple[PromptBatch, 
     Raises:
         InputError: If the tokenizer or a text encoder of the model fails on its files, or the cache
             of prompts cannot be written.
+        PermissionError: If a folder of the cache of prompts may not be searched.
         RunError: If the disk refuses the cache of prompts.
     """
     config = experiment.config

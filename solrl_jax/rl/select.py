@@ -32,8 +32,9 @@ def best_and_worst(rewards: Rewards) -> tuple[Int[np.ndarray, " pairs"], Int[np.
     """Pairs the samples of each prompt by reward: the best with the worst, the second best with the
     second worst, and so on.
 
-    Samples without a finite reward are left out. So that every prompt has the same number of pairs,
-    n / 2 rounded down, missing ones are filled up with padding: pairs that name one sample twice.
+    Samples without a finite reward are left out, and so is the middle one of an odd number of
+    others. So that every prompt has the same number of pairs, n / 2 rounded down, missing ones are
+    filled up with padding: pairs that name one sample twice.
 
     Args:
         rewards: One row of n rewards per prompt. Of equal rewards, the lower index counts as the

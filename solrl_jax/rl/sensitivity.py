@@ -92,6 +92,7 @@ def measure(
         RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop". It is a
             RunError.
         InputError: If the prompts cannot be encoded.
+        PermissionError: If a folder of the cache of prompts may not be searched.
         numpy.linalg.LinAlgError: If exploration options measure values that are not finite.
     """
     config = experiment.config

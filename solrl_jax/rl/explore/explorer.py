@@ -96,8 +96,8 @@ class Explorer:
 
         Raises:
             numpy.linalg.LinAlgError: If an option measures values that are not finite.
-            InputError, RunError: If the prompts that are measured on cannot be encoded
-                (`Experiment.encode_prompts`).
+            InputError, PermissionError, RunError: If the prompts that are measured on cannot be
+                encoded (`Experiment.encode_prompts`).
         """
         if (steps, noise_start) not in self._schedules:
             schedule = self.make_schedule(steps, noise_start)
@@ -125,8 +125,8 @@ class Explorer:
         Raises:
             KeyError: If `precision` is no key of `FORMATS`; "auto" is none.
             numpy.linalg.LinAlgError: If an option measures values that are not finite.
-            InputError, RunError: If the prompts that are measured on cannot be encoded
-                (`Experiment.encode_prompts`).
+            InputError, PermissionError, RunError: If the prompts that are measured on cannot be
+                encoded (`Experiment.encode_prompts`).
         """
         if precision not in self._quantizers:
             self._quantizers[precision] = self._make_quantizer(precision)
@@ -148,8 +148,8 @@ class Explorer:
         Raises:
             KeyError: If `precision` is no key of `FORMATS`; "auto" is none.
             numpy.linalg.LinAlgError: If an option measures values that are not finite.
-            InputError, RunError: If the prompts that are measured on cannot be encoded
-                (`Experiment.encode_prompts`).
+            InputError, PermissionError, RunError: If the prompts that are measured on cannot be
+                encoded (`Experiment.encode_prompts`).
         """
         quantize = FORMATS[precision].quantize
         if quantize is None:
@@ -171,8 +171,8 @@ class Explorer:
 
         Raises:
             numpy.linalg.LinAlgError: If an option measures values that are not finite.
-            InputError, RunError: If the prompts that are measured on cannot be encoded
-                (`Experiment.encode_prompts`).
+            InputError, PermissionError, RunError: If the prompts that are measured on cannot be
+                encoded (`Experiment.encode_prompts`).
         """
         self.schedule(self.explore.num_steps)
         jax.block_until_ready(self.quantizer(self.format.name))
@@ -201,8 +201,8 @@ class Explorer:
             KeyError: If `precision` is no key of `FORMATS`, or the base has no parameter of a path
                 in `adapters`.
             numpy.linalg.LinAlgError: If an option measures values that are not finite.
-            InputError, RunError: If the prompts that are measured on cannot be encoded
-                (`Experiment.encode_prompts`).
+            InputError, PermissionError, RunError: If the prompts that are measured on cannot be
+                encoded (`Experiment.encode_prompts`).
         """
         backbone = self.calibration.backbone
         quantizer = self.quantizer(precision)
@@ -236,8 +236,8 @@ class Explorer:
             KeyError: If the format of the setting is no key of `FORMATS`, or the base has no
                 parameter of a path in `adapters`.
             numpy.linalg.LinAlgError: If an option measures values that are not finite.
-            InputError, RunError: If the prompts that are measured on cannot be encoded
-                (`Experiment.encode_prompts`).
+            InputError, PermissionError, RunError: If the prompts that are measured on cannot be
+                encoded (`Experiment.encode_prompts`).
         """
         segment = Segment(
             self.policy(adapters, setting.precision), self.schedule(setting.steps, noise_start)

@@ -67,8 +67,8 @@ class Calibration:
             The latents after the last step, float32, on the host: one per prompt.
 
         Raises:
-            InputError, RunError: If the prompts cannot be encoded, which the first call does
-                (`Experiment.encode_prompts`).
+            InputError, PermissionError, RunError: If the prompts cannot be encoded, which the first
+                call does (`Experiment.encode_prompts`).
         """
         segments = (Segment(self.backbone.transformer, schedule),)
         sampler = dataclasses.replace(self.sampler, segments=segments)

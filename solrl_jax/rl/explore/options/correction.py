@@ -255,7 +255,8 @@ class Correction(ExplorationOption):
 
         Raises:
             numpy.linalg.LinAlgError: If an input of a layer is not finite.
-            InputError, RunError: If the prompts of the calibration cannot be encoded.
+            InputError, PermissionError, RunError: If the prompts of the calibration cannot be
+                encoded.
         """
         bases = principal_inputs(calibration, paths, explore.correction_rank, schedule)
         return Quantizer(
@@ -314,7 +315,7 @@ def principal_inputs(
     Raises:
         KeyError: If the base has no parameter of a path.
         numpy.linalg.LinAlgError: If an input of a layer is not finite.
-        InputError, RunError: If the prompts of the calibration cannot be encoded.
+        InputError, PermissionError, RunError: If the prompts of the calibration cannot be encoded.
     """
     backbone = calibration.backbone
     seed_batch = calibration.seed_batch

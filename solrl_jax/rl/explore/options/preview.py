@@ -68,7 +68,8 @@ class Preview(ExplorationOption):
 
         Raises:
             numpy.linalg.LinAlgError: If the base predicts values that are not finite.
-            InputError, RunError: If the prompts of the calibration cannot be encoded.
+            InputError, PermissionError, RunError: If the prompts of the calibration cannot be
+                encoded.
         """
         full = calibration.schedule
         if schedule.steps >= full.steps:
