@@ -307,8 +307,10 @@ class Rollout(Section):
         """Checks `kept`, `explore.min_rank_correlation` and `explore.reward` against other fields.
 
         Raises:
-            ConfigError: If `kept` is above `candidates`, or odd with "best_worst"; or if one of the
-                two fields of `explore` is set, but cannot be used.
+            ConfigError: If `kept` is above `candidates`, or odd with "best_worst"; if one of the
+                two fields of `explore` is set without `regenerate`; if both are set; or if a name
+                in `explore.reward` is a URL with a password.
+            ValueError: If such a name is an invalid URL.
         """
         if self.kept > self.candidates:
             accepted = f"must be at most rollout.candidates={self.candidates}"

@@ -752,7 +752,8 @@ def _checkpoint_is_due(config: Config, done: int) -> bool:
     """Whether the state is saved after `done` iterations.
 
     It is after the last one, every `run.checkpoint_every` iterations, and, if `run.keep_best` is
-    above 0, after every evaluation.
+    above 0, after every evaluation. (After an iteration that could not learn, the caller saves
+    nothing all the same.)
 
     Args:
         config: The configuration, of which `train.iterations`, `run.checkpoint_every`,
