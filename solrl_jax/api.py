@@ -268,7 +268,8 @@ def rank(
             each recipe.
         progress: A function that is called as images are generated, with the name of the phase
             ("regenerate" or "explore"), its total number of images, and the number of images in the
-            last batch. The default does nothing.
+            last batch (0 when a phase starts; "explore" starts once per combination). The default
+            does nothing.
 
     Returns:
         One dictionary per combination. "explore" (the recipe), "precision" and "steps" identify it;
@@ -458,7 +459,8 @@ def quantize(w: Matrix, precision: str = "nvfp4") -> Quantized:
     values.
 
     Args:
-        w: Finite real matrices [..., in, out], any array that `jnp.asarray` accepts.
+        w: Real matrices [..., in, out], not empty, any array that `jnp.asarray` accepts. The values
+            should be finite, which is not checked: others give values that are not finite, too.
         precision: The number format: "nvfp4", "fp8" or "int8".
 
     Returns:
@@ -466,8 +468,8 @@ def quantize(w: Matrix, precision: str = "nvfp4") -> Quantized:
         `matmul` and `dequantize` have the shapes of `w`.
 
     Raises:
-        InputError: If the format does not exist or quantizes nothing, or if `w` is not of this
-            form.
+        InputError: If the format does not exist or quantizes nothing, or if `w` has complex
+            numbers, fewer than two axes or no element, or is no array.
         ValueError: If `precision` is "int8" and the matrices have more than 133,144 inputs.
     """
     names = [name for name, form in FORMATS.items() if form.quantize is not None]
@@ -510,8 +512,8 @@ def export(
         run: The run directory. `~` is expanded.
         out: Where to write: a .safetensors file; for PEFT and for parameters trained in full, a
             directory, which may contain nothing but an earlier export; with `hub`, the folder to
-            upload, and None stands for `hub` in the run directory. Missing parent directories are
-            created. `~` is expanded.
+            upload, which may contain nothing but an earlier one, and None stands for `hub` in the
+            run directory. Missing parent directories are created. `~` is expanded.
         form: The program that is to load it, "diffusers" or "peft". Parameters trained in full need
             "diffusers".
         dtype: The number format of the written tensors, "fp32" or "bf16".
@@ -522,8 +524,8 @@ def export(
         force: Whether existing files may be replaced.
         hub: The repository to upload to, OWNER/NAME, which is created if it does not exist. Only
             for "diffusers". None: nothing is uploaded.
-        private: Whether a new repository is private.
-        dry_run: With `hub`: whether to write the folder without uploading it.
+        private: Whether a new repository is private. Only with `hub`.
+        dry_run: Whether to write the folder without uploading it. Only with `hub`.
 
     Returns:
         A dictionary: "iteration" (of the checkpoint), "rank" and "alpha" (as in the file). For

@@ -98,8 +98,8 @@ def overlap(
     of another.
 
     Args:
-        sigmas: The sigmas of the first schedule, decreasing.
-        full: The sigmas of the second schedule, decreasing.
+        sigmas: The `steps` + 1 sigmas of the first schedule, decreasing, the last one 0.
+        full: The `full_steps` + 1 sigmas of the second schedule, decreasing, the last one 0.
 
     Returns:
         A matrix with one row per step of the first schedule and one column per step of the second,
@@ -123,8 +123,8 @@ def shared_noise(
     every step has its own draw.
 
     Args:
-        sigmas: The sigmas of the coarse schedule, decreasing.
-        full: The sigmas of the full schedule, decreasing.
+        sigmas: The sigmas of the coarse schedule, decreasing, including the final 0.
+        full: The sigmas of the full schedule, decreasing, including the final 0.
         std: The standard deviation of the noise that each full step adds.
 
     Returns:

@@ -61,8 +61,8 @@ def refuse_what_cannot_fit(config: Config, pipeline: Pipeline, targets: Targets)
     All processes of a run must call it. What must fit, in float32:
 
     * In the memory of this host: the latents of all candidates of an iteration, twice where
-      regeneration continues from exploration (`continued_steps`); the latents of an evaluation; the
-      images of its grid.
+      regeneration continues from the configured exploration (`continued_steps`); the latents of an
+      evaluation; the images of its grid.
     * In the memory of a device: six copies of all adapters; one batch of images; of the parameters
       that are trained in full, one copy, and six more divided over the mesh axes `fsdp` and
       `tensor`.
@@ -120,7 +120,7 @@ def _requests(
 
     Returns:
         One request for each of these fields, in this order: `rollout.candidates` (latents of an
-        iteration, twice where regeneration continues from exploration),
+        iteration, twice where regeneration continues from the configured exploration),
         `eval.num_images_per_prompt` (latents of an evaluation) and `eval.num_grid_images` (images
         of its grid), in the memory of this host; `lora.rank` (six copies of the adapters) and
         `rollout.per_device_batch_size` (a batch of images, at most the candidates of an iteration),

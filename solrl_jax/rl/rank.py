@@ -190,7 +190,8 @@ def explore_and_regenerate(
             all.
         settings: How candidates are explored: format, steps, and a recipe of exploration options.
         progress: Called with the phase ("regenerate" or "explore"), the number of candidates, and
-            the number of further candidates that are done, as they are generated.
+            the number of further candidates that are done, as they are generated; with 0 when a
+            phase starts, which "explore" does once per setting.
 
     Returns:
         The texts of the prompts, the rewards after regeneration, and the rewards after exploration

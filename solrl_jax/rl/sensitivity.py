@@ -79,7 +79,8 @@ def measure(
         prompts: The number of test prompts, counted from the first, at least 1. If there are fewer,
             all.
         progress: Called with the phase ("regenerate" or "explore"), the number of candidates, and
-            the number of further candidates that are done.
+            the number of further candidates that are done; with 0 when a phase starts, which
+            "explore" does once with nothing quantized and once per group.
 
     Returns:
         The mean Spearman correlation over prompts if nothing is quantized, and the results of all

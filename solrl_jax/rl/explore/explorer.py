@@ -136,7 +136,8 @@ class Explorer:
         """Makes the result of `quantizer` for one format.
 
         The active options are applied to the quantizer of the format one after another, in the
-        order of their registry.
+        order of their registry. Some measure on the base for that (`quantizer`); every process of a
+        run must then call it.
 
         Args:
             precision: The name of a format, a key of `quant.formats.FORMATS`.

@@ -141,8 +141,9 @@ class Probe(Leaf):
     basis: Float[Array, "... n_in r"]
 
     def matmul(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
-        """Returns `x @ weight` in the dtype of `x`. In the backward pass, `basis` gets `x^T x
-        basis` in float32 in place of a gradient.
+        """Returns `x @ weight` in the dtype of `x`. In the backward pass, `x` gets its true
+        gradient, `weight` gets zeros, and `basis` gets `x^T x basis` in float32 in place of a
+        gradient.
 
         Args:
             x: Inputs of a floating-point dtype.
