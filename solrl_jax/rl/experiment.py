@@ -635,8 +635,9 @@ def load_prompt_sets(config: Config) -> tuple[list[Prompt], list[Prompt]]:
         its file.
 
     Raises:
-        InputError: If a file is missing, cannot be read, holds no prompt or too many, or repeats a
-            prompt with other metadata.
+        InputError: If a file is missing, cannot be read, holds no prompt, too many or one that
+            cannot be used, or repeats a prompt with other metadata (in tables and data sets of the
+            hub, the first row counts instead).
     """
     return load_prompts(config.prompts.train, "prompts.train"), load_prompts(
         config.prompts.test, "prompts.test"
@@ -652,7 +653,7 @@ def read_instruction(config: Config) -> str | None:
             directory), or None.
 
     Returns:
-        The text without the end of its last line; None if the configuration names no file.
+        The text without the line feed at its end; None if the configuration names no file.
 
     Raises:
         InputError: If the file is missing, blank or not text, has control characters, or is longer
