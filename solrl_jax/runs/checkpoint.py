@@ -179,11 +179,10 @@ def meta_of(path: Path) -> dict[str, Any]:
         path: The directory of the checkpoint.
 
     Returns:
-        The argument `meta` of the save, by name, with the number of the iteration added as
-        "iteration". A run saves "fingerprint" (the hash of its settings), "key" (the run's seed),
-        "prompt_cursor" (the number of prompts drawn so far), the hashes of its input files by name,
-        e.g. "prompts" or "weights/vae", and "evaluation" (the metrics of an evaluation by name, or
-        None).
+        The metadata by name, with "iteration", the number of complete iterations. A training run
+        saves "fingerprint" (the hash of its settings), "key" (its seed), "prompt_cursor" (the
+        number of prompts drawn so far), the hashes of its input files, e.g. "prompts" or
+        "weights/vae", and "evaluation" (the metrics of an evaluation by name, or None).
 
     Raises:
         CheckpointError: If `meta.json` cannot be read, or is not that of a checkpoint.
@@ -204,18 +203,17 @@ def restore_latest(
         abstract_state: A pytree of `jax.ShapeDtypeStruct` or arrays with the structure, shapes,
             dtypes and shardings of the state. Values are not read. A leaf without a sharding is
             placed on the first device of the process.
-        expected: Names and values that the checkpoint's metadata must hold, e.g. {"fingerprint":
-            ...}. An empty dict accepts any checkpoint.
+        expected: Names and values that the metadata of the checkpoint must have, e.g.
+            {"fingerprint": ...}, so that it belongs to this run. {} accepts any checkpoint.
 
     Returns:
-        The state; its metadata by name, with "iteration"; and one line "skipped checkpoint PATH:
-        REASON" for each newer checkpoint that cannot be used. None if there is no checkpoint.
+        A tuple: the state; its metadata by name, with "iteration"; and one line "skipped checkpoint
+        PATH: REASON" for each newer checkpoint that cannot be used. None if there is no checkpoint.
 
     Raises:
-        RunError: If there are checkpoints and none can be used. A fresh start would overwrite what
-            is left of them. Also if `root` cannot be read.
-        InputError: If the newest intact checkpoint belongs to another run, because its metadata
-            differs from `expected`. Older ones are not tried then.
+        RunError: If there are checkpoints and none can be used, or if `root` cannot be read.
+        InputError: If the metadata of the newest intact checkpoint differs from `expected`. Older
+            ones are not tried then.
     """
     newest = newest_usable(root, lambda path: restore(path, abstract_state, expected))
     if newest is None:
@@ -227,9 +225,8 @@ def restore_latest(
 def newest_usable(root: Path, use: Callable[[Path], T]) -> tuple[T, list[str]] | None:
     """Calls a function with the checkpoints in `root`, newest first, until it succeeds.
 
-    Every process of a run calls this, and all try the same checkpoints in the same order. If all
-    fail, the directory is listed again, and all are tried once more if the list has changed
-    meanwhile.
+    Every process of a run calls this, and all try the same checkpoints in the same order. A run
+    that saves meanwhile may remove the listed ones; if all fail, newly listed ones are tried.
 
     Args:
         root: The directory of checkpoints. It need not exist.
@@ -238,8 +235,8 @@ def newest_usable(root: Path, use: Callable[[Path], T]) -> tuple[T, list[str]] |
             processes alike.
 
     Returns:
-        The result of `use`, and one line "skipped checkpoint PATH: REASON" for each newer
-        checkpoint that was tried; None if there is no checkpoint.
+        A tuple: the result of `use`, and one line "skipped checkpoint PATH: REASON" for each newer
+        checkpoint that failed. None if there is no checkpoint.
 
     Raises:
         RunError: If there are checkpoints and `use` raised CheckpointError for all of them, or if
@@ -390,15 +387,14 @@ def _read_state(path: Path, abstract_state: Any) -> Any:
 
 
 def _zeros(leaf: Any, where: jax.sharding.Sharding) -> jax.Array:
-    """Makes an array of zeros, also on a mesh of several processes.
+    """Creates an array of zeros, also on a mesh of several processes.
 
     Args:
-        leaf: An array or `jax.ShapeDtypeStruct`.
+        leaf: An array or `jax.ShapeDtypeStruct`, of which only shape and dtype are read.
         where: The sharding of the result.
 
     Returns:
-        A jax array with the shape and dtype of `leaf`. The zeros are first made in full on the
-        host.
+        A jax array with the shape and dtype of `leaf`.
     """
     values = np.zeros(leaf.shape, leaf.dtype)
     return jax.make_array_from_callback(leaf.shape, where, lambda index: values[index])
@@ -472,11 +468,8 @@ def _read_header(path: Path) -> dict[str, Any]:
 def orbax() -> tuple[Any, Any]:
     """Imports `orbax.checkpoint` and `etils.epath` at the first call, because the import is slow.
 
-    The first call also mutes three outputs of this process, which would show a stack trace for each
-    error that orbax raises here anyway: the log of absl, which orbax uses, for records that come
-    from orbax; the log of asyncio for exceptions in tasks of orbax, and for errors of the disk in
-    futures of its C++ library, which have no stack trace; and "Event loop is closed", from threads
-    of that library that outlive a failure.
+    The first call also keeps orbax's own error logs (of absl, asyncio and its threads) from the
+    terminal, because its errors are raised and reported here anyway.
 
     Returns:
         The modules `orbax.checkpoint` and `etils.epath`, in this order.

@@ -128,17 +128,17 @@ def begin(
     keep: int | None = None,
     best: int = 0,
 ) -> Callable[[], Path]:
-    """Does the first half of a save, and returns the second. Every process of a run calls both.
+    """Does the first half of a save, and returns a function that does the second.
 
-    The first half copies the arrays to the host and starts to write them to a hidden directory; it
-    also removes what killed saves left in `root`. The second half waits until they are written,
-    adds metadata and manifest, gives the directory its name and removes old checkpoints. A
-    checkpoint of the same iteration is replaced. A save that fails before the checkpoint has its
-    name leaves the directory as it was, apart from these leftovers.
+    Every process of a run calls both. The first half removes what killed saves left in `root`,
+    copies the arrays to the host and starts to write them to a hidden directory. The second half
+    waits until they are written, adds metadata and manifest, gives the directory its name (a
+    checkpoint of the same iteration is replaced) and removes old checkpoints. If a save fails, the
+    existing checkpoints stay as they are.
 
     Args:
         root: The directory of checkpoints. It is created if necessary.
-        iteration: The number of iterations behind the state, which names the directory.
+        iteration: The number of complete iterations, which names the directory.
         state: A pytree of jax arrays. When this returns, they may be overwritten.
         meta: JSON values by name. Those of the first process are saved.
         keep: The number of newest intact checkpoints that are kept afterwards, at least one. None:
@@ -152,7 +152,8 @@ def begin(
     Raises:
         RunError: If the disk refuses; both halves raise it. The message names the last checkpoint.
             Also if another process failed or gives no answer.
-        TypeError: If a leaf of the state is no plain jax array, or JSON has no value of `meta`.
+        TypeError: If a leaf of the state is no jax array or a random key, or JSON has no value of
+            `meta`.
     """
     root = root.absolute()
     target = root / f"{iteration:06d}"
@@ -212,19 +213,16 @@ def start_writing(
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """Copies this process's shards to the host, and starts to write the copies to a directory.
 
-    When this returns, the arrays may be overwritten. On CPU the copies are views of the buffers,
-    and XLA does not donate a buffer that has a view. Empty arrays are left out, because orbax
-    refuses them; their shape and dtype are in `meta.json`.
+    When this returns, the arrays may be overwritten or donated.
 
     Args:
         folder: An existing, empty directory, to which all processes write.
-        arrays: The arrays to save, by key path.
+        arrays: The arrays to save, by key path. Empty ones are not written.
 
     Returns:
-        Two functions without arguments or results. The first waits until this process's files are
-        written, and raises what the writing raised. The second merges the files of all processes,
-        and is called in the first process, after all have waited. If all arrays are empty, both do
-        nothing.
+        A pair of functions without arguments or results. The first waits until this process's files
+        are written, and raises what the writing raised. The second merges the files of all
+        processes; only the first process calls it, after all have waited.
     """
     stored = {key: leaf for key, leaf in arrays.items() if leaf.size}
     if not stored:
@@ -245,12 +243,10 @@ def start_writing(
 
 
 def prune(root: Path, keep: int, best: int = 0) -> None:
-    """Removes old checkpoints.
+    """Removes old checkpoints. Damaged ones are never removed.
 
-    The newest checkpoint is read in full, and if it is damaged the one before it, until one is
-    intact. For the others only files of at most 1 MiB are read, because to read all would take
-    longer than the save. Damaged checkpoints are not removed: one may be all that is left of the
-    best, or may not be a checkpoint of this program.
+    What counts as intact is checked quickly (only files of at most 1 MiB are read), except for the
+    newest: it is read in full, so that at least one checkpoint is known to be intact in every byte.
 
     Args:
         root: The directory of checkpoints. If it does not exist, nothing happens.
@@ -272,7 +268,7 @@ def prune(root: Path, keep: int, best: int = 0) -> None:
 
 
 def _do_nothing() -> None:
-    """Does nothing. Stands for a step of a save that has nothing to write or has failed."""
+    """Does nothing. Stands in for a step of a save when there is nothing to write."""
 
 
 def _named_arrays(state: Any) -> dict[str, jax.Array]:
@@ -300,13 +296,12 @@ def _named_arrays(state: Any) -> dict[str, jax.Array]:
 
 @contextlib.contextmanager
 def _removed_on_failure(temporary: Path) -> Iterator[None]:
-    """Removes a directory if the body of the `with` statement raises, then raises the error again.
+    """A context manager that removes a directory if its body raises, then raises the error again.
 
-    Only the first process removes it, and the others do not wait for that. Errors of the removal
-    are ignored.
+    Only the first process of the run removes it. Errors of the removal are ignored.
 
     Args:
-        temporary: The directory that is removed. It need not exist.
+        temporary: The directory. It need not exist.
     """
     try:
         yield
@@ -319,9 +314,8 @@ def _removed_on_failure(temporary: Path) -> Iterator[None]:
 def _run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Runs a coroutine in a new thread and waits for it.
 
-    The thread of the caller may have a running event loop, as that of a notebook has. `asyncio.run`
-    cannot be used: before it returns, it goes through the tasks of all threads, and some of them
-    are still writing.
+    Unlike `asyncio.run`, it works where the caller's thread has a running event loop, as in a
+    notebook, and does not touch the tasks of other threads.
 
     Args:
         coroutine: The coroutine, not yet started.
