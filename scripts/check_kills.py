@@ -298,6 +298,7 @@ def flip_bits(folder: Path, iterations: int, count: int, rng: random.Random) -> 
         shutil.rmtree(run, ignore_errors=True)
         shutil.copytree(whole, run)
         last, before = checkpoint.candidates(run / "checkpoints")[:2]
+        assert isinstance(last, Path)
         files = sorted(path for path in last.rglob("*") if path.is_file() and path.stat().st_size)
         file = files[(number - 1) % len(files)]
         data = bytearray(file.read_bytes())

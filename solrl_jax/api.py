@@ -44,6 +44,7 @@ from solrl_jax.runs.model_card import add_card, check_name, check_replaceable
 from solrl_jax.runs.progress import TerminalProgress
 from solrl_jax.storage import files
 from solrl_jax.storage.hub import check_login, push
+from solrl_jax.storage.stores import RunPath, run_path
 
 
 def load(preset: str, *overrides: str) -> Experiment:
@@ -535,13 +536,14 @@ def export(
     Raises:
         InputError: If `run` has no such checkpoint, `out` cannot be written or exists without
             `force`, an option does not suit the run, the parameters are not finite in `dtype` or
-            change nothing, or the user is not logged in to the hub.
+            change nothing, the user is not logged in to the hub, or a run in an object store is to
+            be uploaded.
         ConfigError: If the configuration of the run is invalid.
         RunError: If the checkpoint is damaged, the disk refuses, or the upload fails (the folder is
             then complete).
         ValueError: If a path begins with the `~USER` of a user that does not exist.
     """
-    run = Path(expand_home(str(run)))
+    directory = run_path(expand_home(str(run)))
     for name, value, accepted in (
         ("form", form, ("diffusers", "peft")),
         ("dtype", dtype, ("fp32", "bf16")),
@@ -556,14 +558,19 @@ def export(
                 raise InputError(f"{option}=True: is for an upload; it needs hub=OWNER/NAME")
         out = Path(expand_home(str(out)))
         return _export_files(
-            run, out, form=form, dtype=dtype, fold_alpha=fold_alpha, checkpoint=checkpoint,
+            directory, out, form=form, dtype=dtype, fold_alpha=fold_alpha, checkpoint=checkpoint,
             force=force,
         )  # fmt: skip
     check_name(hub)
     if form != "diffusers":
         raise InputError(f"form={brief_repr(form)}: a run is published as diffusers; leave it out")
-    folder = run / "hub" if out is None else Path(expand_home(str(out)))
-    config = read_run(run)
+    if not isinstance(directory, Path):
+        raise InputError(
+            f"hub={hub}: {directory} is in an object store; a run is published from a disk, so "
+            "copy it to one"
+        )
+    folder = directory / "hub" if out is None else Path(expand_home(str(out)))
+    config = read_run(directory)
     files.refuse_existing("out", [folder], force, folders=True)
     check_replaceable(folder)
     if not dry_run:
@@ -575,10 +582,10 @@ def export(
             whole = find_targets(pipeline.transformer, config).whole
         target = filled / ("transformer" if whole else lora_files.DIFFUSERS_FILE)
         summary = _export_files(
-            run, target, form=form, dtype=dtype, fold_alpha=fold_alpha, checkpoint=checkpoint,
+            directory, target, form=form, dtype=dtype, fold_alpha=fold_alpha, checkpoint=checkpoint,
             force=False,
         )  # fmt: skip
-        add_card(filled, run, config, hub, summary)
+        add_card(filled, directory, config, hub, summary)
     summary |= {"folder": str(folder)}
     if not dry_run:
         message = f"solrl_jax: the policy after iteration {summary['iteration']}"
@@ -587,7 +594,7 @@ def export(
 
 
 def _export_files(
-    run: Path,
+    run: RunPath,
     out: Path,
     *,
     form: Literal["diffusers", "peft"],

@@ -5,6 +5,7 @@ The variables are set before JAX is imported. Processes that a test starts inher
 
 import gc
 import os
+import re
 from pathlib import Path
 
 os.environ["XLA_FLAGS"] = (
@@ -38,3 +39,22 @@ def _release_compiled_programs():
     yield
     jax.clear_caches()
     gc.collect()
+
+
+@pytest.fixture(scope="session")
+def object_store():
+    """An S3 server with one bucket, see `tests.object_store`."""
+    from tests.object_store import running  # moto's import takes seconds
+
+    with running() as store:
+        yield store
+
+
+@pytest.fixture
+def stored(object_store, request):
+    """A directory of a test's own on the S3 server."""
+    from solrl_jax.storage.stores import run_path
+    from tests.object_store import BUCKET
+
+    name = re.sub(r"\W+", "-", request.node.name)
+    return run_path(f"s3://{BUCKET}/{name}")

@@ -9,6 +9,7 @@ import click
 
 from solrl_jax.config.values import MAX_NUMBER, expand_home
 from solrl_jax.storage.readers import is_number, strict
+from solrl_jax.storage.stores import is_url, run_path
 
 INTERRUPTED = 130  # the exit code of a command that Ctrl-C, SIGTERM or SIGHUP ended
 
@@ -18,7 +19,8 @@ overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE].
 class _Path(click.Path):
     """The click type of an option that is a path. A leading `~` is expanded.
 
-    It differs from `click.Path` in that, and in that it refuses an empty path.
+    It differs from `click.Path` in that, and in that it refuses an empty path and the URL of an
+    object store.
     """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -33,11 +35,39 @@ class _Path(click.Path):
             The path: a `pathlib.Path` for the type `PATH`.
 
         Raises:
-            click.BadParameter: If the text is empty or not a possible path.
+            click.BadParameter: If the text is empty, the URL of an object store, or not a possible
+                path.
         """
         if value == "":
             self.fail("expected a path; an empty one would be the working directory", param, ctx)
+        if isinstance(value, str) and is_url(value):
+            self.fail(f"{value}: must be on this machine; only a run may be in a store", param, ctx)
         return super().convert(TARGET.convert(value, param, ctx), param, ctx)
+
+
+class _RunPath(_Path):
+    """The click type of an argument that is a run directory: a path of this machine, or the URL of
+    a directory in an object store.
+    """
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Converts the text of an argument to a path.
+
+        Args:
+            value: The text that the user gave.
+            param: The argument, which error messages name.
+            ctx: The context of click, for error messages.
+
+        Returns:
+            The path: a `pathlib.Path`, or a `StorePath` for a URL.
+
+        Raises:
+            click.BadParameter: If the text is empty or not a possible path.
+            InputError: If it is a URL without a bucket.
+        """
+        if isinstance(value, str) and is_url(value):
+            return run_path(value)
+        return super().convert(value, param, ctx)
 
 
 class _Target(click.ParamType):
@@ -71,6 +101,7 @@ class _Target(click.ParamType):
 
 
 PATH = _Path(path_type=Path)
+RUN_PATH = _RunPath(path_type=Path)
 TARGET = _Target()
 
 

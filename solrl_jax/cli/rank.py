@@ -25,6 +25,7 @@ from solrl_jax.rl.experiment import load_prompt_sets
 from solrl_jax.runs.directory import configuration
 from solrl_jax.storage.files import atomic_write, refuse_existing, writable_directory
 from solrl_jax.storage.readers import parse_json, read_bytes, strict
+from solrl_jax.storage.stores import RunPath
 
 
 @click.command("rank")
@@ -145,7 +146,7 @@ def _means(result: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in result.items() if name != "per_prompt"}
 
 
-def _is_ours(path: Path) -> bool:
+def _is_ours(path: RunPath) -> bool:
     """Returns whether a file is a result of `solrl rank`, so that it may be replaced.
 
     Args:

@@ -4,14 +4,15 @@ from pathlib import Path
 
 import click
 
-from solrl_jax.cli.options import PATH, finish, force_option, json_option
+from solrl_jax.cli.options import PATH, RUN_PATH, finish, force_option, json_option
 from solrl_jax.errors import InputError, in_one_line
 from solrl_jax.runs import report
 from solrl_jax.storage.files import refuse_existing, writable_directory
+from solrl_jax.storage.stores import RunPath
 
 
 @click.command("report")
-@click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=PATH)
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=RUN_PATH)
 @click.option(
     "--out", type=PATH, help="Output file.  [default: RUN/report.html; of several report.html]"
 )
@@ -19,7 +20,7 @@ from solrl_jax.storage.files import refuse_existing, writable_directory
 @force_option
 @json_option
 def command(
-    runs: tuple[Path, ...], out: Path | None, plan: Path | None, force: bool, as_json: bool
+    runs: tuple[RunPath, ...], out: Path | None, plan: Path | None, force: bool, as_json: bool
 ) -> None:
     """Show what runs did as one HTML page, which needs no network.
 
@@ -37,7 +38,7 @@ def command(
         InputError: If a run is damaged or has no record, the plan is none, or the file exists.
         RunError: If the page cannot be written to the disk.
     """
-    page = out or (runs[0] / report.NAME if len(runs) == 1 else Path(report.NAME))
+    page: RunPath = out or (runs[0] / report.NAME if len(runs) == 1 else Path(report.NAME))
     if page.is_dir():
         raise InputError(f"--out {page}: is a directory; name a file")
     if out is not None or not report.is_page(page):

@@ -46,6 +46,7 @@ from solrl_jax.config.values import (
     contains_secret,
     expand_home,
 )
+from solrl_jax.storage.stores import check_run_dir
 
 # Objectives of the package (`rl/objectives/`) and what each trains on:
 # "samples": the kept samples, noised to a sigma of the schedule;
@@ -744,7 +745,8 @@ class Run(Section):
     """The directory of a run, its checkpoints and its records.
 
     Attributes:
-        dir: The run directory. "": presets use runs/PRESET-FAMILY-seedSEED.
+        dir: The run directory: a path, gs://BUCKET/DIRECTORY or s3://BUCKET/DIRECTORY. "": presets
+            use runs/PRESET-FAMILY-seedSEED.
         checkpoint_every: The number of iterations between two checkpoints, at least 1.
         keep_checkpoints: The number of checkpoints that are kept, the newest ones, at least 1.
         keep_best: The number of checkpoints with the best reward in evaluations that are kept in
@@ -753,7 +755,7 @@ class Run(Section):
         wandb: Whether metrics are also sent to Weights & Biases.
     """
 
-    dir: Annotated[str, AfterValidator(expand_home)] = ""
+    dir: Annotated[str, AfterValidator(expand_home), AfterValidator(check_run_dir)] = ""
     checkpoint_every: PositiveInt = 10
     keep_checkpoints: PositiveInt = 3
     keep_best: NonNegativeInt = 0

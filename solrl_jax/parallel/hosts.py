@@ -284,6 +284,25 @@ def write(act: Callable[[], Any]) -> None:
     consensus.first("write", run)
 
 
+def everywhere(act: Callable[[], Any]) -> None:
+    """Calls `act` in every process. Then all continue, or all fail. Every process must call it.
+
+    Args:
+        act: A function without arguments. Its result is dropped.
+
+    Raises:
+        Exception: What `act` raised in this process, if no process before it failed.
+        InputError: If `act` raised it in another process.
+        RunError: If `act` raised it or an error of any other type in another process, or if a
+            process gives no answer within 1800 seconds.
+    """
+
+    def run() -> None:
+        act()
+
+    consensus.together("everywhere", run)
+
+
 def agreed(find: Callable[[], T]) -> T:
     """Calls a function in the first process only, and returns its result in every process. Every
     process must call it.

@@ -13,6 +13,9 @@ on any other.
 
 The processes of a run share one file system, and each reads and writes the shards of its own
 devices. The first process verifies the files and tells the others which checkpoint to use.
+
+In an object store a checkpoint has the same files, and it counts once its manifest is there, which
+is written last and removed first. orbax reads no S3, so each process restores a copy on its disk.
 """
 
 import contextlib
@@ -22,6 +25,7 @@ import logging
 import math
 import re
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,6 +38,7 @@ from solrl_jax.errors import InputError, RunError, first_line
 from solrl_jax.parallel import consensus
 from solrl_jax.storage import files
 from solrl_jax.storage.readers import parse_json, read_bytes
+from solrl_jax.storage.stores import RunPath, StorePath
 
 FORMAT = 1
 ARRAYS = "arrays"
@@ -51,11 +56,11 @@ class CheckpointError(Exception):
     """A checkpoint cannot be used. The message is one line with its path and the reason."""
 
 
-def candidates(root: Path) -> list[Path]:
+def candidates(root: RunPath) -> list[RunPath]:
     """Lists the directories in `root` that are named like checkpoints, intact or not.
 
     The names have at least six digits, with or without the suffix `.replaced`. Links to directories
-    count.
+    count. In a store, directories without a manifest do not, because they were never complete.
 
     Args:
         root: The directory of checkpoints, which has one directory per saved iteration, e.g.
@@ -70,20 +75,24 @@ def candidates(root: Path) -> list[Path]:
         RunError: If the directory cannot be read.
     """
     try:
-        paths = [path for path in root.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+        paths: list[RunPath] = [path for path in root.iterdir() if _NAME.fullmatch(path.name)]
+        if isinstance(root, StorePath):
+            paths = [path for path in paths if (path / files.MANIFEST).is_file()]
+        else:
+            paths = [path for path in paths if path.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         reason = files.disk_reason(error)
         raise RunError(f"{reason} while looking for checkpoints in {root}") from error
 
-    def age(path: Path) -> tuple[int | None, bool]:
+    def age(path: RunPath) -> tuple[int | None, bool]:
         return iteration_of(path), not path.name.endswith(REPLACED)
 
     return sorted(paths, key=age, reverse=True)
 
 
-def iteration_of(path: Path) -> int | None:
+def iteration_of(path: RunPath) -> int | None:
     """Returns the iteration in the name of a checkpoint's directory.
 
     Args:
@@ -97,7 +106,7 @@ def iteration_of(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def intact(root: Path) -> Iterator[Path]:
+def intact(root: RunPath) -> Iterator[RunPath]:
     """Yields the checkpoints in `root` that pass `verify` with `contents=False`, newest first.
 
     Names and sizes of all files are compared, but only the contents of those of at most 1 MiB.
@@ -115,7 +124,7 @@ def intact(root: Path) -> Iterator[Path]:
             yield path
 
 
-def rank_by_reward(root: Path) -> list[Path]:
+def rank_by_reward(root: RunPath) -> list[RunPath]:
     """Lists the checkpoints that were saved with an evaluation, the highest "eval/reward" first.
 
     Checkpoints that do not pass `verify` with `contents=False`, which reads only small files, are
@@ -141,14 +150,15 @@ def rank_by_reward(root: Path) -> list[Path]:
     return sorted(rewards, key=rewards.__getitem__, reverse=True)
 
 
-def verify(path: Path, *, contents: bool = True) -> None:
+def verify(path: RunPath, *, contents: bool = True) -> None:
     """Checks that a checkpoint holds exactly the files that were saved.
 
     Args:
         path: The directory of the checkpoint.
         contents: Whether to compare every byte. If False, the names and sizes of all files are
             compared, but only the contents of those of at most `files.SMALL` bytes (1 MiB), so that
-            no large array is read.
+            no large array is read. In a store contents are never compared; `restore`
+            compares those of its copy.
 
     Raises:
         CheckpointError: If files are missing, unknown, altered or cannot be read, if another
@@ -156,7 +166,10 @@ def verify(path: Path, *, contents: bool = True) -> None:
             directory's name has another iteration than `meta.json`. A directory that is not named
             like a checkpoint may have any iteration.
     """
-    reason = files.damage(path, contents=contents)
+    if isinstance(path, StorePath):
+        reason = files.stored_damage(path)
+    else:
+        reason = files.damage(path, contents=contents)
     if reason is not None:
         raise CheckpointError(f"{path}: {reason}")
     header = _read_header(path)
@@ -170,7 +183,7 @@ def verify(path: Path, *, contents: bool = True) -> None:
         raise CheckpointError(f"{path}: holds iteration {header.get('iteration')}, not {named}")
 
 
-def meta_of(path: Path) -> dict[str, Any]:
+def meta_of(path: RunPath) -> dict[str, Any]:
     """Returns the metadata that a checkpoint was saved with.
 
     Reads `meta.json` and verifies no other file.
@@ -192,7 +205,7 @@ def meta_of(path: Path) -> dict[str, Any]:
 
 
 def restore_latest(
-    root: Path, abstract_state: Any, expected: dict[str, Any]
+    root: RunPath, abstract_state: Any, expected: dict[str, Any]
 ) -> tuple[Any, dict[str, Any], list[str]] | None:
     """Restores the newest intact checkpoint in `root`, the same one in all processes.
 
@@ -222,7 +235,7 @@ def restore_latest(
     return state, meta, warnings
 
 
-def newest_usable(root: Path, use: Callable[[Path], T]) -> tuple[T, list[str]] | None:
+def newest_usable(root: RunPath, use: Callable[[RunPath], T]) -> tuple[T, list[str]] | None:
     """Calls a function with the checkpoints in `root`, newest first, until it succeeds.
 
     Every process of a run calls this, and all try the same checkpoints in the same order. A run
@@ -264,11 +277,12 @@ def newest_usable(root: Path, use: Callable[[Path], T]) -> tuple[T, list[str]] |
 
 
 def restore(
-    path: Path, abstract_state: Any, expected: dict[str, Any] | None = None
+    path: RunPath, abstract_state: Any, expected: dict[str, Any] | None = None
 ) -> tuple[Any, dict[str, Any]]:
     """Verifies and reads a checkpoint, bit for bit. Every process of a run calls this.
 
-    The first process reads every byte of the checkpoint for the verification.
+    The first process reads every byte of the checkpoint for the verification. If the checkpoint is
+    in a store, every process first copies it to a temporary directory.
 
     Args:
         path: The directory of the checkpoint.
@@ -285,15 +299,50 @@ def restore(
 
     Raises:
         CheckpointError: If files are missing, unknown or altered, if another version of solrl_jax
-            saved the checkpoint, if orbax cannot read it (also because a device has too little
-            memory), or if its arrays have other names, shapes or dtypes than the leaves of
-            `abstract_state`. All processes raise it.
+            saved the checkpoint, if it cannot be copied from a store, if orbax cannot read it (also
+            because a device has too little memory), or if its arrays have other names, shapes or
+            dtypes than the leaves of `abstract_state`. All processes raise it.
         InputError: If the metadata differs from `expected`: the checkpoint belongs to another run.
         RunError: If another process gives no answer.
     """
+    if isinstance(path, StorePath):
+        with _copied(path) as copy:
+            return restore(copy, abstract_state, expected)
     check = functools.partial(_verify_meta, path, expected or {})
     meta = consensus.first("restore/judge", check, CheckpointError)
     return _read_state(path, abstract_state), meta
+
+
+@contextlib.contextmanager
+def _copied(path: StorePath) -> Iterator[Path]:
+    """Copies a checkpoint from a store to a temporary directory, which is removed at the end.
+
+    Every process of a run calls this. Errors of the body name the checkpoint in the store.
+
+    Args:
+        path: The checkpoint.
+
+    Yields:
+        The path of the copy. Its last part is that of `path`.
+
+    Raises:
+        CheckpointError: In all processes, if one of them could not copy it.
+    """
+
+    def download(copy: Path) -> None:
+        try:
+            files.download_directory(path, copy)
+        except OSError as error:
+            reason = files.disk_reason(error)
+            raise CheckpointError(f"{path}: cannot be copied: {reason}") from error
+
+    with tempfile.TemporaryDirectory(prefix=files.STAGING) as folder:
+        copy = Path(folder) / path.name
+        consensus.together("restore/copy", lambda: download(copy), CheckpointError)
+        try:
+            yield copy
+        except (CheckpointError, InputError) as error:
+            raise type(error)(str(error).replace(str(copy), str(path))) from error
 
 
 def _verify_meta(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
@@ -400,7 +449,7 @@ def _zeros(leaf: Any, where: jax.sharding.Sharding) -> jax.Array:
     return jax.make_array_from_callback(leaf.shape, where, lambda index: values[index])
 
 
-def compare_leaves(path: Path, saved: dict[str, Any], abstract_leaves: dict[str, Any]) -> None:
+def compare_leaves(path: RunPath, saved: dict[str, Any], abstract_leaves: dict[str, Any]) -> None:
     """Checks that the arrays of a checkpoint are those of a state.
 
     Args:
@@ -430,7 +479,7 @@ def compare_leaves(path: Path, saved: dict[str, Any], abstract_leaves: dict[str,
         raise CheckpointError(f"{path}: another state: {'; '.join(differences[:5])}{more}")
 
 
-def _read_header(path: Path) -> dict[str, Any]:
+def _read_header(path: RunPath) -> dict[str, Any]:
     """Reads a checkpoint's `meta.json`.
 
     Args:

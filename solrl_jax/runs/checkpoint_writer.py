@@ -1,7 +1,7 @@
-"""Writes checkpoints in a thread beside the training, and removes old ones.
+"""Writes checkpoints to a file system that all processes share, and removes old ones.
 
 `checkpoint.py` describes the format. A save has two halves. The first copies the arrays to the
-host; when it returns, the next update may overwrite them. The second runs in the thread: it writes
+host; when it returns, the next update may overwrite them. The second runs in a thread: it writes
 the copies, adds the manifest, gives the directory its name and removes old checkpoints.
 
 orbax writes the arrays and merges the files of several processes. Its AsyncCheckpointer could do a
@@ -25,98 +25,10 @@ from solrl_jax.parallel import consensus
 from solrl_jax.runs import checkpoint
 from solrl_jax.runs.checkpoint import ARRAYS, FORMAT, META, REPLACED, CheckpointError, candidates
 from solrl_jax.storage import files
+from solrl_jax.storage.stores import RunPath
 
 # Prefix of the name of a checkpoint while it is written.
 SAVING = ".saving-"
-
-
-class Saver:
-    """Saves checkpoints to one directory, one at a time, in a thread.
-
-    Every process of a run has one. An error in the thread is raised by the next call of `save` or
-    `wait`. As a context manager, it waits at the end for the save in progress, also if the body
-    raised, and ends the thread.
-    """
-
-    def __init__(self, root: Path, *, keep: int, best: int) -> None:
-        """Creates the saver without writing anything.
-
-        Args:
-            root: The directory of checkpoints. It is created by the first save.
-            keep: The number of newest intact checkpoints to keep after each save. At least one is
-                kept.
-            best: The number of checkpoints with the highest "eval/reward" to keep beside them. 0:
-                none.
-        """
-        self._root = root
-        self._keep = keep
-        self._best = best
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
-        self._pending: Future[Path] | None = None
-        self._last: int | None = None
-
-    def save(self, iteration: int, state: Any, meta: Mapping[str, Any]) -> None:
-        """Waits for the previous save and starts a new one.
-
-        When this returns, the arrays of `state` may be overwritten, and the thread writes their
-        copies. If it is called twice in a row for an iteration, the second call saves nothing,
-        unless the first save failed. Every process of a run calls it. When the save is complete,
-        the thread removes checkpoints that are neither among the newest nor among the best that
-        the saver keeps.
-
-        Args:
-            iteration: The number of iterations behind the state, which names the directory.
-            state: A pytree of plain jax arrays, such as `TrainState`.
-            meta: JSON values by name that are saved with the state. Those of the first process
-                count.
-
-        Raises:
-            RunError: If the disk refused the previous save, which is then not retried, or refuses
-                the beginning of this one. Also if another process failed or gives no answer.
-            TypeError: If a leaf of the state is no plain jax array, or JSON has no value of `meta`.
-        """
-        self.wait()
-        if iteration == self._last:
-            return
-        finish = begin(self._root, iteration, state, meta, keep=self._keep, best=self._best)
-        self._pending = self._thread.submit(finish)
-        self._last = iteration
-
-    def wait(self) -> None:
-        """Waits for the save in progress. Returns at once if there is none.
-
-        Raises:
-            RunError: If the disk refused it, or another process failed or gives no answer. If the
-                disk is the cause, the message names the last checkpoint. The next call does not
-                raise the error again, and the save may be repeated.
-        """
-        pending = self._pending
-        self._pending = None
-        if pending is not None:
-            # Forgotten until it has succeeded, so that a failed save may be tried again.
-            last = self._last
-            self._last = None
-            pending.result()
-            self._last = last
-
-    def __enter__(self) -> "Saver":
-        """Returns itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Waits for the save in progress, then ends the thread, also if `wait` raises.
-
-        Args:
-            *_: The exception of the body, if it raised one. Not read.
-
-        Raises:
-            RunError: If the disk refused the save in progress, or another process failed or gives
-                no answer. It replaces an exception of the body.
-        """
-        try:
-            self.wait()
-        finally:
-            self._thread.shutdown()
 
 
 def begin(
@@ -158,13 +70,8 @@ def begin(
     root = root.absolute()
     target = root / f"{iteration:06d}"
     temporary = root / f"{SAVING}{iteration:06d}"
-    arrays = _named_arrays(state)
-    index = {
-        key: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)} for key, leaf in arrays.items()
-    }
-    header = json.dumps(
-        {"format": FORMAT, "iteration": iteration, "meta": meta, "arrays": index}, indent=1
-    )
+    arrays = named_arrays(state)
+    header = describe(iteration, arrays, meta)
 
     def name_last_checkpoint() -> str:
         return f"; the last checkpoint is {next(iter(candidates(root)), 'none')}"
@@ -181,14 +88,7 @@ def begin(
 
     with _removed_on_failure(temporary):
         consensus.first("save/prepare", prepare)
-    try:
-        wait, merge = start_writing(temporary / ARRAYS, arrays)
-    except Exception as error:
-        # Raised in the second half, when no process writes any more.
-        failed: Future[None] = Future()
-        failed.set_exception(error)
-        wait = failed.result
-        merge = _do_nothing
+    wait, merge = start_writing_or_fail_later(temporary / ARRAYS, arrays)
 
     @reports_disk_errors
     def publish() -> None:
@@ -208,6 +108,47 @@ def begin(
     return finish
 
 
+def describe(iteration: int, arrays: Mapping[str, jax.Array], meta: Mapping[str, Any]) -> str:
+    """Returns the content of a checkpoint's `meta.json`.
+
+    Args:
+        iteration: The number of iterations behind the state.
+        arrays: The arrays of the state, by key path.
+        meta: JSON values by name.
+
+    Raises:
+        TypeError: If JSON has no value of `meta`.
+    """
+    index = {
+        key: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)} for key, leaf in arrays.items()
+    }
+    return json.dumps(
+        {"format": FORMAT, "iteration": iteration, "meta": meta, "arrays": index}, indent=1
+    )
+
+
+def start_writing_or_fail_later(
+    folder: Path, arrays: dict[str, jax.Array]
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Calls `start_writing`, and raises nothing. An error is raised in the second half of the save,
+    when no process writes any more.
+
+    Args:
+        folder: The directory that `start_writing` writes to.
+        arrays: The arrays to save, by key path.
+
+    Returns:
+        The two functions of `start_writing`. If it failed, the first raises its error and the
+        second does nothing.
+    """
+    try:
+        return start_writing(folder, arrays)
+    except Exception as error:
+        failed: Future[None] = Future()
+        failed.set_exception(error)
+        return failed.result, _do_nothing
+
+
 def start_writing(
     folder: Path, arrays: dict[str, jax.Array]
 ) -> tuple[Callable[[], None], Callable[[], None]]:
@@ -216,7 +157,8 @@ def start_writing(
     When this returns, the arrays may be overwritten or donated.
 
     Args:
-        folder: An existing, empty directory, to which all processes write.
+        folder: An existing, empty directory: the same in all processes, or one of each process. In
+            the second case, that of the first process must hold the files of all before the merge.
         arrays: The arrays to save, by key path. Empty ones are not written.
 
     Returns:
@@ -242,11 +184,12 @@ def start_writing(
     return wait, merge
 
 
-def prune(root: Path, keep: int, best: int = 0) -> None:
+def prune(root: RunPath, keep: int, best: int = 0) -> None:
     """Removes old checkpoints. Damaged ones are never removed.
 
     What counts as intact is checked quickly (only files of at most 1 MiB are read), except for the
     newest: it is read in full, so that at least one checkpoint is known to be intact in every byte.
+    In a store only names and sizes are compared.
 
     Args:
         root: The directory of checkpoints. If it does not exist, nothing happens.
@@ -258,7 +201,7 @@ def prune(root: Path, keep: int, best: int = 0) -> None:
         RunError: If a checkpoint cannot be removed, or the directory cannot be read.
     """
     num_intact = 0
-    best_paths = checkpoint.rank_by_reward(root)[:best]
+    best_paths = checkpoint.rank_by_reward(root)[:best] if best else []
     for path in candidates(root):
         with contextlib.suppress(CheckpointError):
             checkpoint.verify(path, contents=num_intact == 0)
@@ -271,7 +214,7 @@ def _do_nothing() -> None:
     """Does nothing. Stands in for a step of a save when there is nothing to write."""
 
 
-def _named_arrays(state: Any) -> dict[str, jax.Array]:
+def named_arrays(state: Any) -> dict[str, jax.Array]:
     """Returns the arrays of a pytree by their key path, as `jax.tree_util.keystr` writes it.
 
     Args:

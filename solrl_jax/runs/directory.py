@@ -24,6 +24,7 @@ from solrl_jax.rl.trainable.trainable import Trainable, find_targets
 from solrl_jax.runs import checkpoint
 from solrl_jax.storage.files import disk_reason
 from solrl_jax.storage.readers import is_number, read_text
+from solrl_jax.storage.stores import RunPath, run_path
 
 # Settings that decide, beside all of `lora`, which parameters a checkpoint holds.
 _TRAINED = (
@@ -37,7 +38,7 @@ _TRAINED = (
 
 def configuration(
     target: str, overrides: tuple[str, ...], preset: str | None, *, trust: bool
-) -> tuple[Config, Path | None]:
+) -> tuple[Config, RunPath | None]:
     """Returns the configuration that a command-line target stands for. Loads no model.
 
     Args:
@@ -68,7 +69,7 @@ def configuration(
         if not trust:
             _refuse_foreign_rewards(target, saved, config, overrides)
             _refuse_foreign_objective(target, config, overrides)
-        return config, Path(target)
+        return config, run_path(target)
     if target in preset_names():
         return resolve(target, overrides), None
     is_model = Path(target).is_dir() or target.startswith("embedded:")
@@ -188,16 +189,16 @@ def _foreign_names(config: Config) -> set[str]:
     return names | set(texts_with_colon(reward.options))
 
 
-def is_run(path: str | Path) -> bool:
+def is_run(path: str | RunPath) -> bool:
     """Whether a path is a run directory, which is one that holds a file `config.yaml`.
 
     Args:
         path: The path, which need not exist.
     """
-    return (Path(path) / "config.yaml").is_file()
+    return (run_path(path) / "config.yaml").is_file()
 
 
-def read_run(path: str | Path) -> Config:
+def read_run(path: str | RunPath) -> Config:
     """Reads the configuration of a run directory. Files of the previous version are translated.
 
     Args:
@@ -212,7 +213,7 @@ def read_run(path: str | Path) -> Config:
     """
     if not is_run(path):
         raise InputError(f"{path}: not a run directory (it has no config.yaml)")
-    file = Path(path) / "config.yaml"
+    file = run_path(path) / "config.yaml"
     try:
         return from_yaml(read_text(file))
     except ConfigError as error:
@@ -222,7 +223,7 @@ def read_run(path: str | Path) -> Config:
         raise InputError(f"{file}: cannot be read as UTF-8 text ({reason})") from error
 
 
-def find_checkpoint(target: str | Path, which: str) -> Path | None:
+def find_checkpoint(target: str | RunPath, which: str) -> RunPath | None:
     """Finds a checkpoint of a run by its description.
 
     It is verified quickly: names and sizes of all files, and the contents of small ones. `load_ema`
@@ -244,9 +245,9 @@ def find_checkpoint(target: str | Path, which: str) -> Path | None:
             if the directory of checkpoints cannot be read.
     """
     name = f"checkpoint={which}"
-    root = Path(target) / "checkpoints"
+    root = run_path(target) / "checkpoints"
 
-    def verify_quickly(path: Path) -> None:
+    def verify_quickly(path: RunPath) -> None:
         checkpoint.verify(path, contents=False)
 
     if which == "latest":
@@ -278,7 +279,7 @@ def find_checkpoint(target: str | Path, which: str) -> Path | None:
 
 
 def load_policy(
-    run: Path | None, config: Config, backbone: Backbone, path: Path | None = None
+    run: RunPath | None, config: Config, backbone: Backbone, path: RunPath | None = None
 ) -> tuple[Trainable, int]:
     """Loads the policy of a run, or the policy that training would start from.
 
@@ -310,7 +311,7 @@ def load_policy(
 
 
 def load_ema(
-    folder: Path, config: Config, backbone: Backbone, path: Path | None = None
+    folder: RunPath, config: Config, backbone: Backbone, path: RunPath | None = None
 ) -> tuple[Trainable, int]:
     """Loads the averaged trainable parameters (EMA) from a checkpoint of a run.
 

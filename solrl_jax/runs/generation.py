@@ -56,6 +56,7 @@ from solrl_jax.rl.trainable.trainable import Trainable, attach
 from solrl_jax.runs.directory import find_checkpoint, is_run, load_ema, read_run
 from solrl_jax.storage.hub import CARRIED
 from solrl_jax.storage.readers import parse_json, read_text
+from solrl_jax.storage.stores import run_path
 
 DEFAULT_NUM_STEPS = 10  # for a model directory, which does not say how many steps it needs
 
@@ -270,7 +271,7 @@ def generate_images(
     prompt_batch = prepare(backbone, None, prompts, max_tokens, request.negative_prompt)
     backbone.text_encoders.release()  # there is nothing more to encode
     if config:
-        adapters, _ = load_ema(Path(model), config, backbone, checkpoint)
+        adapters, _ = load_ema(run_path(model), config, backbone, checkpoint)
         scale = config.lora.alpha / config.lora.rank
     if form.quantize is None:
         policy = attach(backbone.transformer, adapters, scale)

@@ -10,8 +10,6 @@ import functools
 import hashlib
 import json
 import operator
-import os
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -25,8 +23,9 @@ from solrl_jax.rewards.registry import is_judge, reward_name, reward_names
 from solrl_jax.rl.experiment import local_device
 from solrl_jax.runs import checkpoint, ledger, metrics
 from solrl_jax.runs.directory import is_run, read_run
-from solrl_jax.storage.files import atomic_write, writing
+from solrl_jax.storage.files import atomic_write, exists, writing
 from solrl_jax.storage.readers import parse_json, read_text
+from solrl_jax.storage.stores import RunPath
 
 # Sections and fields that may differ between the starts of a run, because the trained parameters do
 # not depend on them. The prompt cache is one: it holds the very bits that would be computed.
@@ -48,7 +47,7 @@ RECORDS = (
 )
 
 
-def refuse_another_run(folder: Path, config: Config) -> None:
+def refuse_another_run(folder: RunPath, config: Config) -> None:
     """Checks that training `config` in `folder` overwrites nothing but the files of this very run.
 
     Nothing is written.
@@ -94,7 +93,7 @@ def refuse_another_run(folder: Path, config: Config) -> None:
     raise InputError(f"{name} holds another run ({changed}); name another directory, or remove it")
 
 
-def _is_occupied(path: Path) -> bool:
+def _is_occupied(path: RunPath) -> bool:
     """Whether `path` is a file, a link that leads nowhere, or a directory that is not empty.
 
     Args:
@@ -102,10 +101,10 @@ def _is_occupied(path: Path) -> bool:
     """
     if path.is_dir():
         return any(path.iterdir())
-    return os.path.lexists(path)
+    return exists(path)
 
 
-def _refuse_lost_checkpoints(folder: Path, name: str) -> None:
+def _refuse_lost_checkpoints(folder: RunPath, name: str) -> None:
     """Checks that a run whose checkpoints are gone is not started over, erasing its files.
 
     Checkpoints are gone if there are metrics or a ledger of iterations but no checkpoint. A run
@@ -135,7 +134,7 @@ def _refuse_lost_checkpoints(folder: Path, name: str) -> None:
         )
 
 
-def claim(folder: Path, config: Config) -> None:
+def claim(folder: RunPath, config: Config) -> None:
     """Makes an existing directory the run directory of `config`.
 
     Creates an empty directory `checkpoints` in it if there is none, then writes `config.yaml`,
@@ -153,7 +152,7 @@ def claim(folder: Path, config: Config) -> None:
     atomic_write(folder / "config.yaml", to_yaml(config))
 
 
-def _recorded_format(folder: Path) -> str | None:
+def _recorded_format(folder: RunPath) -> str | None:
     """Reads from a run's `run.json` which format the run explores in.
 
     Args:
@@ -167,7 +166,7 @@ def _recorded_format(folder: Path) -> str | None:
     return None
 
 
-def _read_facts(folder: Path) -> dict[str, Any]:
+def _read_facts(folder: RunPath) -> dict[str, Any]:
     """Returns the content of a run's `run.json`, or an empty dict if it cannot be read.
 
     Args:

@@ -6,6 +6,7 @@ import. Nothing here opens a window.
 """
 
 import bisect
+import io
 import json
 import math
 import warnings
@@ -21,6 +22,7 @@ from solrl_jax.errors import InputError, first_line
 from solrl_jax.storage.files import atomic
 from solrl_jax.storage.images import to_uint8
 from solrl_jax.storage.readers import parse_json
+from solrl_jax.storage.stores import RunPath, StorePath
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,7 +51,7 @@ _FRAME = 4  # pixels of the frame around an image of `save_before_after`
 _MARK = 20  # pixels of the tick or cross in its corner
 
 
-def save_png(path: str | Path, image: Float[Numbers, "h w 3"]) -> None:
+def save_png(path: str | RunPath, image: Float[Numbers, "h w 3"]) -> None:
     """Writes an image as PNG, one pixel of the file per pixel of the image.
 
     Args:
@@ -65,7 +67,7 @@ def save_png(path: str | Path, image: Float[Numbers, "h w 3"]) -> None:
 
 
 def save_grid(
-    path: str | Path,
+    path: str | RunPath,
     images: Float[Numbers, "n h w 3"],
     columns: int,
     captions: Sequence[str],
@@ -113,7 +115,7 @@ def save_grid(
     _save_image(path, sheet, **texts_in_file)
 
 
-def read_grid(path: Path) -> list[tuple["Image", dict[str, Any]]]:
+def read_grid(path: RunPath) -> list[tuple["Image", dict[str, Any]]]:
     """Reads the images of a file that `save_grid` wrote, each with its facts.
 
     Args:
@@ -144,7 +146,8 @@ def read_grid(path: Path) -> list[tuple["Image", dict[str, Any]]]:
         with warnings.catch_warnings():
             # The grid of a run may be as large as Pillow's limit.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            sheet = Image.open(path, formats=["PNG"])
+            file = io.BytesIO(path.read_bytes()) if isinstance(path, StorePath) else path
+            sheet = Image.open(file, formats=["PNG"])
         with sheet:
             cells = parse_json(getattr(sheet, "text", {}).get(_CELLS, "[]"))
             boxes = []
@@ -179,7 +182,7 @@ def _check_boxes(sheet: "Image", boxes: Sequence[tuple[int, int, int, int]]) -> 
 
 
 def save_before_after(
-    path: str | Path,
+    path: str | RunPath,
     before: Float[Numbers, "p m h w 3"],
     after: Float[Numbers, "p m h w 3"],
     prompts: Sequence[str],
@@ -298,7 +301,7 @@ def new_figure(width: float, height: float) -> "Figure":
     return figure
 
 
-def save_figure(path: str | Path, figure: "Figure") -> None:
+def save_figure(path: str | RunPath, figure: "Figure") -> None:
     """Writes a figure as PNG. Also styles its axes, in place: colours, spines, ticks and a grid.
 
     Args:
@@ -318,7 +321,7 @@ def save_figure(path: str | Path, figure: "Figure") -> None:
         figure.savefig(partial, format="png")
 
 
-def _save_image(path: str | Path, image: "Image", **texts: str) -> None:
+def _save_image(path: str | RunPath, image: "Image", **texts: str) -> None:
     """Writes a PNG file, whole or not at all.
 
     Args:

@@ -7,7 +7,6 @@ reader opens a file. The metadata of the schema describes each column.
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ import pyarrow.parquet as pq
 from solrl_jax.errors import InputError, first_line
 from solrl_jax.storage.files import atomic, writing
 from solrl_jax.storage.readers import MOST_TEXT, read_bytes
+from solrl_jax.storage.stores import RunPath
 
 _COLUMNS = {
     "iteration": (pa.int32(), "training iteration, from 1"),
@@ -56,7 +56,7 @@ ROWS_PER_BATCH = 64
 _NAME = re.compile(r"iteration-(\d{6}|[1-9]\d{6,})\.parquet")
 
 
-def path_of(root: Path, iteration: int) -> Path:
+def path_of(root: RunPath, iteration: int) -> RunPath:
     """Returns the path of an iteration's file, whether it exists or not.
 
     Args:
@@ -66,7 +66,7 @@ def path_of(root: Path, iteration: int) -> Path:
     return root / f"iteration-{iteration:06d}.parquet"
 
 
-def write(root: Path, iteration: int, columns: Mapping[str, Any]) -> Path:
+def write(root: RunPath, iteration: int, columns: Mapping[str, Any]) -> RunPath:
     """Writes the candidates of one iteration to a file, one row each, in the order given.
 
     An existing file of the iteration is replaced.
@@ -101,7 +101,7 @@ def write(root: Path, iteration: int, columns: Mapping[str, Any]) -> Path:
     return path
 
 
-def read(root: Path, iteration: int) -> pa.Table:
+def read(root: RunPath, iteration: int) -> pa.Table:
     """Reads the candidates of one iteration.
 
     Args:
@@ -150,7 +150,7 @@ def read(root: Path, iteration: int) -> pa.Table:
     return table
 
 
-def discard_after(root: Path, iteration: int) -> None:
+def discard_after(root: RunPath, iteration: int) -> None:
     """Removes the files of all iterations after a given one, which a resumed run writes again.
 
     Args:
@@ -167,7 +167,7 @@ def discard_after(root: Path, iteration: int) -> None:
                 path.unlink()
 
 
-def iterations_in(root: Path) -> list[int]:
+def iterations_in(root: RunPath) -> list[int]:
     """Returns the numbers of the iterations that have a file in the ledger, ascending.
 
     Args:

@@ -4,15 +4,16 @@
                       were not finite are null
     tensorboard/      the same values as TensorBoard scalars
 
-Each line is on the disk when `log` returns, so no checkpoint is newer than the record. A resumed
-run drops the lines after its checkpoint, so its record equals that of a run that was never
-interrupted.
+Each line is on the disk when `log` returns, so no checkpoint is newer than the record. In an object
+store, which cannot append to a file, `log` writes the files anew. A resumed run drops the lines
+after its checkpoint, so its record equals that of a run that was never interrupted.
 """
 
 import contextlib
 import io
 import json
 import os
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,8 +22,16 @@ from typing import Any, SupportsFloat
 
 from solrl_jax.config.values import MAX_NUMBER
 from solrl_jax.errors import InputError, first_line
-from solrl_jax.storage.files import atomic_write, writing
+from solrl_jax.storage.files import (
+    STAGING,
+    atomic_write,
+    check_owner,
+    move,
+    upload_directory,
+    writing,
+)
 from solrl_jax.storage.readers import parse_json, read_bytes, read_text, strict
+from solrl_jax.storage.stores import RunPath, StorePath, run_path
 
 # A function (iteration, values by name) that writes a row to one output.
 Log = Callable[[int, dict[str, float]], Any]
@@ -35,7 +44,7 @@ _TENSORBOARD = "tensorboard"
 _WANDB_ID = "wandb-id.txt"
 
 
-def read(run_dir: Path) -> list[dict[str, Any]]:
+def read(run_dir: RunPath) -> list[dict[str, Any]]:
     """Reads the rows of a run's `metrics.jsonl`, in order.
 
     Damaged lines are left out, and so is an incomplete last line, which the run may be writing.
@@ -49,7 +58,7 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
         was not finite. An iteration may have several rows. [] if there is no file, or if it is
         larger than `MAX_BYTES` (64 MiB) or has more than `MAX_ROWS` (2**16) lines.
     """
-    rows, _ = _read(Path(run_dir) / _JSONL)
+    rows, _ = _read(run_path(run_dir) / _JSONL)
     return rows
 
 
@@ -70,7 +79,7 @@ def by_iteration(rows: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, Any]]
     return merged
 
 
-def _read(path: Path) -> tuple[list[dict[str, Any]], bool]:
+def _read(path: RunPath) -> tuple[list[dict[str, Any]], bool]:
     """Reads the rows of a file `metrics.jsonl`, and notices damage.
 
     A line is readable if it is a JSON object of at most `MAX_LINE_BYTES` (64 KiB) with an integer
@@ -139,7 +148,7 @@ class Metrics:
     """
 
     def __init__(
-        self, run_dir: Path, *, tensorboard: bool = False, wandb: bool = False, resume_after: int
+        self, run_dir: RunPath, *, tensorboard: bool = False, wandb: bool = False, resume_after: int
     ) -> None:
         """Creates the record without opening it.
 
@@ -150,15 +159,15 @@ class Metrics:
             resume_after: The last iteration whose rows are kept when the record is opened. -1:
                 none.
         """
-        self._run_dir = Path(run_dir)
-        self._path = Path(run_dir) / _JSONL
+        self._run_dir = run_path(run_dir)
+        self._path = self._run_dir / _JSONL
         self._tensorboard = tensorboard
         self._wandb = wandb
         self._resume_after = resume_after
         self._closing = contextlib.ExitStack()
         self._logs: list[Log] = []  # one per output, the record first
         self.rows: list[dict[str, Any]] = []
-        self.set_aside: Path | None = None
+        self.set_aside: RunPath | None = None
 
     def __enter__(self) -> "Metrics":
         """Opens the record and all other outputs.
@@ -176,19 +185,25 @@ class Metrics:
         rows, damaged = _read(self._path)
         if damaged:
             self.set_aside = self._path.with_name(f"metrics-damaged-{time.time_ns()}.jsonl")
-            with writing(self.set_aside):
-                os.replace(self._path, self.set_aside)
+            move(self._path, self.set_aside)
         rows = [row for row in rows if row["iteration"] <= self._resume_after]
         with contextlib.ExitStack() as opened:
-            logs = [opened.enter_context(_record(self._path, rows))]
+            outputs = [
+                _stored_record(self._path, rows)
+                if isinstance(self._path, StorePath)
+                else _record(self._path, rows)
+            ]
             if self._tensorboard:
-                logs.append(
-                    opened.enter_context(
-                        _tensorboard(self._run_dir / _TENSORBOARD, self._resume_after + 1)
-                    )
+                folder = self._run_dir / _TENSORBOARD
+                purge_step = self._resume_after + 1
+                outputs.append(
+                    _stored_tensorboard(folder, purge_step)
+                    if isinstance(folder, StorePath)
+                    else _tensorboard(folder, purge_step)
                 )
             if self._wandb:
-                logs.append(opened.enter_context(_weights_and_biases(self._run_dir)))
+                outputs.append(_weights_and_biases(self._run_dir))
+            logs = [opened.enter_context(output) for output in outputs]
             self._closing = opened.pop_all()
             self._logs = logs
             self.rows = rows
@@ -309,14 +324,73 @@ def _tensorboard(folder: Path, purge_step: int) -> Iterator[Log]:
 
 
 @contextlib.contextmanager
-def _weights_and_biases(run_dir: Path) -> Iterator[Log]:
+def _stored_record(path: StorePath, rows: Sequence[Mapping[str, Any]]) -> Iterator[Log]:
+    """Opens `metrics.jsonl` in a store, as a context manager.
+
+    Args:
+        path: The file. It is replaced.
+        rows: The rows that it begins with.
+
+    Yields:
+        A function (iteration, values by name) that adds a row by writing the whole file anew. It
+        raises RunError if the store refuses, or if another start has taken over the run directory.
+
+    Raises:
+        RunError: If the store refuses.
+    """
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    atomic_write(path, text)
+
+    def log(iteration: int, values: dict[str, float]) -> None:
+        nonlocal text
+        check_owner(path.parent)
+        longer = text + json.dumps({"iteration": iteration, **strict(values)}) + "\n"
+        atomic_write(path, longer)
+        text = longer
+
+    yield log
+
+
+@contextlib.contextmanager
+def _stored_tensorboard(folder: StorePath, purge_step: int) -> Iterator[Log]:
+    """Opens a new event file of TensorBoard in a store, as a context manager.
+
+    It is written to a temporary directory, and uploaded after every row.
+
+    Args:
+        folder: The directory of the event files. Each start has a directory in it.
+        purge_step: TensorBoard hides events of older files from this step on.
+
+    Yields:
+        A function (iteration, values by name) that adds a row and uploads the file. It raises
+        RunError if the disk or the store refuses.
+
+    Raises:
+        RunError: If the disk refuses.
+    """
+    with tempfile.TemporaryDirectory(prefix=STAGING) as temporary:
+        events = Path(temporary)
+        uploaded = folder / f"start-{time.time_ns()}"
+        with _tensorboard(events, purge_step) as log_here:
+
+            def log(iteration: int, values: dict[str, float]) -> None:
+                log_here(iteration, values)
+                with writing(uploaded):
+                    upload_directory(events, uploaded)
+
+            yield log
+
+
+@contextlib.contextmanager
+def _weights_and_biases(run_dir: RunPath) -> Iterator[Log]:
     """Starts a run of Weights & Biases, as a context manager that also ends it.
 
     A run directory that was started before continues its run. The project is "solrl_jax", and the
     run has the name of the directory. What `run.log` and `run.finish` raise passes unchanged.
 
     Args:
-        run_dir: The run directory, which stores the id of the run in `wandb-id.txt`.
+        run_dir: The run directory, which stores the id of the run in `wandb-id.txt`. If it is in a
+            store, the files of Weights & Biases are in `wandb` in the working directory.
 
     Yields:
         A function (iteration, values by name) that sends a row.
@@ -334,7 +408,7 @@ def _weights_and_biases(run_dir: Path) -> Iterator[Log]:
             project="solrl_jax",
             name=run_dir.name,
             id=read_text(identity),
-            dir=str(run_dir),
+            dir=None if isinstance(run_dir, StorePath) else str(run_dir),
             resume="allow",
         )
     except Exception as error:

@@ -10,7 +10,6 @@ the first writes one, of itself.
 
 import contextlib
 from collections.abc import Collection, Iterator
-from pathlib import Path
 
 import jax
 from jax.profiler import stop_trace
@@ -18,9 +17,10 @@ from jax.profiler import stop_trace
 from solrl_jax.errors import InputError
 from solrl_jax.runs import checkpoint
 from solrl_jax.storage import files
+from solrl_jax.storage.stores import RunPath
 
 
-def refuse(profile: Collection[int], folder: Path, iterations: int) -> None:
+def refuse(profile: Collection[int], folder: RunPath, iterations: int) -> None:
     """Checks that iterations can be traced: that they are within the run and not done yet.
 
     Args:
@@ -48,7 +48,7 @@ def refuse(profile: Collection[int], folder: Path, iterations: int) -> None:
 
 
 @contextlib.contextmanager
-def traced(folder: Path, iteration: int, profile: Collection[int]) -> Iterator[None]:
+def traced(folder: RunPath, iteration: int, profile: Collection[int]) -> Iterator[None]:
     """A context manager that writes a JAX profiler trace of its body, if the body does not raise.
 
     Only the first process of a run writes a trace, of its own work.

@@ -4,7 +4,6 @@ import importlib.metadata
 import json
 import platform
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,13 +21,14 @@ from solrl_jax.runs import image_files
 from solrl_jax.runs.evaluate import pool_images, setting
 from solrl_jax.runs.progress import TerminalProgress
 from solrl_jax.storage.files import atomic_write
+from solrl_jax.storage.stores import RunPath
 
 # The distributions whose versions `run.json` and `solrl doctor` list.
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
 
 
 def describe(
-    experiment: Experiment, folder: Path, done: int, progress: TerminalProgress
+    experiment: Experiment, folder: RunPath, done: int, progress: TerminalProgress
 ) -> dict[str, Any]:
     """Writes `run.json` and prints the model, the devices, the precision and the batch of a run.
 
@@ -61,7 +61,7 @@ def describe(
     return facts
 
 
-def write(folder: Path, facts: Mapping[str, Any]) -> None:
+def write(folder: RunPath, facts: Mapping[str, Any]) -> None:
     """Writes `run.json`. Every process calls this; the first one writes.
 
     Args:
@@ -135,7 +135,7 @@ def _facts(experiment: Experiment, done: int) -> dict[str, Any]:
 
 def draw_pools(
     experiment: Experiment,
-    folder: Path,
+    folder: RunPath,
     old_policy: Trainable,
     setting_index: int,
     ledger: Mapping[str, Any],

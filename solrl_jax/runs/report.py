@@ -28,6 +28,7 @@ from solrl_jax.runs.image_files import read_grid
 from solrl_jax.runs.report_figures import Line, curves
 from solrl_jax.storage.files import atomic_write, disk_reason
 from solrl_jax.storage.readers import MOST_TEXT, parse_json, read_bytes
+from solrl_jax.storage.stores import RunPath
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -87,7 +88,7 @@ _COST = "reward_cost"
 
 
 def write(
-    folders: Sequence[Path], out: Path, *, live: bool = False, plan: Path | None = None
+    folders: Sequence[RunPath], out: RunPath, *, live: bool = False, plan: Path | None = None
 ) -> None:
     """Writes the report of one or more runs as one HTML page, whole or not at all.
 
@@ -135,7 +136,7 @@ def write(
     atomic_write(out, page)
 
 
-def is_page(path: Path) -> bool:
+def is_page(path: RunPath) -> bool:
     """Whether a file is a report of this module, which may be replaced.
 
     Args:
@@ -161,7 +162,7 @@ class HtmlReport:
         path: The file, `report.html` in the run directory.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: RunPath) -> None:
         """Creates the object and starts its clock. Writes nothing.
 
         Args:
@@ -200,7 +201,7 @@ class HtmlReport:
         return None
 
 
-def _describe_run(folder: Path, name: str, max_rows: int) -> dict[str, Any]:
+def _describe_run(folder: RunPath, name: str, max_rows: int) -> dict[str, Any]:
     """Collects all that the page shows of a run.
 
     Args:
@@ -278,7 +279,7 @@ def _by_dotted_name(config: Config) -> dict[str, Any]:
     return dict(walk(dataclasses.asdict(config), ""))
 
 
-def read_facts(folder: Path) -> dict[str, Any]:
+def read_facts(folder: RunPath) -> dict[str, Any]:
     """Reads the entries of a run's `run.json` that are shown to readers.
 
     Args:
@@ -371,7 +372,7 @@ def _to_float(value: Any) -> float:
     return float(value)
 
 
-def _read_ledger(root: Path, max_rows: int) -> dict[str, Any]:
+def _read_ledger(root: RunPath, max_rows: int) -> dict[str, Any]:
     """Reads the newest iterations of a ledger, by column.
 
     Args:
@@ -445,7 +446,7 @@ def _float_for_json(x: float | None) -> float | str | None:
     return float(str(np.float32(x))) if math.isfinite(x) else str(x)
 
 
-def _read_images(folder: Path, kind: str) -> list[dict[str, Any]]:
+def _read_images(folder: RunPath, kind: str) -> list[dict[str, Any]]:
     """Reads the image grids of a run, at most 12 (`MAX_ITERATIONS_WITH_IMAGES`) of them.
 
     If there are more, evenly spaced ones are read, the first and the last among them.
@@ -461,10 +462,9 @@ def _read_images(folder: Path, kind: str) -> list[dict[str, Any]]:
     Raises:
         InputError: If a file is damaged.
     """
+    matches: list[RunPath] = list(folder.glob(f"{kind}-*.png"))
     paths = [
-        path
-        for path in sorted(folder.glob(f"{kind}-*.png"))
-        if path.stem.removeprefix(f"{kind}-").isdecimal()
+        path for path in sorted(matches, key=str) if path.stem.removeprefix(f"{kind}-").isdecimal()
     ]
     if len(paths) > MAX_ITERATIONS_WITH_IMAGES:
         positions = np.linspace(0, len(paths) - 1, MAX_ITERATIONS_WITH_IMAGES)
@@ -475,7 +475,7 @@ def _read_images(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [grid for grid in grids if grid["cells"]]
 
 
-def _read_cells(path: Path) -> dict[str, Any]:
+def _read_cells(path: RunPath) -> dict[str, Any]:
     """Reads one image grid. Its pixels, up to a gigabyte, are freed at the end.
 
     Args:

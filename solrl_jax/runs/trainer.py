@@ -18,10 +18,8 @@ call follow in the order of the calls.
 import contextlib
 import dataclasses
 import math
-import os
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -45,7 +43,6 @@ from solrl_jax.rl.explore.monitor import WINDOW, next_setting
 from solrl_jax.rl.iteration import iterate
 from solrl_jax.rl.state import TrainState
 from solrl_jax.runs import checkpoint, image_files, ledger, profiling, record
-from solrl_jax.runs.checkpoint_writer import Saver
 from solrl_jax.runs.evaluate import evaluate, sample_grid, untrained
 from solrl_jax.runs.hacking import hacking_alarms
 from solrl_jax.runs.identity import claim, fingerprint, refuse_another_run
@@ -54,7 +51,9 @@ from solrl_jax.runs.metrics import Metrics, import_wandb
 from solrl_jax.runs.metrics import read as read_metrics
 from solrl_jax.runs.progress import TerminalProgress
 from solrl_jax.runs.report import NAME, HtmlReport, is_page
+from solrl_jax.runs.saver import Saver
 from solrl_jax.storage import files
+from solrl_jax.storage.stores import RunPath, StorePath, run_path
 
 Row = dict[str, float]
 
@@ -93,7 +92,7 @@ class _Run:
     """
 
     experiment: Experiment
-    folder: Path
+    folder: RunPath
     metrics: Metrics
     saver: Saver
     progress: TerminalProgress
@@ -190,7 +189,7 @@ def run(
         OSError: If the file system does not support locks, or a folder of the cache of prompts may
             not be searched.
     """
-    folder = Path(config.run.dir)
+    folder = run_path(config.run.dir)
     if config.run.wandb:
         import_wandb()  # fails early if it is not installed: loading a model takes minutes
     # Before the directory is read, because it records the numbers of prompts that the run takes.
@@ -202,6 +201,9 @@ def run(
         # Refuse whatever would lose data before any model is loaded.
         hosts.write(lambda: profiling.refuse(profile, folder, config.train.iterations))
         hosts.write(lambda: stack.enter_context(files.only_user(files.writable_directory(folder))))
+        if isinstance(folder, StorePath):
+            # Every process uploads its part of a checkpoint.
+            hosts.everywhere(lambda: files.writable_directory(folder))
         hosts.write(lambda: refuse_another_run(folder, config))
         if html_report:
             hosts.write(lambda: _refuse_foreign_report(folder / NAME, force))
@@ -263,7 +265,7 @@ def run(
         return hosts.agreed(lambda: _summary(this, interrupted))
 
 
-def _refuse_foreign_report(path: Path, force: bool) -> None:
+def _refuse_foreign_report(path: RunPath, force: bool) -> None:
     """Checks that a report replaces nothing but a report of solrl_jax.
 
     Args:
@@ -276,7 +278,7 @@ def _refuse_foreign_report(path: Path, force: bool) -> None:
             nowhere) and `force` is False.
         OSError: If the file cannot be read.
     """
-    if not os.path.lexists(path) or is_page(path):
+    if not files.exists(path) or is_page(path):
         return
     if path.is_dir() or not force:
         raise InputError(
@@ -288,7 +290,7 @@ def _refuse_foreign_report(path: Path, force: bool) -> None:
 def _restore(
     experiment: Experiment,
     input_hashes: Mapping[str, str],
-    folder: Path,
+    folder: RunPath,
     progress: TerminalProgress,
     force: bool,
 ) -> tuple[TrainState, int]:

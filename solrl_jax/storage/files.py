@@ -5,27 +5,38 @@ the old one or the new one is there, and hidden siblings, which the next write r
 the two renames that replace a directory does neither have its name. A directory may also have a
 manifest, by which a reader can tell whether it was altered. If the disk refuses a write, the error
 is a RunError of one line.
+
+In an object store (`stores.StorePath`) a file is written on this machine first and then put under
+its name at once. A directory is put file by file, its manifest last, and removed with its manifest
+first: it counts while its manifest is there.
 """
 
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import json
 import os
 import shutil
+import socket
 import stat
-from collections.abc import Callable, Iterable, Iterator
+import tempfile
+import uuid
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from solrl_jax.errors import InputError, RunError, first_line
 from solrl_jax.storage.readers import parse_json, read_bytes
+from solrl_jax.storage.stores import RunPath, StorePath
 
 # Prefixes of the hidden siblings: of what is being written, and of what is being removed.
 PARTIAL = ".partial-"
 REMOVING = ".removing-"
 MANIFEST = "manifest.json"
+# Prefix of the directories of this machine whose content is uploaded to a store.
+STAGING = "solrl-"
 # `damage` always compares the contents of files of at most so many bytes.
 SMALL = 2**20
 
@@ -65,7 +76,7 @@ def disk_reason(error: BaseException) -> str | None:
 
 
 @contextlib.contextmanager
-def writing(path: Path, note: Callable[[], str] = str) -> Iterator[None]:
+def writing(path: RunPath, note: Callable[[], str] = str) -> Iterator[None]:
     """Turns an error of the disk in the body into a RunError of one line. A context manager and
     decorator.
 
@@ -112,7 +123,7 @@ def sync(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def atomic(path: str | Path) -> Iterator[Path]:
+def atomic(path: str | RunPath) -> Iterator[Path]:
     """Lets the body write a file that appears under its name only when it is complete. A context
     manager.
 
@@ -122,7 +133,8 @@ def atomic(path: str | Path) -> Iterator[Path]:
 
     Args:
         path: The file to write. An existing one is replaced, and missing parent directories are
-            created.
+            created. For one in a store, the body writes a temporary file of this machine, which is
+            uploaded at its end.
 
     Yields:
         The path of the temporary file, `.partial-NAME`, which exists and is empty.
@@ -130,6 +142,13 @@ def atomic(path: str | Path) -> Iterator[Path]:
     Raises:
         RunError: If the disk refuses an operation. Every OSError of the body counts as that.
     """
+    if isinstance(path, StorePath):
+        with writing(path), tempfile.TemporaryDirectory(prefix=STAGING) as folder:
+            partial = Path(folder) / path.name
+            partial.touch()
+            yield partial
+            path.upload(partial)
+        return
     path = Path(path)
     partial = path.with_name(PARTIAL + path.name)
     with writing(path):
@@ -150,7 +169,7 @@ def atomic(path: str | Path) -> Iterator[Path]:
             raise
 
 
-def atomic_write(path: str | Path, data: bytes | str) -> None:
+def atomic_write(path: str | RunPath, data: bytes | str) -> None:
     """Writes a file that appears under its name only when it is complete, and syncs it to the disk.
 
     Args:
@@ -161,12 +180,17 @@ def atomic_write(path: str | Path, data: bytes | str) -> None:
     Raises:
         RunError: If the disk refuses.
     """
+    content = data.encode() if isinstance(data, str) else data
+    if isinstance(path, StorePath):
+        with writing(path):
+            path.write_bytes(content)
+        return
     with atomic(path) as partial:
-        partial.write_bytes(data.encode() if isinstance(data, str) else data)
+        partial.write_bytes(content)
 
 
 @contextlib.contextmanager
-def atomic_directory(path: Path) -> Iterator[Path]:
+def atomic_directory(path: RunPath) -> Iterator[Path]:
     """Lets the body fill a directory that appears under its name only when it is complete. A
     context manager.
 
@@ -176,7 +200,8 @@ def atomic_directory(path: Path) -> Iterator[Path]:
 
     Args:
         path: The directory to write. An existing directory or file is replaced, and missing parent
-            directories are created. Of a link, only the link is replaced.
+            directories are created. Of a link, only the link is replaced. In a store, which has no
+            rename, the old content is removed before the new one is uploaded file by file.
 
     Yields:
         The path of the temporary directory, `.partial-NAME`, which is empty.
@@ -185,6 +210,13 @@ def atomic_directory(path: Path) -> Iterator[Path]:
         RunError: If the disk refuses to create or rename a directory. Errors of the body pass
             unchanged.
     """
+    if isinstance(path, StorePath):
+        with tempfile.TemporaryDirectory(prefix=STAGING) as folder:
+            yield Path(folder)
+            with writing(path):
+                path.remove_all(MANIFEST)
+                upload_directory(Path(folder), path)
+        return
     partial = path.with_name(PARTIAL + path.name)
     replaced = path.with_name(REMOVING + path.name)
     try:
@@ -200,7 +232,7 @@ def atomic_directory(path: Path) -> Iterator[Path]:
 
 
 def refuse_existing(
-    name: str, paths: Iterable[Path], force: bool, *, folders: bool = False
+    name: str, paths: Iterable[RunPath], force: bool, *, folders: bool = False
 ) -> None:
     """Checks that no existing file is about to be replaced, unless `force` allows it.
 
@@ -214,7 +246,7 @@ def refuse_existing(
     Raises:
         InputError: If a path exists and may not be replaced. The message names it.
     """
-    existing = [path for path in paths if os.path.lexists(path)]
+    existing = [path for path in paths if exists(path)]
     for path in existing:
         # With `force`, a link counts as its target, so that a link to a device (/dev/stdout) is
         # one.
@@ -229,13 +261,23 @@ def refuse_existing(
         )
 
 
-def writable_directory(path: Path, name: str = "the run directory") -> Path:
+def exists(path: RunPath) -> bool:
+    """Whether there is a file, a directory or a link of this name, even a link that leads nowhere.
+
+    Args:
+        path: The path, here or in a store.
+    """
+    return path.exists() if isinstance(path, StorePath) else os.path.lexists(path)
+
+
+def writable_directory(path: RunPath, name: str = "the run directory") -> RunPath:
     """Creates a directory if it is missing, and checks that files can be written to it.
 
     It writes, syncs and removes a small hidden file.
 
     Args:
-        path: The directory. Missing parents are created too.
+        path: The directory. Missing parents are created too. In a store nothing is created, but the
+            bucket must exist.
         name: What the error message calls it, e.g. the argument that it comes from.
 
     Returns:
@@ -246,13 +288,15 @@ def writable_directory(path: Path, name: str = "the run directory") -> Path:
     """
     probe = path / f"{PARTIAL}probe-{os.getpid()}"
     try:
-        if path.exists() and not path.is_dir():
-            raise InputError(f"{name} {path} is a file; name another one")
-        path.mkdir(parents=True, exist_ok=True)
+        if isinstance(path, Path):
+            if path.exists() and not path.is_dir():
+                raise InputError(f"{name} {path} is a file; name another one")
+            path.mkdir(parents=True, exist_ok=True)
         try:
             # One block and a sync, because a full disk still takes empty files and unsynced bytes.
             probe.write_bytes(bytes(4096))
-            sync(probe)
+            if isinstance(probe, Path):
+                sync(probe)
         finally:
             probe.unlink(missing_ok=True)
     except OSError as error:
@@ -297,20 +341,32 @@ def cache_directory(path: str | None, name: str, field: str) -> Path | None:
 
 
 @contextlib.contextmanager
-def only_user(directory: Path) -> Iterator[None]:
+def only_user(directory: RunPath) -> Iterator[None]:
     """Locks a directory for this process while the body runs. A context manager.
 
     It does not wait: if the lock is taken, it fails. The lock (`flock` of the file `.lock` in the
     directory) ends with the process, even if that is killed. The file stays.
 
+    A store has no locks. There, a start takes the directory over: it writes its name to `.lock`,
+    and removes the file at the end. `check_owner` tells the process before it.
+
     Args:
-        directory: An existing directory.
+        directory: The directory. It must exist, except in a store.
 
     Raises:
         InputError: If another process, or another call in this one, has the lock.
         RunError: If the file `.lock` cannot be opened.
         OSError: If the file system does not support such locks.
     """
+    if isinstance(directory, StorePath):
+        atomic_write(directory / ".lock", _process_name())
+        try:
+            yield
+        finally:
+            with contextlib.suppress(RunError):
+                check_owner(directory)
+                (directory / ".lock").unlink()
+        return
     with writing(directory / ".lock"):
         descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -321,6 +377,27 @@ def only_user(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def check_owner(directory: StorePath) -> None:
+    """Checks that no other process has taken over a directory in a store.
+
+    Args:
+        directory: The directory, within `only_user`.
+
+    Raises:
+        RunError: If another process has taken it over, or if the store refuses.
+    """
+    with writing(directory / ".lock"):
+        owner = (directory / ".lock").read_bytes().decode(errors="replace")
+    if owner != _process_name():
+        raise RunError(f"another process has taken over the run directory {directory}: {owner}")
+
+
+@functools.cache
+def _process_name() -> str:
+    """Returns a name of this process that no other has, on any machine."""
+    return f"process {os.getpid()} on {socket.gethostname()} ({uuid.uuid4().hex})"
 
 
 def seal(directory: Path) -> None:
@@ -405,7 +482,92 @@ def publish(temporary: Path, target: Path, *, replaced: Path) -> None:
         remove_directory(replaced)
 
 
-def remove_directory(path: Path) -> None:
+def stored_damage(directory: StorePath) -> str | None:
+    """Compares the names and sizes of the files of a directory in a store with its manifest.
+
+    Contents are not compared, because that would download them; whoever downloads a directory
+    compares the copy. Nothing is raised.
+
+    Args:
+        directory: The directory.
+
+    Returns:
+        The first difference in a few words, or why there is no readable manifest. None if there is
+        no difference.
+    """
+    try:
+        manifest = parse_json(read_bytes(directory / MANIFEST))
+        expected = {name: entry["size"] for name, entry in manifest.items()}
+        sizes = directory.files()
+    except OSError as error:
+        return f"{MANIFEST} cannot be read: {disk_reason(error)}"
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return f"{MANIFEST} is damaged"
+    sizes.pop(MANIFEST, None)
+    for name in sorted(expected.keys() | sizes.keys()):
+        if name not in sizes:
+            return f"missing file {name}"
+        if name not in expected:
+            return f"unknown file {name}"
+        if expected[name] != sizes[name]:
+            return f"{name} has {sizes[name]} bytes, not the number that was written"
+    return None
+
+
+def move(path: RunPath, target: RunPath) -> None:
+    """Gives a file another name. In a store, which has no rename, it is copied and removed.
+
+    Args:
+        path: The file.
+        target: Its new name, in the same directory. An existing file is replaced.
+
+    Raises:
+        RunError: If the disk or the store refuses.
+    """
+    with writing(target):
+        if isinstance(path, StorePath):
+            atomic_write(target, path.read_bytes())
+            path.unlink()
+        else:
+            os.replace(path, str(target))
+
+
+def upload_directory(source: Path, target: StorePath, *, without: Collection[str] = ()) -> None:
+    """Uploads all files below a directory to a store, the manifest last if there is one.
+
+    Args:
+        source: The directory.
+        target: The path below which they are written. Files of the same names are replaced.
+        without: Names of files, relative to the directory, that are left out.
+
+    Raises:
+        OSError: If a file cannot be read, or the store refuses.
+    """
+    names = [name for name in _file_names(source) if name not in without]
+    for name in sorted(names, key=lambda name: name == MANIFEST):
+        (target / name).upload(source / name)
+
+
+def download_directory(source: StorePath, target: Path) -> list[str]:
+    """Copies all objects below a path of a store to a directory of this machine.
+
+    Args:
+        source: The path in the store.
+        target: The directory. It is created if necessary; files of the same names are replaced.
+
+    Returns:
+        The names of the files relative to the directory.
+
+    Raises:
+        OSError: If the store or the disk refuses.
+    """
+    names = list(source.files())
+    for name in names:
+        (source / name).download(target / name)
+    return names
+
+
+def remove_directory(path: RunPath) -> None:
     """Removes a directory with its content, in such a way that a kill leaves no part of it under
     its name.
 
@@ -414,11 +576,16 @@ def remove_directory(path: Path) -> None:
 
     Args:
         path: The directory, which must exist. It may have the name `.removing-NAME` already, and
-            may then be missing.
+            may then be missing. In a store its manifest is removed first, so that it does not count
+            any more after a kill.
 
     Raises:
         RunError: If the disk refuses, or the directory does not exist.
     """
+    if isinstance(path, StorePath):
+        with writing(path):
+            path.remove_all(MANIFEST)
+        return
     hidden = path.with_name(REMOVING + path.name.removeprefix(REMOVING))
     with writing(path):
         if hidden != path:

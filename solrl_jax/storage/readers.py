@@ -10,10 +10,11 @@ import os
 import re
 import stat
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import yaml
+
+from solrl_jax.storage.stores import RunPath, StorePath
 
 # The largest text file in bytes. A large vocabulary has 2**25.
 MOST_TEXT = 2**26
@@ -28,11 +29,11 @@ DEPTH = 32
 _OCTAL_OR_SEXAGESIMAL = re.compile(r"[-+]?(0[\d_]+|\d[\d_]*(:\d\d?)+(\.[\d_]*)?)")
 
 
-def read_bytes(path: str | Path, most: int = MOST_TEXT) -> bytes:
+def read_bytes(path: str | RunPath, most: int = MOST_TEXT) -> bytes:
     """Reads a whole file, up to a maximum size. It does not block on a pipe.
 
     Args:
-        path: The file. Links are followed.
+        path: The file, here or in a store. Links are followed.
         most: The largest accepted size in bytes, by default 64 MiB.
 
     Returns:
@@ -43,6 +44,10 @@ def read_bytes(path: str | Path, most: int = MOST_TEXT) -> bytes:
         ValueError: If the file is larger, or is a pipe, a device or a directory. The message does
             not name it.
     """
+    if isinstance(path, StorePath):
+        if path.size() > most:
+            raise ValueError(f"more than {most} bytes")
+        return path.read_bytes()
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         status = os.fstat(descriptor)
@@ -59,7 +64,7 @@ def read_bytes(path: str | Path, most: int = MOST_TEXT) -> bytes:
     return data
 
 
-def read_text(path: str | Path, most: int = MOST_TEXT) -> str:
+def read_text(path: str | RunPath, most: int = MOST_TEXT) -> str:
     r"""Reads a whole file as UTF-8 text, up to a maximum size. It does not block on a pipe.
 
     Args:

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from solrl_jax.errors import RunError
 from solrl_jax.runs import checkpoint, checkpoint_writer
-from solrl_jax.runs.checkpoint_writer import Saver
+from solrl_jax.runs.saver import Saver
 from tests.states import abstract, abstract_on, assert_same_bits, flat, make_state, placed, save
 
 SMALL = {"w": jnp.arange(4.0)}
@@ -139,6 +139,7 @@ WORKER = textwrap.dedent(
     from solrl_jax.runs import checkpoint
     from solrl_jax.parallel import consensus
     from solrl_jax.runs import checkpoint_writer
+    from solrl_jax.runs.saver import Saver
     from solrl_jax.runs.checkpoint import CheckpointError
     from solrl_jax.errors import RunError
     from tests.states import abstract_on, assert_holds, placed, save
@@ -159,7 +160,7 @@ WORKER = textwrap.dedent(
 
     # two saves beside collectives of the devices
     mean = jax.jit(lambda x: x * 0 + x.sum() / 8)
-    with checkpoint_writer.Saver(root / "two", keep=3, best=0) as saver:
+    with Saver(root / "two", keep=3, best=0) as saver:
         for iteration in (1, 2):
             state = placed(states[iteration], wide)
             saver.save(iteration, state, {"by": me})

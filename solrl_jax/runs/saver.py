@@ -1,0 +1,102 @@
+"""Saves the checkpoints of a run in a thread beside the training."""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from solrl_jax.runs import checkpoint_writer, store_writer
+from solrl_jax.storage.stores import RunPath, StorePath
+
+
+class Saver:
+    """Saves checkpoints to one directory, one at a time, in a thread.
+
+    Every process of a run has one. An error in the thread is raised by the next call of `save` or
+    `wait`. As a context manager, it waits at the end for the save in progress, also if the body
+    raised, and ends the thread.
+    """
+
+    def __init__(self, root: RunPath, *, keep: int, best: int) -> None:
+        """Creates the saver without writing anything.
+
+        Args:
+            root: The directory of checkpoints. It is created by the first save.
+            keep: The number of newest intact checkpoints to keep after each save. At least one is
+                kept.
+            best: The number of checkpoints with the highest "eval/reward" to keep beside them. 0:
+                none.
+        """
+        self._root = root
+        self._keep = keep
+        self._best = best
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
+        self._pending: Future[RunPath] | None = None
+        self._last: int | None = None
+
+    def save(self, iteration: int, state: Any, meta: Mapping[str, Any]) -> None:
+        """Waits for the previous save and starts a new one.
+
+        When this returns, the arrays of `state` may be overwritten, and the thread writes their
+        copies. If it is called twice in a row for an iteration, the second call saves nothing,
+        unless the first save failed. Every process of a run calls it. When the save is complete,
+        the thread removes checkpoints that are neither among the newest nor among the best that
+        the saver keeps.
+
+        Args:
+            iteration: The number of iterations behind the state, which names the directory.
+            state: A pytree of plain jax arrays, such as `TrainState`.
+            meta: JSON values by name that are saved with the state. Those of the first process
+                count.
+
+        Raises:
+            RunError: If the disk refused the previous save, which is then not retried, or refuses
+                the beginning of this one. Also if another process failed or gives no answer.
+            TypeError: If a leaf of the state is no plain jax array, or JSON has no value of `meta`.
+        """
+        self.wait()
+        if iteration == self._last:
+            return
+        options = {"keep": self._keep, "best": self._best}
+        finish: Callable[[], RunPath]
+        if isinstance(self._root, StorePath):
+            finish = store_writer.begin(self._root, iteration, state, meta, **options)
+        else:
+            finish = checkpoint_writer.begin(self._root, iteration, state, meta, **options)
+        self._pending = self._thread.submit(finish)
+        self._last = iteration
+
+    def wait(self) -> None:
+        """Waits for the save in progress. Returns at once if there is none.
+
+        Raises:
+            RunError: If the disk refused it, or another process failed or gives no answer. If the
+                disk is the cause, the message names the last checkpoint. The next call does not
+                raise the error again, and the save may be repeated.
+        """
+        pending = self._pending
+        self._pending = None
+        if pending is not None:
+            # Forgotten until it has succeeded, so that a failed save may be tried again.
+            last = self._last
+            self._last = None
+            pending.result()
+            self._last = last
+
+    def __enter__(self) -> "Saver":
+        """Returns itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Waits for the save in progress, then ends the thread, also if `wait` raises.
+
+        Args:
+            *_: The exception of the body, if it raised one. Not read.
+
+        Raises:
+            RunError: If the disk refused the save in progress, or another process failed or gives
+                no answer. It replaces an exception of the body.
+        """
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()

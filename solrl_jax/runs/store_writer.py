@@ -1,0 +1,189 @@
+"""Writes checkpoints to an object store, see `storage.stores`.
+
+orbax writes no S3. So each process writes its arrays to a staging directory of its own machine, as
+`checkpoint_writer` does to a shared one, and all but the first upload them. The first process
+downloads these files, because it merges their indices and computes all checksums. Then it uploads
+its own, the manifest last: the checkpoint counts from then on.
+"""
+
+import contextlib
+import hashlib
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from solrl_jax.errors import RunError
+from solrl_jax.parallel import consensus
+from solrl_jax.runs.checkpoint import ARRAYS, META, REPLACED, candidates, iteration_of
+from solrl_jax.runs.checkpoint_writer import (
+    describe,
+    named_arrays,
+    prune,
+    start_writing_or_fail_later,
+)
+from solrl_jax.storage import files
+from solrl_jax.storage.stores import StorePath
+
+
+def begin(
+    root: StorePath,
+    iteration: int,
+    state: Any,
+    meta: Mapping[str, Any],
+    *,
+    keep: int | None = None,
+    best: int = 0,
+) -> Callable[[], StorePath]:
+    """Does the first half of a save, and returns the second. Every process of a run calls both.
+
+    The first half copies the arrays to the host and starts to write them to a staging directory; it
+    also removes what killed saves left in `root` and on this machine. The second half waits until
+    they are written, uploads them and removes old checkpoints. A checkpoint of the same iteration
+    is first copied to the name `NNNNNN.replaced`, where it stays if the save fails.
+
+    Args:
+        root: The directory of checkpoints. The first process owns the run directory around it
+            (`files.only_user`).
+        iteration: The number of complete iterations, which names the directory.
+        state: A pytree of jax arrays. When this returns, they may be overwritten.
+        meta: JSON values by name. Those of the first process are saved.
+        keep: The number of newest intact checkpoints that are kept afterwards, at least one. None:
+            no checkpoint is removed, and `best` has no effect.
+        best: The number of checkpoints with the highest "eval/reward" that are kept beside them.
+
+    Returns:
+        The second half, a function without arguments. Call it once, in any thread. It returns the
+        path of the checkpoint when all of it is in the store.
+
+    Raises:
+        RunError: If the store or the disk of the staging directory refuses; both halves raise it.
+            The message names the last checkpoint if the store tells it. Also if another start has
+            taken over the run directory, or if another process failed or gives no answer.
+        TypeError: If a leaf of the state is no jax array or a random key, or JSON has no value of
+            `meta`.
+    """
+    target = root / f"{iteration:06d}"
+    replaced = root / (target.name + REPLACED)
+    arrays = named_arrays(state)
+    header = describe(iteration, arrays, meta)
+
+    def name_last_checkpoint() -> str:
+        with contextlib.suppress(RunError):
+            return f"; the last checkpoint is {next(iter(candidates(root)), 'none')}"
+        return ""
+
+    # Turns errors of the store and the disk into RunError, as a decorator.
+    reports_errors = files.writing(target, note=name_last_checkpoint)
+
+    staging = Path(tempfile.gettempdir()) / f"{_staging_prefix(root)}{uuid.uuid4().hex}"
+
+    @reports_errors
+    def prepare() -> None:
+        if jax.process_index() == 0:
+            files.check_owner(root.parent)
+        _remove_stagings(root)
+        staging.mkdir(mode=0o700)
+        (staging / ARRAYS).mkdir()
+        # orbax creates this directory in the first process only, and waits for it in the others.
+        (staging / ARRAYS / "array_metadatas").mkdir()
+        if jax.process_index() == 0:
+            _make_room(root, target, replaced)
+
+    try:
+        consensus.together("save/prepare", prepare)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    wait, merge = start_writing_or_fail_later(staging / ARRAYS, arrays)
+
+    @reports_errors
+    def write() -> None:
+        wait()
+        if jax.process_index():
+            files.upload_directory(staging, target)
+
+    @reports_errors
+    def publish() -> None:
+        uploaded = files.download_directory(target, staging)
+        merge()
+        (staging / META).write_text(header)
+        files.seal(staging)
+        files.upload_directory(staging, target, without=uploaded)
+
+    @reports_errors
+    def remove_old() -> None:
+        files.remove_directory(replaced)
+        if keep is not None:
+            prune(root, keep, best)
+
+    def finish() -> StorePath:
+        try:
+            consensus.together("save/write", write)
+            consensus.first("save/publish", publish)
+        except BaseException:
+            if jax.process_index() == 0:  # the others do not wait for that
+                with contextlib.suppress(RunError):
+                    files.remove_directory(target)
+            raise
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+        consensus.first("save/prune", remove_old)
+        return target
+
+    return finish
+
+
+def _staging_prefix(root: StorePath) -> str:
+    """Returns the beginning of the names of staging directories of one process of one run.
+
+    Args:
+        root: The directory of checkpoints.
+    """
+    owner = hashlib.sha256(f"{root} {jax.process_index()}".encode()).hexdigest()[:16]
+    return f"{files.STAGING}save-{owner}-"
+
+
+def _remove_stagings(root: StorePath) -> None:
+    """Removes the staging directories that killed saves of this process and this user left.
+
+    Args:
+        root: The directory of checkpoints.
+
+    Raises:
+        OSError: If another process removes one at the same time.
+    """
+    for path in Path(tempfile.gettempdir()).glob(f"{_staging_prefix(root)}*"):
+        if path.lstat().st_uid == os.getuid():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _make_room(root: StorePath, target: StorePath, replaced: StorePath) -> None:
+    """Removes what killed saves and removals left in a store, and moves the checkpoint that is
+    replaced.
+
+    Leftovers are directories without a manifest, and replaced checkpoints if the one that replaced
+    them is there.
+
+    Args:
+        root: The directory of checkpoints.
+        target: The checkpoint that will be written. It need not exist.
+        replaced: The name that an existing one gets.
+
+    Raises:
+        RunError: If the store refuses.
+        StoreError: If the store refuses to list or to copy.
+    """
+    complete = candidates(root)
+    for path in root.glob("*"):
+        is_replaced = path.name.endswith(REPLACED) and path.with_suffix("") in complete
+        if iteration_of(path) is not None and (is_replaced or path not in complete):
+            files.remove_directory(path)
+    if target in complete:
+        target.copy_all(replaced, last=files.MANIFEST)
+        files.remove_directory(target)

@@ -1,0 +1,389 @@
+"""Paths in object stores: `gs://BUCKET/...` and `s3://BUCKET/...`, through fsspec.
+
+A run directory is a `RunPath`: a path on this machine, or a `StorePath` in a bucket. Both have the
+methods of `pathlib.Path` that the files of a run need. gcsfs and s3fs read the credentials, the
+region and the endpoint from where the tools of the store read them (environment variables,
+configuration files, the metadata service of a cloud machine). `etils.epath` reads both stores too,
+but it remembers listings, which other processes change, and has the errors of each client.
+
+A store has objects with a name and a content, and neither directories, links, locks nor a rename.
+An object appears whole or not at all, and whoever reads or lists it afterwards sees it. So a file
+needs no temporary name, and a directory of several files counts once its last file is there.
+"""
+
+import contextlib
+import dataclasses
+import fnmatch
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+from solrl_jax.errors import InputError, RunError, first_line
+
+# The stores by the beginning of their URLs, and the package of fsspec that reads each.
+PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}
+# An empty object of this name stands for an empty directory.
+_MARKER = ".directory"
+_URL = re.compile(r"(\w+):/+(.*)", re.DOTALL)
+
+
+class StoreError(OSError, RunError):
+    """A store refused a request, or cannot be reached. The message is "URL: REASON", in one line.
+
+    It is an OSError, so that a store that refuses is handled like a disk that does. It is a
+    RunError, so that a command reports it in one line wherever it is raised.
+    """
+
+    def __init__(self, path: "StorePath", reason: str) -> None:
+        """Creates the error.
+
+        Args:
+            path: The object that was asked for.
+            reason: Why there is no answer, in one line. It is also the attribute `strerror`.
+        """
+        super().__init__(f"{path}: {reason}")
+        self.strerror = reason
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class StorePath:
+    """A path in an object store: an object, or the beginning of the names of several.
+
+    It has no `__fspath__`, so functions for files of this machine refuse it with a TypeError. All
+    methods that ask the store raise StoreError if it refuses or cannot be reached.
+
+    Attributes:
+        scheme: The store, a key of `PACKAGES`.
+        key: The bucket and the name in it, e.g. `bucket/runs/a`.
+    """
+
+    scheme: str
+    key: PurePosixPath
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.key}"
+
+    def __truediv__(self, name: str) -> "StorePath":
+        return dataclasses.replace(self, key=self.key / name)
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.key.name
+
+    @property
+    def stem(self) -> str:
+        """The last part of the path without its suffix."""
+        return self.key.stem
+
+    @property
+    def parent(self) -> "StorePath":
+        """The path without its last part."""
+        return dataclasses.replace(self, key=self.key.parent)
+
+    def with_name(self, name: str) -> "StorePath":
+        """Returns the path with another last part.
+
+        Args:
+            name: The last part.
+        """
+        return dataclasses.replace(self, key=self.key.with_name(name))
+
+    def with_suffix(self, suffix: str) -> "StorePath":
+        """Returns the path with another suffix.
+
+        Args:
+            suffix: The suffix with its dot, or "" for none.
+        """
+        return dataclasses.replace(self, key=self.key.with_suffix(suffix))
+
+    def absolute(self) -> "StorePath":
+        """Returns the path itself, which is absolute."""
+        return self
+
+    def resolve(self) -> "StorePath":
+        """Returns the path itself, because a store has no links."""
+        return self
+
+    def is_symlink(self) -> bool:
+        """Returns False, because a store has no links."""
+        return False
+
+    def is_file(self) -> bool:
+        """Whether there is an object of this name."""
+        return self._kind() == "file"
+
+    def is_dir(self) -> bool:
+        """Whether there are objects below this path."""
+        return self._kind() == "directory"
+
+    def exists(self) -> bool:
+        """Whether there is an object of this name, or one below it."""
+        return self._kind() is not None
+
+    def iterdir(self) -> Iterator["StorePath"]:
+        """Yields the paths directly below this one, in the order of their names.
+
+        Raises:
+            FileNotFoundError: If there is no object below this path.
+        """
+        with self._requests():
+            entries = _client(self.scheme).ls(str(self.key), detail=False)
+        keys = {PurePosixPath(entry) for entry in entries} - {self.key}
+        for name in sorted({key.name for key in keys} - {_MARKER}):
+            yield self / name
+
+    def glob(self, pattern: str) -> Iterator["StorePath"]:
+        """Yields the paths directly below this one whose last part fits a pattern, by their names.
+
+        Args:
+            pattern: The pattern, as of `fnmatch`, without a slash.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            for path in self.iterdir():
+                if fnmatch.fnmatchcase(path.name, pattern):
+                    yield path
+
+    def files(self) -> dict[str, int]:
+        """Lists all objects below this path.
+
+        Returns:
+            The size of each object in bytes, by its name relative to this path, sorted by name. An
+            empty dict if there is none.
+
+        Raises:
+            FileNotFoundError: If there is no such bucket.
+        """
+        with self._requests():
+            entries = _client(self.scheme).find(str(self.key), detail=True)
+        sizes = {
+            str(PurePosixPath(name).relative_to(self.key)): entry["size"]
+            for name, entry in sorted(entries.items())
+        }
+        return {
+            name: size
+            for name, size in sizes.items()
+            if name != "." and PurePosixPath(name).name != _MARKER
+        }
+
+    def size(self) -> int:
+        """Returns the size of the object in bytes.
+
+        Raises:
+            FileNotFoundError: If there is no such object.
+        """
+        with self._requests():
+            return int(_client(self.scheme).info(str(self.key))["size"])
+
+    def read_bytes(self) -> bytes:
+        """Returns the content of the object.
+
+        Raises:
+            FileNotFoundError: If there is no such object.
+        """
+        with self._requests():
+            return _client(self.scheme).cat_file(str(self.key))
+
+    @contextlib.contextmanager
+    def open(self, mode: str = "rb") -> Iterator[IO[bytes]]:
+        """Opens the object for reading, as a context manager.
+
+        Args:
+            mode: "rb". A store has no files that are written piece by piece.
+
+        Yields:
+            A binary stream.
+
+        Raises:
+            FileNotFoundError: If there is no such object.
+            ValueError: If `mode` is another one.
+        """
+        if mode != "rb":
+            raise ValueError(f"mode={mode!r}: objects are opened for reading only")
+        with self._requests(), _client(self.scheme).open(str(self.key), mode) as stream:
+            yield stream
+
+    def write_bytes(self, data: bytes) -> None:
+        """Writes the object at once. An older one is replaced.
+
+        Args:
+            data: The content.
+        """
+        with self._requests():
+            try:
+                _client(self.scheme).pipe_file(str(self.key), data)
+            except FileNotFoundError as error:
+                raise StoreError(self, f"there is no bucket {self.key.parts[0]}") from error
+
+    def mkdir(self, *, parents: bool = True, exist_ok: bool = True) -> None:
+        """Writes an empty object below this path, so that `is_dir` is true.
+
+        `iterdir` and `files` leave that object out.
+
+        Args:
+            parents: Not read: no parent is needed.
+            exist_ok: Not read: nothing is wrong with an existing one.
+        """
+        (self / _MARKER).write_bytes(b"")
+
+    def unlink(self, missing_ok: bool = True) -> None:
+        """Removes the object. Nothing happens if there is none.
+
+        Args:
+            missing_ok: Not read.
+        """
+        with self._requests(), contextlib.suppress(FileNotFoundError):
+            _client(self.scheme).rm_file(str(self.key))
+
+    def remove_all(self, first: str) -> None:
+        """Removes all objects below this path.
+
+        Args:
+            first: The name, relative to this path, of the object that is removed before all others.
+                There need not be one.
+        """
+        names = list(self.files())
+        if first in names:
+            (self / first).unlink()
+            names.remove(first)
+        if names:
+            with self._requests():
+                _client(self.scheme).rm([str((self / name).key) for name in names])
+
+    def copy_all(self, target: "StorePath", last: str) -> None:
+        """Copies all objects below this path within the store.
+
+        Args:
+            target: The path below which the copies are made, in the same store.
+            last: The name, relative to this path, of the object that is copied after all others.
+        """
+        for name in sorted(self.files(), key=lambda name: name == last):
+            with self._requests():
+                _client(self.scheme).cp_file(str((self / name).key), str((target / name).key))
+
+    def upload(self, source: Path) -> None:
+        """Writes a file of this machine to the object. An older one is replaced.
+
+        Args:
+            source: The file.
+        """
+        with self._requests():
+            _client(self.scheme).put_file(str(source), str(self.key))
+
+    def download(self, target: Path) -> None:
+        """Copies the object to this machine.
+
+        Args:
+            target: The file to write. Missing parent directories are created.
+
+        Raises:
+            FileNotFoundError: If there is no such object.
+        """
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with self._requests():
+            _client(self.scheme).get_file(str(self.key), str(target))
+
+    def _kind(self) -> str | None:
+        """Returns "file", "directory", or None if there is no object here or below."""
+        try:
+            with self._requests():
+                return _client(self.scheme).info(str(self.key))["type"]
+        except FileNotFoundError:
+            return None
+
+    @contextlib.contextmanager
+    def _requests(self) -> Iterator[None]:
+        """Turns whatever a client raises in the body into a StoreError.
+
+        Raises:
+            FileNotFoundError: If the client raised it.
+            InputError: If the package that reads the store is not installed.
+            StoreError: If the body raised another Exception.
+        """
+        try:
+            yield
+        except (FileNotFoundError, StoreError, InputError):
+            raise
+        except Exception as error:  # each client has errors of several libraries
+            reason = first_line(error)
+            if isinstance(error, PermissionError):
+                reason = f"permission denied ({reason})"
+            raise StoreError(self, reason) from error
+
+
+# A path of a run directory, or in one.
+RunPath = Path | StorePath
+
+
+def is_url(text: str) -> bool:
+    """Whether a text is the URL of an object store.
+
+    Args:
+        text: The text.
+    """
+    return text.startswith(tuple(f"{scheme}://" for scheme in PACKAGES))
+
+
+def run_path(path: str | Path | StorePath) -> RunPath:
+    """Returns the path of a run directory. Nothing is read.
+
+    Args:
+        path: A path of this machine, or the URL of a store. A `pathlib.Path` of a URL, which has
+            lost one of its slashes, counts as the URL.
+
+    Raises:
+        InputError: If the URL has no bucket.
+    """
+    if isinstance(path, StorePath):
+        return path
+    match = _URL.fullmatch(str(path))
+    if match is None or match[1] not in PACKAGES:
+        return Path(path)
+    key = PurePosixPath(match[2])
+    if not key.parts:
+        raise InputError(f"{path}: has no bucket; expected {match[1]}://BUCKET/DIRECTORY")
+    return StorePath(match[1], key)
+
+
+def check_run_dir(text: str) -> str:
+    """Checks that `run.dir` is a path of this machine or the URL of a directory in a known store.
+
+    Args:
+        text: The setting. "" is accepted.
+
+    Returns:
+        The text. A slash at the end of a URL is removed.
+
+    Raises:
+        ValueError: If the text is another URL, or one without a bucket and a directory in it.
+    """
+    scheme, separator, rest = text.partition("://")
+    if not separator or "/" in scheme:
+        return text
+    accepted = " or ".join(f"{name}://BUCKET/DIRECTORY" for name in PACKAGES)
+    parts = rest.rstrip("/").split("/")
+    if scheme not in PACKAGES or len(parts) < 2 or not all(parts) or {".", ".."} & set(parts):
+        raise ValueError(f"expected {accepted}, or a path of this machine")
+    return f"{scheme}://{'/'.join(parts)}"
+
+
+def _client(scheme: str) -> Any:
+    """Returns fsspec's file system of a store, which fsspec creates once in each thread.
+
+    It remembers no listings, because other processes write to the store too.
+
+    Args:
+        scheme: The store, a key of `PACKAGES`.
+
+    Raises:
+        InputError: If the package that reads the store is not installed.
+    """
+    try:
+        import fsspec
+
+        return fsspec.filesystem(scheme, use_listings_cache=False)
+    except ImportError as error:
+        raise InputError(
+            f"{scheme}:// needs {PACKAGES[scheme]}: pip install 'solrl_jax[stores]'"
+        ) from error
