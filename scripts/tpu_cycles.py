@@ -16,6 +16,8 @@ import os
 import re
 import tempfile
 from collections import defaultdict
+from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,13 @@ RECORD = Path(__file__).resolve().parents[1] / "benchmarks" / "tpu-cycles.json"
 # Hz, at which the multipliers of a chip reach its public peak in BF16. They turn the time of a
 # kernel's bytes into cycles.
 CLOCKS = {"tpu-v5e": 1.5e9, "tpu-v5p": 1.75e9, "tpu-v6e": 1.75e9}
+EMPTY: dict[str, Any] = {
+    "what": "cycles of an exploring step and of a BF16 step on a TPU, by the compiler's estimate",
+    "command": "python scripts/tpu_cycles.py DEVICE PRESET --devices DEVICES OVERRIDES",
+    "date": "that of each row",
+    "device": "none: compiled on CPU cores",
+    "rows": [],
+}
 LARGEST = 12  # groups of instructions that a record lists
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _BUNDLE = re.compile(r"^\s*0x[0-9a-f]+ ", re.MULTILINE)
@@ -121,6 +130,8 @@ def measure(device: str, preset: str, count: int, overrides: list[str]) -> dict[
         "preset": preset,
         "overrides": overrides,
         "format": planner.stages.experiment.explorer.format.name,
+        "date": date.today().isoformat(),
+        "versions": ", ".join(f"{name} {version(name)}" for name in ("jax", "libtpu")),
     }
     for stage, num_steps in steps.items():
         (program,) = planner.stages.programs(stage, planner.codes)
@@ -143,7 +154,7 @@ def main() -> None:
     given = parser.parse_intermixed_args()
     row = measure(given.device, given.preset, given.devices, given.overrides)
     print("ratio", row["ratio"])
-    record = json.loads(RECORD.read_text()) if RECORD.exists() else {"rows": []}
+    record: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else EMPTY
     keys = ("device", "devices", "preset", "overrides")
     rows = [other for other in record["rows"] if any(other[k] != row[k] for k in keys)]
     record["rows"] = [*rows, row]
