@@ -107,10 +107,10 @@ def iteration_of(path: RunPath) -> int | None:
 
 
 def intact(root: RunPath) -> Iterator[RunPath]:
-    """Yields the checkpoints in `root` that pass `verify` with `contents=False`, newest first.
+    """Yields the checkpoints in `root` that are intact as far as a quick check sees, newest first.
 
-    Names and sizes of all files are compared, but only the contents of those of at most 1 MiB.
-    Damaged checkpoints are left out. Each one is verified when it is asked for.
+    The check compares the names and sizes of all files, and the contents of those of at most 1 MiB
+    (`verify` with `contents=False`). Each checkpoint is checked when the iterator reaches it.
 
     Args:
         root: The directory of checkpoints. If it does not exist, nothing is yielded.
@@ -125,17 +125,16 @@ def intact(root: RunPath) -> Iterator[RunPath]:
 
 
 def rank_by_reward(root: RunPath) -> list[RunPath]:
-    """Lists the checkpoints that were saved with an evaluation, the highest "eval/reward" first.
+    """Lists the checkpoints that were saved with an evaluation, the highest held-out reward first.
 
-    Checkpoints that do not pass `verify` with `contents=False`, which reads only small files, are
-    left out.
+    The reward is the "eval/reward" in the checkpoint's metadata. Checkpoints without it, and those
+    that a quick check (`intact`) finds damaged, are left out.
 
     Args:
         root: The directory of checkpoints. It need not exist.
 
     Returns:
-        The paths. Of checkpoints with equal rewards the newest comes first. An empty list if no
-        intact checkpoint has a number as the "eval/reward" of its "evaluation".
+        The paths. Of checkpoints with equal rewards the newest comes first.
 
     Raises:
         RunError: If the directory cannot be read.
@@ -155,16 +154,15 @@ def verify(path: RunPath, *, contents: bool = True) -> None:
 
     Args:
         path: The directory of the checkpoint.
-        contents: Whether to compare every byte. If False, the names and sizes of all files are
-            compared, but only the contents of those of at most `files.SMALL` bytes (1 MiB), so that
-            no large array is read. In a store contents are never compared; `restore`
-            compares those of its copy.
+        contents: True: every byte is compared. False: the names and sizes of all files, but only
+            the contents of those of at most 1 MiB (`files.SMALL`), so that no large array is read.
+            In an object store (gs://, s3://) no contents are compared; `restore` compares those of
+            its copy.
 
     Raises:
         CheckpointError: If files are missing, unknown, altered or cannot be read, if another
-            version of solrl_jax saved the checkpoint (its "format" is not `FORMAT`), or if the
-            directory's name has another iteration than `meta.json`. A directory that is not named
-            like a checkpoint may have any iteration.
+            version of solrl_jax saved the checkpoint, or if the directory is named after another
+            iteration than the one it holds.
     """
     if isinstance(path, StorePath):
         reason = files.stored_damage(path)
@@ -279,23 +277,23 @@ def newest_usable(root: RunPath, use: Callable[[RunPath], T]) -> tuple[T, list[s
 def restore(
     path: RunPath, abstract_state: Any, expected: dict[str, Any] | None = None
 ) -> tuple[Any, dict[str, Any]]:
-    """Verifies and reads a checkpoint, bit for bit. Every process of a run calls this.
+    """Verifies and reads a checkpoint. Every process of a run calls this.
 
-    The first process reads every byte of the checkpoint for the verification. If the checkpoint is
-    in a store, every process first copies it to a temporary directory.
+    The first process compares every byte with the manifest. A checkpoint in an object store is
+    first copied to a temporary directory of every process.
 
     Args:
         path: The directory of the checkpoint.
-        abstract_state: A pytree of `jax.ShapeDtypeStruct` or arrays, which tells the structure,
-            shapes and dtypes of the state. Values are not read.
-        expected: Names and values that the checkpoint's metadata must hold. None: anything is
+        abstract_state: A pytree of `jax.ShapeDtypeStruct` or arrays with the structure, shapes,
+            dtypes and shardings of the state. Values are not read. A leaf without a sharding is
+            placed on the first device of the process.
+        expected: Names and values that the metadata of the checkpoint must have. None: anything is
             accepted.
 
     Returns:
-        The state, a pytree of jax arrays with the structure and shardings of `abstract_state` (a
-        leaf without a sharding is placed on the first device of the process), and the metadata that
-        it was saved with, by name, with "iteration". Biases of the convolution `lepe` in linear
-        attention (`ADDED`), which older checkpoints lack, are then 0.
+        A tuple: the state, a pytree of jax arrays with the structure and shardings of
+        `abstract_state`; and the metadata that it was saved with, by name, with "iteration".
+        Parameters that solrl_jax has added since (`ADDED`) and that the checkpoint lacks are 0.
 
     Raises:
         CheckpointError: If files are missing, unknown or altered, if another version of solrl_jax
@@ -315,12 +313,13 @@ def restore(
 
 @contextlib.contextmanager
 def _copied(path: StorePath) -> Iterator[Path]:
-    """Copies a checkpoint from a store to a temporary directory, which is removed at the end.
+    """A context manager that copies a checkpoint from an object store to a temporary directory.
 
-    Every process of a run calls this. Errors of the body name the checkpoint in the store.
+    Every process of a run calls this. The copy is removed at the end. Errors of the body name the
+    checkpoint in the store, not the copy.
 
     Args:
-        path: The checkpoint.
+        path: The directory of the checkpoint in the store.
 
     Yields:
         The path of the copy. Its last part is that of `path`.

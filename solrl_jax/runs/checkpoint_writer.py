@@ -109,12 +109,12 @@ def begin(
 
 
 def describe(iteration: int, arrays: Mapping[str, jax.Array], meta: Mapping[str, Any]) -> str:
-    """Returns the content of a checkpoint's `meta.json`.
+    """Returns the content of a checkpoint's `meta.json`, as JSON text.
 
     Args:
-        iteration: The number of iterations behind the state.
-        arrays: The arrays of the state, by key path.
-        meta: JSON values by name.
+        iteration: The number of complete iterations.
+        arrays: The arrays of the state, by key path. Their shapes and dtypes are described.
+        meta: JSON values by name, which are saved with the state.
 
     Raises:
         TypeError: If JSON has no value of `meta`.
@@ -130,16 +130,17 @@ def describe(iteration: int, arrays: Mapping[str, jax.Array], meta: Mapping[str,
 def start_writing_or_fail_later(
     folder: Path, arrays: dict[str, jax.Array]
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Calls `start_writing`, and raises nothing. An error is raised in the second half of the save,
-    when no process writes any more.
+    """Calls `start_writing`, but puts off its error to the second half of the save.
+
+    No process writes any more then, so the first process can clean up.
 
     Args:
         folder: The directory that `start_writing` writes to.
         arrays: The arrays to save, by key path.
 
     Returns:
-        The two functions of `start_writing`. If it failed, the first raises its error and the
-        second does nothing.
+        The pair of functions of `start_writing` (wait until written, merge). If it failed, the
+        first raises its error and the second does nothing.
     """
     try:
         return start_writing(folder, arrays)
@@ -157,8 +158,8 @@ def start_writing(
     When this returns, the arrays may be overwritten or donated.
 
     Args:
-        folder: An existing, empty directory: the same in all processes, or one of each process. In
-            the second case, that of the first process must hold the files of all before the merge.
+        folder: An existing, empty directory: one for all processes, or one of each process. In the
+            second case, that of the first process must hold the files of all before the merge.
         arrays: The arrays to save, by key path. Empty ones are not written.
 
     Returns:
@@ -189,7 +190,7 @@ def prune(root: RunPath, keep: int, best: int = 0) -> None:
 
     What counts as intact is checked quickly (only files of at most 1 MiB are read), except for the
     newest: it is read in full, so that at least one checkpoint is known to be intact in every byte.
-    In a store only names and sizes are compared.
+    In an object store only names and sizes are compared.
 
     Args:
         root: The directory of checkpoints. If it does not exist, nothing happens.

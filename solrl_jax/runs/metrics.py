@@ -325,15 +325,16 @@ def _tensorboard(folder: Path, purge_step: int) -> Iterator[Log]:
 
 @contextlib.contextmanager
 def _stored_record(path: StorePath, rows: Sequence[Mapping[str, Any]]) -> Iterator[Log]:
-    """Opens `metrics.jsonl` in a store, as a context manager.
+    """Opens `metrics.jsonl` in an object store (gs://, s3://), as a context manager.
 
     Args:
-        path: The file. It is replaced.
-        rows: The rows that it begins with.
+        path: The file. An existing one is replaced.
+        rows: The rows that the new file begins with, dicts of "iteration" and values by name.
 
     Yields:
-        A function (iteration, values by name) that adds a row by writing the whole file anew. It
-        raises RunError if the store refuses, or if another start has taken over the run directory.
+        A function (iteration, values by name) that adds a row. A store cannot append, so it writes
+        the whole file anew. Values that are not finite are written as null. It raises RunError if
+        the store refuses, or if another start has taken over the run directory.
 
     Raises:
         RunError: If the store refuses.
@@ -353,13 +354,15 @@ def _stored_record(path: StorePath, rows: Sequence[Mapping[str, Any]]) -> Iterat
 
 @contextlib.contextmanager
 def _stored_tensorboard(folder: StorePath, purge_step: int) -> Iterator[Log]:
-    """Opens a new event file of TensorBoard in a store, as a context manager.
+    """Opens a new event file of TensorBoard in an object store, as a context manager.
 
-    It is written to a temporary directory, and uploaded after every row.
+    The file is written to a temporary directory, and uploaded after every row.
 
     Args:
-        folder: The directory of the event files. Each start has a directory in it.
-        purge_step: TensorBoard hides events of older files from this step on.
+        folder: The directory of the event files in the store. Each start of the run has a directory
+            of its own in it.
+        purge_step: The first iteration that this start of the run writes. TensorBoard hides events
+            of older files from it on.
 
     Yields:
         A function (iteration, values by name) that adds a row and uploads the file. It raises

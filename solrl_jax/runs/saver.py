@@ -9,11 +9,12 @@ from solrl_jax.storage.stores import RunPath, StorePath
 
 
 class Saver:
-    """Saves checkpoints to one directory, one at a time, in a thread.
+    """Saves checkpoints to one directory, one at a time, in a thread beside the training.
 
-    Every process of a run has one. An error in the thread is raised by the next call of `save` or
-    `wait`. As a context manager, it waits at the end for the save in progress, also if the body
-    raised, and ends the thread.
+    It is created with the directory and the numbers of checkpoints to keep. Every process of a run
+    has one. An error in the thread is raised by the next call of `save` or `wait`. As a context
+    manager, it waits at the end for the save in progress, also if the body raised, and ends the
+    thread.
     """
 
     def __init__(self, root: RunPath, *, keep: int, best: int) -> None:
@@ -34,24 +35,23 @@ class Saver:
         self._last: int | None = None
 
     def save(self, iteration: int, state: Any, meta: Mapping[str, Any]) -> None:
-        """Waits for the previous save and starts a new one.
+        """Waits for the previous save and starts a new one. Every process of a run calls it.
 
-        When this returns, the arrays of `state` may be overwritten, and the thread writes their
-        copies. If it is called twice in a row for an iteration, the second call saves nothing,
-        unless the first save failed. Every process of a run calls it. When the save is complete,
-        the thread removes checkpoints that are neither among the newest nor among the best that
-        the saver keeps.
+        When this returns, the arrays of `state` have been copied and may be overwritten. The thread
+        writes the copies, and then removes checkpoints that are neither among the newest nor among
+        the best that the saver keeps. A second call in a row for the same iteration saves nothing,
+        unless the first save failed.
 
         Args:
-            iteration: The number of iterations behind the state, which names the directory.
-            state: A pytree of plain jax arrays, such as `TrainState`.
+            iteration: The number of complete iterations, which names the directory.
+            state: A pytree of jax arrays, such as `TrainState`. Random keys are not accepted.
             meta: JSON values by name that are saved with the state. Those of the first process
                 count.
 
         Raises:
             RunError: If the disk refused the previous save, which is then not retried, or refuses
                 the beginning of this one. Also if another process failed or gives no answer.
-            TypeError: If a leaf of the state is no plain jax array, or JSON has no value of `meta`.
+            TypeError: If a leaf of the state is no such array, or JSON has no value of `meta`.
         """
         self.wait()
         if iteration == self._last:
@@ -69,9 +69,8 @@ class Saver:
         """Waits for the save in progress. Returns at once if there is none.
 
         Raises:
-            RunError: If the disk refused it, or another process failed or gives no answer. If the
-                disk is the cause, the message names the last checkpoint. The next call does not
-                raise the error again, and the save may be repeated.
+            RunError: If the disk refused it (the message names the last checkpoint), or another
+                process failed or gives no answer. It is raised once, and the save may be repeated.
         """
         pending = self._pending
         self._pending = None

@@ -40,16 +40,17 @@ def begin(
     keep: int | None = None,
     best: int = 0,
 ) -> Callable[[], StorePath]:
-    """Does the first half of a save, and returns the second. Every process of a run calls both.
+    """Does the first half of a save to an object store, and returns a function for the second.
 
-    The first half copies the arrays to the host and starts to write them to a staging directory; it
-    also removes what killed saves left in `root` and on this machine. The second half waits until
-    they are written, uploads them and removes old checkpoints. A checkpoint of the same iteration
-    is first copied to the name `NNNNNN.replaced`, where it stays if the save fails.
+    Every process of a run calls both. The first half removes what killed saves left in `root` and
+    on this machine, copies the arrays to the host and starts to write them to a staging directory,
+    a temporary directory of this machine. The second half waits until they are written, uploads
+    them and removes old checkpoints. An existing checkpoint of the same iteration is first copied
+    to `NNNNNN.replaced`, where it stays if the save fails.
 
     Args:
-        root: The directory of checkpoints. The first process owns the run directory around it
-            (`files.only_user`).
+        root: The directory of checkpoints in the store. The first process must own the run
+            directory around it (`files.only_user`).
         iteration: The number of complete iterations, which names the directory.
         state: A pytree of jax arrays. When this returns, they may be overwritten.
         meta: JSON values by name. Those of the first process are saved.
@@ -140,20 +141,26 @@ def begin(
 
 
 def _staging_prefix(root: StorePath) -> str:
-    """Returns the beginning of the names of staging directories of one process of one run.
+    """Returns how the names of this process's staging directories for a run begin.
+
+    A staging directory is a temporary directory in which a checkpoint is written before its upload.
+    The name depends on the run and the index of the process, so that a later start finds what a
+    killed save left.
 
     Args:
-        root: The directory of checkpoints.
+        root: The directory of checkpoints in the store.
     """
     owner = hashlib.sha256(f"{root} {jax.process_index()}".encode()).hexdigest()[:16]
     return f"{files.STAGING}save-{owner}-"
 
 
 def _remove_stagings(root: StorePath) -> None:
-    """Removes the staging directories that killed saves of this process and this user left.
+    """Removes the staging directories on this machine that killed saves of this process left.
+
+    Those of other users stay.
 
     Args:
-        root: The directory of checkpoints.
+        root: The directory of checkpoints in the store, which tells the run.
 
     Raises:
         OSError: If another process removes one at the same time.
@@ -164,16 +171,16 @@ def _remove_stagings(root: StorePath) -> None:
 
 
 def _make_room(root: StorePath, target: StorePath, replaced: StorePath) -> None:
-    """Removes what killed saves and removals left in a store, and moves the checkpoint that is
-    replaced.
+    """Makes a store ready for a new checkpoint.
 
-    Leftovers are directories without a manifest, and replaced checkpoints if the one that replaced
-    them is there.
+    Removes what killed saves and removals left: directories without a manifest, and replaced
+    checkpoints if the one that replaced them is there. Also copies an existing checkpoint of the
+    same iteration to another name and removes the original.
 
     Args:
         root: The directory of checkpoints.
         target: The checkpoint that will be written. It need not exist.
-        replaced: The name that an existing one gets.
+        replaced: The name that an existing checkpoint `target` gets.
 
     Raises:
         RunError: If the store refuses.
