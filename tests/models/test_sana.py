@@ -183,3 +183,7 @@ def test_released_sizes_have_the_released_names_and_parameter_counts(repository,
 def test_a_config_this_port_cannot_honour_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         SanaConfig.from_dict(fields)
+
+
+def test_a_number_of_a_config_may_be_written_as_an_integer():
+    assert SanaConfig.from_dict({"dropout": 0}) == SanaConfig()

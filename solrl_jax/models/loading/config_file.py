@@ -153,7 +153,8 @@ class ReleasedConfig:
         for name, value in fields.items():
             if name in types:
                 value = _as_tuple(value)
-                not_positive = type(value) is int and value < 1
+                takes_floats = _matches(0.0, types[name])
+                not_positive = type(value) is int and value < 1 and not takes_floats
                 if not_positive or not _matches(value, types[name]):
                     raise unsupported(cls.network, name, value, _describe(types[name]))
                 values[name] = value
