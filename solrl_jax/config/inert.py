@@ -4,9 +4,12 @@ from solrl_jax.config.schema import Config, is_plugin
 
 # Built-in objectives that read a field of `algorithm`.
 _READERS = {
-    "beta": ("nft", "dpo"),
+    "beta": ("nft", "opsd", "dpo"),
     "clip_range": ("awm", "flow_grpo", "mix_grpo", "dance_grpo", "flow_cps", "grpo_guard"),
     "kl_mask_threshold": ("flow_dppo",),
+    "query_sigma": ("opsd",),
+    "target_radius": ("opsd",),
+    "target_steps": ("opsd",),
 }
 _UNQUANTIZED = ("bf16", "fp32")  # values of `rollout.explore.precision`
 
@@ -40,6 +43,8 @@ def inert_fields(config: Config) -> set[str]:
         for field, objectives in _READERS.items():
             if config.algorithm.objective not in objectives:
                 inert.add(f"algorithm.{field}")
+        if config.algorithm.objective == "opsd":
+            inert.add("algorithm.timestep_fraction")
     if config.train.parameters == "all":
         inert.add("lora")
     return inert

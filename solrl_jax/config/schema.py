@@ -52,10 +52,13 @@ from solrl_jax.storage.stores import check_run_dir
 # "samples": the kept samples, noised to a sigma of the schedule;
 # "pairs": the best sample of a prompt with its worst, the second best with the second worst, and so
 # on;
-# "transitions": recorded steps of a stochastic solver.
+# "transitions": recorded steps of a stochastic solver;
+# "reward_gradients": one recorded state of each sample's trajectory, with targets that are made of
+# the gradient of the reward by the clean latents that the old policy predicts there.
 OBJECTIVES = {
     "nft": "samples",
     "awm": "samples",
+    "opsd": "reward_gradients",
     "dpo": "pairs",
     "flow_grpo": "transitions",
     "mix_grpo": "transitions",
@@ -508,10 +511,10 @@ class Algorithm(Section):
     and exported.
 
     Attributes:
-        objective: The loss: "nft", "awm", "dpo", "flow_grpo", "mix_grpo", "dance_grpo", "flow_cps",
-            "grpo_guard" or "flow_dppo", or a function of yours as `module:function`.
-        beta: Above 0, for two objectives. nft: how far the implicit positive policy lies from the
-            old policy towards the trained one. dpo: the strength of the preference.
+        objective: The loss: "nft", "awm", "opsd", "dpo", "flow_grpo", "mix_grpo", "dance_grpo",
+            "flow_cps", "grpo_guard" or "flow_dppo", or a function of yours as `module:function`.
+        beta: Above 0, for three objectives. nft and opsd: how far the implicit positive policy lies
+            from the old policy towards the trained one. dpo: the strength of the preference.
         kl_coef: The weight in the loss, at least 0, of the distance to the base model (usually the
             mean squared difference of the predicted velocities).
         kl_fraction: The fraction of the loss terms, above 0 and at most 1, for which that distance
@@ -521,6 +524,12 @@ class Algorithm(Section):
             probability ratio of the trained to the old policy is clipped to 1 +- this.
         kl_mask_threshold: Above 0, for flow_dppo: terms that increase the divergence of the trained
             from the old policy are left out where it exceeds this.
+        query_sigma: Above 0 and at most 1, for opsd and objectives of yours on reward gradients:
+            each sample is trained at the state of its trajectory with the nearest noise level.
+        target_radius: Above 0, for opsd: how far the targets lie from the clean latents that the
+            old policy predicts, as a fraction of their norm.
+        target_steps: At least 1, for opsd: the number of steps along the gradient of the reward in
+            which each target is reached.
         adv_clip_max: Advantages, in standard deviations of the reward, are clipped to +- this;
             above 0.
         adv_mode: What is made of the advantages. "all": nothing. "positive_only", "negative_only":
@@ -529,7 +538,7 @@ class Algorithm(Section):
         global_std: Whether rewards are divided by their standard deviation over the whole iteration
             (True) or over the samples of their own prompt (False).
         timestep_fraction: The share of the schedule's sigmas at which each sample is trained, above
-            0 and at most 1. At least one sigma must result.
+            0 and at most 1. At least one sigma must result. opsd does not read it.
         decay_type: How slowly the old policy follows the trained one. 0: at once. 1: its decay rate
             grows by 0.001 per optimizer step up to 0.5. 2: it is 0 up to step 75 and then grows by
             0.0075 per step up to 0.999. 3: as 1, but up to 0.3.
@@ -546,6 +555,9 @@ class Algorithm(Section):
     kl_fraction: Annotated[Number, Field(gt=0, le=1)] = 1.0
     clip_range: Positive = 1e-4
     kl_mask_threshold: Positive = 1e-5
+    query_sigma: Annotated[Number, Field(gt=0, le=1)] = 0.278
+    target_radius: Positive = 0.1
+    target_steps: PositiveInt = 2
     adv_clip_max: Positive = 5.0
     adv_mode: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = "all"
     global_std: Bool = True
@@ -569,11 +581,14 @@ class Algorithm(Section):
 
     @property
     def trains_on(self) -> str:
-        """What the objective is computed on: "samples", "pairs" or "transitions".
+        """What the objective is computed on: "samples", "pairs", "transitions" or
+        "reward_gradients".
 
         "samples": kept samples, to which noise is added. "pairs": a good and a bad sample of the
-        same prompt. "transitions": recorded steps of a stochastic solver. A function of the user's
-        is imported, and has this text as its attribute `trains_on` ("samples" without it).
+        same prompt. "transitions": recorded steps of a stochastic solver. "reward_gradients": one
+        recorded state of each sample, with targets that are made of the gradient of the reward. A
+        function of the user's is imported, and has this text as its attribute `trains_on`
+        ("samples" without it).
 
         Raises:
             ConfigError: If that attribute has another value.
@@ -584,7 +599,8 @@ class Algorithm(Section):
         module, _, function = self.objective.partition(":")
         kind = getattr(getattr(importlib.import_module(module), function), "trains_on", "samples")
         if kind not in OBJECTIVES.values():
-            accepted = f"trains_on={kind!r}; expected 'samples', 'pairs' or 'transitions'"
+            kinds = ", ".join(map(repr, dict.fromkeys(OBJECTIVES.values())))
+            accepted = f"trains_on={kind!r}; expected one of {kinds}"
             raise ConfigError.of_field("algorithm.objective", self.objective, accepted)
         return kind
 
@@ -871,8 +887,9 @@ class Config(Section):
         of the package, and this method must be called for a function.
 
         Raises:
-            ConfigError: If an objective on pairs gets an odd number of samples or terms, or one on
-                transitions gets too few steps that add noise.
+            ConfigError: If an objective on pairs gets an odd number of samples or terms, one on
+                transitions too few steps that add noise, or one on reward gradients samples of a
+                quantized exploration, advantages of several rewards, or several sigmas.
             ImportError, AttributeError: If the function does not exist.
         """
         match self.algorithm.trains_on:
@@ -880,6 +897,8 @@ class Config(Section):
                 self._check_pairs()
             case "transitions":
                 self._check_transitions()
+            case "reward_gradients":
+                self._check_reward_gradients()
 
     def _check_pairs(self) -> None:
         """Checks that an objective on pairs of samples gets whole pairs.
@@ -914,12 +933,45 @@ class Config(Section):
         if rollout.num_sde_steps == 0:
             accepted = f"must be above 0 {purpose}, with a stochastic rollout.solver"
             raise ConfigError.of_field("rollout.noise_level", rollout.noise_level, accepted)
-        if not rollout.regenerate and rollout.explore.precision not in ("bf16", "fp32"):
-            accepted = f"must be true, or rollout.explore.precision=bf16, {purpose}"
-            raise ConfigError.of_field("rollout.regenerate", False, accepted)
+        self._check_recording(purpose)
         if self.num_train_sigmas > rollout.num_sde_steps:
             largest = rollout.num_sde_steps / rollout.num_steps
             accepted = f"must be at most {largest:g} {purpose}"
+            raise ConfigError.of_field(
+                "algorithm.timestep_fraction", self.algorithm.timestep_fraction, accepted
+            )
+
+    def _check_recording(self, purpose: str) -> None:
+        """Checks that recorded states come from a policy in the training precision.
+
+        Args:
+            purpose: The end of the message, which says what they are for.
+
+        Raises:
+            ConfigError: If samples are not regenerated and `rollout.explore.precision` is not
+                "bf16" or "fp32".
+        """
+        rollout = self.rollout
+        if not rollout.regenerate and rollout.explore.precision not in ("bf16", "fp32"):
+            accepted = f"must be true, or rollout.explore.precision=bf16, {purpose}"
+            raise ConfigError.of_field("rollout.regenerate", False, accepted)
+
+    def _check_reward_gradients(self) -> None:
+        """Checks that the gradient of the reward can be trained on.
+
+        Raises:
+            ConfigError: If samples are not regenerated and `rollout.explore.precision` is not
+                "bf16" or "fp32"; if `reward.combine` is not "sum", whose gradient is the one that
+                is taken; or if an objective `module:function` trains at more than one sigma.
+        """
+        purpose = f"for the reward gradients of algorithm.objective={self.algorithm.objective}"
+        self._check_recording(purpose)
+        if self.reward.combine != "sum":
+            raise ConfigError.of_field(
+                "reward.combine", self.reward.combine, f"must be sum {purpose}"
+            )
+        if self.num_train_sigmas != 1:
+            accepted = f"must be {1 / self.rollout.num_steps:.3g} {purpose}, taken at one sigma"
             raise ConfigError.of_field(
                 "algorithm.timestep_fraction", self.algorithm.timestep_fraction, accepted
             )
@@ -928,8 +980,11 @@ class Config(Section):
     def num_train_sigmas(self) -> int:
         """The number of sigmas at which each kept sample is trained.
 
-        It is `algorithm.timestep_fraction` times `rollout.num_steps`, rounded down.
+        It is `algorithm.timestep_fraction` times `rollout.num_steps`, rounded down; 1 for
+        objectives of the package that train on reward gradients.
         """
+        if OBJECTIVES.get(self.algorithm.objective) == "reward_gradients":
+            return 1
         # Rounding first makes 0.29 of 100 steps 29, although 0.29 * 100 is just below it in
         # floating point.
         product = round(self.algorithm.timestep_fraction * self.rollout.num_steps, 9)

@@ -40,6 +40,7 @@ def trajectory(
     noise: Float[Array, " b *latent"],
     seeds: UInt32[Array, "b 2"],
     recorded_steps: int,
+    query_step: int | None = None,
 ) -> tuple[
     Float[Array, " b *latent"],
     Float[Array, " b states *latent"] | None,
@@ -62,10 +63,13 @@ def trajectory(
         recorded_steps: How many steps to record, from the first step that adds noise on (from step
             0 if none does), at most as many as follow. If above 0, the latents of all steps are
             kept in memory until the end.
+        query_step: The index of a step, counted over all segments, whose beginning is returned in
+            place of recorded steps. None: there is none.
 
     Returns:
         The clean latents, float32, of the shape of `noise`; the latents before the first recorded
-        step and after each recorded step, float32, in that order, or None if `recorded_steps` is 0;
+        step and after each recorded step, float32, in that order, or with `query_step` the latents
+        before it and the clean latents that are predicted there, or None if nothing is recorded;
         and the latents after the first segment, float32. Velocities that are not finite make the
         latents of their sample non-finite.
     """
@@ -80,7 +84,8 @@ def trajectory(
             lambda: next_x + e * _solver_noise(seeds, weights, next_x.shape[1:]),
             lambda: next_x,
         )
-        return (next_x, x0, previous_x0), x if recorded_steps else None
+        record = (x, x0) if query_step is not None else x if recorded_steps else None
+        return (next_x, x0, previous_x0), record
 
     carry = (noise, jnp.zeros_like(noise), jnp.zeros_like(noise))
     path = []
@@ -96,6 +101,9 @@ def trajectory(
         path.append(states)
         ends.append(carry[0])
     latents = ends[-1]
+    if query_step is not None:
+        states, predictions = (jnp.concatenate(parts) for parts in zip(*path, strict=True))
+        return latents, jnp.stack([states[query_step], predictions[query_step]], axis=1), ends[0]
     if not recorded_steps:
         return latents, None, ends[0]
     std = jnp.concatenate([jnp.asarray(schedule.table)[:, 4] for _, schedule in segments])

@@ -5,6 +5,7 @@ arrays.
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -160,6 +161,14 @@ class Schedule:
     def steps(self) -> int:
         """The number of solver steps. The sigmas with the final 0 are one more."""
         return len(self.sigmas)
+
+    def nearest_step(self, sigma: float) -> Array:
+        """The index of the step that starts nearest to a noise level, the first of several; int32.
+
+        Args:
+            sigma: The noise level, in (0, 1].
+        """
+        return jnp.argmin(jnp.abs(jnp.asarray(self.sigmas) - sigma))
 
     def with_sigmas(self, sigmas: Sigmas, table: Table) -> "Schedule":
         """Returns a schedule with other sigmas and coefficients, and the guidance of this one.

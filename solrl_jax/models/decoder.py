@@ -24,7 +24,7 @@ MAX_PIXELS = 2**21
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["params"],
-    meta_fields=["pipeline", "dtype", "tile"],
+    meta_fields=["pipeline", "dtype", "tile", "max_images"],
 )
 @dataclasses.dataclass(frozen=True)
 class Decoder:
@@ -42,20 +42,22 @@ class Decoder:
         tile: side, in pixels, of the square tiles that are decoded one after another to save
             memory: a multiple of `pipeline.compression`. None: images are decoded whole, as are
             images that fit into one tile.
+        max_images: the most images that a device decodes at once, at least 1.
     """
 
     params: Params
     pipeline: Pipeline
     dtype: jnp.dtype
     tile: int | None = None
+    max_images: int = MAX_IMAGES
 
     def __call__(self, latents: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
         """Decodes latents to images in [0, 1], float32. For use under jit.
 
-        Each device decodes a few images at a time: up to 4, or fewer if together they would have
-        more than 2^21 pixels (with tiles: if that many tiles would), but at least one. If `tile` is
-        set, images that exceed a tile are decoded in tiles, which overlap by a quarter of a tile or
-        more.
+        Each device decodes a few images at a time: up to `max_images`, or fewer if together they
+        would have more than 2^21 pixels (with tiles: if that many tiles would), but at least one.
+        If `tile` is set, images that exceed a tile are decoded in tiles, which overlap by a quarter
+        of a tile or more.
 
         Args:
             latents: the transformer's latents, of any dtype. If a mesh is set, their number must be
@@ -76,5 +78,5 @@ class Decoder:
             height = min(height, tile)
             width = min(width, tile)
         pixels = height * width * compression**2
-        batch_size = max(1, min(MAX_IMAGES, MAX_PIXELS // pixels))
+        batch_size = max(1, min(self.max_images, MAX_PIXELS // pixels))
         return sharding.map_rows(decode, latents.astype(self.dtype), batch_size)

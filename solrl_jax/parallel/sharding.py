@@ -233,7 +233,7 @@ def map_rows(f: Callable[[Any], Any], tree: Any, count: int) -> Any:
     It saves memory, and results do not depend on the size of the batch, because every piece has the
     same number of rows. An incomplete last piece is filled up with copies of a row, whose results
     are dropped. The mesh that is set must have no tensor parallelism (`rows_only`); without a mesh,
-    there is one device.
+    there is one device. A gradient evaluates `f` once more for each piece.
 
     Args:
         f: The function. It maps a pytree of arrays to a pytree of arrays, both with one piece as
@@ -266,8 +266,11 @@ def map_rows(f: Callable[[Any], Any], tree: Any, count: int) -> Any:
         )
 
     place = split_rows if devices > 1 else lambda x: x
+    # Without checkpoints, the gradient would keep the residuals of all calls. Preventing common
+    # subexpression elimination is unnecessary inside a loop.
+    apply = jax.checkpoint(f, prevent_cse=False)
     return jax.tree.map(
-        join, jax.lax.map(lambda part: f(jax.tree.map(place, part)), jax.tree.map(split, tree))
+        join, jax.lax.map(lambda part: apply(jax.tree.map(place, part)), jax.tree.map(split, tree))
     )
 
 

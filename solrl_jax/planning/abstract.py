@@ -28,11 +28,12 @@ from solrl_jax.rewards.registry import open_rewards
 from solrl_jax.rewards.sources import CARRIED
 from solrl_jax.rl.experiment import (
     Experiment,
+    check_loaded_objective,
     load_prompt_sets,
     read_instruction,
+    reward_gradients_for,
     select_parameters,
 )
-from solrl_jax.rl.objective import load_objective
 from solrl_jax.storage import hub
 
 
@@ -98,7 +99,7 @@ def experiment(config: Config, pipeline: Pipeline, device: DeviceInfo, mesh: Mes
         InputError: If the configuration cannot be run, for example because an objective or a reward
             cannot be imported, or the model does not support a setting.
     """
-    load_objective(config.algorithm.objective)  # imports an objective outside the package
+    check_loaded_objective(config)  # imports an objective outside the package
     model = config.model
     dtype = DTYPES[config.rollout.precision]
     rows = sharding.rows_only(mesh)
@@ -172,7 +173,8 @@ def reward(config: Config, mesh: Mesh, products: DTypeLike) -> Reward:
         InputError: If a reward does not exist, cannot be imported or refuses its options.
     """
     settings = dataclasses.replace(config.reward, paths=CARRIED, eval_only=())
-    trained = open_rewards(settings, products).load(mesh).trained
+    gradients_for = reward_gradients_for(config)
+    trained = open_rewards(settings, products, None, gradients_for).load(mesh).trained
     return dataclasses.replace(trained, params=abstract(trained.params, mesh))
 
 

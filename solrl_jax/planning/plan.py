@@ -45,6 +45,7 @@ SETTINGS = {
     "regenerate": ("rollout.per_device_batch_size", "mesh.fsdp", "model.prompt_cache_dir=''"),
     # Images are decoded a few at a time, whatever the batch size.
     "score": ("mesh.fsdp", "model.prompt_cache_dir=''"),
+    "targets": ("model.vae_tile_size", "mesh.fsdp", "model.prompt_cache_dir=''"),
     "evaluate": ("mesh.fsdp", "model.prompt_cache_dir=''", "eval.size"),
     "update": (
         "model.gradient_checkpointing=blocks",

@@ -20,11 +20,18 @@ from solrl_jax.rl.explore.continuation import continued_steps
 from solrl_jax.rl.explore.options.registry import shaped_quantizer
 from solrl_jax.rl.explore.sync import Quantizer, quantize_policy
 from solrl_jax.rl.generate import Conditions, SeedBatch, decode_chunk, sample_chunk
+from solrl_jax.rl.objective import load_objective
+from solrl_jax.rl.reward_gradient import (
+    gradient_decoder,
+    reward_gradient,
+    rows_per_call,
+    try_targets,
+)
 from solrl_jax.rl.sampler import Sampler, Segment
 from solrl_jax.rl.trainable.trainable import attach, flatten
 from solrl_jax.rl.update import PolicyBatch, update
 
-STAGES = ("encode", "sync", "explore", "regenerate", "score", "update", "evaluate")
+STAGES = ("encode", "sync", "explore", "regenerate", "score", "targets", "update", "evaluate")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +65,8 @@ class Stages:
 
     A stage is a part of an iteration: "encode" encodes the prompts; "sync" quantizes the policy;
     "explore" generates many candidates with it; "regenerate" generates the kept ones again in the
-    training precision; "score" decodes and scores samples; and "update" trains on them. "evaluate"
-    is no part of an iteration.
+    training precision; "score" decodes and scores samples; "targets" takes the gradient of the
+    reward; and "update" trains. "evaluate" is no part of an iteration.
 
     Attributes:
         experiment: The experiment, as `abstract.experiment` builds it.
@@ -101,14 +108,17 @@ class Stages:
         """Returns whether a stage has programs of its own in the run.
 
         False for "sync" if exploration does not quantize, for "regenerate" if the run does not
-        regenerate, and for "evaluate" if it generates images no larger than those of training. True
-        for all other stages.
+        regenerate, for "targets" if the objective does not train on reward gradients, and for
+        "evaluate" if it generates images no larger than those of training. True for all other
+        stages.
 
         Args:
             stage: The name of the stage, one of `STAGES`.
         """
         if stage == "sync":
             return self.experiment.explorer.format.quantize is not None
+        if stage == "targets":
+            return self.experiment.config.algorithm.trains_on == "reward_gradients"
         if stage == "evaluate":  # else its programs take no more than those of the other stages
             return math.prod(evaluation_size(self.experiment.config)) > math.prod(
                 self.experiment.size
@@ -134,7 +144,10 @@ class Stages:
         """The number of steps that regeneration takes over from exploration."""
         rollout = self.experiment.config.rollout
         return continued_steps(
-            rollout, self.experiment.explorer.format.name, rollout.explore.num_steps
+            rollout,
+            self.experiment.explorer.format.name,
+            rollout.explore.num_steps,
+            self.experiment.query_step(),
         )
 
     def chunks(self, groups: int) -> tuple[int, int]:
@@ -186,7 +199,7 @@ class Stages:
                     self._sample(
                         segments,
                         explore_calls,
-                        0 if rollout.regenerate else experiment.config.num_recorded_steps,
+                        not rollout.regenerate,
                         keep_intermediate=self.continued > 0,
                     )
                 ]
@@ -196,11 +209,13 @@ class Stages:
                     self._sample(
                         (Segment(self._policy({}), schedule),),
                         regenerate_calls,
-                        experiment.config.num_recorded_steps,
+                        True,
                     )
                 ]
             case "score":
                 return self._score(sum(self.chunks(self.mesh.size)))
+            case "targets":
+                return [self._reward_gradient()]
             case "evaluate":  # no part of an iteration: called no time in it
                 larger = copy.copy(self)
                 larger.experiment = experiment.with_size(evaluation_size(experiment.config))
@@ -210,7 +225,7 @@ class Stages:
                         larger.experiment.schedule(experiment.config.eval.num_steps, None),
                     ),
                 )
-                return [larger._sample(segments, 0, 0), *larger._score(0)]
+                return [larger._sample(segments, 0, False), *larger._score(0)]
         return [self._update()]
 
     def _encodings(self, count: int) -> Any:
@@ -314,7 +329,7 @@ class Stages:
         self,
         segments: tuple[Segment, ...],
         calls: int,
-        recorded: int,
+        recorded: bool,
         keep_intermediate: bool = False,
     ) -> Program:
         """Returns the program that samples one batch.
@@ -323,8 +338,8 @@ class Stages:
             segments: The policies that sample, one after another, each with its schedule of solver
                 steps. Usually there is one.
             calls: The number of calls per iteration.
-            recorded: The number of stochastic steps whose latents the program returns for training;
-                0 for none.
+            recorded: Whether the program returns the latents that the objective trains at, if it
+                trains at recorded ones.
             keep_intermediate: Whether the program also returns the latents after the first segment.
         """
         noise = self._rows(self.mesh, self._sampler.shape, jnp.float32)
@@ -338,13 +353,18 @@ class Stages:
             dataclasses.replace(segment, schedule=abstract(segment.schedule, self.mesh, self.whole))
             for segment in segments
         )
+        config = self.experiment.config
+        query_step = self.experiment.query_step()
+        if query_step is not None and config.rollout.regenerate:
+            query_step -= self.continued
         arguments = (
             self.experiment.backbone,
             segments,
             self.conditions,
             rows,
-            recorded,
+            config.num_recorded_steps if recorded else 0,
             keep_intermediate,
+            query_step if recorded else None,
         )
         return Program(self.mesh, sample_chunk, arguments, calls)
 
@@ -371,6 +391,30 @@ class Stages:
         arguments = (reward, reward.params, inputs, self.prepared, self._rows(mesh, (), jnp.int32))
         return [*decode, Program(mesh, score_images, arguments, calls, meanwhile=latents)]
 
+    def _reward_gradient(self) -> Program:
+        """Returns the program of the gradient of the reward for one batch. It is called for the
+        kept samples, as often as the objective takes the gradient of each.
+        """
+        experiment = self.experiment
+        config = experiment.config
+        mesh = self.rows_mesh
+        kept = config.train.num_prompts * config.rollout.kept
+        rows = rows_per_call(config, kept, mesh.size)
+        latents, index = (
+            jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=sharding.rows(mesh))
+            for shape, dtype in ((self._sampler.shape, jnp.float32), ((), jnp.int32))
+        )
+        arguments = (
+            experiment.reward,
+            gradient_decoder(experiment.backbone.decoder),
+            experiment.reward.params,
+            latents,
+            self.prepared,
+            index,
+        )
+        _, gradients = try_targets(load_objective(config.algorithm.objective), config.algorithm)
+        return Program(mesh, reward_gradient, arguments, -(-kept // rows) * gradients)
+
     def _update(self) -> Program:
         """Returns the program of the update on the samples of one iteration; it is called once."""
         experiment = self.experiment
@@ -390,8 +434,13 @@ class Stages:
         )
         recorded = config.num_recorded_steps
         states = of((recorded + 1, *self._sampler.shape), jnp.float32) if recorded else None
+        targets = None
+        if self.has("targets"):
+            names, _ = try_targets(load_objective(config.algorithm.objective), config.algorithm)
+            states = of((2, *self._sampler.shape), jnp.float32)
+            targets = {name: of(self._sampler.shape, jnp.float32) for name in names}
         batch = shaped(
-            PolicyBatch, *numbers, of((2,), jnp.uint32), self.conditions.positive, states
+            PolicyBatch, *numbers, of((2,), jnp.uint32), self.conditions.positive, states, targets
         )
         arguments = (
             backbone,

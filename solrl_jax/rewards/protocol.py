@@ -155,11 +155,14 @@ class Reward:
             or None.
         group_size: Only for the weighted sum in a field `group`: the most candidates of a prompt in
             a group (`reward.group_size` of the configuration), 24 (`GROUP_SIZE`) by default.
+        differentiable: Whether the gradient of `score` by its inputs may be trained on, as the
+            objective "opsd" does. It is a promise: a score that counts or rounds has a gradient of
+            zero. False by default.
 
     Raises:
         ValueError: If a field is not as described: another value of `inputs`, `others` no tuple of
-            strings, `groupwise` no bool, `prepare` or `check` no function, or `score` no function
-            while `host` and `group` are None.
+            strings, `groupwise` or `differentiable` no bool, `prepare` or `check` no function, or
+            `score` no function while `host` and `group` are None.
     """
 
     params: Any
@@ -172,14 +175,16 @@ class Reward:
     groupwise: bool = False
     group: "Reward | None" = None
     group_size: int = GROUP_SIZE
+    differentiable: bool = False
 
     def __post_init__(self) -> None:
         """Checks the fields.
 
         Raises:
             ValueError: If `inputs` is none of "images", "latents" and "both"; if `others` is not
-                a tuple of strings; if `groupwise` is not a bool; if `prepare` or `check` cannot be
-                called; or if `score` cannot be called and both `host` and `group` are None.
+                a tuple of strings; if `groupwise` or `differentiable` is not a bool; if `prepare`
+                or `check` cannot be called; or if `score` cannot be called and both `host` and
+                `group` are None.
         """
         if self.inputs not in get_args(Inputs):
             raise ValueError(
@@ -190,8 +195,10 @@ class Reward:
         )
         if not are_names:
             raise ValueError(f"others={brief_repr(self.others)}: expected a tuple of names")
-        if not isinstance(self.groupwise, bool):
-            raise ValueError(f"groupwise={brief_repr(self.groupwise)}: expected True or False")
+        for name in ("groupwise", "differentiable"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"{name}={brief_repr(value)}: expected True or False")
         scores_somewhere = callable(self.score) or self.host is not None or self.group is not None
         if not (callable(self.prepare) and callable(self.check) and scores_somewhere):
             raise ValueError("prepare, score, check: expected functions")

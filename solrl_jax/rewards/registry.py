@@ -67,10 +67,12 @@ class InJax:
             those of the hub that are missing, but reads no weights. It raises ValueError
             (InputError among them) if a file is missing or does not fit its network.
         others: The names of the scores that the reward returns beside "reward".
+        differentiable: Whether the gradient of the score by the image may be trained on.
     """
 
     open: Callable[[Mapping[str, str]], Reward]
     others: tuple[str, ...] = ()
+    differentiable: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +89,7 @@ class OutsideJax:
 
 
 REWARDS: dict[str, InJax | OutsideJax] = {
-    "shapes": InJax(shapes, ("strict",)),
+    "shapes": InJax(shapes, ("strict",), differentiable=False),  # it counts and compares
     "tiny-clip": InJax(tiny_clip),
     "pickscore": InJax(pickscore),
     "clipscore": InJax(clipscore),
@@ -245,6 +247,7 @@ def open_rewards(
     settings: config.Reward,
     dtype: DTypeLike = jnp.float32,
     explore: Mapping[str, float] | None = None,
+    gradients_for: str | None = None,
 ) -> OpenedRewards:
     """Opens the rewards of a configuration.
 
@@ -260,6 +263,8 @@ def open_rewards(
             effect in `OpenedRewards.load`.
         explore: `rollout.explore.reward`: the weight of each score that ranks candidates, by name.
             None: the trained reward ranks them.
+        gradients_for: The name of the objective that trains on the gradient of the reward, so that
+            the rewards in `settings.weights` must have one. None: they need not.
 
     Returns:
         The arguments and, by name, a `Reward` or `HostReward` for each reward that a score in
@@ -272,8 +277,9 @@ def open_rewards(
         InputError: If a setting of `reward` or `rollout.explore.reward` has an unknown name; if
             options are not accepted; if a function cannot be imported or is not callable, or a
             package that a reward needs is not installed; if the address of a service is no URL; if
-            files of a network are missing or do not fit its configuration; or if the question of a
-            judge cannot be used.
+            a reward in `reward.weights` has no gradient and must have one; if files of a network
+            are missing or do not fit its configuration; or if the question of a judge cannot be
+            used.
     """
     fields = {
         "reward.weights": tuple(settings.weights),
@@ -304,6 +310,8 @@ def open_rewards(
             rewards[name] = open_plugin(name, options)
         others[name] = rewards[name].others
     _check_scores(fields, others)
+    if gradients_for is not None:
+        _check_gradients(reward_names(settings.weights), rewards, gradients_for)
     for name in names:
         entry = REWARDS.get(name)
         if isinstance(entry, InJax):
@@ -577,6 +585,46 @@ def _check_scores(
         raise InputError(
             f"{_field(fields, unknown)}: unknown score {_quoted(unknown)}; there are "
             f"{', '.join(known)}"
+        )
+
+
+def _check_gradients(
+    names: Sequence[str], opened: Mapping[str, Reward | HostReward], objective: str
+) -> None:
+    """Checks that the gradients of rewards by the image can be trained on.
+
+    Args:
+        names: The names of the rewards that are trained on.
+        opened: By name, the rewards that are open already: all but those of the package that are
+            scored inside JAX.
+        objective: The name of the objective that needs the gradients, for the message.
+
+    Raises:
+        InputError: For the first reward that is scored outside JAX, compares candidates, or is not
+            declared to be differentiable.
+    """
+    for name in names:
+        entry = REWARDS.get(name)
+        reward = opened.get(name)
+        if isinstance(entry, InJax) and entry.differentiable:
+            continue
+        if isinstance(reward, Reward) and reward.differentiable and not reward.groupwise:
+            continue
+        if isinstance(reward, HostReward):
+            reason = "is scored outside JAX"
+        elif reward is not None and reward.groupwise:
+            reason = "compares the candidates of a prompt"
+        else:
+            reason = "is not declared differentiable"
+        known = [
+            name
+            for name, entry in REWARDS.items()
+            if isinstance(entry, InJax) and entry.differentiable
+        ]
+        raise InputError(
+            f"reward.weights: {name!r} {reason}, and algorithm.objective={objective} needs its "
+            f"gradient; there are {', '.join(known)}, and solrl_jax.Reward(..., "
+            "differentiable=True)"
         )
 
 

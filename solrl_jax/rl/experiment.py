@@ -33,7 +33,7 @@ from solrl_jax.rl.explore.quantized_layers import quantized_paths
 from solrl_jax.rl.generate import PromptBatch, SeedBatch, prepare
 from solrl_jax.rl.gradient_checkpointing import open_for_training
 from solrl_jax.rl.memory_check import device_memory, refuse_what_cannot_fit
-from solrl_jax.rl.objective import load_objective
+from solrl_jax.rl.objective import load_objective, targets_of
 from solrl_jax.rl.sampler import Sampler, Segment
 from solrl_jax.rl.state import TrainState, abstract_state, init_state, read_start
 from solrl_jax.rl.trainable.trainable import Targets, Trainable, attach, find_targets
@@ -194,6 +194,23 @@ class Experiment:
             pipeline.mu,
             pipeline.shift_terminal,
         )
+
+    def query_step(self, noise_start: int | None = 0) -> int | None:
+        """The step at whose beginning samples are trained, if the objective trains on reward
+        gradients; else None.
+
+        Args:
+            noise_start: The first step that adds noise, as for `schedule`.
+
+        Returns:
+            The index of the step of the full schedule that starts nearest to
+            `algorithm.query_sigma`.
+        """
+        algorithm = self.config.algorithm
+        if algorithm.trains_on != "reward_gradients":
+            return None
+        schedule = self.schedule(self.config.rollout.num_steps, noise_start)
+        return int(schedule.nearest_step(algorithm.query_sigma))
 
     def sampler(
         self, name: str, trained: Trainable, steps: int, noise_start: int | None = 0
@@ -407,12 +424,19 @@ def build(config: Config, *, force: bool = False) -> Experiment:
     model = config.model
     rollout = config.rollout
     device = local_device()
-    load_objective(config.algorithm.objective)
-    config.check_objective()
+    check_loaded_objective(config)
     vae_dtype, reward_dtype = scoring_dtypes(rollout.scoring_precision, rollout.precision, device)
-    opened_rewards = open_rewards(config.reward, reward_dtype, rollout.explore.reward)
+    opened_rewards = open_rewards(
+        config.reward, reward_dtype, rollout.explore.reward, reward_gradients_for(config)
+    )
     train_prompts, test_prompts = load_prompt_sets(config)
     config, notes = fit_prompt_counts(config, len(train_prompts), len(test_prompts))
+    if reward_gradients_for(config) is not None and not config.reward.eval_only:
+        notes.append(
+            f"algorithm.objective={config.algorithm.objective} follows the gradient of "
+            f"{', '.join(config.reward.weights)}, and reward.eval_only watches no other reward, so "
+            "that images which only please the reward would go unnoticed"
+        )
     for note in notes:
         warnings.warn(note, UserWarning, stacklevel=2)
     instruction = read_instruction(config)
@@ -454,6 +478,33 @@ def build(config: Config, *, force: bool = False) -> Experiment:
         test_prompts=test_prompts,
         size=training_sizes(config)[0],
     )
+
+
+def check_loaded_objective(config: Config) -> None:
+    """Imports the objective of a configuration, and checks the settings that it requires.
+
+    Args:
+        config: The configuration. `algorithm.objective` may be `module:function`.
+
+    Raises:
+        InputError: If the objective cannot be imported, or trains on reward gradients and has no
+            function that makes targets of them.
+        ConfigError: If other settings do not allow what it trains on.
+    """
+    objective = load_objective(config.algorithm.objective)
+    config.check_objective()
+    if config.algorithm.trains_on == "reward_gradients":
+        targets_of(objective)
+
+
+def reward_gradients_for(config: Config) -> str | None:
+    """The name of the objective if it trains on the gradient of the reward, else None.
+
+    Args:
+        config: The configuration, whose objective must be importable.
+    """
+    algorithm = config.algorithm
+    return algorithm.objective if algorithm.trains_on == "reward_gradients" else None
 
 
 def fit_prompt_counts(config: Config, num_train: int, num_test: int) -> tuple[Config, list[str]]:
@@ -549,10 +600,10 @@ def _check_scoring(
 
 
 def _check_transitions(config: Config, pipeline: Pipeline) -> None:
-    """Checks that an objective that trains on transitions has no classifier-free guidance.
+    """Checks that an objective that trains on recorded states has no classifier-free guidance.
 
-    Transitions are recorded steps of a stochastic solver. With guidance they would not be steps of
-    the trained policy alone.
+    Recorded states are those of transitions and of reward gradients. With guidance they would not
+    be predicted by the trained policy alone.
 
     Args:
         config: The configuration of the run. Its objective must be importable, if it is
@@ -566,7 +617,7 @@ def _check_transitions(config: Config, pipeline: Pipeline) -> None:
     """
     field = "true_cfg_scale" if pipeline.embedded_guidance else "guidance_scale"
     scale = getattr(config.rollout, field)
-    if config.algorithm.trains_on == "transitions" and scale > 1:
+    if config.algorithm.trains_on in ("transitions", "reward_gradients") and scale > 1:
         objective = config.algorithm.objective
         raise InputError(
             f"rollout.{field}={scale}: must be 1 with algorithm.objective={objective}, "

@@ -120,10 +120,13 @@ class Samples:
             NaN. Empty if nothing was scored.
         images: The images in [0, 1], float32. None unless they were asked for.
         states: The intermediate latents for objectives that train on solver steps, float32: those
-            before the first recorded step and after each recorded step (`Sampler.recorded`). None
-            if no step was recorded.
+            before the first recorded step and after each recorded step (`Sampler.recorded`); or
+            those before the query step and the clean latents that were predicted there
+            (`Sampler.query_step`). None if no step was recorded.
         intermediate: The latents after the first segment of the sampler, float32. None unless the
             sampler keeps them (`Sampler.keep_intermediate`).
+        targets: The latents that the objective has made of the gradient of the reward, by name,
+            float32. None unless it trains on reward gradients.
         failed: For each reward outside JAX by its name, the number of samples that it could not
             score, also 0. Empty without such rewards.
         usage: What rewards outside JAX cost, by "REWARD/COUNTER": the sum of each counter that a
@@ -137,6 +140,7 @@ class Samples:
     images: Float[np.ndarray, "b H W 3"] | None = None
     states: Float[np.ndarray, "b states h w c"] | None = None
     intermediate: Float[np.ndarray, "b h w c"] | None = None
+    targets: dict[str, Float[np.ndarray, "b h w c"]] | None = None
     failed: dict[str, int] = dataclasses.field(default_factory=dict)
     usage: dict[str, float] = dataclasses.field(default_factory=dict)
 
@@ -148,8 +152,8 @@ class Samples:
         return self.scores["reward"]
 
     def take(self, indices: Int[np.ndarray, "..."]) -> "Samples":
-        """A selection of the samples, without their images, intermediate latents, failure counts
-        and costs.
+        """A selection of the samples, without their images, intermediate latents, targets, failure
+        counts and costs.
 
         Args:
             indices: Indices of samples in an array of any shape, which is flattened. An index may
@@ -288,7 +292,7 @@ def generate(
                 if keep_images or (reward is not None and reward.needs_images):
                     chunk["images"] = decode_chunk(sampler.decoder, latents)
                 if reward is not None and reward.score is not None:
-                    index = _place_samples(
+                    index = place_samples(
                         seed_batch.prompt[start:stop], samples_per_chunk, scoring_mesh
                     )
                     inputs = reward.select_inputs(chunk.get("images"), latents)
@@ -319,7 +323,7 @@ def generate(
         latents=join("latents"),
         scores=scores if host is None else add_total(host.weights, scores),
         images=join("images") if keep_images else None,
-        states=join("states") if sampler.recorded else None,
+        states=join("states") if "states" in chunks[0] else None,
         intermediate=join("intermediate") if sampler.keep_intermediate else None,
         failed=failed,
         usage=usage,
@@ -345,7 +349,7 @@ def _place_schedules(segments: tuple[Segment, ...], mesh: jax.sharding.Mesh) -> 
     )
 
 
-def _place_samples(x: Array | np.ndarray, count: int, mesh: jax.sharding.Mesh) -> Array:
+def place_samples(x: Array | np.ndarray, count: int, mesh: jax.sharding.Mesh) -> Array:
     """Pads an array to a number of samples and shards the samples over a mesh.
 
     Args:
@@ -379,9 +383,9 @@ def _sample_parts(
 
     Args:
         backbone: The networks, and the mesh that they sample on.
-        sampler: Gives the shape of one latent, the number of samples per device, how many of the
-            first steps with noise are recorded, and whether the latents after the first segment are
-            returned. Its segments are not used.
+        sampler: Gives the shape of one latent, the number of samples per device, which steps are
+            recorded (`recorded` and `query_step`), and whether the latents after the first segment
+            are returned. Its segments are not used.
         segments: The segments of `sampler`, with their schedules placed on the mesh.
         conditions: The embeddings of the prompts that `seed_batch.prompt` points to, and of the
             negative prompt.
@@ -392,23 +396,23 @@ def _sample_parts(
 
     Returns:
         One tuple per part, as many as are scored together, float32 on the mesh: its latents; the
-        latents before the first recorded step and after each of them (None if nothing is recorded);
-        and the latents after the first segment (None if they are not kept). A part with too few
-        samples is filled up with copies of its first one, and a part without any is the first part
-        again.
+        latents before the first recorded step and after each of them, or the two of the query step
+        (None if nothing is recorded); and the latents after the first segment (None if they are not
+        kept). A part with too few samples is filled up with copies of its first one, and a part
+        without any is the first part again.
     """
     mesh = backbone.mesh
     samples_per_part = sampler.chunk * sharding.row_groups(mesh)
     parts = []
     for first in range(start, stop, samples_per_part):
         part = slice(first, min(first + samples_per_part, stop))
-        prompt = _place_samples(seed_batch.prompt[part], samples_per_part, mesh)
-        seeds = _place_samples(seed_batch.seeds[part], samples_per_part, mesh)
+        prompt = place_samples(seed_batch.prompt[part], samples_per_part, mesh)
+        seeds = place_samples(seed_batch.seeds[part], samples_per_part, mesh)
         with jax.set_mesh(mesh):
             if seed_batch.noise is None:
                 noise = draw_noise(seeds, sampler.shape)
             else:
-                noise = _place_samples(seed_batch.noise[part], samples_per_part, mesh)
+                noise = place_samples(seed_batch.noise[part], samples_per_part, mesh)
             batch = SeedBatch(prompt, seeds, noise)
             parts.append(
                 sample_chunk(
@@ -418,6 +422,7 @@ def _sample_parts(
                     batch,
                     sampler.recorded,
                     sampler.keep_intermediate,
+                    sampler.query_step,
                 )
             )
     parts_per_chunk = sampler.chunk * sharding.rows_only(mesh).size // samples_per_part
@@ -498,7 +503,7 @@ def draw_noise(seeds: UInt32[Array, "b 2"], shape: tuple[int, ...]) -> Float[Arr
     return sharding.split_rows(normal(seeds, "initial", shape))
 
 
-@partial(sharding.jit, static_argnums=(0, 4, 5))
+@partial(sharding.jit, static_argnums=(0, 4, 5, 6))
 def sample_chunk(
     backbone: Backbone,
     segments: tuple[Segment, ...],
@@ -506,6 +511,7 @@ def sample_chunk(
     seed_batch: SeedBatch,
     recorded_steps: int = 0,
     keep_intermediate: bool = False,
+    query_step: int | None = None,
 ) -> SampledChunk:
     """Samples one chunk of latents from noise, on the ambient mesh (`jax.set_mesh`).
 
@@ -522,9 +528,12 @@ def sample_chunk(
         recorded_steps: How many steps to record, from the first step that adds noise on; static.
             All of them must add noise. 0 records nothing.
         keep_intermediate: Whether to return the latents after the first segment; static.
+        query_step: The index of a step whose beginning is returned in place of recorded steps;
+            static. None: there is none.
 
     Returns:
         The clean latents; the latents before the first recorded step and after each recorded step,
+        or with `query_step` the latents before it and the clean latents that are predicted there,
         or None if nothing is recorded; and the latents after the first segment, or None without
         `keep_intermediate`. All are float32.
 
@@ -556,7 +565,7 @@ def sample_chunk(
     noise = sharding.split_rows(jnp.asarray(seed_batch.noise))
     fields = [(partial(velocity, segment), segment.schedule) for segment in segments]
     latents, states, intermediate = trajectory(
-        fields, noise, jnp.asarray(seed_batch.seeds), recorded_steps
+        fields, noise, jnp.asarray(seed_batch.seeds), recorded_steps, query_step
     )
     return latents, states, intermediate if keep_intermediate else None
 

@@ -2,6 +2,7 @@
 
     prompts -> sync -> explore (NVFP4) -> select -> regenerate (BF16) -> advantages -> update
 
+Objectives that train on reward gradients make their targets after the regeneration.
 Nothing computed in low precision enters the loss. The four families of the paper are four settings
 of `iterate`: how many candidates there are, in which precision they are explored, and whether the
 kept ones are regenerated or trained on as they are.
@@ -28,6 +29,7 @@ from solrl_jax.rl.explore.setting import ExplorationSetting
 from solrl_jax.rl.fidelity import rank_correlations
 from solrl_jax.rl.generate import PromptBatch, Samples, SeedBatch, generate
 from solrl_jax.rl.phase_timer import PhaseTimer
+from solrl_jax.rl.reward_gradient import add_targets
 from solrl_jax.rl.select import best_and_worst, rank, select
 from solrl_jax.rl.state import TrainState
 from solrl_jax.rl.update import PolicyBatch, update
@@ -124,9 +126,10 @@ def iterate(
             size of the images.
         setting: The index in `experiment.explorer.settings` of how candidates are explored. 0 is as
             configured; larger ones are more faithful.
-        progress: Called with a phase ("explore", "regenerate" or "update"), its number of samples
-            and the number of further samples that are done; with 0 when the phase starts. What it
-            raises ends the iteration. The default reports nothing.
+        progress: Called with a phase ("explore", "regenerate", "targets" for objectives that train
+            on reward gradients, or "update"), its number of samples and the number of further
+            samples that are done; with 0 when the phase starts. What it raises ends the iteration.
+            The default reports nothing.
 
     Returns:
         The new state, on the devices, and the metrics and the ledger of the iteration.
@@ -162,12 +165,17 @@ def iterate(
     full_sampler = dataclasses.replace(
         experiment.sampler("regenerate", state.old, rollout.num_steps, noise_start),
         recorded=config.num_recorded_steps,
+        query_step=experiment.query_step(noise_start),
     )
     exploration = explorer.settings[setting]
     explore_sampler = explorer.sampler(state.old, exploration, noise_start)
     if not rollout.regenerate:
-        explore_sampler = dataclasses.replace(explore_sampler, recorded=full_sampler.recorded)
-    continued = continued_steps(rollout, exploration.precision, exploration.steps)
+        explore_sampler = dataclasses.replace(
+            explore_sampler, recorded=full_sampler.recorded, query_step=full_sampler.query_step
+        )
+    continued = continued_steps(
+        rollout, exploration.precision, exploration.steps, full_sampler.query_step
+    )
     if continued:  # the first segment of exploration is the beginning of the regeneration
         explore_sampler = dataclasses.replace(explore_sampler, keep_intermediate=True)
         full_sampler = full_sampler.skip_steps(continued)
@@ -214,6 +222,14 @@ def iterate(
         )
     else:
         kept = explored.take(places)
+
+    # Make the targets of objectives that train on the gradient of the reward.
+    if config.algorithm.trains_on == "reward_gradients":
+        timer.start("targets")
+        progress("targets", chosen.size, 0)
+        kept = add_targets(
+            experiment, prompt_batch, kept, np.repeat(np.arange(len(prompts)), rollout.kept)
+        )
 
     # Compute the advantages, from the rewards of the samples that are trained on.
     timer.start("update")
@@ -295,6 +311,9 @@ def policy_batch(
     else:
         order = np.arange(flat_values.size)
         counts = np.isfinite(flat_values)
+    targets = samples.targets
+    if targets is not None:
+        counts &= np.all([np.isfinite(x).all((1, 2, 3)) for x in targets.values()], axis=0)
     q = optimality(jnp.asarray(advantage), algorithm.adv_clip_max).reshape(-1)
 
     def place(x: Any) -> jax.Array:
@@ -308,6 +327,7 @@ def policy_batch(
         seeds=place(seeds),
         conditioning=prompt_batch.conditions.positive,
         states=None if samples.states is None else place(samples.states[order]),
+        targets=None if targets is None else {name: place(x) for name, x in targets.items()},
     )
 
 

@@ -11,12 +11,18 @@ trains on is an attribute of the function:
 
     def loss(velocities, target, algorithm): ...
     loss.trains_on = "pairs"      # or "samples", which is the default, or "transitions"
+
+One that trains on the gradient of the reward has a second function, which makes targets of it:
+
+    @reward_gradients(targets)
+    def loss(velocities, target, algorithm): ...
 """
 
 import importlib
 import os
 import sys
-from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +34,15 @@ from solrl_jax.errors import InputError, in_words
 
 Latents: TypeAlias = Float[Array, " b *latent"]
 PerSample: TypeAlias = Float[Array, " b"]
+# Clean latents -> the reward of each sample, and its gradient by these latents, float32. The reward
+# is the weighted sum of the scores of the decoded images. Each call decodes and scores them.
+RewardGradient: TypeAlias = Callable[[Latents], tuple[PerSample, Latents]]
+# (the gradient of the reward, the clean latents that the old policy predicts, the algorithm section
+# of the configuration) -> latents by name, one row per sample. It is called outside of jit.
+Targets: TypeAlias = Callable[[RewardGradient, Latents, AlgorithmConfig], dict[str, Latents]]
+F = TypeVar("F", bound=Callable)
+# The smallest divisor of `self_weighted_error`.
+SMALLEST_ERROR = 1e-5
 
 
 class Velocities(NamedTuple):
@@ -85,6 +100,8 @@ class TrainingTarget(NamedTuple):
         optimality: The probability q in [0, 1] that the sample is one to imitate. `2 q - 1` is the
             advantage divided by its clip.
         step: The recorded step from `x`. None unless the objective trains on transitions.
+        targets: The latents that the objective has made of the gradient of the reward, by name.
+            None unless it trains on reward gradients.
     """
 
     x: Latents
@@ -92,6 +109,7 @@ class TrainingTarget(NamedTuple):
     sigma: PerSample
     optimality: PerSample
     step: Step | None = None
+    targets: dict[str, Latents] | None = None
 
 
 @runtime_checkable
@@ -99,8 +117,9 @@ class Objective(Protocol):
     """A loss: a pure function of velocities and samples, which is traced under jit.
 
     Its attribute `trains_on`, if it has one, says what its samples are: "samples" (the default:
-    noised samples), "pairs" (of a better and a worse sample at the same noise), or "transitions"
-    (recorded solver steps). `isinstance` accepts any callable: it does not check the arguments.
+    noised samples), "pairs" (of a better and a worse sample at the same noise), "transitions"
+    (recorded solver steps), or "reward_gradients" (set by the decorator `reward_gradients`).
+    `isinstance` accepts any callable: it does not check the arguments.
     """
 
     def __call__(
@@ -159,6 +178,54 @@ def load_objective(name: str) -> Objective:
     if not callable(objective):
         raise InputError(f"algorithm.objective={name!r}: is not a function")
     return objective
+
+
+def reward_gradients(targets: Targets) -> Callable[[F], F]:
+    """Decorates an objective that trains on the gradient of the reward.
+
+    Each kept sample is trained at one state of its trajectory, whose noise level is nearest to
+    `algorithm.query_sigma`. Before the update, `targets` makes latents of the clean latents that
+    the old policy predicts there. The update passes them to the objective, without a gradient, as
+    `target.targets`.
+
+    Args:
+        targets: A function (gradient, anchor, algorithm) -> latents by name. `anchor` are the
+            predicted clean latents, float32. `gradient` maps clean latents to the reward of each
+            sample and its gradient; every call takes about four times as long as decoding and
+            scoring, and should therefore not depend on values. A sample whose result is not finite
+            is not trained on.
+
+    Returns:
+        A decorator, which sets the attributes `trains_on` and `targets` of the objective and
+        returns it.
+    """
+
+    def decorate(objective: F) -> F:
+        vars(objective).update(trains_on="reward_gradients", targets=targets)
+        return objective
+
+    return decorate
+
+
+def targets_of(objective: Objective) -> Targets:
+    """The function with which an objective makes targets of the gradient of the reward.
+
+    Args:
+        objective: An objective that trains on reward gradients.
+
+    Returns:
+        The function (gradient, anchor, algorithm) -> latents by name.
+
+    Raises:
+        InputError: If the objective has no such function.
+    """
+    targets = getattr(objective, "targets", None)
+    if not callable(targets):
+        raise InputError(
+            f"algorithm.objective: {objective!r} trains on reward gradients and has no function "
+            "`targets`; decorate it with solrl_jax.rl.objective.reward_gradients(targets)"
+        )
+    return targets
 
 
 def mean_per_sample(x: Latents) -> PerSample:
@@ -241,6 +308,24 @@ def step_divergence(distance: PerSample, target: TrainingTarget) -> PerSample:
     step = target.step
     assert step is not None
     return distance * (step.b * target.sigma) ** 2 / (2 * step.std**2)
+
+
+def self_weighted_error(velocity: Latents, target: TrainingTarget, clean: Latents) -> PerSample:
+    """The squared error of the clean latents that a velocity predicts, divided by their absolute
+    error (DiffusionNFT, arXiv 2509.16117, section 3.3).
+
+    Args:
+        velocity: The velocity at `target.x`. It predicts the clean latents `x - sigma velocity`.
+        target: The latents x, and their sigmas.
+        clean: The clean latents that should be predicted.
+
+    Returns:
+        One value per sample. Both errors are means over dimensions. The divisor has no gradient and
+        is at least 1e-5.
+    """
+    error = target.x - along(target.sigma, target.x) * velocity - clean
+    weight = jax.lax.stop_gradient(jnp.maximum(mean_per_sample(jnp.abs(error)), SMALLEST_ERROR))
+    return mean_per_sample(jnp.square(error)) / weight
 
 
 def matching_error(velocity: Latents, target: TrainingTarget) -> PerSample:

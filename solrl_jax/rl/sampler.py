@@ -53,6 +53,9 @@ class Sampler:
             nothing.
         keep_intermediate: Whether the latents after the first segment are returned with the
             samples.
+        query_step: The index of a step, counted over all segments. The latents before it and the
+            clean latents that are predicted there are returned with the samples, to be trained on.
+            None: there is none.
     """
 
     name: str
@@ -62,6 +65,7 @@ class Sampler:
     chunk: int
     recorded: int = 0
     keep_intermediate: bool = False
+    query_step: int | None = None
 
     def skip_steps(self, count: int) -> "Sampler":
         """Returns the sampler of the steps after the first ones. It starts at the latents that
@@ -69,8 +73,10 @@ class Sampler:
         their predictions; all other fields are kept.
 
         Args:
-            count: The number of steps that are left out, less than those of the first segment.
+            count: The number of steps that are left out, less than those of the first segment, and
+                not more than `query_step`.
         """
         first, *others = self.segments
         first = dataclasses.replace(first, schedule=first.schedule.slice_steps(count))
-        return dataclasses.replace(self, segments=(first, *others))
+        query_step = None if self.query_step is None else self.query_step - count
+        return dataclasses.replace(self, segments=(first, *others), query_step=query_step)

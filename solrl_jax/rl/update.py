@@ -58,6 +58,9 @@ class PolicyBatch:
         conditioning: The prompt embeddings. Every leaf has a leading axis of p prompts.
         states: The recorded latents of each sample's trajectory, float32: before the first recorded
             step and after each of them. None if the objective trains on noised latents.
+        targets: The latents that the objective has made of the gradient of the reward, by name,
+            float32; `states` then begins with the state that is trained at. None if the objective
+            does not train on reward gradients.
     """
 
     latents: Float[Array, "b h w c"]
@@ -67,6 +70,7 @@ class PolicyBatch:
     seeds: UInt32[Array, "b 2"]
     conditioning: Conditioning
     states: Float[Array, "b states h w c"] | None = None
+    targets: dict[str, Float[Array, "b h w c"]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,11 +119,12 @@ def update(
 
     Each sample is trained at `config.num_train_sigmas` sigmas of its schedule, drawn without
     replacement from its seed: noised anew to that sigma, or (for objectives that train on
-    transitions) at the recorded step that starts there, where only steps that add noise are drawn.
-    Each such pair of a sample and a sigma is a term of the loss. The terms are divided among the
-    optimizer steps, each of which minimizes their mean. Terms of samples of weight 0 do not count.
-    A micro-batch whose loss or gradient is not finite adds 0 to the sums, but its terms stay in the
-    number that these are divided by.
+    transitions) at the recorded step that starts there, where only steps that add noise are drawn;
+    or, for objectives that train on reward gradients, at the one recorded state. Each such pair of
+    a sample and a sigma is a term of the loss. The terms are divided among the optimizer steps,
+    each of which minimizes their mean. Terms of samples of weight 0 do not count. A micro-batch
+    whose loss or gradient is not finite adds 0 to the sums, but its terms stay in the number that
+    these are divided by.
 
     Args:
         backbone: The networks and the mesh, which must also be the ambient mesh; static.
@@ -153,7 +158,10 @@ def update(
     num_samples = len(batch.weight)
     slots = config.num_train_sigmas
     chosen = permutations(batch.seeds, "sigmas", schedule.steps)
-    if batch.states is not None:  # only steps that add noise are recorded, so they come first
+    if batch.targets is not None:
+        query_step = schedule.nearest_step(config.algorithm.query_sigma)
+        chosen = jnp.full_like(chosen, query_step)
+    elif batch.states is not None:  # only steps that add noise are recorded, so they come first
         deterministic = jnp.asarray(schedule.table)[chosen, 4] == 0
         chosen = jnp.take_along_axis(chosen, jnp.argsort(deterministic, axis=1), axis=1)
     chosen = chosen[:, :slots]
@@ -437,14 +445,14 @@ def _target(
     clean: Callable[[Array], Array],
 ) -> tuple[Float[Array, " m"], TrainingTarget]:
     """Makes the training targets of a micro-batch: samples that are noised anew, or their recorded
-    steps.
+    steps or states.
 
     The noise of a term depends on the seed of its sample and on its slot alone.
 
     Args:
         problem: The samples, their schedule, and the steps at which each sample is trained. If the
-            batch has recorded states, the targets are recorded steps; otherwise the clean latents
-            are noised.
+            batch has recorded states, the targets are recorded steps, or with `batch.targets` the
+            first state; otherwise the clean latents are noised.
         row: The index of the sample of each term.
         slot: The column of `problem.chosen` that has the step of each term.
         clean: A function of latents, one row per term, that replaces those of samples of weight 0
@@ -464,6 +472,10 @@ def _target(
     if batch.states is None:
         noise = sharding.replicate(normal(batch.seeds[row], "training", x0.shape[1:], slot))
         return time, TrainingTarget(interpolate(x0, noise, sigma), x0, sigma, optimality)
+    if batch.targets is not None:
+        targets = {name: clean(latents[row]) for name, latents in batch.targets.items()}
+        x = clean(batch.states[row, 0])
+        return time, TrainingTarget(x, x0, sigma, optimality, targets=targets)
     table = jnp.asarray(schedule.table)
     a, b, _, _, std = table[step].T
     number = step - jnp.argmax(table[:, 4] > 0)  # counted from the first recorded step

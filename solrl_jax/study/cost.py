@@ -3,8 +3,8 @@ device.
 
 The time on this machine says nothing about a method, because a CPU emulates the formats that are
 fast elsewhere. The network evaluations of exploration and regeneration, the decoded and scored
-images, and the terms of the update are counted. Their prices are roofline seconds of a released
-model's compiled programs (`planning`, `solrl plan`).
+images, the gradients of the reward, and the terms of the update are counted. Their prices are
+roofline seconds of a released model's compiled programs (`planning`, `solrl plan`).
 """
 
 import dataclasses
@@ -17,6 +17,8 @@ from solrl_jax.config.presets import resolve
 from solrl_jax.config.schema import Config
 from solrl_jax.errors import InputError
 from solrl_jax.rl.explore.continuation import continued_steps
+from solrl_jax.rl.objective import load_objective
+from solrl_jax.rl.reward_gradient import try_targets
 from solrl_jax.storage.readers import parse_json, read_text
 
 CARRIED = Path(__file__).parents[1] / "assets" / "prices.json"
@@ -35,6 +37,8 @@ class Prices:
             takes three predictions of the network and a gradient.
         synced: The seconds to make the low-precision copy of the policy for exploration (merge its
             adapters and quantize it), once per iteration.
+        differentiated: The seconds of one gradient of the reward by the latents of one image. None:
+            four times `scored`, as compiled for FLUX.1 and PickScore on an H200 (4.1 times).
     """
 
     name: str
@@ -42,17 +46,19 @@ class Prices:
     scored: float
     trained: float
     synced: float
+    differentiated: float | None = None
 
     def of_iteration(self, config: Config, precision: str, steps: int) -> float:
         """Returns the price of one iteration in seconds: the sum of its counted work.
 
-        Counted are exploration, regeneration, the decoding and scoring of both, the update (of
-        adapters) and, if exploration has a precision of its own, the sync. Exploring steps in the
-        training precision (`rollout.explore.exact_steps`) have its price, regeneration does not
-        take those again that it continues from (`continued_steps`), and `algorithm.kl_fraction`
-        below 1 saves predictions of the reference. Left out are text encoders, classifier-free
-        guidance, `rollout.explore.correction_rank`, attention in FP8 and `rollout.explore.reward`.
-        The image size is that of the plan which the prices come from.
+        Counted are exploration, regeneration, the decoding and scoring of both, the gradients of
+        the reward (for objectives that train on them), the update (of adapters) and, if exploration
+        has a precision of its own, the sync. Exploring steps in the training precision
+        (`rollout.explore.exact_steps`) have its price, regeneration does not take those again that
+        it continues from (`continued_steps`), and `algorithm.kl_fraction` below 1 saves predictions
+        of the reference. Left out are text encoders, classifier-free guidance,
+        `rollout.explore.correction_rank`, attention in FP8 and `rollout.explore.reward`. The image
+        size is that of the plan which the prices come from.
 
         Args:
             config: The configuration, from which the numbers of prompts, candidates, kept
@@ -77,10 +83,17 @@ class Prices:
         # One of the three predictions of a term is the reference's.
         skipped = (1 - config.algorithm.kl_fraction) * full
         update = kept * config.num_train_sigmas * (self.trained - skipped)
+        targets = 0.0
+        if config.algorithm.trains_on == "reward_gradients":
+            objective = load_objective(config.algorithm.objective)
+            _, gradients = try_targets(objective, config.algorithm)
+            each = 4 * self.scored if self.differentiated is None else self.differentiated
+            targets = kept * gradients * each
         return (
             explored
             + redone * (rollout.num_steps - continued) * full
             + (pool + redone) * self.scored
+            + targets
             + update
             + synced
         )
@@ -109,7 +122,8 @@ def prices_of(plan: Mapping[str, Any]) -> Prices:
 
     A plan has the seconds of each stage of an iteration of a preset. They are divided by the
     preset's numbers of samples, steps and training terms, so the plan must not have been made with
-    overrides of these numbers.
+    overrides of these numbers. The only exception is `objective=opsd`, whose stage "targets" gives
+    the price of a gradient of the reward.
 
     Args:
         plan: The plan, as `solrl plan` prints it in JSON, with the keys "preset" (its name),
@@ -129,6 +143,12 @@ def prices_of(plan: Mapping[str, Any]) -> Prices:
     seconds = {stage["name"]: stage["seconds"] for stage in plan["stages"]}
     pool = prompts * rollout.candidates
     kept = prompts * rollout.kept
+    terms = config.num_train_sigmas
+    differentiated = None
+    if "targets" in seconds:
+        terms = 1
+        gradients = 2 * config.algorithm.target_steps - 1
+        differentiated = seconds["targets"] / (kept * gradients)
     network = {
         plan["exploration"].split()[0]: seconds["explore"] / (pool * rollout.explore.num_steps),
         rollout.precision: seconds["regenerate"] / (kept * rollout.num_steps),
@@ -137,8 +157,9 @@ def prices_of(plan: Mapping[str, Any]) -> Prices:
         f"{config.model.name}-{plan['device']}",
         network,
         seconds["score"] / (pool + kept),
-        seconds["update"] / (kept * config.num_train_sigmas),
+        seconds["update"] / (kept * terms),
         seconds.get("sync", 0.0),
+        differentiated,
     )
 
 

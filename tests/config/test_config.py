@@ -262,7 +262,13 @@ def test_inert_fields_are_those_of_what_is_switched_off():
         "rollout.sde_window_every",
         "algorithm.clip_range",
         "algorithm.kl_mask_threshold",
+        "algorithm.query_sigma",
+        "algorithm.target_radius",
+        "algorithm.target_steps",
     }
+    opsd = inert_fields(resolve("tiny", ["objective=opsd"]))
+    assert "algorithm.timestep_fraction" in opsd
+    assert not {"algorithm.beta", "algorithm.query_sigma", "algorithm.target_steps"} & opsd
     grpo = inert_fields(resolve("flux1_sol_rl_hpsv2", ["objective=mix_grpo"]))
     assert {"rollout.shift", "algorithm.beta"} < grpo
     assert not {"rollout.sde_window_size", "algorithm.clip_range"} & grpo

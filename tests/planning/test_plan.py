@@ -320,6 +320,30 @@ def test_regeneration_continues_where_a_run_does(recipe, continued):
     assert segment.schedule.table.shape == (steps - continued, 5)
 
 
+@pytest.mark.usefixtures("cpus")
+def test_the_gradient_of_the_reward_is_planned_for_an_objective_that_takes_it():
+    """Three gradients of each kept sample; the update is given their targets."""
+    overrides = ["objective=opsd", "reward=tiny-clip"]
+    planner = Planner(resolve("tiny", overrides), Devices(TARGETS["b200"], 2))
+    (program,) = planner.stages.programs("targets", {})
+    config = planner.config
+    kept = config.train.num_prompts * config.rollout.kept
+    latents = program.arguments[3].shape
+    assert program.calls == 3 * -(-kept // latents[0])
+    with jax.set_mesh(program.mesh):
+        rewards, gradient = program.function.eval_shape(*program.arguments)
+    assert (rewards.shape, gradient.shape) == (latents[:1], latents)
+    (regenerate,) = planner.stages.programs("regenerate", {})
+    (update,) = planner.stages.programs("update", {})
+    with jax.set_mesh(update.mesh):
+        states = regenerate.function.eval_shape(*regenerate.arguments)[1]
+        update.function.eval_shape(*update.arguments)
+    assert states.shape[1:] == (2, *latents[1:])
+    assert update.arguments[4].states.shape == (kept, 2, *latents[1:])
+    assert {x.shape for x in update.arguments[4].targets.values()} == {(kept, *latents[1:])}
+    assert not Planner(resolve("tiny"), Devices(TARGETS["b200"], 2)).stages.has("targets")
+
+
 # --- the plan ---
 
 
@@ -340,7 +364,8 @@ def small(tmp_path_factory):
 @pytest.mark.exhaustive
 def test_a_plan_explains_memory_to_the_byte(small):
     summary, _ = small
-    assert [stage["name"] for stage in summary["stages"]] == list(STAGES[:-1])
+    stages = [name for name in STAGES if name not in ("targets", "evaluate")]
+    assert [stage["name"] for stage in summary["stages"]] == stages
     for stage, row in planning.rows(summary):
         m = row["memory"]
         own = m["held"] + m["temporaries"] + m["outputs"] - m["aliased"] + m["code"]

@@ -14,6 +14,7 @@ from solrl_jax.data.prompts import Prompt, load_prompts
 from solrl_jax.data.shapes import scenes
 from solrl_jax.errors import InputError
 from solrl_jax.models.locate import EMBEDDED_FOLDER
+from solrl_jax.models.vision.image_resize import MEAN, STD
 from solrl_jax.rewards.protocol import check_prompts, score_images
 from tests.cases import first_is_quick
 from tests.rewards.opening import open_reward
@@ -64,6 +65,31 @@ def test_tiny_clip_equals_transformers(pictures):
         got = scores({"tiny-clip": 1.0}, pictures, index)["reward"]
         np.testing.assert_allclose(got, cosines[np.arange(len(PROMPTS)), index], atol=1e-5)
     assert np.ptp(cosines) > 0.1
+
+
+def test_the_gradient_of_tiny_clip_equals_that_of_transformers(pictures):
+    """By the images, to 1e-4 of the largest entry."""
+    theirs = CLIPModel.from_pretrained(EMBEDDED_FOLDER / "tiny-clip").eval()
+    reward = make_reward({"tiny-clip": 1.0})
+    prepared = reward.prepare(PROMPTS)
+    tokens = prepared["tiny-clip"]
+    mean, std = (torch.tensor(x).reshape(3, 1, 1) for x in (MEAN, STD))
+    images = torch.from_numpy(pictures.transpose(0, 3, 1, 2)).clone().requires_grad_()
+    out = theirs(
+        input_ids=torch.from_numpy(tokens["ids"]).long(),
+        attention_mask=torch.from_numpy(tokens["mask"]).long(),
+        pixel_values=(images - mean) / std,
+    )
+    (out.logits_per_image / theirs.logit_scale.exp()).diagonal().sum().backward()
+    want = images.grad.numpy().transpose(0, 2, 3, 1)
+
+    rows = jax.tree.map(jnp.asarray, prepared)
+
+    def total(images):
+        return reward.score(reward.params, images, rows)["reward"].sum()
+
+    got = jax.jit(jax.grad(total))(jnp.asarray(pictures))
+    assert np.abs(got - want).max() < 1e-4 * np.abs(want).max()
 
 
 def test_tiny_clip_prefers_the_caption_to_another(pictures):

@@ -50,9 +50,19 @@ def iterated(monkeypatch, *overrides, mesh=(1, 1)):
 
 
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
-@pytest.mark.parametrize(("solver", "count"), [("dpm1", 1), ("dpm1", 2), ("dpm2", 1)])
-def test_continued_samples_are_those_from_noise_to_the_bit(solver, count, mesh, monkeypatch):
-    options = (f"rollout.solver={solver}", f"rollout.explore.exact_steps={count}")
+@pytest.mark.parametrize(
+    ("solver", "count", "objective"),
+    [("dpm1", 1, "nft"), ("dpm1", 2, "nft"), ("dpm2", 1, "nft"), ("dpm2", 1, "opsd")],
+)
+def test_continued_samples_are_those_from_noise_to_the_bit(
+    solver, count, objective, mesh, monkeypatch
+):
+    """With opsd, the state that is trained at and its targets, too."""
+    options = (
+        f"rollout.solver={solver}",
+        f"rollout.explore.exact_steps={count}",
+        f"objective={objective}",
+    )
     batch, ledger, (exploring, regenerating) = iterated(monkeypatch, *options, mesh=mesh)
     assert exploring.keep_intermediate
     assert [segment.schedule.steps for segment in exploring.segments] == [count, 4 - count]
@@ -124,7 +134,11 @@ def test_continued_steps_are_the_first_ones_of_the_regeneration(solver):
 )
 def test_regeneration_starts_from_noise_where_it_cannot_continue(overrides, precision, wanted):
     rollout = resolve("tiny", [*STEPS, "rollout.explore.exact_steps=1", *overrides]).rollout
-    assert continued_steps(rollout, precision, rollout.explore.num_steps) == wanted
+    steps = rollout.explore.num_steps
+    exact = rollout.explore.exact_steps
+    assert continued_steps(rollout, precision, steps) == wanted
+    assert continued_steps(rollout, precision, steps, query_step=exact) == wanted
+    assert continued_steps(rollout, precision, steps, query_step=exact - 1) == 0
 
 
 def test_the_host_must_hold_the_latents_between_both_phases():

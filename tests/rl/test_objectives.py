@@ -82,6 +82,22 @@ def flow_cps(v, r, p):
     return clipped(ratio, p.adv_clip_max * (2 * r["q"] - 1), p.clip_range) + p.kl_coef * kl
 
 
+def opsd(v, r, p):
+    """The denominators are those at the row's own v, which has no gradient there."""
+
+    def error(of, v):
+        u = p.beta * v + (1 - p.beta) * r["v_old"]
+        if of == "y_neg":
+            u = (1 + p.beta) * r["v_old"] - p.beta * v
+        return r["x"] - r["sigma"] * u - r[of]
+
+    def term(of):
+        return np.mean(error(of, v) ** 2) / max(np.mean(np.abs(error(of, r["v"]))), 1e-5)
+
+    policy = p.adv_clip_max * (r["q"] * term("y_pos") + (1 - r["q"]) * term("y_neg"))
+    return policy + p.kl_coef * np.mean((v - r["v_ref"]) ** 2)
+
+
 def drift_of_means(v, r):
     return np.mean((step_mean(v, r) - step_mean(r["v_old"], r)) ** 2) / (2 * r["std"] ** 2)
 
@@ -135,6 +151,7 @@ REFERENCES = {
     "flow_dppo": flow_dppo,
     "awm": awm,
     "dpo": dpo,
+    "opsd": opsd,
 }
 POLICIES = {
     "flow_grpo": {"kl_coef": 0.3, "clip_range": WIDE_CLIP},
@@ -145,6 +162,7 @@ POLICIES = {
     "flow_dppo": {"kl_coef": 0.3, "kl_mask_threshold": 0.005},
     "awm": {"kl_coef": 0.2},
     "dpo": {"kl_coef": 0.2, "beta": 7.0},
+    "opsd": {"kl_coef": 0.2, "beta": 0.7},
 }
 
 
@@ -173,6 +191,8 @@ def inputs(seed=0, apart=0.3):
     mean = along(per_row["a"]) * x + along(per_row["b"]) * (x - along(sigma) * v_old)
     after = mean + along(per_row["std"]) * rng.standard_normal(v.shape)
     given = {"v": v, "v_old": v_old, "v_ref": v_ref, "x": x, "x0": x0, "after": after} | per_row
+    for name in ("y_pos", "y_neg"):
+        given[name] = x - along(sigma) * v_old + 0.1 * rng.standard_normal(v.shape)
     rounded = {name: value.astype(np.float32) for name, value in given.items()}
     # noise that float32 latents stand for
     exact = {name: value.astype(np.float64) for name, value in rounded.items()}
@@ -182,10 +202,12 @@ def inputs(seed=0, apart=0.3):
 
 def target_of(name, data):
     step = Step(*(data[field] for field in ("after", "a", "b", "std", "length")))
-    transitions = OBJECTIVES[name] == "transitions"
-    return TrainingTarget(
-        data["x"], data["x0"], data["sigma"], data["q"], step if transitions else None
-    )
+    target = TrainingTarget(data["x"], data["x0"], data["sigma"], data["q"])
+    if OBJECTIVES[name] == "transitions":
+        return target._replace(step=step)
+    if OBJECTIVES[name] == "reward_gradients":
+        return target._replace(targets={"positive": data["y_pos"], "negative": data["y_neg"]})
+    return target
 
 
 def ours(name, data, algorithm):

@@ -5,6 +5,7 @@ given.
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,9 +18,11 @@ from solrl_jax.rl import iteration as iterations
 from solrl_jax.rl.experiment import fresh_state, state_shapes
 from solrl_jax.rl.generate import sample_chunk
 from solrl_jax.rl.iteration import iterate
+from solrl_jax.rl.reward_gradient import reward_gradient
 from solrl_jax.rl.update import update
 from solrl_jax.runs import checkpoint
 from solrl_jax.runs.evaluate import evaluate
+from tests.cases import first_is_quick
 from tests.small import small_config
 from tests.states import assert_same_bits, save
 from tests.toys import toy_experiment
@@ -40,6 +43,11 @@ SHORT = {
 }
 
 
+for name, kind in OBJECTIVES.items():
+    if kind == "reward_gradients":  # the verifier of shapes, which `tiny` trains on, has none
+        SHORT[name] = ("reward=tiny-clip", "reward.eval_only=[shapes]")
+
+
 def settings(objective, family):
     return (
         f"objective={objective}",
@@ -53,7 +61,7 @@ def settings(objective, family):
 
 # A combination takes seconds to compile, so most are for the whole suite. Further tests of this file
 # train on pairs and on samples.
-QUICK = {("mix_grpo", "sol_rl")}
+QUICK = {("mix_grpo", "sol_rl"), ("opsd", "sol_rl")}
 COMBINATIONS = [
     pytest.param(
         objective, family, marks=[] if (objective, family) in QUICK else pytest.mark.exhaustive
@@ -65,10 +73,10 @@ COMBINATIONS = [
 
 @pytest.mark.parametrize(("objective", "family"), COMBINATIONS)
 def test_every_objective_trains_under_every_family_that_can_supply_it(objective, family):
-    if OBJECTIVES[objective] == "transitions" and family == "naive_quant":
+    if OBJECTIVES[objective] in ("transitions", "reward_gradients") and family == "naive_quant":
         with pytest.raises(
             ConfigError,
-            match=f"rollout.regenerate=False: must be true, .* algorithm.objective={objective} trains on",
+            match=f"rollout.regenerate=False: must be true, .* algorithm.objective={objective}",
         ):
             toy_experiment(*settings(objective, family))
         return
@@ -77,7 +85,7 @@ def test_every_objective_trains_under_every_family_that_can_supply_it(objective,
     sizes = []
     for i in (1, 2, 3):
         state, outcome = iterate(toy, state, i)
-        sizes.append((update._cache_size(), sample_chunk._cache_size()))
+        sizes.append([p._cache_size() for p in (update, sample_chunk, reward_gradient)])
         assert np.isfinite(outcome.metrics["loss"])
         assert outcome.metrics["grad_norm"] > 0
         assert outcome.metrics["skipped_micro_batches"] == 0
@@ -107,7 +115,13 @@ def test_every_objective_trains_the_embedded_pipeline_and_recompiles_nothing(obj
     assert np.isfinite(outcome.metrics["loss"])
 
 
-RESUMED = {"flow_dppo": (), "grpo_guard": (), "flow_cps": (), "nft": ("reward.combine=advantages",)}
+RESUMED = {
+    "opsd": (),
+    "flow_dppo": (),
+    "grpo_guard": (),
+    "flow_cps": (),
+    "nft": ("reward.combine=advantages",),
+}
 
 
 @pytest.mark.exhaustive
@@ -190,6 +204,46 @@ def test_a_seed_is_the_same_path_explored_and_regenerated(spied):
     _, outcome = iterate(toy, fresh_state(toy), 1)
     explored, regenerated = pools
     np.testing.assert_array_equal(regenerated.latents, explored.latents[outcome.ledger["kept"]])
+
+
+@pytest.mark.parametrize("family", first_is_quick(["sol_rl", "naive_scaling"]))
+def test_a_query_is_the_nearest_state_of_the_trajectory_and_what_was_predicted_there(spied, family):
+    """Of three linear steps from 1, step 2 starts nearest to 0.278. It ends at the sample."""
+    batches, pools = spied
+    toy = toy_experiment(*settings("opsd", family))
+    _, outcome = iterate(toy, fresh_state(toy), 1)
+    (batch,) = batches
+    assert toy.query_step() == 2
+    kept = (
+        pools[-1] if family == "sol_rl" else pools[0].take(np.flatnonzero(outcome.ledger["kept"]))
+    )
+    np.testing.assert_array_equal(batch.states, kept.states)
+    np.testing.assert_allclose(batch.states[:, 1], batch.latents, atol=1e-6)
+    text = jax.tree.map(lambda c: c[batch.prompt], batch.conditioning)
+    with jax.set_mesh(toy.backbone.mesh):
+        v = toy.backbone.velocity(
+            toy.policy(fresh_state(toy).old),
+            batch.states[:, 0],
+            text,
+            np.float32(1000 / 3),
+            np.float32(1),
+        )
+    np.testing.assert_allclose(batch.states[:, 0] - v / 3, batch.states[:, 1], atol=1e-5)
+
+
+def test_a_sample_whose_target_is_not_finite_does_not_count(spied):
+    """A reward that is finite, but whose gradient is not, as that of a root at 0."""
+    batches, _ = spied
+    toy = toy_experiment(*settings("opsd", "sol_rl"))
+
+    def score(params, images, wanted):
+        flat = jnp.where(images.mean((1, 2, 3)) > wanted, 0.0, 1.0)
+        return {"reward": images.mean((1, 2, 3)) + jnp.sqrt(flat * 0 * images[:, 0, 0, 0])}
+
+    rough = dataclasses.replace(toy.reward, score=score)
+    _, outcome = iterate(dataclasses.replace(toy, reward=rough), fresh_state(toy), 1)
+    assert not np.asarray(batches[0].weight).any()
+    assert outcome.metrics["loss"] == outcome.metrics["skipped_micro_batches"] == 0
 
 
 def test_pairs_are_best_and_worst_at_the_same_noise(spied):
@@ -289,4 +343,5 @@ def test_every_preset_takes_every_objective(preset, objective):
         "flow_dppo": 9,
         "dance_grpo": 5,
         "awm": 6,
+        "opsd": 1,
     }.get(objective, 4 if preset.startswith("flux1") else 6)

@@ -150,6 +150,17 @@ def test_prices_multiply_up_to_the_plan():
     assert prices.of_iteration(naive, "bf16", 10) == pytest.approx(
         plan["naive_scaling"]["seconds"] - seconds["encode"]
     )
+    opsd = resolve("flux1_sol_rl_pickscore", ["objective=opsd"])  # one sigma, and three gradients
+    gradients = 48 * 24 * (3 * 4 * prices.scored - 3 * prices.trained)
+    assert prices.of_iteration(opsd, "nvfp4", 6) == pytest.approx(whole + gradients)
+    stage = {"name": "targets", "seconds": 48 * 24 * 3 * 0.5}
+    update = {"name": "update", "seconds": 48 * 24 * prices.trained}
+    others = [stage for stage in plan["stages"] if stage["name"] != "update"]
+    planned = prices_of({**plan, "stages": [*others, stage, update]})
+    assert planned.differentiated == pytest.approx(0.5)
+    assert planned.trained == pytest.approx(prices.trained)
+    gradients = 48 * 24 * (3 * 0.5 - 3 * prices.trained)
+    assert planned.of_iteration(opsd, "nvfp4", 6) == pytest.approx(whole + gradients)
     exact = dataclasses.replace(config.rollout.explore, exact_steps=1)
     mixed = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, explore=exact))
     more = 48 * 96 * (prices.network["bf16"] - prices.network["nvfp4"])

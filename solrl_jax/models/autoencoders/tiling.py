@@ -20,7 +20,7 @@ def decode_tiled(
 
     The result differs slightly from `decode(latent)`: near the borders of tiles, where convolutions
     see one tile only, and everywhere if the decoder has normalisation or attention over all pixels.
-    A latent that fits into one tile is decoded whole.
+    A latent that fits into one tile is decoded whole. A gradient decodes each tile once more.
 
     Args:
         decode: maps latents of the size of a tile, the whole batch at once, to images that are
@@ -41,6 +41,7 @@ def decode_tiled(
     row_starts, row_ramps = _axis(height, tile, overlap, compression)
     column_starts, column_ramps = _axis(width, tile, overlap, compression)
     tile_shape = (batch, min(tile, height), min(tile, width), channels)
+    decode = jax.checkpoint(decode, prevent_cse=False)
     decoded = jax.eval_shape(decode, jax.ShapeDtypeStruct(tile_shape, latent.dtype))
 
     def empty(rows: int, columns: int) -> Array:

@@ -73,11 +73,10 @@ def attention_forward(
     v: Float[Array, "b s kv h"],
     mask: Mask | None = None,
 ) -> Float[Array, "b t n h"]:
-    """Computes `softmax(h ** -0.5 q k^T) v` for each head, for programs that take no gradient. The
-    softmax is in float32.
+    """Computes `softmax(h ** -0.5 q k^T) v` for each head, for programs that hardly ever take a
+    gradient. The softmax is in float32.
 
-    It needs less memory on GPUs than `attention`, but its gradient fails there for odd lengths and
-    for masks.
+    It needs less memory on GPUs than `attention`, but its gradient evaluates `attention` once more.
 
     Args:
         q: Queries [b, t, n, h]: batch, query positions, heads, features of a head.
@@ -90,9 +89,58 @@ def attention_forward(
             values.
 
     Returns:
+        The attended values [b, t, n, h], in the dtype of `q`. They have a gradient in q, k and v.
+    """
+    return _forward_only(q, k, v, mask)
+
+
+@jax.custom_vjp
+def _forward_only(q: Array, k: Array, v: Array, mask: Mask | None) -> Array:
+    """`attention_forward`, whose gradient evaluates `attention`.
+
+    Args:
+        q: Queries [b, t, n, h].
+        k: Keys [b, s, kv, h].
+        v: Values [b, s, kv, h].
+        mask: The keys that queries attend to, as for `attention`.
+
+    Returns:
         The attended values [b, t, n, h], in the dtype of `q`.
     """
     return _attend(q, k, v, mask, q.shape[-1] ** -0.5, None, gradient=False)
+
+
+def _forward_pass(q, k, v, mask):
+    """The forward pass of `_forward_only`.
+
+    Args:
+        q: Queries [b, t, n, h].
+        k: Keys [b, s, kv, h].
+        v: Values [b, s, kv, h].
+        mask: The keys that queries attend to.
+
+    Returns:
+        The attended values, and the operands for the backward pass.
+    """
+    return _forward_only(q, k, v, mask), (q, k, v, mask)
+
+
+def _backward_pass(operands, cotangent):
+    """The backward pass of `_forward_only`.
+
+    Args:
+        operands: The queries, keys, values and the mask.
+        cotangent: The gradient by the attended values [b, t, n, h].
+
+    Returns:
+        The gradients by the queries, keys and values, and None for the mask.
+    """
+    *arrays, mask = operands
+    _, gradient = jax.vjp(lambda q, k, v: attention(q, k, v, mask), *arrays)
+    return (*gradient(cotangent), None)
+
+
+_forward_only.defvjp(_forward_pass, _backward_pass)
 
 
 def _shard_heads(x: Array) -> Array:

@@ -70,7 +70,7 @@ class ImageRewardConfig:
 
 class ImageReward(nnx.Module):
     """The ImageReward network: a vision transformer, a text encoder that attends to the image, and
-    a head that gives one number. No gradient may be taken of it.
+    a head that gives one number.
 
     Args:
         config: The sizes of the network (`ImageRewardConfig`).

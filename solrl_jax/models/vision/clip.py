@@ -310,7 +310,7 @@ class CLIPTextOutput(NamedTuple):
 
 
 class CLIPTextModel(nnx.Module):
-    """CLIP's text tower alone. No gradient may be taken of it.
+    """CLIP's text tower alone.
 
     Padding needs no mask, because it follows the text and the attention is causal.
 

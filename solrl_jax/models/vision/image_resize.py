@@ -65,21 +65,22 @@ class Preprocessing:
 
         Returns:
             The pixels, float32, minus the mean of CLIP's training images and divided by their
-            standard deviation, per channel.
+            standard deviation, per channel. Rounding to 8 bits has no gradient, so with `eight_bit`
+            they have the gradient of the same resize without it.
         """
         height, width = images.shape[1:3]
         resized_height, resized_width = self.resized(height, width)
         row_matrix = self._matrix(height, resized_height)
         column_matrix = self._matrix(width, resized_width)
         x = images.astype(jnp.float32)
+        resized = _resample(x, column_matrix, "bHWc,wW->bHwc")
+        resized = _resample(resized, row_matrix, "bHwc,hH->bhwc")
         if self.eight_bit:
             x = jnp.clip(jnp.round(255 * x), 0, 255)
             x = _resample_8bit(x, column_matrix, "bHWc,wW->bHwc")
             x = _resample_8bit(x, row_matrix, "bHwc,hH->bhwc") / 255
-        else:
-            x = _resample(x, column_matrix, "bHWc,wW->bHwc")
-            x = _resample(x, row_matrix, "bHwc,hH->bhwc")
-        return (x - MEAN) / STD
+            resized = _with_gradient_of(resized, x)
+        return (resized - MEAN) / STD
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
         """Returns the size to which an image is resized, before cropping or padding.
@@ -164,6 +165,33 @@ def _kernel(x: np.ndarray, kernel: Kernel) -> np.ndarray:
     near = (1.5 * x - 2.5) * x * x + 1
     far = ((-0.5 * x + 2.5) * x - 4) * x + 2
     return np.where(x < 1, near, np.where(x < 2, far, 0.0))
+
+
+@jax.custom_jvp
+def _with_gradient_of(smooth: Array, rounded: Array) -> Array:
+    """Returns `rounded` with the gradient of `smooth` (a straight-through estimator).
+
+    XLA does not compute `smooth` in programs that take no gradient.
+
+    Args:
+        smooth: An array that the gradient is taken of.
+        rounded: An array of the same shape and dtype, whose own gradient is dropped.
+    """
+    return rounded
+
+
+@_with_gradient_of.defjvp
+def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    """The derivative of `_with_gradient_of`: that of its first argument.
+
+    Args:
+        primals: The two arguments.
+        tangents: Their tangents, of which the second one is not used.
+
+    Returns:
+        The value and its tangent.
+    """
+    return primals[1], tangents[0]
 
 
 def _resample(x: Array, matrix: np.ndarray, axes: str) -> Array:

@@ -8,7 +8,9 @@ from solrl_jax.config.schema import Rollout
 from solrl_jax.quant.formats import FORMATS
 
 
-def continued_steps(rollout: Rollout, precision: str, steps: int) -> int:
+def continued_steps(
+    rollout: Rollout, precision: str, steps: int, query_step: int | None = None
+) -> int:
     """Returns the number of steps that regeneration takes over from exploration.
 
     That is `explore.exact_steps` where these steps have the sigmas of the regeneration: with
@@ -23,11 +25,14 @@ def continued_steps(rollout: Rollout, precision: str, steps: int) -> int:
       steps too.
     * `solver` is "dpm2" and there are several exact steps. Its steps also use the prediction before
       them, except the first two: from sigma 1 no slope can be extrapolated.
+    * A state before the end of these steps is recorded (`query_step`).
 
     Args:
         rollout: The configuration of the rollout.
         precision: The format that is explored in, a key of `quant.formats.FORMATS`.
         steps: The number of exploring steps, above `explore.exact_steps`.
+        query_step: The index of the regenerating step whose beginning is recorded. None: there is
+            none.
 
     Raises:
         KeyError: If there is no such format.
@@ -45,5 +50,6 @@ def continued_steps(rollout: Rollout, precision: str, steps: int) -> int:
         and explore.exact_steps <= shared
         and rollout.noise_level == 0
         and (rollout.solver != "dpm2" or explore.exact_steps == 1)
+        and (query_step is None or query_step >= explore.exact_steps)
     )
     return explore.exact_steps if applies else 0

@@ -3,21 +3,16 @@ docs/method.md, section 4).
 """
 
 import jax
-import jax.numpy as jnp
 
 from solrl_jax.config.schema import Algorithm as AlgorithmConfig
 from solrl_jax.rl.objective import (
-    Latents,
     PerSample,
     TrainingTarget,
     Velocities,
-    along,
     distance_to_old,
     distance_to_reference,
-    mean_per_sample,
+    self_weighted_error,
 )
-
-SMALLEST_DENOMINATOR = 1e-5
 
 
 def nft(
@@ -93,8 +88,8 @@ def nft_loss(
     """
     v = velocities.trained
     v_old = jax.lax.stop_gradient(velocities.old)
-    positive = _self_weighted(target, beta * v + (1 - beta) * v_old)
-    negative = _self_weighted(target, (1 + beta) * v_old - beta * v)
+    positive = self_weighted_error(beta * v + (1 - beta) * v_old, target, target.x0)
+    negative = self_weighted_error((1 + beta) * v_old - beta * v, target, target.x0)
     policy = (
         adv_clip_max * (target.optimality * positive + (1 - target.optimality) * negative) / beta
     )
@@ -103,22 +98,3 @@ def nft_loss(
         return policy, parts
     kl = distance_to_reference(velocities)
     return policy + kl_coef * kl, parts | {"loss/kl": kl}
-
-
-def _self_weighted(target: TrainingTarget, velocity: Latents) -> PerSample:
-    """The squared error of the clean latents that a velocity predicts, divided by their absolute
-    error.
-
-    Args:
-        target: The noised latents x, their sigmas and the true clean latents x0.
-        velocity: The velocity at `target.x`. It predicts the clean latents `x - sigma velocity`.
-
-    Returns:
-        One value per sample. Both errors are means over dimensions. The divisor has no gradient and
-        is at least 1e-5.
-    """
-    error = target.x - along(target.sigma, target.x) * velocity - target.x0
-    weight = jax.lax.stop_gradient(
-        jnp.maximum(mean_per_sample(jnp.abs(error)), SMALLEST_DENOMINATOR)
-    )
-    return mean_per_sample(jnp.square(error)) / weight

@@ -1,0 +1,143 @@
+"""DiffusionOPSD, on-policy self-distillation (arXiv 2608.24646; worldbench/DiffusionOPSD).
+
+The gradient of the reward says where the clean latents that the old policy predicts should lie, and
+where they should not. Both targets are fixed, and the policy is fitted to them as in DiffusionNFT.
+docs/objectives.md lists what differs from the released code.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from solrl_jax.config.schema import Algorithm as AlgorithmConfig
+from solrl_jax.parallel import sharding
+from solrl_jax.rl.objective import (
+    Latents,
+    PerSample,
+    RewardGradient,
+    TrainingTarget,
+    Velocities,
+    along,
+    distance_to_old,
+    distance_to_reference,
+    mean_per_sample,
+    reward_gradients,
+    self_weighted_error,
+)
+
+# Added to the norm of a gradient, as in the released code: a gradient of zero then moves nothing.
+SMALLEST_NORM = 1e-12
+
+
+def targets(
+    gradient: RewardGradient, anchor: Latents, algorithm: AlgorithmConfig
+) -> dict[str, Latents]:
+    """Moves the predicted clean latents y0 up and down the reward R, by a bounded length.
+
+        y <- y +- (rho |y0| / n) g / (|g| + 1e-12)        n times from y0; g is the gradient at y
+
+    Norms are over the dimensions of a sample, so neither the scale of the reward nor that of the
+    latents matters. No target lies further than `rho |y0|` from y0. The released code also cuts off
+    what is beyond, which never happens with steps of this length.
+
+    Args:
+        gradient: Returns the rewards of clean latents, and their gradients. It is called 2 n - 1
+            times: both targets begin with the same gradient.
+        anchor: The clean latents y0 that the old policy predicts.
+        algorithm: `target_radius` is rho, and `target_steps` is n.
+
+    Returns:
+        "positive", the latents with a higher reward, and "negative", those with a lower one.
+    """
+    length = algorithm.target_radius / algorithm.target_steps
+    _, first = gradient(anchor)
+    moved = {}
+    for name, step in (("positive", length), ("negative", -length)):
+        latents = _move(anchor, first, anchor, step)
+        for _ in range(algorithm.target_steps - 1):
+            latents = _move(latents, gradient(latents)[1], anchor, step)
+        moved[name] = latents
+    return moved
+
+
+@reward_gradients(targets)
+def opsd(
+    velocities: Velocities, target: TrainingTarget, algorithm: AlgorithmConfig
+) -> tuple[PerSample, dict[str, PerSample]]:
+    """Pulls the policy towards the positive targets of good samples, and its mirror image towards
+    the negative targets of bad ones.
+
+        v_pos = beta v + (1 - beta) v_old         v_neg = (1 + beta) v_old - beta v
+        l(u, y) = mean((x - sigma u - y)^2) / max(mean|x - sigma u - y|, 1e-5)
+        loss  = adv_clip_max (q l(v_pos, y_pos) + (1 - q) l(v_neg, y_neg))
+                + kl_coef mean((v - v_ref)^2)
+
+    The denominator of l has no gradient. Unlike DiffusionNFT, the released code does not divide by
+    beta. Means are over the dimensions of a sample. The distance to v_ref is
+    `distance_to_reference`: with `kl_fraction` below 1, it is 0 or scaled up for a sample.
+
+    Args:
+        velocities: What the trained (v), the old (v_old) and the reference policy (v_ref) predict.
+            Only v has a gradient. The reference is not read if `kl_coef` is 0.
+        target: The states x of the trajectories, their sigmas, the optimality q of the samples, and
+            in `targets` the latents y_pos ("positive") and y_neg ("negative").
+        algorithm: `beta` is how far the positive and the negative policy lie from the old one,
+            `kl_coef` the weight of the distance to the reference, and `adv_clip_max` a factor of
+            the loss without that distance.
+
+    Returns:
+        One loss per sample, and metrics with one value per sample: "loss/policy" (the loss without
+        the distance to the reference), "loss/drift" (mean((v - v_old)^2), which is not trained on),
+        "target/distance" (how far y_pos lies from the clean latents that v_old predicts, as a
+        fraction of the norm of these) and, unless `kl_coef` is 0, "loss/kl" (the distance to the
+        reference, without `kl_coef`).
+
+    Raises:
+        AssertionError: If the target has no `targets`.
+    """
+    assert target.targets is not None
+    beta = algorithm.beta
+    v = velocities.trained
+    v_old = jax.lax.stop_gradient(velocities.old)
+    positive = target.targets["positive"]
+    good = self_weighted_error(beta * v + (1 - beta) * v_old, target, positive)
+    bad = self_weighted_error((1 + beta) * v_old - beta * v, target, target.targets["negative"])
+    policy = algorithm.adv_clip_max * (target.optimality * good + (1 - target.optimality) * bad)
+    anchor = target.x - along(target.sigma, target.x) * v_old
+    moved = mean_per_sample(jnp.square(positive - anchor))
+    size = mean_per_sample(jnp.square(anchor))
+    parts = {
+        "loss/policy": policy,
+        "loss/drift": distance_to_old(velocities),
+        "target/distance": jnp.sqrt(moved / jnp.maximum(size, SMALLEST_NORM)),
+    }
+    if algorithm.kl_coef == 0:  # nothing reads the reference, so XLA does not compute it
+        return policy, parts
+    kl = distance_to_reference(velocities)
+    return policy + algorithm.kl_coef * kl, parts | {"loss/kl": kl}
+
+
+@sharding.jit
+def _move(
+    latents: Float[Array, " b *latent"],
+    gradient: Float[Array, " b *latent"],
+    anchor: Float[Array, " b *latent"],
+    step: Float[Array, ""] | float,
+) -> Float[Array, " b *latent"]:
+    """Moves latents along the direction of a gradient.
+
+    Args:
+        latents: The latents.
+        gradient: The gradient of the reward there. A gradient of zero moves nothing.
+        anchor: The clean latents whose norm is the unit of the distance.
+        step: The distance in this unit; below 0 against the gradient.
+
+    Returns:
+        The moved latents.
+    """
+
+    def norm(x):
+        return jnp.sqrt(jnp.sum(jnp.square(x), tuple(range(1, x.ndim))))
+
+    length = step * norm(anchor) / (norm(gradient) + SMALLEST_NORM)
+    return latents + along(length, latents) * gradient

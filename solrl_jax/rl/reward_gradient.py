@@ -1,0 +1,171 @@
+"""The gradient of the reward by the clean latents, and the targets that objectives make of it.
+
+Decoder and reward networks are functions of JAX, so the gradient is one `jax.grad`. It is a program
+of its own between regeneration and update, so that its memory does not add to that of the update:
+one image (or one tile of it) and `network.IMAGES_PER_DEVICE` images of a reward network are
+differentiated at a time, and evaluated again for it.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from solrl_jax.config.schema import Algorithm as AlgorithmConfig
+from solrl_jax.config.schema import Config
+from solrl_jax.models.decoder import Decoder
+from solrl_jax.parallel import hosts, sharding
+from solrl_jax.rewards.protocol import Reward
+from solrl_jax.rl.experiment import Experiment
+from solrl_jax.rl.generate import PromptBatch, Samples, place_samples
+from solrl_jax.rl.objective import Objective, load_objective, targets_of
+
+# The reward is multiplied by this before, and its gradient divided by it after the differentiation.
+# Without it, small gradients in reward networks would be lost in FP16.
+SCALE = 2.0**10
+
+
+def add_targets(
+    experiment: Experiment,
+    prompt_batch: PromptBatch,
+    samples: Samples,
+    prompt: Int[np.ndarray, " b"],
+) -> Samples:
+    """Makes the targets of samples whose state at the query step was recorded.
+
+    Every process of a run must call it with the same arguments.
+
+    Args:
+        experiment: Its objective makes the targets, of the gradient of its reward. The reward must
+            be scored inside JAX and compare no candidates.
+        prompt_batch: The prompts that `prompt` points to, prepared for the reward.
+        samples: The samples. `states` has the clean latents that the old policy predicted at the
+            query step.
+        prompt: The index of the prompt of each sample.
+
+    Returns:
+        The samples with `targets`: float32 latents by the names that the objective gave them.
+    """
+    config = experiment.config
+    mesh = sharding.rows_only(experiment.backbone.mesh)
+    make_targets = targets_of(load_objective(config.algorithm.objective))
+    assert samples.states is not None
+    anchors = samples.states[:, 1]
+    chunk = rows_per_call(config, len(anchors), mesh.size)
+    prepared = hosts.put(prompt_batch.prepared, sharding.replicated(mesh))
+    decoder = gradient_decoder(experiment.backbone.decoder)
+    reward = experiment.reward
+    chunks = []
+    for start in range(0, len(anchors), chunk):
+        part = slice(start, start + chunk)
+        with jax.set_mesh(mesh):
+            gradient = partial(
+                reward_gradient,
+                reward,
+                decoder,
+                reward.params,
+                prepared=prepared,
+                index=place_samples(prompt[part], chunk, mesh),
+            )
+            anchor = place_samples(anchors[part], chunk, mesh)
+            chunks.append(hosts.fetch(make_targets(gradient, anchor, config.algorithm)))
+    targets = {
+        name: np.concatenate([rows[name] for rows in chunks])[: len(anchors)] for name in chunks[0]
+    }
+    return dataclasses.replace(samples, targets=targets)
+
+
+def gradient_decoder(decoder: Decoder) -> Decoder:
+    """The decoder as it is differentiated: a device decodes one image at a time.
+
+    Args:
+        decoder: The decoder that images are scored with. Tiles stay tiles.
+
+    Returns:
+        The same decoder with the same parameters, which decodes the same images in smaller batches.
+    """
+    return dataclasses.replace(decoder, max_images=1)
+
+
+@partial(sharding.jit, static_argnums=0)
+def reward_gradient(
+    reward: Reward,
+    decoder: Decoder,
+    params: Any,
+    latents: Float[Array, "b h w c"],
+    prepared: Any,
+    index: Int[Array, " b"],
+) -> tuple[Float[Array, " b"], Float[Array, "b h w c"]]:
+    """The reward of clean latents, and its gradient by them.
+
+    It is compiled by jit, once per reward object and set of shapes.
+
+    Args:
+        reward: The weighted sum of rewards inside JAX, each of which scores an image by itself;
+            static.
+        decoder: Decodes the latents. It is not used if the reward reads latents alone.
+        params: The parameters of the reward: `reward.params`.
+        latents: The clean latents, float32. The devices of the ambient mesh must divide their
+            number.
+        prepared: The pytree that `reward.prepare` returned, one row per prompt.
+        index: For each sample, the row of its prompt in `prepared`.
+
+    Returns:
+        The rewards and their gradients, float32. Those of a sample do not depend on other samples.
+        Where the reward is NaN, so is the gradient, or it is 0. A decoded pixel beyond [0, 1] has
+        no gradient, since it is clipped.
+
+    Raises:
+        InputError: If the function `score` of a reward raises or returns no scores.
+    """
+    assert reward.score is not None
+    score = reward.score
+    rows = jax.tree.map(lambda x: jnp.asarray(x)[index], prepared)
+
+    def total(latents: Array) -> tuple[Array, Array]:
+        images = decoder(latents) if reward.needs_images else None
+        rewards = score(params, reward.select_inputs(images, latents), rows)["reward"]
+        return SCALE * rewards.sum(), rewards
+
+    gradient, rewards = jax.grad(total, has_aux=True)(latents)
+    return rewards, gradient / SCALE
+
+
+def rows_per_call(config: Config, count: int, devices: int) -> int:
+    """How many samples one call of `reward_gradient` has on all devices.
+
+    Args:
+        config: The configuration, of which `rollout.per_device_batch_size` limits the number.
+        count: The number of all samples, at least 1.
+        devices: The number of devices.
+
+    Returns:
+        A multiple of `devices`. The last call is filled up to it.
+    """
+    return devices * min(config.rollout.per_device_batch_size, -(-count // devices))
+
+
+def try_targets(objective: Objective, algorithm: AlgorithmConfig) -> tuple[tuple[str, ...], int]:
+    """What an objective makes of the gradient of the reward, found by a call of its `targets` with
+    latents of one zero.
+
+    Args:
+        objective: An objective that trains on reward gradients.
+        algorithm: The algorithm section of the configuration, with its `target_steps`.
+
+    Returns:
+        The names of the targets, and how often the gradient is taken for each sample.
+    """
+    calls = 0
+
+    def gradient(latents: Array) -> tuple[Array, Array]:
+        nonlocal calls
+        calls += 1
+        return latents.sum((1, 2, 3)), latents
+
+    targets = targets_of(objective)(gradient, jnp.zeros((1, 1, 1, 1)), algorithm)
+    return tuple(targets), calls
