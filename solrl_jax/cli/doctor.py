@@ -412,11 +412,10 @@ def _reward_downloads(config: Config) -> list[str]:
     """
     used = _reward_sources(config)
     paths = config.reward.paths
-    given = {
-        paths.get(key, source.name): source.files
-        for key, source in used.items()
-        if isinstance(source, Hub)
-    }
+    given: dict[str, set[str]] = {}
+    for key, source in used.items():
+        if isinstance(source, Hub):
+            given.setdefault(paths.get(key, source.name), set()).update(source.files)
 
     def absent(name, files):
         return hub.is_name(name) and any(hub.cached(name, file) is None for file in files)

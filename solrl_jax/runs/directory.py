@@ -146,10 +146,11 @@ def _refuse_foreign_objective(target: str, config: Config, overrides: tuple[str,
 
     Raises:
         InputError: If the objective is "module:function" and no override sets
-            `algorithm.objective`.
+            `objective` or `algorithm.objective`.
     """
     objective = config.algorithm.objective
-    chosen_by_user = any(text.partition("=")[0] == "algorithm.objective" for text in overrides)
+    names = {text.partition("=")[0].strip() for text in overrides}
+    chosen_by_user = not names.isdisjoint({"objective", "algorithm.objective"})
     if is_plugin(objective) and not chosen_by_user:
         raise InputError(
             f"{target}: trains with {objective}, which is not part of the package; use trust=True "

@@ -371,7 +371,8 @@ def speed_up(pairs: Sequence[tuple[Course, Course]], part: float) -> Estimate:
     Returns:
         A tuple: the cost of the second arm divided by that of the first (above 1 where the first is
         faster), and its standard error. The ratio is NaN without pairs, if an arm does not reach
-        the reward, or if the second arm gains nothing. The standard error is NaN for fewer than two
+        the reward, or if the second arm gains nothing, and infinite if the first arm starts at the
+        reward. The standard error is NaN for fewer than two
         pairs, or if the ratio is NaN with some seed left out.
     """
 
@@ -386,7 +387,8 @@ def speed_up(pairs: Sequence[tuple[Course, Course]], part: float) -> Estimate:
         if gain <= 0:
             return float("nan")
         level = other_reward[0] + part * gain
-        return reached(other_cost, other_reward, level) / reached(cost, reward, level)
+        own = reached(cost, reward, level)
+        return reached(other_cost, other_reward, level) / own if own else float("inf")
 
     if not pairs:
         return float("nan"), float("nan")

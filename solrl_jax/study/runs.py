@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+from solrl_jax.config.schema import Config
+from solrl_jax.rl.experiment import fit_prompt_counts, load_prompt_sets
 from solrl_jax.runs.directory import is_run, read_run
 from solrl_jax.runs.metrics import read
 from solrl_jax.storage.files import writing
@@ -33,19 +35,36 @@ def finished(run: Run) -> bool:
 
     Returns:
         False if its directory is no run directory, its `config.yaml` differs from `run.config` in
-        any setting, or its metrics have no held-out reward of the last iteration (a reward that was
-        not finite counts).
+        any setting (apart from numbers of prompts that its prompt sets do not have), or its metrics
+        have no held-out reward of the last iteration (a reward that was not finite counts).
 
     Raises:
-        InputError: If the `config.yaml` in the directory cannot be read.
+        InputError: If the `config.yaml` in the directory, or a prompt set, cannot be read.
         ConfigError: If that file is no valid configuration.
     """
-    if not is_run(run.folder) or read_run(run.folder) != run.config:
+    if not is_run(run.folder):
+        return False
+    saved = read_run(run.folder)
+    if saved != run.config and saved != _with_available_prompts(run.config):
         return False
     return any(
         row["iteration"] == run.config.train.iterations and "eval/reward" in row
         for row in read(run.folder)
     )
+
+
+def _with_available_prompts(config: Config) -> Config:
+    """Returns a configuration with its numbers of prompts reduced to those that its prompt sets
+    have, as a run reduces them when it starts.
+
+    Args:
+        config: The configuration of a run.
+
+    Raises:
+        InputError: If a prompt set cannot be read.
+    """
+    train_prompts, test_prompts = load_prompt_sets(config)
+    return fit_prompt_counts(config, len(train_prompts), len(test_prompts))[0]
 
 
 def train(

@@ -1,16 +1,21 @@
 """The tables of a study against what hand-made runs must give."""
 
+import dataclasses
 import math
+import shutil
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
 from solrl_jax.errors import InputError
+from solrl_jax.rl.experiment import load_prompt_sets
 from solrl_jax.study import page, summary
 from solrl_jax.study.compare import at_cost, estimate, reached
 from solrl_jax.study.cost import Prices
-from tests.study.hand import make_runs, plan_of
+from solrl_jax.study.plan import runs_of
+from solrl_jax.study.runs import finished
+from tests.study.hand import make_runs, plan_of, write_run
 
 # an exploring evaluation costs 1, a full one 2, a picture 10, a term 3, a sync 5
 PRICES = Prices("toy-device", {"nvfp4": 1.0, "bf16": 2.0}, scored=10.0, trained=3.0, synced=5.0)
@@ -104,6 +109,25 @@ def test_an_arm_that_does_not_get_there_has_no_speed_up(tmp_path):
     assert math.isnan(speed["100"][0])
     *_, study, _ = made(tmp_path / "fallen", rewards=REWARDS | {"plain": [[0.5, 0.4, 0.3]] * 2})
     assert all(math.isnan(mean) for mean, _ in study["compared"][0]["speed_up"].values())
+
+
+def test_a_run_with_all_prompts_that_there_are_is_finished(tmp_path):
+    """A run lowers `eval.num_prompts` to the prompts of its set, and records the lower number."""
+    asked = {"sol": (*ARMS["sol"], "eval.num_prompts=100000")}
+    (run,) = runs_of(plan_of(asked, seeds=(0,)), tmp_path, False, ())
+    test_prompts = load_prompt_sets(run.config)[1]
+    fitted = dataclasses.replace(run.config.eval, num_prompts=len(test_prompts))
+    other = dataclasses.replace(run.config.eval, num_prompts=len(test_prompts) - 1)
+    for evaluation, ended in ((fitted, True), (other, False)):
+        config = dataclasses.replace(run.config, eval=evaluation)
+        write_run(dataclasses.replace(run, config=config), REWARDS["sol"][0])
+        assert finished(run) == ended
+        shutil.rmtree(run.folder)
+
+
+def test_an_arm_that_starts_there_is_infinitely_faster(tmp_path):
+    *_, study, _ = made(tmp_path, rewards=REWARDS | {"sol": [[0.7, 0.7, 0.8]] * 2})
+    assert study["compared"][0]["speed_up"]["100"][0] == math.inf
 
 
 def test_progress_ends_where_the_other_ends_not_at_its_peak(tmp_path):
