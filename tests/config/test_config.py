@@ -109,7 +109,7 @@ BAD = [
     ("eval.size=[[512,512]]", "eval.size=[[512, 512]]: expected [HEIGHT, WIDTH] in pixels"),
     (
         "algorithm.objective=ppo",
-        "algorithm.objective='ppo': expected one of nft, awm, dpo, .*, or module:function",
+        "algorithm.objective='ppo': expected one of nft, awm, opsd, dpo, .*, or module:function",
     ),
     (
         "reward=http://me:secret@localhost:1/",
