@@ -311,6 +311,7 @@ def assert_same_run(ours: RunPath, theirs: RunPath, iterations: int) -> None:
         assert table.equals(ledger.read(theirs / "ledger", iteration))
 
 
+@pytest.mark.exhaustive  # three trainings; two_processes and the tests of files go through a store
 def test_a_run_in_a_store_is_resumed_reported_and_exported(stored, tmp_path):
     train(tmp_path / "disk", 2)
     train(stored, 1)
