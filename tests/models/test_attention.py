@@ -302,3 +302,21 @@ def test_capped_logits_never_go_to_a_fused_kernel(monkeypatch):
     with traced_for("gpu"):
         out = jax.eval_shape(lambda q: attention(q, q, q, softcap=50.0), q)
     assert out.shape == q.shape
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_the_forward_kernel_has_the_gradient_of_the_other(masked):
+    q, k, v = map(jnp.asarray, operands(N))
+    mask = jnp.arange(S) < jnp.asarray([3, S])[:, None, None, None] if masked else None
+    weights = np.random.default_rng(3).standard_normal(q.shape).astype(np.float32)
+
+    def total(attend, q, k, v):
+        return (weights * attend(q, k, v, mask)).sum()
+
+    gradients = [
+        jax.jit(jax.grad(partial(total, attend), (0, 1, 2)))(q, k, v)
+        for attend in (module.attention_forward, attention)
+    ]
+    for got, wanted in zip(*gradients, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-7)
+        assert np.abs(wanted).max() > 0
