@@ -28,7 +28,7 @@ from solrl_jax.rl.experiment import local_device
 MODES = ("eager", "default", "max-autotune-no-cudagraphs", "max-autotune")
 
 
-def shapes_of(preset: str, overrides: list[str]) -> tuple[dict, dict, tuple[int, int, int]]:
+def shapes_of(preset: str, overrides: list[str]) -> tuple[dict, dict, tuple[int, ...]]:
     """Returns the shapes that a preset gives the transformer.
 
     Args:
@@ -48,7 +48,7 @@ def shapes_of(preset: str, overrides: list[str]) -> tuple[dict, dict, tuple[int,
 
 
 def inputs(
-    stored: dict, encodings: dict, latent: tuple[int, int, int], rows: int, device: str
+    stored: dict, encodings: dict, latent: tuple[int, ...], rows: int, device: str
 ) -> dict[str, torch.Tensor]:
     """Draws the keyword arguments of one call of the network, for a batch of `rows` samples."""
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from solrl_jax.config.presets import resolve
+from solrl_jax.config.sizes import model_size
 from solrl_jax.planning.recipes import RECORDS, Machine, load_records, propose
 from solrl_jax.planning.targets import TARGETS
 
@@ -55,7 +56,7 @@ def record(
         "hosts": hosts,
         "fsdp": mesh.get("fsdp", 1),
         "tensor": mesh.get("tensor", 1),
-        "size": [config.model.height, config.model.width],
+        "size": list(model_size(config)),
         "gradient_checkpointing": checkpointing,
         "update_batch": config.optimizer.per_device_batch_size,
         "rollout_batch": config.rollout.per_device_batch_size,

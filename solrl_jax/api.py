@@ -334,8 +334,8 @@ def generate(
     true_cfg_scale: float | None = None,
     negative_prompt: str = "",
     seed: int = 0,
-    size: tuple[int, int] | None = None,
-    latents: Float[np.ndarray, "n c latent_h latent_w"] | None = None,
+    size: tuple[int, ...] | None = None,
+    latents: Float[np.ndarray, "n c ... latent_h latent_w"] | None = None,
     lora: str | Path | None = None,
     precision: Precision = "bf16",
     max_sequence_length: int | None = None,
@@ -343,8 +343,8 @@ def generate(
     vae_tile_size: int | None = None,
     batch_size: int = 16,
     checkpoint: str = "latest",
-) -> Float[np.ndarray, "n h w 3"]:
-    """Generates one image per prompt, with a diffusers model or with the policy of a run.
+) -> Float[np.ndarray, "n ... h w 3"]:
+    """Generates one image or clip per prompt, with a diffusers model or with the policy of a run.
 
     A model samples as its diffusers pipeline does. A run samples as its evaluation does, with its
     averaged policy (EMA). The model is loaded in every call, so pass all prompts at once.
@@ -369,10 +369,12 @@ def generate(
             such guidance it must be "".
         seed: The seed of the initial noise, 0 to 2**31 - 1.
         size: (height, width) of the images in pixels, up to 16,384 each and of the multiples that
-            the model requires. None: that of `latents`, of the run's evaluation or the model's
-            default.
-        latents: The initial noise, float32 [N, C, h, w] with one entry per prompt, as for the
-            pipelines of diffusers (but not packed for FLUX.1). None: drawn from the seed.
+            the model requires. For models of clips (Wan), (height, width, frames) with 1 plus a
+            multiple of 4 frames; without a number of frames, that of the default. None: that of
+            `latents`, of the run's evaluation or the model's default.
+        latents: The initial noise, float32 [N, C, h, w] with one entry per prompt, or [N, C, t, h,
+            w] for models of clips, as for the pipelines of diffusers (but not packed for FLUX.1).
+            None: drawn from the seed.
         lora: A LoRA to apply to a model: a .safetensors file of diffusers, kohya, ai-toolkit or
             ComfyUI, or a directory of PEFT. None: no LoRA. A run has its own and accepts none.
         precision: The number format in which linear layers compute in all steps: "bf16", "fp32",
@@ -391,7 +393,8 @@ def generate(
             text. A model accepts only "latest".
 
     Returns:
-        The images, float32 [N, height, width, 3] in [0, 1], in the order of the prompts.
+        The images, float32 [N, height, width, 3] in [0, 1], or clips, [N, frames, height, width,
+        3], in the order of the prompts.
 
     Raises:
         InputError: If an argument cannot be used.

@@ -15,6 +15,7 @@ SANA_600M = "Efficient-Large-Model/Sana_600M_512px_diffusers"
 SANA15_1600M = "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers"
 SANA15_4800M = "Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers"
 QWEN_IMAGE = "Qwen/Qwen-Image"
+WAN = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
 ZIMAGE = "Tongyi-MAI/Z-Image"
 
 

@@ -11,6 +11,7 @@ from diffusers import (
     AutoencoderKL,
     AutoencoderKLFlux2,
     AutoencoderKLQwenImage,
+    AutoencoderKLWan,
     DPMSolverMultistepScheduler,
     FlowMatchEulerDiscreteScheduler,
     Flux2KleinPipeline,
@@ -23,6 +24,9 @@ from diffusers import (
     SanaTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
+    UniPCMultistepScheduler,
+    WanPipeline,
+    WanTransformer3DModel,
     ZImagePipeline,
     ZImageTransformer2DModel,
 )
@@ -46,6 +50,8 @@ from transformers import (
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
+    UMT5Config,
+    UMT5EncoderModel,
 )
 
 from solrl_jax.api import generate_with_latents
@@ -291,6 +297,26 @@ QWEN_VL_VISION = {
     "fullatt_block_indexes": [0],
 }
 
+WAN = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "in_channels": KL_CHANNELS,
+    "out_channels": KL_CHANNELS,
+    "text_dim": 32,
+    "ffn_dim": 48,
+    "num_layers": 2,
+}
+WAN_VAE = {  # four pixels per latent each way, and four frames
+    "base_dim": 8,
+    "z_dim": KL_CHANNELS,
+    "dim_mult": [1, 2, 2],
+    "num_res_blocks": 1,
+    "temperal_downsample": [True, True],
+    "latents_mean": [-0.5, 0.3, 1.1, -0.2],
+    "latents_std": [1.5, 0.8, 2.2, 1.1],
+    "scale_factor_spatial": 4,
+}
+
 
 def dpm(**changes) -> DPMSolverMultistepScheduler:
     """The scheduler that SANA is released with."""
@@ -458,6 +484,30 @@ def save_qwen_image_pipeline(
             scheduler=scheduler or stretched(),
             vae=_strong(AutoencoderKLQwenImage(**QWEN_IMAGE_VAE), _strengthen_vae),
             text_encoder=_strong(encoder, _strengthen_text),
+            tokenizer=tokenizer,
+            transformer=_strong(network, _strengthen_transformer),
+        ),
+        folder,
+    )
+
+
+def unipc(**changes) -> UniPCMultistepScheduler:
+    """The scheduler that Wan 2.1 is released with."""
+    released = {"flow_shift": 3.0, "use_flow_sigmas": True, "prediction_type": "flow_prediction"}
+    return UniPCMultistepScheduler(**released | changes)
+
+
+def save_wan_pipeline(folder: Path, scheduler=None, seed: int = 0, **transformer) -> WanPipeline:
+    """The same for Wan 2.1 T2V."""
+    torch.manual_seed(seed)
+    tokenizer = make_t5_tokenizer()
+    network = WanTransformer3DModel(**WAN | transformer)
+    text = UMT5Config(**T5, d_model=network.config.text_dim, vocab_size=len(tokenizer))
+    return _saved(
+        WanPipeline(
+            scheduler=scheduler or unipc(),
+            vae=_strong(AutoencoderKLWan(**WAN_VAE), _strengthen_vae),
+            text_encoder=_strong(UMT5EncoderModel(text), _strengthen_t5),
             tokenizer=tokenizer,
             transformer=_strong(network, _strengthen_transformer),
         ),

@@ -1,4 +1,4 @@
-"""`solrl generate`: writes images of the prompts in a file."""
+"""`solrl generate`: writes images or clips of the prompts in a file."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,9 +38,9 @@ RENAMED_OPTIONS = {
 }
 
 
-def _height_and_width(
+def _parse_size(
     _context: click.Context, _parameter: click.Parameter, value: str | None
-) -> tuple[int, int] | None:
+) -> tuple[int, ...] | None:
     """Parses the option `--size`, as a callback of click.
 
     Args:
@@ -49,19 +49,21 @@ def _height_and_width(
         value: The text "HEIGHTxWIDTH" in pixels, e.g. "512x768"; None if the option was not given.
 
     Returns:
-        Height and width; None if the option was not given.
+        Height and width, and the number of frames if it is given; None if the option was not
+        given.
 
     Raises:
-        InputError: If the text has another form, or a side is not between 1 and 16,384.
+        InputError: If the text has another form, or a number is not between 1 and 16,384.
     """
     if value is None:
         return None
     sides = value.lower().split("x")
-    if len(sides) != 2 or not all(is_number(s) and 0 < int(s) <= MAX_SIDE for s in sides):
+    if len(sides) not in (2, 3) or not all(is_number(s) and 0 < int(s) <= MAX_SIDE for s in sides):
         raise InputError(
-            f"size={value!r}: expected HEIGHTxWIDTH in pixels up to {MAX_SIDE}, e.g. 512x768"
+            f"size={value!r}: expected HEIGHTxWIDTH in pixels up to {MAX_SIDE}, e.g. 512x768, or "
+            "HEIGHTxWIDTHxFRAMES for models of clips"
         )
-    return int(sides[0]), int(sides[1])
+    return tuple(map(int, sides))
 
 
 def _open_latents(path: Path) -> np.ndarray:
@@ -91,11 +93,12 @@ def _write(out: Path, generation: Generation, prompts: Sequence[str]) -> None:
     """Writes images to a directory: one PNG per image, and all of them in a grid.
 
     The files are `00000.png` and so on, `grid.png`, and the arrays `images.npy` and `latents.npy`
-    (the initial noise). Existing files are replaced.
+    (the initial noise). Clips are written as animated WebP, `00000.webp` and so on, and their grid
+    also as `grid.webp`. Existing files are replaced.
 
     Args:
         out: The directory. It is created if necessary.
-        generation: The images and their initial noise.
+        generation: The images or clips and their initial noise.
         prompts: The prompt of each image, which the grid shows.
 
     Raises:
@@ -105,7 +108,10 @@ def _write(out: Path, generation: Generation, prompts: Sequence[str]) -> None:
         with files.atomic(out / f"{name}.npy") as partial:
             np.save(partial, array)
     for number, image in enumerate(generation.images):
-        image_files.save_png(out / f"{number:05d}.png", image)
+        if image.ndim == 4:
+            image_files.save_clip(out / f"{number:05d}.webp", image)
+        else:
+            image_files.save_png(out / f"{number:05d}.png", image)
     columns = min(len(prompts), 8)
     image_files.save_grid(out / "grid.png", generation.images, columns, prompts)
 
@@ -163,15 +169,16 @@ def _write(out: Path, generation: Generation, prompts: Sequence[str]) -> None:
 @click.option("--seed", default=0, show_default=True, type=int)
 @click.option(
     "--size",
-    metavar="HxW",
-    callback=_height_and_width,
-    help="Pixels, e.g. 1024x1024 (default: that of the run's evaluation, or the model's).",
+    metavar="HxW[xFRAMES]",
+    callback=_parse_size,
+    help="Pixels, e.g. 1024x1024, and frames of clips, e.g. 480x832x81 (default: that of the run's "
+    "evaluation, or the model's).",
 )
 @click.option(
     "--latents",
     "latents_file",
     type=PATH,
-    help="Initial noise: a .npy file, float32 [N, C, h, w].",
+    help="Initial noise: a .npy file, float32 [N, C, h, w], or [N, C, t, h, w] for clips.",
 )
 @click.option(
     "--precision",
@@ -231,8 +238,8 @@ def command(
     if instruction_file is not None:
         instruction = load_instruction(instruction_file, "--instruction")
     latents = None if latents_file is None else _open_latents(latents_file)
-    names = [f"{number:05d}.png" for number in range(len(texts))]
-    names += ["grid.png", "images.npy", "latents.npy"]
+    names = [f"{number:05d}.{kind}" for number in range(len(texts)) for kind in ("png", "webp")]
+    names += ["grid.png", "grid.webp", "images.npy", "latents.npy"]
     files.refuse_existing("out", (out / name for name in names), force)
     files.writable_directory(out, "--out")
     with bar(None, "generate") as progress:
@@ -248,9 +255,11 @@ def command(
     summary = {
         "out": str(out),
         "images": len(texts),
-        "height": generation.images.shape[1],
-        "width": generation.images.shape[2],
+        "height": generation.images.shape[-3],
+        "width": generation.images.shape[-2],
         "steps": generation.num_steps,
         "precision": generation.precision,
     }
+    if generation.images.ndim == 5:
+        summary["frames"] = generation.images.shape[1]
     finish(summary, as_json, f"{len(texts)} images in {out}, {generation.precision}")

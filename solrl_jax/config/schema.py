@@ -147,6 +147,8 @@ class Model(Section):
             Hugging Face hub, or "embedded:NAME" for a pipeline inside this package.
         height: Image height in pixels, 1 to 16384, unless `rollout.size` or `eval.size` is set.
         width: Image width in pixels, 1 to 16384, unless `rollout.size` or `eval.size` is set.
+        frames: The number of frames of clips, 1 to 16384, for sizes without their own; required by
+            models of clips. None: the model makes images.
         max_sequence_length: The number of tokens that prompts are padded or cut to, 1 to 2048.
         instruction: A text file with an instruction that precedes every prompt (the
             `complex_human_instruction` of SANA). None: no instruction.
@@ -174,6 +176,7 @@ class Model(Section):
     path: PathText = "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers"
     height: Pixels = 1024
     width: Pixels = 1024
+    frames: Pixels | None = None
     max_sequence_length: Annotated[Integer, Field(ge=1, le=MAX_TOKENS)] = 300
     instruction: PathText | None = None
     prompt_cache_dir: Annotated[str, AfterValidator(expand_home)] | None = ""
@@ -204,7 +207,7 @@ class Explore(Section):
         correction_rank: The rank of an unquantized low-rank branch beside each quantized matmul, as
             in SVDQuant, 0 to 4096. 0: no branch.
         attention: "default": softmax attention runs in the training precision. "fp8": it runs in
-            FP8 (E4M3), for FLUX.1, FLUX.2 and SD3, with a `precision` that quantizes.
+            FP8 (E4M3), for FLUX.1, FLUX.2, SD3 and Wan, with a `precision` that quantizes.
         min_rank_correlation: The smallest accepted Spearman correlation between the rewards of the
             kept samples in exploration and after regeneration, from -1 to 1. If it is not reached,
             the run explores with more steps, and then in finer formats. None: nothing is changed.
@@ -241,7 +244,8 @@ class Rollout(Section):
             "best": the K best.
         explore: How candidates are generated: number format, steps and noise levels.
         size: The (height, width) in pixels of the images for training, or a tuple of several sizes,
-            of which each iteration uses one. None: the size in the section `model`.
+            of which each iteration uses one. A size of clips may have a number of frames as a third
+            entry. None: the size in the section `model`.
         regenerate: True: the kept samples are generated again from the same noise, in `precision`
             with `num_steps` steps. False: the explored samples are trained on.
         num_steps: The number of solver steps of regeneration, 1 to 1000. The update trains at the
@@ -458,6 +462,9 @@ class Reward(Section):
             row without any score.
         group_size: For rewards that compare images with each other: how many candidates of a prompt
             they compare at once at most, 2 to 4096. More candidates are divided into groups.
+        frames: The number of frames of a clip that rewards score as images, at least 1. 1: the
+            first frame. More are equally spaced from the first to the last, and the score of the
+            clip is the mean over them. Must be 1 for rewards that compare images with each other.
         combine: How several scores make one ranking and one advantage. "sum": by their weighted
             sum. "advantages": each score is first normalised over the candidates of its prompt, so
             that its scale does not matter (MixGRPO, GDPO); this needs at least two scores.
@@ -478,6 +485,7 @@ class Reward(Section):
     timeout: Annotated[Positive, Field(le=1e6)] = 120.0
     on_failure: Literal["stop", "skip"] = "stop"
     group_size: Annotated[Integer, Field(ge=2, le=2**12)] = 24
+    frames: PositiveInt = 1
     combine: Combine = "sum"
 
     def __post_init__(self) -> None:
@@ -705,7 +713,8 @@ class Eval(Section):
 
     Attributes:
         every: The number of iterations between two evaluations. 0: only before and after the run.
-        size: The (height, width) of the images in pixels. None: the size in the section `model`.
+        size: The (height, width) of the images in pixels, and for clips also the number of frames.
+            None: the size in the section `model`.
         num_steps: The number of solver steps, 1 to 1000.
         num_prompts: The number of test prompts, from the first one on, at least 1. If the set has
             fewer, all of them are used.

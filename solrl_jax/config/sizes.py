@@ -1,4 +1,7 @@
-"""Image sizes of a run: (height, width) in pixels."""
+"""Sizes of the images or clips of a run.
+
+A size is (height, width) in pixels or, for a clip, (height, width, number of frames).
+"""
 
 import math
 
@@ -7,31 +10,47 @@ from solrl_jax.config.values import Size
 
 
 def model_size(config: Config) -> Size:
-    """Returns the image size (height, width) in pixels that the section `model` names.
+    """Returns the size that the section `model` names: (height, width) in pixels, or (height,
+    width, frames) for clips.
 
     It is the default for training and for evaluations.
 
     Args:
         config: The configuration.
     """
-    return config.model.height, config.model.width
+    model = config.model
+    size = (model.height, model.width)
+    return size if model.frames is None else (*size, model.frames)
+
+
+def complete_size(size: Size, default: Size) -> Size:
+    """Returns a size with the number of frames of another one, if that has one and the size has
+    none.
+
+    Args:
+        size: (height, width) or (height, width, frames).
+        default: A size, of which only the number of frames is read.
+    """
+    return size + tuple(default[len(size) :])
 
 
 def training_sizes(config: Config) -> tuple[Size, ...]:
-    """Returns the image sizes that are trained on. Each iteration uses one of them.
+    """Returns the sizes that are trained on. Each iteration uses one of them.
 
     Args:
         config: The configuration.
 
     Returns:
-        Pairs of height and width in pixels: `rollout.size`, or the size in the section `model` if
-        that is None.
+        The sizes in `rollout.size`, each with the number of frames of the section `model` unless it
+        has its own; or the size in the section `model` if `rollout.size` is None.
     """
-    return config.rollout.size or (model_size(config),)
+    default = model_size(config)
+    return tuple(complete_size(size, default) for size in config.rollout.size or (default,))
 
 
 def largest_training_size(config: Config) -> Size:
-    """Returns the image size (height, width) with the most pixels among those that are trained on.
+    """Returns the size with the most pixels, those of all frames together, among those that are
+    trained on.
 
     Args:
         config: The configuration.
@@ -40,11 +59,35 @@ def largest_training_size(config: Config) -> Size:
 
 
 def evaluation_size(config: Config) -> Size:
-    """Returns the image size of evaluations, (height, width) in pixels.
+    """Returns the size of images or clips in evaluations.
 
-    It is `eval.size`, or the size in the section `model` if that is None.
+    It is `eval.size`, with the number of frames of the section `model` unless it has its own, or
+    the size in the section `model` if `eval.size` is None.
 
     Args:
         config: The configuration.
     """
-    return config.eval.size or model_size(config)
+    default = model_size(config)
+    return complete_size(config.eval.size or default, default)
+
+
+def pixel_shape(size: Size) -> tuple[int, ...]:
+    """Returns the shape of an image of a size, (height, width, 3), or of a clip, (frames, height,
+    width, 3).
+
+    Args:
+        size: (height, width) or (height, width, frames).
+    """
+    return (*size[2:], *size[:2], 3)
+
+
+def describe_size(size: Size) -> str:
+    """Returns a size for people: "images of 832 x 480", with the width first, or "clips of 17
+    frames of 832 x 480".
+
+    Args:
+        size: (height, width) or (height, width, frames).
+    """
+    height, width, *frames = size
+    kind = f"clips of {frames[0]} frames" if frames else "images"
+    return f"{kind} of {width} x {height}"

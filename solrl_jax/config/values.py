@@ -120,20 +120,20 @@ def _check_regex(pattern: str) -> str:
     return pattern
 
 
-def _check_pair(value: Any) -> Any:
-    """Checks that an image size has two entries, as a pydantic validator.
+def _check_size(value: Any) -> Any:
+    """Checks that a size has two or three entries, as a pydantic validator.
 
     Args:
-        value: The size as the user gave it, [height, width].
+        value: The size as the user gave it, [height, width], or [height, width, frames] of a clip.
 
     Returns:
         `value`, unchanged.
 
     Raises:
-        ValueError: If it is not a list or tuple of two entries.
+        ValueError: If it is not a list or tuple of two or three entries.
     """
-    if not isinstance(value, list | tuple) or len(value) != 2:
-        raise ValueError("expected [HEIGHT, WIDTH] in pixels")
+    if not isinstance(value, list | tuple) or len(value) not in (2, 3):
+        raise ValueError("expected [HEIGHT, WIDTH] in pixels, or [HEIGHT, WIDTH, FRAMES]")
     return value
 
 
@@ -162,7 +162,8 @@ PositiveInt = Annotated[Integer, Field(ge=1)]
 Seed = Annotated[Integer, Field(ge=0, lt=2**31)]
 NumSteps = Annotated[Integer, Field(ge=1, le=MAX_STEPS)]
 Pixels = Annotated[Integer, Field(ge=1, le=MAX_SIDE)]
-Size = Annotated[tuple[Pixels, Pixels], BeforeValidator(_check_pair)]  # height, width
+# height, width and, for clips, the number of frames
+Size = Annotated[tuple[Pixels, ...], BeforeValidator(_check_size)]
 Sizes = Annotated[tuple[Size, ...], Field(min_length=1), BeforeValidator(_wrap_single_size)]
 Number = Annotated[float, Strict(), AllowInfNan(False), BeforeValidator(_parse_number)]
 NonNegative = Annotated[Number, Field(ge=0)]

@@ -1,9 +1,9 @@
 """Reads the scheduler of a released model directory as sigmas and a solver, to sample as diffusers
 would.
 
-Flow models are released with two kinds: `FlowMatchEulerDiscreteScheduler`, and
-`DPMSolverMultistepScheduler` with flow sigmas. A setting that would change the samples and is not
-supported here is refused.
+Flow models are released with three kinds: `FlowMatchEulerDiscreteScheduler`, and
+`DPMSolverMultistepScheduler` and `UniPCMultistepScheduler` with flow sigmas. A setting that would
+change the samples and is not supported here is refused.
 """
 
 import math
@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float
 
 from solrl_jax.diffusion.sigmas import Mu, flux, sd3, shift_sigmas, stretch_to_terminal
-from solrl_jax.diffusion.solver import Table, solver_table
+from solrl_jax.diffusion.solver import Table, solver_table, unipc_table
 
 # The smallest accepted shift. A much smaller one would divide by almost 0 in `shift_sigmas`.
 SMALLEST_SHIFT = 1e-6
@@ -53,6 +53,26 @@ DPM = {
     "variance_type": (None,),
 }
 
+UNIPC = {
+    "num_train_timesteps": (1000,),
+    "use_flow_sigmas": (True,),
+    "prediction_type": ("flow_prediction",),
+    "solver_order": (2,),
+    "solver_type": ("bh2",),
+    "predict_x0": (True,),
+    "lower_order_final": (True,),
+    "disable_corrector": ([],),
+    "solver_p": (None,),
+    "thresholding": (False,),
+    "final_sigmas_type": ("zero",),
+    "use_karras_sigmas": (False,),
+    "use_exponential_sigmas": (False,),
+    "use_beta_sigmas": (False,),
+    "use_dynamic_shifting": (False,),
+    "shift_terminal": (None,),
+}
+NEARLY_ONE = 1 - 1e-6  # where UniPC begins in place of 1
+
 
 def read_scheduler(
     config: dict[str, Any],
@@ -63,9 +83,10 @@ def read_scheduler(
 ) -> tuple[Float[np.ndarray, " n"], np.ndarray, Table]:
     """Converts a scheduler configuration of diffusers to sigmas, timesteps and solver coefficients.
 
-    Supported are FlowMatchEulerDiscreteScheduler (solver "euler") and DPMSolverMultistepScheduler
-    with flow sigmas (solver "dpm1" or "dpm2", by `solver_order`, which is 2 if it is absent). A
-    setting that would change the samples and is not supported is refused.
+    Supported are FlowMatchEulerDiscreteScheduler (solver "euler"), DPMSolverMultistepScheduler with
+    flow sigmas (solver "dpm1" or "dpm2", by `solver_order`, which is 2 if it is absent), and
+    UniPCMultistepScheduler of second order with flow sigmas (`solver.unipc_table`). A setting that
+    would change the samples and is not supported is refused.
 
     Args:
         config: The contents of `scheduler_config.json`. `_class_name` names the scheduler. Other
@@ -87,16 +108,16 @@ def read_scheduler(
           scheduler they are stretched so that the last one before 0 is `shift_terminal`, if that is
           above 0 and there are at least two steps.
         * The timestep that the network is given at each step, float64 [steps]: 1000 times the
-          sigma, for DPMSolverMultistepScheduler rounded down to an integer.
+          sigma, rounded down to an integer except for FlowMatchEulerDiscreteScheduler.
         * The coefficients (a, b, c, d, e) of each step, float32 [steps, 5], in `x_next = a x + b
           x0[i] + c x0[i - 1] + d x0[i - 2] + e noise`, where x0[i] is the data prediction at step
           i; e is 0.
 
     Raises:
-        ValueError: If the scheduler or the value of a setting is not supported (`EULER`, `FLUX_MU`
-            and `DPM` list the accepted values); if `shift_terminal` is neither None nor in [0, 1);
-            if `shift` or `flow_shift` is not a finite number of at least 1e-6; if `use_flow_sigmas`
-            or `prediction_type` of DPMSolverMultistepScheduler is absent; or if
+        ValueError: If the scheduler or the value of a setting is not supported (`EULER`, `FLUX_MU`,
+            `DPM` and `UNIPC` list the accepted values); if `shift_terminal` is neither None nor in
+            [0, 1); if `shift` or `flow_shift` is not a finite number of at least 1e-6; if
+            `use_flow_sigmas` or `prediction_type` of a multistep scheduler is absent; or if
             `use_dynamic_shifting` is set without `pipeline_sigmas`. The message names the setting,
             its value and the accepted values.
     """
@@ -139,9 +160,18 @@ def read_scheduler(
             # This scheduler casts its timesteps to integers.
             timesteps = np.trunc(1000 * sigmas[:-1])
             return sigmas, timesteps, solver_table("dpm2" if order == 2 else "dpm1", sigmas)
+        case "UniPCMultistepScheduler":
+            _check_settings(kind, config, UNIPC)
+            shift = _positive(kind, config, "flow_shift")
+            shifted = shift_sigmas(np.linspace(1, 1 / 1000, steps + 1)[:-1], shift)
+            shifted[0] = NEARLY_ONE
+            timesteps = np.trunc(1000 * shifted)
+            # diffusers rounds to float32, which matters to lambda next to 1.
+            sigmas = np.append(shifted, 0.0).astype(np.float32).astype(np.float64)
+            return sigmas, timesteps, unipc_table(sigmas)
     raise ValueError(
         f"scheduler {kind!r} (_class_name) is not supported; must be one of "
-        "FlowMatchEulerDiscreteScheduler, DPMSolverMultistepScheduler"
+        "FlowMatchEulerDiscreteScheduler, DPMSolverMultistepScheduler, UniPCMultistepScheduler"
     )
 
 
@@ -172,8 +202,8 @@ def _check_settings(kind: str, config: dict[str, Any], settings: dict[str, tuple
     Args:
         kind: The name of the scheduler's class, for the message.
         config: The contents of `scheduler_config.json`.
-        settings: The accepted values of each setting by its name: `EULER`, `EULER | FLUX_MU`, or
-            `DPM`.
+        settings: The accepted values of each setting by its name: `EULER`, `EULER | FLUX_MU`, `DPM`
+            or `UNIPC`.
 
     Raises:
         ValueError: For the first setting whose value is not accepted, or that is absent and must
@@ -183,8 +213,7 @@ def _check_settings(kind: str, config: dict[str, Any], settings: dict[str, tuple
         if name in config and config[name] not in accepted:
             values = ", ".join(map(repr, accepted))
             raise ValueError(f"{kind}: {name}={config[name]!r}; must be one of {values}")
-    # By default, DPMSolverMultistepScheduler is a scheduler of diffusion models, not of flow
-    # models.
+    # By default, multistep schedulers are those of diffusion models, not of flow models.
     for name in ("use_flow_sigmas", "prediction_type"):
-        if settings is DPM and name not in config:
+        if "use_flow_sigmas" in settings and name not in config:
             raise ValueError(f"{kind}: {name} is not set; must be {settings[name][0]!r}")

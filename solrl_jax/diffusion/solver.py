@@ -14,7 +14,7 @@ probability of a step depends on.
 Sources: DDIM, arXiv 2010.02502 (eq. 12, with the noise level of its general form); DPM-Solver++ 2M,
 arXiv 2211.01095 (algorithm 2), midpoint form, in `lambda = ln((1 - sigma) / sigma)`; the SDEs of
 Flow-GRPO (arXiv 2505.05470, eq. 9) and of DanceGRPO (arXiv 2505.07818); coefficients-preserving
-sampling, arXiv 2509.05952.
+sampling, arXiv 2509.05952; UniPC, arXiv 2302.04867 (algorithms 7 and 8, with B2).
 """
 
 import itertools
@@ -89,6 +89,85 @@ def solver_table(
         else:
             rows.append(_ddim(sigma, next_sigma, level))
     return np.array(rows, np.float32)
+
+
+def unipc_table(sigmas: Sigmas) -> Table:
+    """Computes the coefficients of every step of UniPC of second order, for data prediction and
+    with `B(h) = expm1(-h)` ("bh2" of diffusers).
+
+    Each step of UniPC corrects the state with the prediction that was made there, and predicts the
+    next state from the corrected one. The corrected state minus the predicted one is a combination
+    of the last three predictions, because both continue the same corrected state. So correction and
+    the prediction that follows it are one step of the form that all tables here have. The first and
+    the last prediction are of first order, and there is no correction before the first one.
+
+    Args:
+        sigmas: The noise levels, decreasing, the last one 0. Where the first one is 1, lambda is
+            infinite there, and the prediction made there carries no slope. diffusers begins just
+            below 1 instead.
+
+    Returns:
+        The coefficients (a, b, c, d, 0) of each step, float32, one row per step (`solver_table`).
+    """
+    steps = len(sigmas) - 1
+    rows = []
+    correction = (0.0, 0.0, 0.0)  # weights of the last three predictions, the latest first
+    for i in range(steps):
+        sigma, next_sigma = sigmas[i], sigmas[i + 1]
+        ratio = next_sigma / sigma
+        h = _half_log_snr(next_sigma) - _half_log_snr(sigma)
+        reach = -(1 - next_sigma) * np.expm1(-h)  # -alpha B(h)
+        second_order = 0 < i < steps - 1
+        # the slope of the predictions over lambda, as weight of the one before the last
+        slope = h / (_half_log_snr(sigmas[i - 1]) - _half_log_snr(sigma)) if second_order else 0.0
+        rows.append(
+            (
+                ratio,
+                ratio * correction[0] + reach * (1 - 0.5 * slope),
+                ratio * correction[1] + reach * 0.5 * slope,
+                ratio * correction[2],
+                0.0,
+            )
+        )
+        of_slope, of_next = _unic_weights(h, slope) if second_order else (0.5, 0.5)
+        change = reach * (of_slope - 0.5) * slope
+        correction = (reach * of_next, -change - reach * of_next, change)
+    return np.array(rows, np.float32)
+
+
+def _unic_weights(h: float, slope: float) -> tuple[float, float]:
+    """Solves for the two weights of UniC of second order with "bh2", so that the correction is
+    exact for predictions that are quadratic in lambda.
+
+    Args:
+        h: The step in lambda, above 0 and finite.
+        slope: `h / (lambda before the previous step - lambda before the step)`: the reciprocal of
+            the place of the previous prediction in units of h, at most 0.
+
+    Returns:
+        The weight of the difference between the last two predictions, times `slope`; and the weight
+        of the difference between the next prediction and the last one.
+    """
+    b = np.expm1(-h)
+    phi_2 = b / -h - 1
+    phi_3 = phi_2 / -h - 0.5
+    first = phi_2 / b
+    second = 2 * phi_3 / b
+    if slope == 0:  # the previous prediction is infinitely far away
+        return 0.0, first
+    of_slope = (second - first) / (1 / slope - 1)
+    return of_slope, first - of_slope
+
+
+def _half_log_snr(sigma: float) -> float:
+    """Returns `lambda = ln((1 - sigma) / sigma)`: minus infinity at 1, and infinity at 0.
+
+    Args:
+        sigma: A noise level in [0, 1].
+    """
+    if sigma >= 1:
+        return -np.inf
+    return np.log1p(-sigma) - np.log(sigma) if sigma > 0 else np.inf
 
 
 def overlap(
@@ -218,14 +297,10 @@ def _second_order(previous_sigma: float, sigma: float, next_sigma: float) -> Coe
         sigma: The sigma before the step, below 1.
         next_sigma: The sigma after the step, above 0.
     """
-
     # At sigma = 1, lambda is minus infinity. The previous step then carries no slope, and h /
     # h_previous is 0.
-    def half_log_snr(s: float) -> float:
-        return np.log1p(-s) - np.log(s) if s < 1 else -np.inf
-
-    h = half_log_snr(next_sigma) - half_log_snr(sigma)
-    h_previous = half_log_snr(sigma) - half_log_snr(previous_sigma)
+    h = _half_log_snr(next_sigma) - _half_log_snr(sigma)
+    h_previous = _half_log_snr(sigma) - _half_log_snr(previous_sigma)
     slope = 0.5 * h / h_previous
     a, b, *_ = _first_order(sigma, next_sigma)
     return a, b * (1 + slope), -b * slope, 0.0, 0.0

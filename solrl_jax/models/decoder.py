@@ -28,7 +28,7 @@ MAX_PIXELS = 2**21
 )
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """Decodes latents to images in [0, 1].
+    """Decodes latents to images or clips in [0, 1].
 
     A pytree, so that it can be an argument of jit: `params` are its leaves, and the other
     attributes are static.
@@ -51,25 +51,26 @@ class Decoder:
     tile: int | None = None
     max_images: int = MAX_IMAGES
 
-    def __call__(self, latents: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
-        """Decodes latents to images in [0, 1], float32. For use under jit.
+    def __call__(self, latents: Float[Array, "b ... c"]) -> Float[Array, "b ... 3"]:
+        """Decodes latents to images or clips in [0, 1], float32. For use under jit.
 
         Each device decodes a few images at a time: up to `max_images`, or fewer if together they
-        would have more than 2^21 pixels (with tiles: if that many tiles would), but at least one.
-        If `tile` is set, images that exceed a tile are decoded in tiles, which overlap by a quarter
-        of a tile or more.
+        would have more than 2^21 pixels (with tiles: if that many tiles would; all frames count),
+        but at least one. If `tile` is set, images that exceed a tile are decoded in tiles, which
+        overlap by a quarter of a tile or more.
 
         Args:
-            latents: the transformer's latents, of any dtype. If a mesh is set, their number must be
-                a multiple of its number of devices.
+            latents: the transformer's latents [b, h, w, c], or [b, t, h, w, c] of clips, of any
+                dtype. If a mesh is set, their number must be a multiple of its number of devices.
 
         Returns:
-            The images in the order of the latents, `pipeline.compression` times as high and wide as
-            the latents. Values beyond [0, 1] are clipped; NaN stays NaN.
+            The images [b, H, W, 3] or clips [b, T, H, W, 3] in the order of the latents,
+            `pipeline.compression` times as high and wide as the latents. Values beyond [0, 1] are
+            clipped; NaN stays NaN.
         """
         decode = partial(self.pipeline.decode, gather(self.params))
         compression = self.pipeline.compression
-        height, width = latents.shape[1:3]
+        height, width = latents.shape[-3:-1]
         if self.tile is not None:
             tile = self.tile // compression
             decode = partial(
@@ -77,6 +78,9 @@ class Decoder:
             )
             height = min(height, tile)
             width = min(width, tile)
-        pixels = height * width * compression**2
+        frames = 1
+        if latents.ndim == 5:
+            frames = latents.shape[1] * (self.pipeline.temporal_compression or 1)
+        pixels = frames * height * width * compression**2
         batch_size = max(1, min(self.max_images, MAX_PIXELS // pixels))
         return sharding.map_rows(decode, latents.astype(self.dtype), batch_size)

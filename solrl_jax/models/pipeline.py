@@ -1,5 +1,5 @@
-"""`Pipeline`: a text-to-image model as pure functions, opened from a directory in the layout of
-diffusers.
+"""`Pipeline`: a model that makes images or clips of text, as pure functions, opened from a
+directory in the layout of diffusers.
 
 Such a directory has a `model_index.json` and one folder per component. A `Pipeline` holds network
 graphs, parameter shapes and functions, but no parameters: the caller loads these separately and
@@ -57,8 +57,12 @@ class Pipeline(abc.ABC):
         compression: side, in image pixels, of the square that one latent pixel stands for.
         channels: number of channels of a latent.
         patch: side, in latent pixels, of the square that becomes one transformer token.
-        default_size: (height, width) in pixels of the images that the model was made for.
+        default_size: (height, width) in pixels of the images that the model was made for; for
+            models of clips (height, width, frames).
         default_max_tokens: number of prompt tokens when the user sets none.
+        temporal_compression: for models of clips, the number of frames that each latent frame but
+            the first stands for. Latents and images then have an axis of frames after that of
+            samples, also where there is one frame. None: the model makes images.
         embedded_guidance: whether guidance is built into the transformer, which takes the guidance
             scale as an input or was distilled with a fixed one. Otherwise guidance needs a second
             evaluation with a negative prompt.
@@ -83,8 +87,9 @@ class Pipeline(abc.ABC):
     compression: int
     channels: int
     patch: int
-    default_size: tuple[int, int]
+    default_size: tuple[int, ...]
     default_max_tokens: int
+    temporal_compression: int | None = None
     embedded_guidance: bool = False
     largest_side: int | None = None
     vae_dtype: jnp.dtype | None = None
@@ -116,12 +121,12 @@ class Pipeline(abc.ABC):
     def velocity(
         self,
         params: Params,
-        latent: Float[Array, "b h w c"],
+        latent: Float[Array, "b ... c"],
         conditioning: Conditioning,
         timestep: Float[Array, " b"],
         guidance: Float[Array, ""],
         fp8_attention: bool = False,
-    ) -> Float[Array, "b h w c"]:
+    ) -> Float[Array, "b ... c"]:
         """Predicts the velocity `noise - x0`, in the dtype of `latent`. For use under jit.
 
         Args:
@@ -129,7 +134,8 @@ class Pipeline(abc.ABC):
                 may be an array, a quantized weight, or a weight with its LoRA adapter. Stacked
                 blocks and, under tensor parallelism, linear layers may still be sharded; all other
                 leaves are whole.
-            latent: noisy latents, in the dtype to compute in.
+            latent: noisy latents [b, h, w, c], or [b, t, h, w, c] of models of clips, in the dtype
+                to compute in.
             conditioning: encoded prompts: arrays by name with one row per latent, as returned by
                 `encode_text`, for example "text" [b, tokens, features].
             timestep: `1000 * sigma` of each latent, where the noise level sigma lies in [0, 1].
@@ -185,17 +191,18 @@ class Pipeline(abc.ABC):
         """
 
     @abc.abstractmethod
-    def unscale(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
+    def unscale(self, latent: Float[Array, "b ... c"]) -> Float[Array, "b ... c"]:
         """Converts the transformer's latents to the scale that the autoencoder decodes.
 
         Args:
-            latent: the transformer's latents [b, h, w, c], of any floating-point dtype.
+            latent: the transformer's latents [b, h, w, c], or [b, t, h, w, c] of models of clips,
+                of any floating-point dtype.
 
         Returns:
             An array of the shape and dtype of `latent`.
         """
 
-    def decode(self, params: Params, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
+    def decode(self, params: Params, latent: Float[Array, "b ... c"]) -> Float[Array, "b ... 3"]:
         """Decodes latents to images in [0, 1], float32, clipped to this range. For use under jit.
 
         The autoencoder computes in the dtype of `latent`. NaN stays NaN.
@@ -206,17 +213,18 @@ class Pipeline(abc.ABC):
             latent: the transformer's latents. `unscale` is applied here.
 
         Returns:
-            The images, `compression` times as high and wide as the latents.
+            The images [b, H, W, 3] or clips [b, T, H, W, 3], `compression` times as high and wide
+            as the latents.
         """
         image = self.vae(params).decode(self.unscale(latent))  # in [-1, 1], overshoots included
         return jnp.clip(image.astype(jnp.float32) / 2 + 0.5, 0.0, 1.0)
 
     def guide(
         self,
-        conditional: Float[Array, "b h w c"],
-        unconditional: Float[Array, "b h w c"],
+        conditional: Float[Array, "b ... c"],
+        unconditional: Float[Array, "b ... c"],
         scale: Float[Array, ""],
-    ) -> Float[Array, "b h w c"]:
+    ) -> Float[Array, "b ... c"]:
         """Combines two velocities by classifier-free guidance (arXiv 2207.12598): `unconditional +
         scale * (conditional - unconditional)`. For use under jit.
 
@@ -253,20 +261,24 @@ class Pipeline(abc.ABC):
         token = self.compression * self.patch
         return token, token
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
-        """Returns the shape of the latent of an image, and checks that the model supports the size
-        of the image.
+    def latent_shape(self, height: int, width: int, frames: int | None = None) -> tuple[int, ...]:
+        """Returns the shape of the latent of an image or a clip, and checks that the model supports
+        its size.
 
         Args:
-            height: image height in pixels.
-            width: image width in pixels.
+            height: height in pixels.
+            width: width in pixels.
+            frames: number of frames of a clip, required for models of clips. None: an image.
 
         Returns:
-            (height / `compression`, width / `compression`, `channels`).
+            (height / `compression`, width / `compression`, `channels`) for an image. For a clip,
+            the number of latent frames comes before them: 1 and one more for every
+            `temporal_compression` frames after the first.
 
         Raises:
             ValueError: a side is not a positive multiple of the pixels in `size_multiples`, or
-                exceeds `largest_side`.
+                exceeds `largest_side`; frames are given to a model of images, or not given to a
+                model of clips; or their number is not 1 plus a multiple of `temporal_compression`.
         """
         rows, columns = self.size_multiples()
         if height % rows or width % columns or height <= 0 or width <= 0:
@@ -279,21 +291,54 @@ class Pipeline(abc.ABC):
                 f"size {height}x{width}: this model supports up to {self.largest_side} pixels "
                 "per side"
             )
-        return height // self.compression, width // self.compression, self.channels
+        shape = (height // self.compression, width // self.compression, self.channels)
+        if self.temporal_compression is None:
+            if frames is not None:
+                raise ValueError(
+                    f"size {height}x{width}x{frames}: this model makes images; accepted: a height "
+                    "and a width, without a number of frames"
+                )
+            return shape
+        if frames is None:
+            raise ValueError(
+                f"size {height}x{width}: this model makes clips; accepted: a height, a width and a "
+                "number of frames"
+            )
+        if frames < 1 or (frames - 1) % self.temporal_compression:
+            raise ValueError(
+                f"size {height}x{width}x{frames}: this model supports 1 frame plus a multiple of "
+                f"{self.temporal_compression}"
+            )
+        return self.latent_frames(frames), *shape
 
-    def image_tokens(self, height: int, width: int) -> int:
-        """Returns how many tokens an image becomes in the transformer.
+    def latent_frames(self, frames: int | None) -> int:
+        """Returns the number of latent frames of a clip.
+
+        The number of frames is not checked; one that `latent_shape` refuses is rounded down.
+
+        Args:
+            frames: number of frames. None, for an image, counts as 1.
+        """
+        if frames is None or self.temporal_compression is None:
+            return 1
+        return 1 + (frames - 1) // self.temporal_compression
+
+    def image_tokens(self, height: int, width: int, frames: int | None = None) -> int:
+        """Returns how many tokens an image or a clip becomes in the transformer.
 
         Text tokens and padding are not counted. The size is not checked.
 
         Args:
-            height: image height in pixels.
-            width: image width in pixels.
+            height: height in pixels.
+            width: width in pixels.
+            frames: number of frames of a clip. None: an image.
 
         Returns:
-            The area of the image divided by that of a token, rounded down.
+            The area of the image divided by that of a token, rounded down, times the number of
+            latent frames.
         """
-        return height * width // (self.compression * self.patch) ** 2
+        in_frame = height * width // (self.compression * self.patch) ** 2
+        return self.latent_frames(frames) * in_frame
 
 
 def check_equal(folder: Path, name: str, value: int, expected: int) -> None:

@@ -12,6 +12,7 @@ from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.models.qwen_image.pipeline import QwenImagePipeline
 from solrl_jax.models.sana.pipeline import MhlaOverride, SanaPipeline
 from solrl_jax.models.sd3.pipeline import StableDiffusion3Pipeline
+from solrl_jax.models.wan.pipeline import WanPipeline
 from solrl_jax.models.zimage.pipeline import ZImagePipeline
 
 PIPELINES: dict[str, type[Pipeline]] = {
@@ -23,6 +24,7 @@ PIPELINES: dict[str, type[Pipeline]] = {
         ZImagePipeline,
         Flux2KleinPipeline,
         QwenImagePipeline,
+        WanPipeline,
     )
 }
 

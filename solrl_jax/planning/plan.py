@@ -509,7 +509,9 @@ def table(summary: dict[str, Any]) -> str:
         f"{summary['preset']} on {summary['hosts']} host(s) x {summary['devices']} "
         f"{summary['device']}; mesh {mesh}"
     ]
-    lines[0] += "; images of {} x {} pixels".format(*summary["size"])
+    height, width, *frames = summary["size"]
+    kind = f"clips of {frames[0]} frames" if frames else "images"
+    lines[0] += f"; {kind} of {height} x {width} pixels"
     lines += [
         f"exploration: {summary['exploration']}",
         f"the update recomputes: {summary['remat']}",

@@ -7,6 +7,7 @@ peak memory and the seconds of plans of released models (`assets/plan_records.js
 
 import functools
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +33,7 @@ class Record(NamedTuple):
         fsdp: The number of devices that share the parameters, `mesh.fsdp`.
         tensor: The number of devices that share each linear layer, `mesh.tensor`; 1: no tensor
             parallelism.
-        size: Height and width of the images in pixels.
+        size: Height and width of the images in pixels, and the number of frames of clips.
         gradient_checkpointing: What the backward pass computes again,
             `model.gradient_checkpointing`: "none", "matmuls" or "blocks". None: it was left to
             "auto".
@@ -52,7 +53,7 @@ class Record(NamedTuple):
     hosts: int
     fsdp: int
     tensor: int
-    size: tuple[int, int]
+    size: tuple[int, ...]
     gradient_checkpointing: str | None
     update_batch: int
     rollout_batch: int
@@ -150,13 +151,14 @@ def propose(config: Config, machine: Machine, records: Sequence[Record]) -> Prop
         considered, or if the configuration trains other parameters than adapters.
     """
     where = f"{machine.devices} x {machine.kind}, {machine.memory / 1e9:.3g} GB each"
-    height, width = largest_training_size(config)
+    size = largest_training_size(config)
+    height, width = size[:2]
     same_model = [
         record
         for record in records
         if record.model == config.model.name
         and record.platform == machine.platform
-        and record.size[0] * record.size[1] >= height * width
+        and math.prod(record.size) >= math.prod(size)
     ]
     if config.train.parameters != "adapters":
         parameters = f"train.parameters={config.train.parameters}"
@@ -224,8 +226,7 @@ def _guess(config: Config, machine: Machine, nearest: Record, where: str) -> Pro
         "optimizer.per_device_batch_size": batch,
         "rollout.per_device_batch_size": min(batch, nearest.rollout_batch),
     }
-    height, width = largest_training_size(config)
-    if max(height, width) > 512:
+    if max(largest_training_size(config)[:2]) > 512:
         settings["model.vae_tile_size"] = 512
     reason = (
         f"no plan on record fits {where}: the least is {nearest.peak / 1e9:.3g} GB on "

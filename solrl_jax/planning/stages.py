@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from solrl_jax.config.sizes import evaluation_size
+from solrl_jax.config.sizes import evaluation_size, pixel_shape
 from solrl_jax.models.text_encoders.encode import encode_chunk
 from solrl_jax.parallel import sharding
 from solrl_jax.parallel.sharding import row_groups
@@ -381,7 +381,7 @@ class Stages:
         reward = self.experiment.reward
         mesh = self.rows_mesh
         latents = self._rows(mesh, self._sampler.shape, jnp.float32)
-        images = self._rows(mesh, (*experiment.size, 3), jnp.float32)
+        images = self._rows(mesh, pixel_shape(experiment.size), jnp.float32)
         decode = [
             Program(mesh, decode_chunk, (experiment.backbone.decoder, latents), calls)
         ] * reward.needs_images

@@ -527,7 +527,7 @@ def scoring(
         raise
 
 
-def trial(host: HostRewards, prompts: Sequence[Prompt], size: tuple[int, int]) -> None:
+def trial(host: HostRewards, prompts: Sequence[Prompt], size: Sequence[int]) -> None:
     """Scores gray images once, so that a reward that always fails is noticed early.
 
     The scores are dropped. These are real calls: services and judges get requests. Also starts the
@@ -539,7 +539,7 @@ def trial(host: HostRewards, prompts: Sequence[Prompt], size: tuple[int, int]) -
             worker processes.
         prompts: The prompts. Each gets one gray image (all values 0.5), or two if any reward
             compares images. All of them are held in memory at once.
-        size: Height and width of the images in pixels.
+        size: Height and width of the images in pixels; a number of frames after them is ignored.
 
     Raises:
         RewardError: If a call failed and failures are not skipped, or if 32 calls of one reward in
@@ -548,7 +548,7 @@ def trial(host: HostRewards, prompts: Sequence[Prompt], size: tuple[int, int]) -
     if any(reward.in_groups for reward in host.rewards):
         prompts = [prompt for prompt in prompts for _ in range(2)]
     with scoring(host, prompts) as attempt:
-        attempt.add(np.full((len(prompts), *size, 3), 0.5, np.float32))
+        attempt.add(np.full((len(prompts), *size[:2], 3), 0.5, np.float32))
         attempt.finish()
 
 

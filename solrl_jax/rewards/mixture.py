@@ -79,7 +79,7 @@ def mixture(
     def score(params: dict[str, Any], mixed_inputs: Any, prepared: dict[str, Any]) -> Scores:
         scores: Scores = {}
         arrays = jax.tree.leaves(mixed_inputs)
-        is_finite = jnp.stack([jnp.isfinite(x).all((1, 2, 3)) for x in arrays]).all(0)
+        is_finite = jnp.stack([jnp.isfinite(x).all(tuple(range(1, x.ndim))) for x in arrays]).all(0)
         images, latents = mixed_inputs if inputs == "both" else (mixed_inputs, mixed_inputs)
         for name, part in parts.items():
             assert part.score is not None

@@ -22,6 +22,7 @@ from solrl_jax.config.values import brief_repr
 from solrl_jax.data.prompts import Prompt
 from solrl_jax.errors import InputError, in_words, text
 from solrl_jax.parallel import hosts, sharding
+from solrl_jax.rewards.frames import mean_over_frames, repeat_rows, sample_frames
 
 # Rewards of a larger magnitude count as not finite, because float32 does not hold their squares.
 MAX_REWARD = 1e18
@@ -158,6 +159,9 @@ class Reward:
         differentiable: Whether the gradient of `score` by its inputs may be trained on, as the
             objective "opsd" does. It is a promise: a score that counts or rounds has a gradient of
             zero. False by default.
+        frames: Only for weighted sums: the number of frames that are scored of a clip
+            (`reward.frames` of the configuration), 1 by default. `score` gets each as an image, and
+            the score of the clip is the mean over them.
 
     Raises:
         ValueError: If a field is not as described: another value of `inputs`, `others` no tuple of
@@ -176,6 +180,7 @@ class Reward:
     group: "Reward | None" = None
     group_size: int = GROUP_SIZE
     differentiable: bool = False
+    frames: int = 1
 
     def __post_init__(self) -> None:
         """Checks the fields.
@@ -249,17 +254,55 @@ class Reward:
         return dataclasses.replace(self, params=jax.tree.map(hosts.put, self.params, shardings))
 
 
+def score_samples(reward: Reward, params: Any, inputs: Any, prepared: Any, index: Array) -> Scores:
+    """Scores images or clips, each against one prompt. Of clips, `reward.frames` frames are scored
+    as images, and the score is the mean over them. For use under jit.
+
+    Args:
+        reward: A reward whose `score` is not None.
+        params: The parameters for `reward.score`.
+        inputs: The images [b, H, W, 3] or clips [b, T, H, W, 3] in [0, 1], their latents, or the
+            pair of both, as `reward.select_inputs` returns them. Latents of clips are passed on
+            whole, with those of every frame that is scored.
+        prepared: The pytree that `reward.prepare` returned, one row per prompt.
+        index: For each sample, int32 [b], the row of its prompt in `prepared`. It must be in range.
+
+    Returns:
+        What `reward.score` returned, for clips the mean over their frames: arrays [b] by the name
+        of the score.
+
+    Raises:
+        ValueError: If the images are not of the shape [b, H, W, 3] or [b, T, H, W, 3]. Latents are
+            not checked.
+        InputError: If `reward` is a weighted sum (`mixture`) and the function `score` of a part
+            raises or returns no scores.
+    """
+    assert reward.score is not None
+    count = 1
+    if reward.inputs != "latents":
+        images, latents = inputs if reward.inputs == "both" else (inputs, None)
+        if images.ndim == 5:
+            count = min(images.shape[1], reward.frames)
+            images = sample_frames(images, count)
+        check_rgb(images.shape)
+        inputs = reward.select_inputs(images, repeat_rows(latents, count))
+    rows = jax.tree.map(lambda x: jnp.asarray(x)[repeat_rows(index, count)], prepared)
+    return mean_over_frames(reward.score(params, inputs, rows), count)
+
+
 @partial(sharding.jit, static_argnums=0)
 def score_images(reward: Reward, params: Any, inputs: Any, prepared: Any, index: Array) -> Scores:
-    """Scores images, each against one prompt.
+    """Scores images or clips, each against one prompt. Of clips, `reward.frames` frames are scored
+    as images, and the score is the mean over them.
 
     It is compiled by jit, once per reward object and set of shapes.
 
     Args:
         reward: A reward whose `score` is not None; a static argument.
         params: The parameters for `reward.score`: `reward.params`, as a traced argument.
-        inputs: The images [b, H, W, 3] in [0, 1], the latents [b, h, w, c] or the pair of both, as
-            `reward.select_inputs` returns them.
+        inputs: The images [b, H, W, 3] or clips [b, T, H, W, 3] in [0, 1], their latents, or the
+            pair of both, as `reward.select_inputs` returns them. Latents of clips are passed on
+            whole, with those of every frame that is scored.
         prepared: The pytree that `reward.prepare` returned, one row per prompt.
         index: For each image, int32 [b], the row of its prompt in `prepared`. It must be in range.
 
@@ -267,16 +310,12 @@ def score_images(reward: Reward, params: Any, inputs: Any, prepared: Any, index:
         What `reward.score` returned: arrays [b] by the name of the score.
 
     Raises:
-        ValueError: If the images are not of the shape [b, H, W, 3]. Latents are not checked.
+        ValueError: If the images are not of the shape [b, H, W, 3] or [b, T, H, W, 3]. Latents are
+            not checked.
         InputError: If `reward` is a weighted sum (`mixture`) and the function `score` of a part
             raises or returns no scores.
     """
-    assert reward.score is not None
-    if reward.inputs != "latents":
-        images = inputs[0] if reward.inputs == "both" else inputs
-        check_rgb(images.shape)
-    rows = jax.tree.map(lambda x: jnp.asarray(x)[index], prepared)
-    return reward.score(params, inputs, rows)
+    return score_samples(reward, params, inputs, prepared, index)
 
 
 @contextlib.contextmanager

@@ -240,7 +240,9 @@ class OpenedRewards:
                 skip=settings.on_failure == "skip",
                 group_size=settings.group_size,
             )
-        return mixture(part_weights(inside), inside, host, group)
+        return dataclasses.replace(
+            mixture(part_weights(inside), inside, host, group), frames=settings.frames
+        )
 
 
 def open_rewards(
@@ -278,7 +280,8 @@ def open_rewards(
             options are not accepted; if a function cannot be imported or is not callable, or a
             package that a reward needs is not installed; if the address of a service is no URL; if
             a reward in `reward.weights` has no gradient and must have one; if files of a network
-            are missing or do not fit its configuration; or if the question of a judge cannot be
+            are missing or do not fit its configuration; if `reward.frames` is above 1 with a reward
+            that compares candidates; or if the question of a judge cannot be
             used.
     """
     fields = {
@@ -317,6 +320,14 @@ def open_rewards(
         if isinstance(entry, InJax):
             with in_one_line():  # a configuration or a tensor that does not fit
                 rewards[name] = entry.open(settings.paths)
+    if settings.frames > 1:
+        for name, reward in rewards.items():
+            compares = reward.groupwise if isinstance(reward, Reward) else reward.in_groups
+            if compares:
+                raise InputError(
+                    f"reward.frames={settings.frames}: must be 1 with the reward '{name}', which "
+                    "compares the candidates of a prompt"
+                )
     return OpenedRewards(settings, dtype, {name: rewards[name] for name in names}, explore)
 
 

@@ -64,7 +64,7 @@ class Experiment:
         train_prompts: The prompts that are trained on, distinct and in the order of their file.
         test_prompts: The prompts that are evaluated on, distinct and in the order of their file.
         size: Height and width in pixels of the images that `sampler`, `schedule` and `explorer` are
-            for.
+            for, and the number of frames of clips.
         exploration_reward: The weighted sum of the scores in `rollout.explore.reward`, which ranks
             the candidates. None: `reward` ranks them as well.
     """
@@ -102,7 +102,7 @@ class Experiment:
 
     @cached_property
     def _by_size(self) -> dict[Size, "Experiment"]:
-        """The experiments that `with_size` has made of this one, by (height, width) in pixels."""
+        """The experiments that `with_size` has made of this one, by their size."""
         return {}
 
     def with_size(self, size: Size) -> "Experiment":
@@ -112,7 +112,8 @@ class Experiment:
         too.
 
         Args:
-            size: Height and width in pixels. Whether the model supports them is not checked here.
+            size: Height and width in pixels, and the number of frames of clips. Whether the model
+            supports them is not checked here.
 
         Returns:
             This object if it has that size already. Otherwise an experiment that shares everything
@@ -573,14 +574,15 @@ def _check_scoring(
 ) -> None:
     """Checks that a reward can score images of a size, by trying it.
 
-    The parts of the reward inside JAX are only traced, for a batch of two images. The part outside
-    JAX scores one grey image per prompt, for which its worker processes are started.
+    The parts of the reward inside JAX are only traced, for a batch of two images, or of the scored
+    frames of two clips. The part outside JAX scores one grey image per prompt, for which its worker
+    processes are started.
 
     Args:
         reward: The reward, with its parameters loaded.
         prompts: One prompt of the run, in a list.
         pipeline: Gives the shape of the latents of an image of that size.
-        size: Height and width of the images in pixels.
+        size: Height and width of the images in pixels, and the number of frames of clips.
 
     Raises:
         InputError: If the tracing fails; the message names the size.
@@ -589,9 +591,11 @@ def _check_scoring(
     for part in filter(None, (reward, reward.group)):
         if part.score is None:
             continue
-        prepared = part.prepare([*prompts, *prompts])
-        images = jax.ShapeDtypeStruct((2, *size, 3), np.float32)
-        latents = jax.ShapeDtypeStruct((2, *pipeline.latent_shape(*size)), np.float32)
+        # two samples, of whose clips the frames are scored as images
+        count = 2 * (min(part.frames, size[2]) if len(size) == 3 else 1)
+        prepared = part.prepare([*prompts, *prompts] * (count // 2))
+        images = jax.ShapeDtypeStruct((count, *size[:2], 3), np.float32)
+        latents = jax.ShapeDtypeStruct((count, *pipeline.latent_shape(*size)), np.float32)
         head = f"images of {size[0]} x {size[1]} pixels (model, rollout.size or eval.size): {{}}"
         with in_one_line(head.format):
             jax.eval_shape(part.score, part.params, part.select_inputs(images, latents), prepared)

@@ -25,6 +25,7 @@ from solrl_jax.models.decoder import Decoder
 from solrl_jax.models.pipeline import Conditioning
 from solrl_jax.parallel import hosts, sharding
 from solrl_jax.rewards.division import DividedScoring, divided_scoring
+from solrl_jax.rewards.frames import mean_over_frames, sample_frames_on_mesh
 from solrl_jax.rewards.group_scoring import GroupScoring
 from solrl_jax.rewards.mixture import add_total
 from solrl_jax.rewards.protocol import Reward, score_images
@@ -33,9 +34,9 @@ from solrl_jax.rl.sampler import Sampler, Segment
 # The clean latents of some samples; their recorded states, if there are any; and their latents
 # after the first segment, if they are kept.
 SampledChunk = tuple[
-    Float[Array, "b h w c"],
-    Float[Array, "b states h w c"] | None,
-    Float[Array, "b h w c"] | None,
+    Float[Array, "b ... c"],
+    Float[Array, "b states ... c"] | None,
+    Float[Array, "b ... c"] | None,
 ]
 
 
@@ -90,7 +91,7 @@ class SeedBatch:
 
     prompt: Int[Array | np.ndarray, " b"]
     seeds: UInt32[Array | np.ndarray, "b 2"]
-    noise: Float[Array | np.ndarray, "b h w c"] | None = None
+    noise: Float[Array | np.ndarray, "b ... c"] | None = None
 
     @classmethod
     def from_seeds(cls, seeds: UInt32[np.ndarray, "p n 2"]) -> "SeedBatch":
@@ -118,7 +119,8 @@ class Samples:
         scores: The scores by name, one number per sample. The weighted sum, with the weights of the
             reward that scored them, has the name "reward". Samples that could not be scored have
             NaN. Empty if nothing was scored.
-        images: The images in [0, 1], float32. None unless they were asked for.
+        images: The images [b, H, W, 3] or clips [b, T, H, W, 3] in [0, 1], float32. None unless
+            they were asked for.
         states: The intermediate latents for objectives that train on solver steps, float32: those
             before the first recorded step and after each recorded step (`Sampler.recorded`); or
             those before the query step and the clean latents that were predicted there
@@ -135,12 +137,12 @@ class Samples:
             reports a counter.
     """
 
-    latents: Float[np.ndarray, "b h w c"]
+    latents: Float[np.ndarray, "b ... c"]
     scores: dict[str, np.ndarray]
-    images: Float[np.ndarray, "b H W 3"] | None = None
-    states: Float[np.ndarray, "b states h w c"] | None = None
-    intermediate: Float[np.ndarray, "b h w c"] | None = None
-    targets: dict[str, Float[np.ndarray, "b h w c"]] | None = None
+    images: Float[np.ndarray, "b ... 3"] | None = None
+    states: Float[np.ndarray, "b states ... c"] | None = None
+    intermediate: Float[np.ndarray, "b ... c"] | None = None
+    targets: dict[str, Float[np.ndarray, "b ... c"]] | None = None
     failed: dict[str, int] = dataclasses.field(default_factory=dict)
     usage: dict[str, float] = dataclasses.field(default_factory=dict)
 
@@ -264,19 +266,20 @@ def generate(
     segments = _place_schedules(sampler.segments, backbone.mesh)
     prepared = hosts.put(prompt_batch.prepared, sharding.replicated(scoring_mesh))
     host = None if reward is None else reward.host
+    frames = 1 if reward is None else min(sampler.frames, reward.frames)
     chunks: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
         scoring = None
         if host is not None:
-            prompts = [prompt_batch.prompts[i] for i in seed_batch.prompt]
+            prompts = [prompt_batch.prompts[i] for i in seed_batch.prompt for _ in range(frames)]
             placement = sharding.rows(scoring_mesh)
             scoring = stack.enter_context(
-                divided_scoring(host, prompts, samples_per_chunk, placement)
+                divided_scoring(host, prompts, samples_per_chunk * frames, placement)
             )
         groups = None
         if reward is not None and reward.group is not None:
             groups = GroupScoring(reward.group, prepared, seed_batch.prompt.tolist(), scoring_mesh)
-        keep_on_device = keep_images or scoring is not None or groups is not None
+        keep_on_device = keep_images or groups is not None
         for start in range(0, len(seed_batch), samples_per_chunk):
             stop = min(start + samples_per_chunk, len(seed_batch))
             parts = _sample_parts(
@@ -291,6 +294,10 @@ def generate(
                     chunk["intermediate"] = intermediate
                 if keep_images or (reward is not None and reward.needs_images):
                     chunk["images"] = decode_chunk(sampler.decoder, latents)
+                if scoring is not None:
+                    chunk["scored"] = chunk["images"]
+                    if chunk["images"].ndim == 5:
+                        chunk["scored"] = sample_frames_on_mesh(chunk["images"], frames)
                 if reward is not None and reward.score is not None:
                     index = place_samples(
                         seed_batch.prompt[start:stop], samples_per_chunk, scoring_mesh
@@ -307,6 +314,7 @@ def generate(
             progress(stop - start)
         chunks[-1] = _fetch_chunk(chunks[-1], scoring, groups, keep_images)
         scores, failed, usage = ({}, {}, {}) if scoring is None else scoring.finish()
+        scores = mean_over_frames(scores, frames)
 
     def join(name: str) -> np.ndarray:
         return np.concatenate([chunk[name] for chunk in chunks])[: len(seed_batch)]
@@ -461,9 +469,10 @@ def _fetch_chunk(
     Args:
         chunk: The arrays of the chunk on the devices: "latents", "states" if steps are recorded,
             "intermediate" if the latents after the first segment are kept, "images" if they were
-            decoded, and one array of scores by the name of each score. "images" is removed from
-            this dict if the host does not need them.
-        scoring: Collects images for the rewards outside JAX; the chunk must then have "images".
+            decoded, "scored", the images for rewards outside JAX, if there are such rewards, and
+            one array of scores by the name of each score. "scored" is removed from this dict, and
+            so is "images" if the host does not need them.
+        scoring: Collects images for the rewards outside JAX; the chunk must then have "scored".
             None: there are none.
         groups: Collects samples for rewards inside JAX that compare candidates. None: there are
             none.
@@ -478,7 +487,7 @@ def _fetch_chunk(
             is "stop". With several processes, `scoring.finish` raises it instead.
     """
     if scoring is not None:
-        scoring.add(chunk["images"])
+        scoring.add(chunk.pop("scored"))
     if not keep_images and groups is None:
         chunk.pop("images", None)
     fetched = hosts.fetch(chunk)
@@ -495,7 +504,8 @@ def draw_noise(seeds: UInt32[Array, "b 2"], shape: tuple[int, ...]) -> Float[Arr
 
     Args:
         seeds: The seeds: the two words of a key each.
-        shape: The shape of one latent, (height, width, channels); static.
+        shape: The shape of one latent, (height, width, channels) or (frames, height, width,
+            channels); static.
 
     Returns:
         Standard normal numbers [b, *shape], float32. Those of a seed depend on the seed alone.
@@ -571,8 +581,8 @@ def sample_chunk(
 
 
 @sharding.jit
-def decode_chunk(decoder: Decoder, latents: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
-    """Decodes one chunk of latents to images in [0, 1].
+def decode_chunk(decoder: Decoder, latents: Float[Array, "b ... c"]) -> Float[Array, "b ... 3"]:
+    """Decodes one chunk of latents to images or clips in [0, 1].
 
     One non-finite number in a latent makes all of its image NaN. The decoder alone would not ensure
     that, because its ReLU may turn NaN into 0.
@@ -583,7 +593,7 @@ def decode_chunk(decoder: Decoder, latents: Float[Array, "b h w c"]) -> Float[Ar
             mesh.
 
     Returns:
-        The images, float32.
+        The images [b, H, W, 3] or clips [b, T, H, W, 3], float32.
     """
-    finite = jnp.isfinite(latents).all((1, 2, 3), keepdims=True)
+    finite = jnp.isfinite(latents).all(tuple(range(1, latents.ndim)), keepdims=True)
     return jnp.where(finite, decoder(latents), jnp.nan)

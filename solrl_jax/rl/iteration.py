@@ -313,7 +313,9 @@ def policy_batch(
         counts = np.isfinite(flat_values)
     targets = samples.targets
     if targets is not None:
-        counts &= np.all([np.isfinite(x).all((1, 2, 3)) for x in targets.values()], axis=0)
+        counts &= np.all(
+            [np.isfinite(x).all(tuple(range(1, x.ndim))) for x in targets.values()], axis=0
+        )
     q = optimality(jnp.asarray(advantage), algorithm.adv_clip_max).reshape(-1)
 
     def place(x: Any) -> jax.Array:
@@ -359,7 +361,8 @@ def reward_metrics(
         * "pool/SCORE", "kept/SCORE": The mean of each score over all candidates, and over all
           samples in `kept`, also those of prompts that are not usable.
         * "kept/spread": The largest minus the smallest of `rewards` of a prompt, mean over prompts.
-        * "size/height", "size/width": The size of the images in pixels.
+        * "size/height", "size/width": The size of the images in pixels; "size/frames": the number
+          of frames, for clips.
         * "nonfinite_rewards": The number of non-finite rewards of the candidates and, if they were
           generated anew, of all samples in `kept`.
         * "reward_failures/NAME": For each reward outside JAX, the number of samples that it could
@@ -388,6 +391,8 @@ def reward_metrics(
     metrics["kept/spread"] = _finite_mean(highest - lowest)
     metrics["size/height"] = float(experiment.size[0])
     metrics["size/width"] = float(experiment.size[1])
+    if len(experiment.size) == 3:
+        metrics["size/frames"] = float(experiment.size[2])
     nonfinite = (~np.isfinite(proxy)).sum()
     if experiment.config.rollout.regenerate:
         nonfinite += (~np.isfinite(kept.reward)).sum()

@@ -85,7 +85,9 @@ def refuse_what_cannot_fit(config: Config, pipeline: Pipeline, targets: Targets)
         if needed > request.memory:
             pixels = ""
             if request.size is not None:
-                pixels = f" of {request.size[0]} x {request.size[1]} pixels"
+                pixels = f" of {' x '.join(map(str, request.size[:2]))} pixels"
+                if len(request.size) == 3:
+                    pixels += f" and {request.size[2]} frames"
             raise InputError(
                 f"{request.field}={request.value}: takes {needed / 1e9:.3g} GB{pixels}, and "
                 f"{request.owner} has {request.memory / 1e9:.3g} GB; at most "

@@ -19,7 +19,7 @@ from solrl_jax.config.schema import Algorithm as AlgorithmConfig
 from solrl_jax.config.schema import Config
 from solrl_jax.models.decoder import Decoder
 from solrl_jax.parallel import hosts, sharding
-from solrl_jax.rewards.protocol import Reward
+from solrl_jax.rewards.protocol import Reward, score_samples
 from solrl_jax.rl.experiment import Experiment
 from solrl_jax.rl.generate import PromptBatch, Samples, place_samples
 from solrl_jax.rl.objective import Objective, load_objective, targets_of
@@ -96,10 +96,10 @@ def reward_gradient(
     reward: Reward,
     decoder: Decoder,
     params: Any,
-    latents: Float[Array, "b h w c"],
+    latents: Float[Array, "b ... c"],
     prepared: Any,
     index: Int[Array, " b"],
-) -> tuple[Float[Array, " b"], Float[Array, "b h w c"]]:
+) -> tuple[Float[Array, " b"], Float[Array, "b ... c"]]:
     """The reward of clean latents, and its gradient by them.
 
     It is compiled by jit, once per reward object and set of shapes.
@@ -122,13 +122,11 @@ def reward_gradient(
     Raises:
         InputError: If the function `score` of a reward raises or returns no scores.
     """
-    assert reward.score is not None
-    score = reward.score
-    rows = jax.tree.map(lambda x: jnp.asarray(x)[index], prepared)
 
     def total(latents: Array) -> tuple[Array, Array]:
         images = decoder(latents) if reward.needs_images else None
-        rewards = score(params, reward.select_inputs(images, latents), rows)["reward"]
+        inputs = reward.select_inputs(images, latents)
+        rewards = score_samples(reward, params, inputs, prepared, index)["reward"]
         return SCALE * rewards.sum(), rewards
 
     gradient, rewards = jax.grad(total, has_aux=True)(latents)

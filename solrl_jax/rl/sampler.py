@@ -43,8 +43,9 @@ class Sampler:
             "evaluate".
         segments: The solver steps from noise to clean latents, divided into consecutive segments
             with a policy each. Nearly always there is one.
-        decoder: Decodes latents to images, for rewards or to be kept.
-        shape: Height, width and channels of one latent.
+        decoder: Decodes latents to images or clips, for rewards or to be kept.
+        shape: Height, width and channels of one latent; of clips, the number of latent frames comes
+            before them.
         chunk: The number of samples that one device generates at once, at least 1; a batch with
             fewer is padded to it. Devices along the mesh axis `tensor` work on the same samples and
             count as one.
@@ -61,7 +62,7 @@ class Sampler:
     name: str
     segments: tuple[Segment, ...]
     decoder: Decoder
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     chunk: int
     recorded: int = 0
     keep_intermediate: bool = False
@@ -80,3 +81,10 @@ class Sampler:
         first = dataclasses.replace(first, schedule=first.schedule.slice_steps(count))
         query_step = None if self.query_step is None else self.query_step - count
         return dataclasses.replace(self, segments=(first, *others), query_step=query_step)
+
+    @property
+    def frames(self) -> int:
+        """The number of frames of a sample, 1 for images."""
+        if len(self.shape) == 3:
+            return 1
+        return 1 + (self.shape[0] - 1) * (self.decoder.pipeline.temporal_compression or 1)

@@ -63,14 +63,14 @@ class PolicyBatch:
             does not train on reward gradients.
     """
 
-    latents: Float[Array, "b h w c"]
+    latents: Float[Array, "b ... c"]
     optimality: Float[Array, " b"]
     weight: Float[Array, " b"]
     prompt: Int[Array, " b"]
     seeds: UInt32[Array, "b 2"]
     conditioning: Conditioning
-    states: Float[Array, "b states h w c"] | None = None
-    targets: dict[str, Float[Array, "b h w c"]] | None = None
+    states: Float[Array, "b states ... c"] | None = None
+    targets: dict[str, Float[Array, "b ... c"]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

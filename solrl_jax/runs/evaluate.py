@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, UInt32
 
-from solrl_jax.config.sizes import evaluation_size
+from solrl_jax.config.sizes import describe_size, evaluation_size
 from solrl_jax.data.prompts import Prompt, draw_prompts
 from solrl_jax.rewards.protocol import Reward
 from solrl_jax.rl.experiment import Experiment
@@ -119,7 +119,6 @@ def setting(experiment: Experiment) -> str:
     """
     config = experiment.config.eval
     rollout = experiment.config.rollout
-    height, width = evaluation_size(experiment.config)
     prompts = "".join(f"{prompt}\n" for prompt in experiment.test_prompts[: config.num_prompts])
     digest = hashlib.sha256(prompts.encode()).hexdigest()[:12]
     noise = " without noise" if rollout.noise_level else ""
@@ -127,9 +126,9 @@ def setting(experiment: Experiment) -> str:
     if rollout.true_cfg_scale != 1:
         guidance += f", true guidance {rollout.true_cfg_scale:g}"
     return (
-        f"{config.num_prompts} prompts (sha256 {digest}) x {config.num_images_per_prompt} images "
-        f"of {width} x {height}; {rollout.solver}{noise}, {config.num_steps} steps, {guidance}, "
-        f"{rollout.precision}, seed {config.seed}"
+        f"{config.num_prompts} prompts (sha256 {digest}) x {config.num_images_per_prompt} "
+        f"{describe_size(evaluation_size(experiment.config))}; {rollout.solver}{noise}, "
+        f"{config.num_steps} steps, {guidance}, {rollout.precision}, seed {config.seed}"
     )
 
 
@@ -172,14 +171,15 @@ class ImageGrid:
 
     Attributes:
         prompts: The p prompts, one per row of the grid.
-        images: The images, float32 [p, m, height, width, 3], with values in [0, 1].
+        images: The images, float32 [p, m, height, width, 3], with values in [0, 1]; clips have an
+            axis of frames before the height.
         right: Whether a verifier accepts each image, bool [p, m]: whether the first score named
             ".../strict", such as "shapes/strict", is above 0.5 (NaN is not). None if there is no
             score of such a name.
     """
 
     prompts: Sequence[str]
-    images: Float[np.ndarray, "p m h w 3"]
+    images: Float[np.ndarray, "p m ... 3"]
     right: np.ndarray | None
 
     @classmethod
@@ -192,7 +192,7 @@ class ImageGrid:
                 their scores, the first whose name ends in "/strict" decides `right`.
 
         Returns:
-            The grid. Its images [p, m, height, width, 3] are a view of those of the samples.
+            The grid. Its images [p, m, ..., height, width, 3] are a view of those of the samples.
 
         Raises:
             AssertionError: If the samples have no images.

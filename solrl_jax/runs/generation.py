@@ -1,4 +1,5 @@
-"""Generates images from text prompts, with a diffusers model directory or with a run's policy.
+"""Generates images or clips from text prompts, with a diffusers model directory or with a run's
+policy.
 
 A model directory samples as its diffusers pipeline does, with the directory's own scheduler. A run
 samples as its evaluation does, with its averaged policy (EMA). `api.generate` is the function for
@@ -20,7 +21,7 @@ from pydantic import ConfigDict, Field
 
 from solrl_jax.config.presets import released_models, resolve
 from solrl_jax.config.schema import Config, Precision, Quantization
-from solrl_jax.config.sizes import evaluation_size
+from solrl_jax.config.sizes import complete_size, evaluation_size
 from solrl_jax.config.validation import describe_error, suggest
 from solrl_jax.config.values import (
     MAX_NUMBER,
@@ -83,10 +84,11 @@ class Request:
         negative_prompt: The negative prompt of classifier-free guidance, one for all images, of at
             most 20,000 characters. Any but "" needs classifier-free guidance above 1.
         seed: The seed of the initial noise, 0 to 2**31 - 1.
-        size: Height and width in pixels, each 1 to 16,384. None: that of `latents`, or of the run's
-            evaluation, or the model's default.
-        latents: The initial noise, float32 [N, C, h, w], instead of noise from `seed`. None: drawn
-            from the seed.
+        size: Height and width in pixels, each 1 to 16,384; for models of clips, the number of
+            frames may follow. None: that of `latents`, or of the run's evaluation, or the model's
+            default, which also gives a number of frames that is missing.
+        latents: The initial noise, float32 [N, C, h, w], or [N, C, t, h, w] for clips, instead of
+            noise from `seed`. None: drawn from the seed.
         lora: A LoRA file, or a directory of PEFT; only for a model. None: no LoRA.
         precision: The number format of all steps: "bf16", "fp32", "int8", "fp8", "nvfp4" or "auto",
             the fastest that the device runs natively.
@@ -173,17 +175,19 @@ class Generation:
     """Generated images, with what is needed to generate them again.
 
     Attributes:
-        images: The images, float32 [N, height, width, 3], with values in [0, 1].
-        latents: The initial noise of each image, float32 [N, C, h, w] with the channels first: the
-            argument `latents` of `api.generate` and of the pipelines of diffusers. (That of FLUX.1
-            takes it packed by `FluxPipeline._pack_latents`.)
+        images: The images, float32 [N, height, width, 3], or the clips, [N, frames, height, width,
+            3], with values in [0, 1].
+        latents: The initial noise of each image, float32 [N, C, h, w] with the channels first, or
+            of each clip, [N, C, t, h, w]: the argument `latents` of `api.generate` and of the
+            pipelines of diffusers. (That of FLUX.1 takes it packed by
+            `FluxPipeline._pack_latents`.)
         num_steps: The number of solver steps.
         precision: The number format and how the device computes it, as a phrase for people, e.g.
             "bf16 (no linear layer is quantized; native)".
     """
 
-    images: Float[np.ndarray, "n h w 3"]
-    latents: Float[np.ndarray, "n c latent_h latent_w"]
+    images: Float[np.ndarray, "n ... h w 3"]
+    latents: Float[np.ndarray, "n c ... latent_h latent_w"]
     num_steps: int
     precision: str
 
@@ -229,7 +233,10 @@ def generate_images(
     else:
         with in_one_line(lambda message: message.replace("model.path=", "model=", 1)):
             pipeline = open_model(model)
-    latents = None if request.latents is None else _channels_last(request.latents, len(prompts))
+    latents = None
+    if request.latents is not None:
+        has_frames = pipeline.temporal_compression is not None
+        latents = _channels_last(request.latents, len(prompts), has_frames)
     size = _image_size(request, config, pipeline, latents)
     _check_memory(len(prompts), size)
     schedule = build_schedule(request, config, pipeline, size)
@@ -285,7 +292,7 @@ def generate_images(
         backbone, sampler, prompt_batch, seed_batch, keep_images=True, progress=progress
     )
     assert samples.images is not None
-    finite = np.isfinite(samples.images).all((1, 2, 3))
+    finite = np.isfinite(samples.images).all(tuple(range(1, samples.images.ndim)))
     if not finite.all():
         first = brief_repr(str(prompts[int(np.argmin(finite))]))
         raise RunError(
@@ -294,14 +301,15 @@ def generate_images(
         )
     return Generation(
         images=np.asarray(samples.images, np.float32),
-        latents=np.ascontiguousarray(latents.transpose(0, 3, 1, 2)),
+        latents=np.ascontiguousarray(np.moveaxis(latents, -1, 1)),
         num_steps=schedule.steps,
         precision=form.describe(device),
     )
 
 
-def _channels_last(latents: Any, count: int) -> Float[np.ndarray, "n h w c"]:
-    """Returns the initial noise [N, C, h, w] as a view [N, h, w, C].
+def _channels_last(latents: Any, count: int, has_frames: bool) -> Float[np.ndarray, "n ... h w c"]:
+    """Returns the initial noise [N, C, h, w] as a view [N, h, w, C], or that of clips, [N, C, t, h,
+    w], as a view [N, t, h, w, C].
 
     No value is read, so the array may be a memory-mapped file.
 
@@ -309,41 +317,46 @@ def _channels_last(latents: Any, count: int) -> Float[np.ndarray, "n h w c"]:
         latents: The noise, as an array of NumPy or JAX, or of PyTorch on the CPU, with the channels
             first.
         count: The number of prompts, which N must be.
+        has_frames: Whether the model makes clips.
 
     Returns:
         The view of a NumPy array, which is not contiguous. Arrays of JAX are copied to the host
         first if they are on another device.
 
     Raises:
-        InputError: If it is no float32 array with four axes, or N is not `count`.
+        InputError: If it is no float32 array with four axes (five for clips), or N is not `count`.
     """
     array = np.asarray(latents)
-    if array.ndim != 4 or array.dtype != np.float32 or len(array) != count:
+    axes = "N, C, t, h, w" if has_frames else "N, C, h, w"
+    right_axes = array.ndim == axes.count(",") + 1
+    if not right_axes or array.dtype != np.float32 or len(array) != count:
         raise InputError(
-            f"latents: {array.dtype} {list(array.shape)}; expected float32 [N, C, h, w] with "
+            f"latents: {array.dtype} {list(array.shape)}; expected float32 [{axes}] with "
             f"N = {count}, the number of prompts"
         )
-    return array.transpose(0, 2, 3, 1)
+    return np.moveaxis(array, 1, -1)
 
 
 def _image_size(
     request: Request,
     config: Config | None,
     pipeline: Pipeline,
-    latents: Float[np.ndarray, "n h w c"] | None,
-) -> tuple[int, int]:
-    """Determines the height and width of the images in pixels.
+    latents: Float[np.ndarray, "n ... h w c"] | None,
+) -> Size:
+    """Determines the height and width of the images in pixels, and the number of frames of clips.
 
     Args:
         request: Its `size` is the size that the user asked for, or None.
         config: The configuration of the run. None: `pipeline` is a model directory.
         pipeline: The model, which has a default size and says which sizes it supports.
         latents: The initial noise that the user gave, or None. A latent pixel stands for
-            `pipeline.compression` pixels in each direction.
+            `pipeline.compression` pixels in each direction, and a latent frame after the first for
+            `pipeline.temporal_compression` frames.
 
     Returns:
-        (height, width): that of `latents` if they are given, else `request.size`, else that of the
-        run's evaluation, or without a run the model's default.
+        (height, width), or (height, width, frames) of clips: that of `latents` if they are given,
+        else `request.size`, else that of the run's evaluation, or without a run the model's
+        default.
 
     Raises:
         InputError: If the model does not support the size, if a side is above `MAX_SIDE` (16,384)
@@ -351,31 +364,44 @@ def _image_size(
             number of channels than the model's.
     """
     default = evaluation_size(config) if config else pipeline.default_size
-    size = request.size or default
+    size = complete_size(request.size or default, default)
     if latents is not None:
-        height, width = (side * pipeline.compression for side in latents.shape[1:3])
-        if request.size not in (None, (height, width)):
+        given = tuple(side * pipeline.compression for side in latents.shape[-3:-1])
+        if pipeline.temporal_compression is not None:
+            given = (*given, 1 + (latents.shape[1] - 1) * pipeline.temporal_compression)
+        if request.size is not None and given[: len(request.size)] != request.size:
             raise InputError(
-                f"size={size[0]}x{size[1]}: the given latents are those of {height}x{width}"
+                f"size={_text(request.size)}: the given latents are those of {_text(given)}"
             )
-        size = (height, width)
+        size = given
     with in_one_line():
         shape = pipeline.latent_shape(*size)
-    if max(size) > MAX_SIDE:
+    if max(size[:2]) > MAX_SIDE:
         raise InputError(
-            f"size={size[0]}x{size[1]}: must be at most {MAX_SIDE} pixels in either direction"
+            f"size={_text(size)}: must be at most {MAX_SIDE} pixels in either direction"
         )
     if latents is not None and latents.shape[1:] != shape:
-        raise InputError(f"latents: have {latents.shape[3]} channels; this model's have {shape[2]}")
+        raise InputError(
+            f"latents: have {latents.shape[-1]} channels; this model's have {shape[-1]}"
+        )
     return size
 
 
-def _check_memory(count: int, size: tuple[int, int]) -> None:
+def _text(size: Size) -> str:
+    """Returns a size as the command line takes it: "HEIGHTxWIDTH" or "HEIGHTxWIDTHxFRAMES".
+
+    Args:
+        size: (height, width) or (height, width, frames).
+    """
+    return "x".join(map(str, size))
+
+
+def _check_memory(count: int, size: Size) -> None:
     """Checks that this host can hold the images, which are all returned at once in float32.
 
     Args:
         count: The number of images that the call returns together.
-        size: Height and width of an image in pixels.
+        size: Height and width of an image in pixels, and the number of frames of clips.
 
     Raises:
         InputError: If the images alone take more bytes than the host has memory.
@@ -384,13 +410,13 @@ def _check_memory(count: int, size: tuple[int, int]) -> None:
     available = hosts.memory()
     if needed > available:
         raise InputError(
-            f"prompts: {count} images of {size[0]} x {size[1]} take {needed / 1e9:.3g} GB, and "
-            f"this host has {available / 1e9:.3g} GB"
+            f"prompts: {count} images of {' x '.join(map(str, size))} take {needed / 1e9:.3g} GB, "
+            f"and this host has {available / 1e9:.3g} GB"
         )
 
 
 def build_schedule(
-    request: Request, config: Config | None, pipeline: Pipeline, size: tuple[int, int]
+    request: Request, config: Config | None, pipeline: Pipeline, size: Size
 ) -> Schedule:
     """Builds the sampling schedule of a run's policy or of a model directory.
 
@@ -403,7 +429,8 @@ def build_schedule(
         config: The configuration of the run. None: `pipeline` is a model directory.
         pipeline: The model. It says whether guidance is embedded, and has the scheduler of a model
             directory.
-        size: Height and width of the images in pixels, on which some schedules depend.
+        size: Height and width of the images in pixels and the number of frames of clips, on which
+            some schedules depend.
 
     Returns:
         The sigmas, the solver and the guidance.

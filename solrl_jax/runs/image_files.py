@@ -1,6 +1,8 @@
-"""Writes images of a run as PNG: grids, and comparisons of before and after training.
+"""Writes images of a run as PNG: grids, and comparisons of before and after training. Clips are
+written as animated WebP.
 
-An image is a float array [height, width, 3] with values in [0, 1]. Every file appears whole or not
+An image is a float array [height, width, 3] with values in [0, 1], and a clip has an axis of frames
+before the height. Every file appears whole or not
 at all. matplotlib and Pillow are imported in the functions that use them, because they are slow to
 import. Nothing here opens a window.
 """
@@ -10,7 +12,7 @@ import io
 import json
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +49,7 @@ _CELLS = "Cells"
 # The largest number of images in a file that is read: two stages of a pool of the largest
 # `eval.num_grid_images`.
 _MAX_CELLS = 2**11
+FRAMES_PER_SECOND = 16  # of clips, as those of Wan 2.1
 _FRAME = 4  # pixels of the frame around an image of `save_before_after`
 _MARK = 20  # pixels of the tick or cross in its corner
 
@@ -66,18 +69,39 @@ def save_png(path: str | RunPath, image: Float[Numbers, "h w 3"]) -> None:
     _save_image(path, Image.fromarray(to_uint8(image)))
 
 
+def save_clip(path: str | RunPath, clip: Float[Numbers, "t h w 3"]) -> None:
+    """Writes a clip as animated WebP of 16 frames per second (`FRAMES_PER_SECOND`) that repeats
+    forever.
+
+    Args:
+        path: The file. It is replaced if it exists; missing parent directories are created.
+        clip: The frames, with values in [0, 1]. Other values are clipped, and NaN becomes black.
+
+    Raises:
+        RunError: If the disk refuses.
+    """
+    from PIL import Image
+
+    _save_animation(path, map(Image.fromarray, to_uint8(clip)))
+
+
 def save_grid(
     path: str | RunPath,
-    images: Float[Numbers, "n h w 3"],
+    images: Float[Numbers, "n ... h w 3"],
     columns: int,
     captions: Sequence[str],
     facts: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """Writes images in rows with captions as PNG, one pixel of the file per pixel of an image.
 
+    Of clips, the PNG shows the first frames, and the moving grid is written beside it as animated
+    WebP.
+
     Args:
-        path: The file. It is replaced if it exists; missing parent directories are created.
-        images: The n images, at least one, with values in [0, 1]. Other values are clipped.
+        path: The file, and with the ending ".webp" that of a moving grid. It is replaced if it
+            exists; missing parent directories are created.
+        images: The n images [n, height, width, 3], at least one, with values in [0, 1], or as many
+            clips [n, frames, height, width, 3]. Other values are clipped.
         columns: The largest number of images in a row, at least 1.
         captions: One caption per image, shown below it in at most two lines. A longer one is cut.
         facts: For each image a dict of JSON values, which is stored in the file and which
@@ -91,7 +115,9 @@ def save_grid(
     from PIL import Image, ImageDraw
 
     pixels = to_uint8(images)
-    count, height, width = pixels.shape[:3]
+    if pixels.ndim == 4:
+        pixels = pixels[:, None]
+    count, frames, height, width = pixels.shape[:4]
     columns = min(columns, count)
     font = _font(int(np.clip(width / 11, 9, 16)))
     texts = ["\n".join(_wrap(caption, font, width, lines=2)) for caption in captions]
@@ -99,20 +125,28 @@ def save_grid(
     rows = -(-count // columns)
     cell_width = width + _GAP
     cell_height = height + band + _GAP
-    sheet = Image.new("RGB", (columns * cell_width + _GAP, rows * cell_height + _GAP), _PAPER)
-    draw = ImageDraw.Draw(sheet)
     corners = [
         (_GAP + i % columns * cell_width, _GAP + i // columns * cell_height) for i in range(count)
     ]
-    for image, text, (left, top) in zip(pixels, texts, corners, strict=True):
-        sheet.paste(Image.fromarray(image), (left, top))
-        draw.multiline_text((left, top + height + 2), text, _INK, font, spacing=2)
+
+    def draw_sheet(frame: int) -> "Image":
+        size = (columns * cell_width + _GAP, rows * cell_height + _GAP)
+        sheet = Image.new("RGB", size, _PAPER)
+        draw = ImageDraw.Draw(sheet)
+        for image, text, (left, top) in zip(pixels[:, frame], texts, corners, strict=True):
+            sheet.paste(Image.fromarray(image), (left, top))
+            draw.multiline_text((left, top + height + 2), text, _INK, font, spacing=2)
+        return sheet
+
     cells = [
         {"box": (x, y, x + width, y + height), **fact}
         for (x, y), fact in zip(corners, facts, strict=False)
     ]
     texts_in_file = {_CELLS: json.dumps(cells)} if cells else {}
-    _save_image(path, sheet, **texts_in_file)
+    _save_image(path, draw_sheet(0), **texts_in_file)
+    if images.ndim == 5:
+        moving = Path(path) if isinstance(path, str) else path
+        _save_animation(moving.with_suffix(".webp"), map(draw_sheet, range(frames)))
 
 
 def read_grid(path: RunPath) -> list[tuple["Image", dict[str, Any]]]:
@@ -183,8 +217,8 @@ def _check_boxes(sheet: "Image", boxes: Sequence[tuple[int, int, int, int]]) -> 
 
 def save_before_after(
     path: str | RunPath,
-    before: Float[Numbers, "p m h w 3"],
-    after: Float[Numbers, "p m h w 3"],
+    before: Float[Numbers, "p m ... h w 3"],
+    after: Float[Numbers, "p m ... h w 3"],
     prompts: Sequence[str],
     right_before: Bool[np.ndarray, "p m"] | None = None,
     right_after: Bool[np.ndarray, "p m"] | None = None,
@@ -195,6 +229,7 @@ def save_before_after(
     Both sides show images of the same prompts and seeds. Images narrower than 96 pixels are
     enlarged by a whole number, and those wider than 384 are shrunk to 384. If a side has verdicts,
     its images are framed and marked with a tick or a cross, and its title says how many are right.
+    Clips are shown by their first frames.
 
     Args:
         path: The file. It is replaced if it exists; missing parent directories are created.
@@ -212,6 +247,9 @@ def save_before_after(
     """
     from PIL import Image, ImageDraw
 
+    if before.ndim == 6:
+        before = before[:, :, 0]
+        after = after[:, :, 0]
     titles = []
     for side, right in zip(sides, (right_before, right_after), strict=True):
         verdicts = "" if right is None else f": {right.sum()} of {right.size} right"
@@ -340,6 +378,29 @@ def _save_image(path: str | RunPath, image: "Image", **texts: str) -> None:
         info.add_text(key, text)
     with atomic(path) as partial:
         image.save(partial, format="PNG", pnginfo=info)
+
+
+def _save_animation(path: str | RunPath, frames: Iterable["Image"]) -> None:
+    """Writes an animated WebP file, whole or not at all. It repeats forever.
+
+    Args:
+        path: The file. It is replaced if it exists; missing parent directories are created.
+        frames: The images of Pillow, at least one and all of one size, in their order.
+
+    Raises:
+        RunError: If the disk refuses.
+    """
+    first, *others = frames
+    with atomic(path) as partial:
+        first.save(
+            partial,
+            format="WEBP",
+            save_all=True,
+            append_images=others,
+            duration=round(1000 / FRAMES_PER_SECOND),
+            loop=0,
+            quality=90,
+        )
 
 
 def _font(size: int, *, bold: bool = False) -> "FreeTypeFont":

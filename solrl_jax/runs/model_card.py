@@ -88,6 +88,7 @@ LICENCES = {
     f"{_BFL}/FLUX.2-klein-base-9B": _other(_FLUX, f"{_BFL}/FLUX.2-klein-base-9B", "LICENSE.md"),
     "Qwen/Qwen-Image": Licence("apache-2.0"),
     "Qwen/Qwen-Image-2512": Licence("apache-2.0"),
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": Licence("apache-2.0"),
     "Tongyi-MAI/Z-Image": Licence("apache-2.0"),
     "Tongyi-MAI/Z-Image-Turbo": Licence("apache-2.0"),
 }
@@ -257,8 +258,9 @@ def _front_matter(config: Config, whole: bool) -> str:
         metadata["base_model"] = base
         metadata["base_model_relation"] = "finetune" if whole else "adapter"
     metadata["library_name"] = "diffusers"
-    metadata["pipeline_tag"] = "text-to-image"
-    metadata["tags"] = ["text-to-image", "solrl_jax", "reinforcement-learning"]
+    task = "text-to-image" if len(evaluation_size(config)) == 2 else "text-to-video"
+    metadata["pipeline_tag"] = task
+    metadata["tags"] = [task, "solrl_jax", "reinforcement-learning"]
     if not whole:
         metadata["tags"].append("lora")
     prompts = config.prompts.train
@@ -309,7 +311,7 @@ def _licence_sentence(base: str) -> str:
 
 
 def _usage(config: Config, name: str, whole: bool) -> str:
-    """Returns a block of Python that generates an image with diffusers.
+    """Returns a block of Python that generates an image, or a clip, with diffusers.
 
     Args:
         config: The configuration of the run. The example has the size and the number of steps of
@@ -319,7 +321,7 @@ def _usage(config: Config, name: str, whole: bool) -> str:
             otherwise a LoRA.
     """
     base = str(_public(config.model.path))
-    height, width = evaluation_size(config)
+    height, width, *frames = evaluation_size(config)
     if whole:
         imports = "from diffusers import AutoModel, DiffusionPipeline"
         load = [
@@ -347,12 +349,13 @@ def _usage(config: Config, name: str, whole: bool) -> str:
         imports,
         "",
         *load,
-        "image = pipeline(",
+        f"{'clip' if frames else 'image'} = pipeline(",
         '    "a red bicycle leaning against a yellow wall",',
         f"    height={height}, width={width}, num_inference_steps={config.eval.num_steps},",
         f"    guidance_scale={config.rollout.guidance_scale:g},",
         *guided,
-        ").images[0]",
+        *(f"    num_frames={count}," for count in frames),
+        ").frames[0]" if frames else ").images[0]",
     ]
     return _code("\n".join(lines).replace("DEVICE", '"cuda"'), "python")
 
@@ -437,7 +440,7 @@ def _settings(run: Path, config: Config, export: Mapping[str, Any]) -> str:
         trained = f"{export['trained_in_full']} parameters in full"
     else:
         trained = f"LoRA of rank {export['rank']}, alpha {export['alpha']:g}"
-    height, width = evaluation_size(config)
+    height, width, *frames = evaluation_size(config)
     facts = _run_facts(run)
     rows = {
         "preset, family": f"{config.preset}, {config.family}",
@@ -450,7 +453,7 @@ def _settings(run: Path, config: Config, export: Mapping[str, Any]) -> str:
         "exploration": f"{explore.precision}, {explore.num_steps} steps",
         "training samples": f"{rollout.precision}, {rollout.num_steps} steps, {rollout.solver}, "
         f"guidance {rollout.guidance_scale:g}",
-        "image size": f"{width} x {height}",
+        "image size": f"{width} x {height}" + "".join(f", {count} frames" for count in frames),
         "learning rate": f"{config.optimizer.learning_rate:g}",
         "seed": str(config.seed),
         "devices": facts.get("devices"),

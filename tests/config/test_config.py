@@ -11,7 +11,12 @@ from solrl_jax.config.batch import describe_batch, effective_batch
 from solrl_jax.config.inert import inert_fields
 from solrl_jax.config.presets import resolve
 from solrl_jax.config.schema import Config, Rollout
-from solrl_jax.config.sizes import evaluation_size, largest_training_size, training_sizes
+from solrl_jax.config.sizes import (
+    evaluation_size,
+    largest_training_size,
+    pixel_shape,
+    training_sizes,
+)
 from solrl_jax.config.values import ConfigError
 
 TINY = resolve("tiny")
@@ -49,6 +54,7 @@ def test_a_configuration_can_be_built_in_python():
 # --- refusals ---
 
 # Overrides of sana_sol_rl_pickscore and the message; ".*" stands for any text.
+A_SIZE = "expected [HEIGHT, WIDTH] in pixels, or [HEIGHT, WIDTH, FRAMES]"
 BAD = [
     # names
     (
@@ -105,8 +111,10 @@ BAD = [
         "lora.target_modules.0='a(b': must be a regular expression (.*)",
     ),
     ("rollout.size=512", "rollout.size=512: expected a list"),
-    ("rollout.size=[512]", "rollout.size.0=[512]: expected [HEIGHT, WIDTH] in pixels"),
-    ("eval.size=[[512,512]]", "eval.size=[[512, 512]]: expected [HEIGHT, WIDTH] in pixels"),
+    ("rollout.size=[512]", f"rollout.size.0=[512]: {A_SIZE}"),
+    ("eval.size=[[512,512]]", f"eval.size=[[512, 512]]: {A_SIZE}"),
+    ("eval.size=[512,512,9,3]", f"eval.size=[512, 512, 9, 3]: {A_SIZE}"),
+    ("reward.frames=0", "reward.frames=0: .*"),
     (
         "algorithm.objective=ppo",
         "algorithm.objective='ppo': expected one of nft, awm, opsd, dpo, .*, or module:function",
@@ -210,6 +218,20 @@ def test_sizes_are_the_models_unless_configured():
     assert one == (((256, 320),), (256, 320), (1024, 768))
     several = sizes("rollout.size=[[256,256],[192,384],[384,192]]")
     assert several == (((256, 256), (192, 384), (384, 192)), (192, 384), (512, 512))
+
+
+def test_sizes_of_clips_have_the_models_frames_unless_they_have_their_own():
+    def sizes(*overrides):
+        config = resolve("wan-2.1-1.3b_sol_rl_hpsv2", ["eval.size=null", *overrides])
+        return training_sizes(config), largest_training_size(config), evaluation_size(config)
+
+    assert sizes() == (((480, 832, 17),), (480, 832, 17), (480, 832, 17))
+    own = sizes("rollout.size=[[256,256],[128,128,81]]", "eval.size=[480,832,41]")
+    assert own == (((256, 256, 17), (128, 128, 81)), (128, 128, 81), (480, 832, 41))
+    none = sizes("model.frames=null", "eval.size=[64,64]")
+    assert none == (((480, 832),), (480, 832), (64, 64))
+    assert pixel_shape((4, 6)) == (4, 6, 3)
+    assert pixel_shape((4, 6, 9)) == (9, 4, 6, 3)
 
 
 def test_effective_batch_of_the_paper():

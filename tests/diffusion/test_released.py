@@ -3,17 +3,22 @@ that it configures.
 """
 
 import json
+import re
 
 import numpy as np
 import pytest
 import torch
-from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
+from diffusers import (
+    DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    UniPCMultistepScheduler,
+)
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 
-from solrl_jax.diffusion.released import DPM, EULER, FLUX_MU, read_scheduler
+from solrl_jax.diffusion.released import DPM, EULER, FLUX_MU, UNIPC, read_scheduler
 from solrl_jax.diffusion.sigmas import make_sigmas
-from solrl_jax.diffusion.solver import solver_table
+from solrl_jax.diffusion.solver import solver_table, unipc_table
 from solrl_jax.models.flux2.pipeline import empirical_mu
 
 STEPS = (1, 2, 6, 10, 20, 28, 40)
@@ -28,6 +33,12 @@ FLUX = SD3 | {
     "max_image_seq_len": 4096,
     "max_shift": 1.15,
     "use_dynamic_shifting": True,
+}
+WAN = {
+    "_class_name": "UniPCMultistepScheduler",
+    "flow_shift": 3.0,
+    "use_flow_sigmas": True,
+    "prediction_type": "flow_prediction",
 }
 SANA = {
     "_class_name": "DPMSolverMultistepScheduler",
@@ -175,13 +186,57 @@ def test_dpm_solver_equals_diffusers(flow_shift, order):
     assert fractional > 50  # rounding would not do
 
 
+@pytest.mark.parametrize("shift", [1.0, 3.0, 5.0])
+def test_unipc_equals_diffusers(shift):
+    """Steps, sigmas and timesteps, on a field that bends."""
+    config = WAN | {"flow_shift": shift}
+    rng = np.random.default_rng(0)
+    weights = rng.standard_normal((8, 8))
+    noise = rng.standard_normal((4, 1, 8)).astype(np.float32)
+
+    def field(x, sigma):
+        return np.tanh(x @ weights) + np.sin(3 * sigma)
+
+    for steps in (1, 2, 3, 4, 7, 20, 50):
+        theirs = UniPCMultistepScheduler.from_config(config)
+        theirs.set_timesteps(steps)
+        sigmas, times, table = read_scheduler(config, steps, TOKENS)
+        np.testing.assert_allclose(sigmas, theirs.sigmas, atol=1e-7, rtol=0)
+        np.testing.assert_array_equal(times, theirs.timesteps)
+        want = torch.from_numpy(noise)
+        x = noise.astype(np.float64)
+        previous, second_previous = np.zeros_like(x), np.zeros_like(x)
+        for time, sigma, (a, b, c, d, e) in zip(theirs.timesteps, sigmas, table, strict=False):
+            v = torch.from_numpy(field(want.numpy(), sigma)).float()
+            want = theirs.step(v, time, want, return_dict=False)[0]
+            x0 = x - sigma * field(x, sigma)
+            x = a * x + b * x0 + c * previous + d * second_previous
+            previous, second_previous = x0, previous
+            assert e == 0
+        assert np.abs(x - want.numpy()).max() < 1e-5
+    # correction and slopes matter
+    assert np.abs(table - solver_table("dpm2", sigmas)).max() > 0.1
+
+
+def test_unipc_from_one_is_the_limit_of_unipc_from_below():
+    sigmas = np.array([1.0, 0.8, 0.6, 0.3, 0.0])
+    almost = np.array([1 - 1e-12, *sigmas[1:]])
+    table = unipc_table(sigmas)
+    assert np.isfinite(table).all()
+    np.testing.assert_allclose(table, unipc_table(almost), atol=0.05)
+    # a straight path, whose predictions are all equal, is followed exactly
+    weights = table[:, 1:4].sum(1)
+    np.testing.assert_allclose(weights, 1 - sigmas[1:] - (1 - sigmas[:-1]) * table[:, 0], atol=1e-6)
+
+
 def test_a_scheduler_that_diffusers_wrote_is_read():
     classes = (
         FlowMatchEulerDiscreteScheduler,
         FlowMatchEulerDiscreteScheduler,
         DPMSolverMultistepScheduler,
+        UniPCMultistepScheduler,
     )
-    for config, scheduler in zip((SD3, FLUX, SANA), classes, strict=True):
+    for config, scheduler in zip((SD3, FLUX, SANA, WAN), classes, strict=True):
         written = json.loads(
             scheduler.from_config(config).to_json_string()
         )  # all settings, most at their defaults
@@ -221,17 +276,24 @@ UNSUPPORTED = {
     "use_lu_lambdas": True,
     "use_dynamic_shifting": True,
     "variance_type": "learned",
+    "solver_order": 3,
+    "predict_x0": False,
+    "lower_order_final": False,
+    "disable_corrector": [0],
+    "solver_p": "DDIMScheduler",
+    "shift_terminal": 0.1,
 }
 
 
 @pytest.mark.parametrize(
-    ("config", "setting"), [(FLUX, s) for s in EULER | FLUX_MU] + [(SANA, s) for s in DPM]
+    ("config", "setting"),
+    [(FLUX, s) for s in EULER | FLUX_MU] + [(SANA, s) for s in DPM] + [(WAN, s) for s in UNIPC],
 )
 def test_a_setting_that_is_not_supported_is_refused_by_name(config, setting):
     value = UNSUPPORTED[setting]
     with pytest.raises(
         ValueError,
-        match=f"{config['_class_name']}: {setting}={value!r}; must be one of ".replace("+", r"\+"),
+        match=re.escape(f"{config['_class_name']}: {setting}={value!r}; must be one of "),
     ):
         read_scheduler(config | {setting: value}, 6, TOKENS)
 
@@ -240,6 +302,7 @@ def test_every_setting_that_diffusers_knows_is_read_or_refused_or_changes_nothin
     """Another release of diffusers with a new setting fails here, to be looked at."""
     read = {"FlowMatchEulerDiscreteScheduler": {"shift", "use_dynamic_shifting", "shift_terminal"}}
     read["DPMSolverMultistepScheduler"] = {"solver_order", "flow_shift"}
+    read["UniPCMultistepScheduler"] = {"flow_shift"}
     # with flow sigmas and a last sigma of zero, these have no part in the steps
     without_effect = {
         "beta_start": 0.1,
@@ -256,12 +319,15 @@ def test_every_setting_that_diffusers_knows_is_read_or_refused_or_changes_nothin
         "rescale_betas_zero_snr": True,
         "time_shift_type": "exponential",
     }
+    of_karras_sigmas = {"sigma_min", "sigma_max"}  # UniPC, which refuses those
     for config, scheduler, refused in (
         (SD3, FlowMatchEulerDiscreteScheduler, EULER | FLUX_MU),
         (SANA, DPMSolverMultistepScheduler, DPM),
+        (WAN, UniPCMultistepScheduler, UNIPC),
     ):
         known = {k for k in scheduler().config if not k.startswith("_")}
-        assert known - set(refused) - read[config["_class_name"]] <= set(without_effect)
+        others = known - set(refused) - read[config["_class_name"]]
+        assert others <= set(without_effect) | of_karras_sigmas
 
     def follow(config, steps):
         scheduler = DPMSolverMultistepScheduler.from_config(config)

@@ -1,5 +1,5 @@
-"""`models.text_encoders.t5` against transformers' `T5EncoderModel`; and the bias of
-`models.layers.attention`, which serves it.
+"""`models.text_encoders.t5` against transformers' `T5EncoderModel` and `UMT5EncoderModel`; and the
+bias of `models.layers.attention`, which serves them.
 """
 
 import jax
@@ -16,7 +16,12 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from solrl_jax.models.layers import attention as attention_module
 from solrl_jax.models.layers.attention import attention
 from solrl_jax.models.loading.weights import load_tensors, locate_tensors, parameter_table
-from solrl_jax.models.text_encoders.t5 import T5Config, T5EncoderModel, relative_buckets
+from solrl_jax.models.text_encoders.t5 import (
+    T5Config,
+    T5EncoderModel,
+    UMT5Config,
+    relative_buckets,
+)
 from tests import carried
 from tests.cases import first_is_quick
 from tests.lowering import traced_for
@@ -127,6 +132,56 @@ def test_forward_and_input_gradient_equal_transformers(case):
         other = [*leaves[:i], jnp.roll(leaf, 1, axis=-1), *leaves[i + 1 :]]
         assert relative(run(jax.tree.unflatten(tree, other), ids)[0], theirs) > 300 * TOLERANCE, i
     assert relative(run(params, np.roll(ids, 1, axis=1))[0], theirs) > 1000 * TOLERANCE
+
+
+def umt5_reference(**changes):
+    """transformers' UMT5 with weights strong enough that every one of them shows."""
+    model = transformers.UMT5EncoderModel(transformers.UMT5Config(**BASE | changes))
+    model.eval().requires_grad_(False)
+    torch.manual_seed(3)
+    for name, p in model.named_parameters():
+        if p.ndim == 1:
+            p.normal_(1.0, 0.3)
+        elif "shared" in name or "relative_attention_bias" in name:
+            p.normal_()
+        else:
+            p.normal_(0, (p.shape[1] * (model.config.d_kv if ".q." in name else 1)) ** -0.5)
+    return model
+
+
+def test_umt5_has_biases_in_each_layer_and_masks_padding():
+    reference = umt5_reference(num_layers=3)
+    config = UMT5Config.from_dict(reference.config.to_dict())
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: T5EncoderModel(config, rngs=nnx.Rngs(0))))
+    tensors = {name: t.numpy() for name, t in released(reference).items()}
+    params = from_torch(state, tensors)
+    ids = prompts((2, 11))
+    mask = np.arange(11) < np.array([11, 4])[:, None]
+    run = jax.jit(lambda params, ids, mask: nnx.merge(graphdef, params)(ids, mask))
+    got = run(params, ids, mask)
+    want = reference(torch.tensor(ids), torch.tensor(mask)).last_hidden_state.numpy()
+    print(f"UMT5: {relative(got[mask], want[mask]):.1e}")
+    assert relative(got[mask], want[mask]) < TOLERANCE
+    # padding is not seen, and each layer's biases are
+    np.testing.assert_array_equal(run(params, np.where(mask, ids, 0), mask)[mask], got[mask])
+    for layer in range(3):
+
+        def roll(path, leaf, layer=layer):
+            if "relative_attention_bias" not in jax.tree_util.keystr(path):
+                return leaf
+            return leaf.at[layer].set(jnp.roll(leaf[layer], 1, axis=-1))
+
+        other = jax.tree_util.tree_map_with_path(roll, params)
+        assert relative(run(other, ids, mask)[mask], want[mask]) > 100 * TOLERANCE, layer
+    back = to_torch(state, params)
+    assert back.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(back[name], tensor, err_msg=name)
+
+
+def test_a_config_of_the_other_kind_is_refused():
+    with pytest.raises(ValueError, match="UMT5EncoderModel: model_type='t5'; accepted: 'umt5'"):
+        UMT5Config.from_dict(BASE | {"model_type": "t5"})
 
 
 @pytest.mark.exhaustive

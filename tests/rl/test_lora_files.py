@@ -26,6 +26,8 @@ from diffusers import (
     SanaTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
+    WanPipeline,
+    WanTransformer3DModel,
     ZImagePipeline,
     ZImageTransformer2DModel,
 )
@@ -48,6 +50,7 @@ from solrl_jax.models.loading.weights import parameter_table
 from solrl_jax.models.qwen_image import transformer as qwen_image
 from solrl_jax.models.sana import transformer as sana
 from solrl_jax.models.sd3 import transformer as sd3
+from solrl_jax.models.wan import transformer as wan
 from solrl_jax.models.zimage import transformer as zimage
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.rl.generate import SeedBatch, generate, prepare
@@ -472,7 +475,7 @@ def test_a_file_that_is_not_the_runs_is_refused_with_both_values(
     assert read_start(Lora(rank=1, alpha=1.0, target_modules=("a",), path=None), [], table) == {}
 
 
-# --- FLUX, SD3, SANA-1.5, Qwen-Image, Z-Image: other names, layers that differ within a list, and a last linear that is
+# --- FLUX, SD3, SANA-1.5, Qwen-Image, Wan, Z-Image: other names, layers that differ within a list, and a last linear that is
 # named like each block's
 
 FLUX = {
@@ -542,6 +545,17 @@ ZIMAGE = {
     "cap_feat_dim": 12,
     "axes_dims": [4, 6, 6],
     "axes_lens": [80, 8, 8],
+}
+
+
+WAN = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 8,
+    "in_channels": 4,
+    "out_channels": 4,
+    "text_dim": 12,
+    "ffn_dim": 24,
+    "num_layers": 2,
 }
 
 
@@ -621,6 +635,17 @@ def other(kind) -> Other:
         pipeline = SanaPipeline(
             transformer=network, **dict.fromkeys(("scheduler", "vae", "text_encoder", "tokenizer"))
         )
+    elif kind == "wan":
+        network = WanTransformer3DModel(**WAN)
+
+        def make():
+            return wan.WanTransformer3DModel(wan.WanConfig.from_dict(WAN), rngs=nnx.Rngs(0))
+
+        inputs = {name: text[name] for name in ("encoder_hidden_states", "timestep")}
+        inputs |= {"hidden_states": draw(1, 4, 2, 4, 6)}
+        pipeline = WanPipeline(
+            transformer=network, **dict.fromkeys(("scheduler", "vae", "text_encoder", "tokenizer"))
+        )
     elif kind == "zimage":
         network = ZImageTransformer2DModel(**ZIMAGE)
 
@@ -669,6 +694,7 @@ TARGETS = {
     "qwen-image": r"transformer_blocks/(attn/(to_[qkv]|add_[qkv]_proj|to_out/0|to_add_out)"
     r"|(img|txt)_mlp/net/(0/proj|2)|img_mod/1)/kernel|proj_out/kernel",
     "sana-1.5": r"transformer_blocks/attn[12]/(to_[qkv]|to_out/0)/kernel",
+    "wan": r"blocks/(attn[12]/(to_[qkv]|to_out/0)|ffn/net/(0/proj|2))/kernel|proj_out/kernel",
     "zimage": r"(layers|noise_refiner|context_refiner)/"
     r"(attention/(to_[qkv]|to_out/0)|feed_forward/w[123]|adaLN_modulation/0)/kernel",
 }
@@ -678,6 +704,7 @@ REFUSED = {  # what pipelines say of keys MODULE.alpha
     "sd3": "Invalid LoRA check",
     "qwen-image": "Target modules .* not found",
     "sana-1.5": "Invalid LoRA check",
+    "wan": "Invalid LoRA check",
     "zimage": "Target modules .* not found",
 }
 COUNTS = {
@@ -686,6 +713,7 @@ COUNTS = {
     "sd3": 4 * 9 - 1 + 2 * 4 + 1,
     "qwen-image": 2 * 13 + 1,
     "sana-1.5": 2 * 8,
+    "wan": 2 * 10 + 1,
     "zimage": 2 * 8 + 8 + 7,
 }
 

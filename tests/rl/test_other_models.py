@@ -1,5 +1,5 @@
-"""One training iteration of FLUX.1 and 2, Stable Diffusion 3, the other models of SANA, Qwen-Image
-and Z-Image in miniature, by the recipes of `configs/model`.
+"""One training iteration of FLUX.1 and 2, Stable Diffusion 3, the other models of SANA, Qwen-Image,
+Wan 2.1 and Z-Image in miniature, by the recipes of `configs/model`.
 """
 
 from functools import partial
@@ -32,6 +32,7 @@ from tests.pipelines import (
     save_pipeline,
     save_qwen_image_pipeline,
     save_sd3_pipeline,
+    save_wan_pipeline,
     save_zimage_pipeline,
 )
 from tests.small import small_config
@@ -40,6 +41,7 @@ PROGRAMS = (sample_chunk, decode_chunk, score_images, draw_noise, update, quanti
 # pixels a side, and the tokens that they are
 SIZE = 16
 TOKENS = 16
+FRAMES = 13  # of clips: four latent frames of four tokens
 # between meshes
 REWARD_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4
@@ -68,6 +70,7 @@ SD3_FF = [f"{ff}/net/{x}" for ff in ("ff", "ff_context") for x in ("0/proj", "2"
 QWEN_FF = [f"{mlp}/net/{x}" for mlp in ("img_mlp", "txt_mlp") for x in ("0/proj", "2")]
 ZIMAGE_STACKS = ("layers", "noise_refiner", "context_refiner")
 ZIMAGE_ATTENTION = [f"attention/{x}" for x in ("to_q", "to_k", "to_v", "to_out/0")]
+WAN_ATTENTION = [f"attn{i}/{x}" for i in (1, 2) for x in ATTENTION]
 FLUX2_FF = [f"{ff}/linear_{way}" for ff in ("ff", "ff_context") for way in ("in", "out")]
 FLUX_SINGLE = ["attn/to_q", "attn/to_k", "attn/to_v", "norm/linear", "proj_mlp", "proj_out"]
 
@@ -116,6 +119,10 @@ RECIPES = {
         set().union(*(paths(s, ZIMAGE_ATTENTION) for s in ZIMAGE_STACKS)),
     ),
     "qwen-image": (paths(BLOCKS, JOINT + QWEN_FF), paths(BLOCKS, JOINT)),
+    "wan-2.1-1.3b": (
+        paths("blocks", [*WAN_ATTENTION, "ffn/net/0/proj", "ffn/net/2"]),
+        paths("blocks", WAN_ATTENTION),
+    ),
     "flux2-klein-4b": (
         paths(BLOCKS, JOINT + FLUX2_FF) | paths(SINGLE, ["attn/to_qkv_mlp_proj", "attn/to_out"]),
         paths(BLOCKS, JOINT[:4]) | paths(SINGLE, ["attn/to_qkv_mlp_proj"]),
@@ -137,6 +144,7 @@ SIGMAS = {  # of three steps
     "sana-1.5-4.8b": LINEAR,
     "zimage": np.append(shift_sigmas(np.linspace(1, 1 / 3, 3), 6.0), 0),
     "qwen-image": flux(3, TOKENS, qwen_mu, 0.02),
+    "wan-2.1-1.3b": np.append(shift_sigmas(np.linspace(1, 1 / 3, 3), 3.0), 0),
     "flux2-klein-4b": flux(3, TOKENS, empirical_mu),
 }
 save_sana15_pipeline = partial(save_pipeline, qk_norm="rms_norm_across_heads")
@@ -149,6 +157,7 @@ SAVE = {
     "sana-1.5-4.8b": partial(save_sana15_pipeline, num_layers=3),
     "zimage": save_zimage_pipeline,
     "qwen-image": save_qwen_image_pipeline,
+    "wan-2.1-1.3b": save_wan_pipeline,
     "flux2-klein-4b": save_flux2_pipeline,
 }
 # The queries of the last block's text ask for what nobody reads: nothing flows back to them.
@@ -189,6 +198,8 @@ def build(name: str, folder: Path, *overrides: str) -> Experiment:
         f"model.width={SIZE}",
         text,
     )
+    if name.startswith("wan"):  # rewards of images score the first frame and the last one
+        of_model += (f"model.frames={FRAMES}", "eval.size=null", "reward.frames=2")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(
             rewards.REWARDS,
@@ -235,7 +246,7 @@ def test_the_recipe_is_the_models_own(trained):
     name, experiment, _, _ = trained
     solver = "euler" if name.startswith(("sana", "flux2")) else "dpm2"
     assert (experiment.config.model.name, experiment.config.rollout.solver) == (name, solver)
-    assert experiment.backbone.pipeline.image_tokens(SIZE, SIZE) == TOKENS
+    assert experiment.backbone.pipeline.image_tokens(*experiment.size) == TOKENS
     grid = experiment.schedule(3)
     sigmas = SIGMAS[name]
     np.testing.assert_allclose(grid.sigmas, sigmas[:-1], rtol=1e-6)

@@ -44,6 +44,34 @@ def test_a_grid_shows_every_pixel_and_fills_rows(tmp_path):
         assert (sheet[top : top + 24, left : left + 30] == to_uint8(image)).all()
 
 
+def test_a_clip_is_an_animation_of_its_frames(tmp_path):
+    clip = np.repeat(np.array([0.0, 0.5, 1.0])[:, None], 8 * 8 * 3, 1).reshape(3, 8, 8, 3)
+    image_files.save_clip(tmp_path / "clip.webp", clip)
+    with Image.open(tmp_path / "clip.webp") as moving:
+        assert (moving.n_frames, moving.size, moving.info["loop"]) == (3, (8, 8), 0)
+        for frame, value in enumerate((0, 128, 255)):
+            moving.seek(frame)
+            assert abs(np.asarray(moving.convert("RGB")).astype(int) - value).max() <= 3
+            assert moving.info["duration"] in (62, 63)
+    assert os.listdir(tmp_path) == ["clip.webp"]
+
+
+def test_a_grid_of_clips_shows_first_frames_and_moves_beside_it(tmp_path):
+    clips = RNG.random((3, 4, 24, 30, 3), np.float32)
+    facts = [{"prompt": name} for name in "abc"]
+    image_files.save_grid(tmp_path / "grid.png", clips, 2, list("abc"), facts)
+    image_files.save_grid(tmp_path / "first.png", clips[:, 0], 2, list("abc"), facts)
+    assert (sheet_of(tmp_path / "grid.png") == sheet_of(tmp_path / "first.png")).all()
+    assert len(image_files.read_grid(tmp_path / "grid.png")) == 3
+    with Image.open(tmp_path / "grid.webp") as moving:
+        assert (moving.n_frames, moving.size) == (4, Image.open(tmp_path / "first.png").size)
+    assert sorted(os.listdir(tmp_path)) == ["first.png", "grid.png", "grid.webp"]
+    before, after = (clips[None, :, :2] for _ in range(2))
+    image_files.save_before_after(tmp_path / "both.png", before, after, ["p"])
+    image_files.save_before_after(tmp_path / "still.png", before[:, :, 0], after[:, :, 0], ["p"])
+    assert (sheet_of(tmp_path / "both.png") == sheet_of(tmp_path / "still.png")).all()
+
+
 def test_captions_take_room_below_and_never_leave_their_cell(tmp_path):
     images = np.zeros((2, 64, 64, 3))
     path = tmp_path / "grid.png"

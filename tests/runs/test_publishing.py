@@ -164,3 +164,11 @@ def test_the_example_guides_as_the_run_does(scale, said):
     assert "    guidance_scale=1,\n" in example
     assert ('    true_cfg_scale=4, negative_prompt="",\n' in example) is said
     compile(example.split("```")[1].removeprefix("python"), "example", "exec")
+
+
+def test_the_example_of_a_model_of_clips_makes_a_clip():
+    config = resolve("wan-2.1-1.3b_sol_rl_pickscore")
+    example = model_card._usage(config, "someone/lora", whole=False)
+    assert "clip = pipeline(" in example
+    assert "height=480, width=832, num_inference_steps=20," in example
+    assert "    num_frames=41,\n).frames[0]" in example

@@ -15,6 +15,7 @@ from bench.gpu.schedule import PRESETS
 from bench.random_weights import SIZE
 from solrl_jax.config.presets import resolve
 from solrl_jax.config.schema import Config
+from solrl_jax.config.sizes import model_size
 from solrl_jax.parallel import sharding
 from solrl_jax.planning.abstract import open_configurations
 from solrl_jax.planning.stages import Program
@@ -63,7 +64,7 @@ def shapes_of(config: Config) -> tuple[Counter[tuple[int, int]], int]:
     ):
         if not linear.kept:
             shapes[linear.n_in, linear.n_out] += linear.layers
-    return shapes, pipeline.image_tokens(config.model.height, config.model.width)
+    return shapes, pipeline.image_tokens(*model_size(config))
 
 
 def measure(gauge: Gauge, form: str, shape: tuple[int, int, int]) -> dict[str, Any]:

@@ -9,12 +9,12 @@ from jaxtyping import Array, Float
 
 
 def decode_tiled(
-    decode: Callable[[Float[Array, "b th tw c"]], Float[Array, "b tH tW k"]],
-    latent: Float[Array, "b h w c"],
+    decode: Callable[[Float[Array, "b ... th tw c"]], Float[Array, "b ... tH tW k"]],
+    latent: Float[Array, "b ... h w c"],
     tile: int,
     overlap: int,
     compression: int,
-) -> Float[Array, "b H W k"]:
+) -> Float[Array, "b ... H W k"]:
     """Decodes a latent in overlapping square tiles, one at a time, and blends the images. For use
     under jit.
 
@@ -25,7 +25,8 @@ def decode_tiled(
     Args:
         decode: maps latents of the size of a tile, the whole batch at once, to images that are
             `compression` times as high and wide.
-        latent: the whole latents.
+        latent: the whole latents [b, h, w, c], or [b, t, h, w, c] of clips, whose frames are not
+            divided.
         tile: side of a tile in latent pixels, at least 1. An axis of the latent with at most so
             many pixels is not divided.
         overlap: minimum number of latent pixels that neighbouring tiles share, from 0 to `tile - 1`
@@ -37,15 +38,16 @@ def decode_tiled(
         The images: H is h * compression, W is w * compression, and k is the number of colours. They
         are blended in float32 and have the dtype of the result of `decode`.
     """
-    batch, height, width, channels = latent.shape
+    *batch, height, width, channels = latent.shape  # samples, and frames of clips
     row_starts, row_ramps = _axis(height, tile, overlap, compression)
     column_starts, column_ramps = _axis(width, tile, overlap, compression)
-    tile_shape = (batch, min(tile, height), min(tile, width), channels)
+    tile_shape = (*batch, min(tile, height), min(tile, width), channels)
     decode = jax.checkpoint(decode, prevent_cse=False)
     decoded = jax.eval_shape(decode, jax.ShapeDtypeStruct(tile_shape, latent.dtype))
 
     def empty(rows: int, columns: int) -> Array:
-        shape = (batch, rows * compression, columns * compression, decoded.shape[-1])
+        *decoded_batch, _, _, colours = decoded.shape
+        shape = (*decoded_batch, rows * compression, columns * compression, colours)
         return jnp.zeros(shape, jnp.float32)
 
     # Where four tiles meet, blending is bilinear only if each row of tiles is complete before rows
@@ -55,13 +57,13 @@ def decode_tiled(
 
         def add_tile(strip: Array, column: tuple[Array, Array]) -> tuple[Array, None]:
             x, x_ramp = column
-            piece = decode(jax.lax.dynamic_slice(latent, (0, y, x, 0), tile_shape))
-            return _blend(strip, piece, x * compression, x_ramp[:, None], axis=2), None
+            piece = decode(jax.lax.dynamic_slice(latent, (*[0] * len(batch), y, x, 0), tile_shape))
+            return _blend(strip, piece, x * compression, x_ramp[:, None], axis=-2), None
 
         strip, _ = jax.lax.scan(
-            add_tile, empty(tile_shape[1], width), (column_starts, column_ramps)
+            add_tile, empty(tile_shape[-3], width), (column_starts, column_ramps)
         )
-        return _blend(image, strip, y * compression, y_ramp[:, None, None], axis=1), None
+        return _blend(image, strip, y * compression, y_ramp[:, None, None], axis=-3), None
 
     image, _ = jax.lax.scan(add_row, empty(height, width), (row_starts, row_ramps))
     return image.astype(decoded.dtype)
@@ -99,16 +101,18 @@ def _blend(canvas: Array, piece: Array, start: Array, ramp: Array, axis: int) ->
     value.
 
     Args:
-        canvas: the image before, [batch, height, width, colours].
+        canvas: the image before, [batch, height, width, colours], or the clip, with an axis of
+            frames after the first.
         piece: the image of the tile or row, with the shape of `canvas` except along `axis`.
         start: index in `canvas`, along `axis`, where the piece begins.
         ramp: weight of the piece in the blend, from 0 to 1; it broadcasts to the shape of the
             piece.
-        axis: axis along which the piece is placed: 1 for the height, 2 for the width.
+        axis: axis along which the piece is placed: -3 for the height, -2 for the width.
 
     Returns:
         A new canvas: `canvas + ramp * (piece - canvas)` where the piece lies, unchanged elsewhere.
     """
+    axis += canvas.ndim
     before = jax.lax.dynamic_slice_in_dim(canvas, start, piece.shape[axis], axis)
     blended = before + ramp * (piece - before)
     return jax.lax.dynamic_update_slice_in_dim(canvas, blended, start, axis)

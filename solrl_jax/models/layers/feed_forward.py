@@ -26,20 +26,21 @@ def silu_gate(gate: Float[Array, "..."], value: Float[Array, "..."]) -> Float[Ar
 
 
 class FeedForward(nnx.Module):
-    """An MLP with hidden width `4 * d`: linear layer, GELU (tanh form, arXiv 1606.08415), linear
-    layer.
+    """An MLP: linear layer, GELU (tanh form, arXiv 1606.08415), linear layer.
 
     In checkpoints, the linear layers are entries 0 and 2 of a list `net`.
 
     Args:
         d: The number of input and output features.
+        hidden: The number of hidden features. None: `4 d`.
         rngs: Random number generators for the initial weights.
     """
 
-    def __init__(self, d: int, *, rngs: nnx.Rngs):
+    def __init__(self, d: int, hidden: int | None = None, *, rngs: nnx.Rngs):
+        hidden = hidden or 4 * d
         layers: dict[str, Any] = {
-            "0": nnx.Dict(proj=Linear(d, 4 * d, rngs=rngs)),
-            "2": Linear(4 * d, d, rngs=rngs),
+            "0": nnx.Dict(proj=Linear(d, hidden, rngs=rngs)),
+            "2": Linear(hidden, d, rngs=rngs),
         }
         self.net = nnx.Dict(layers)
 

@@ -1,4 +1,6 @@
-"""SANA's attention layers: linear attention among image tokens, and cross-attention to the text."""
+"""Attention layers of SANA and Wan whose norms span all heads: linear attention among image tokens,
+and cross-attention to the text.
+"""
 
 from flax import nnx
 from jaxtyping import Array, Bool, Float
@@ -22,9 +24,10 @@ class CrossProjection(nnx.Module):
         widths: Three numbers of features: of a token of the attending sequence, of a token of the
             attended sequence, and of all heads together.
         heads: The number of heads, a divisor of the third width.
-        normed: Whether queries and keys are normalized (RMSNorm with epsilon 1e-5), over the
-            features of all heads together.
+        normed: Whether queries and keys are normalized (RMSNorm), over the features of all heads
+            together.
         bias: Whether the linear layers to queries, keys and values have biases.
+        eps: The epsilon of the norms, 1e-5 by default.
         rngs: Random number generators for the initial weights.
     """
 
@@ -35,15 +38,17 @@ class CrossProjection(nnx.Module):
         *,
         normed: bool,
         bias: bool = True,
+        eps: float = 1e-5,
         rngs: nnx.Rngs,
     ):
         d, source, inner = widths
         self.to_q, self.to_k, self.to_v = (
             Linear(n, inner, bias=bias, rngs=rngs) for n in (d, source, source)
         )
-        self.norm_q, self.norm_k = (RMSNorm(inner, eps=1e-5) if normed else None for _ in range(2))
+        self.norm_q, self.norm_k = (RMSNorm(inner, eps=eps) if normed else None for _ in range(2))
         self.to_out = nnx.List([Linear(inner, d, rngs=rngs)])
         self.heads = heads
+        self.head_dim = inner // heads
 
     def project(self, x: Activation, source: Activation) -> list[LazyActivation]:
         """Computes the queries of one sequence, and the keys and values of another.
@@ -79,10 +84,11 @@ class LinearAttention(CrossProjection):
         widths: `(d, d, inner)`: d features of a token, given twice, and inner features of all heads
             together.
         heads: The number of heads, a divisor of the third width.
-        normed: Whether queries and keys are normalized (RMSNorm with epsilon 1e-5), over the
-            features of all heads together.
+        normed: Whether queries and keys are normalized (RMSNorm), over the features of all heads
+            together.
         bias: Whether the linear layers to queries, keys and values have biases. The output layer
             always has one.
+        eps: The epsilon of the norms, 1e-5 by default.
         rngs: Random number generators for the initial weights.
     """
 
@@ -110,15 +116,19 @@ class CrossAttention(CrossProjection):
         widths: Three numbers of features: of an image token, of a text token, and of all heads
             together.
         heads: The number of heads, a divisor of the third width.
-        normed: Whether queries and keys are normalized (RMSNorm with epsilon 1e-5), over the
-            features of all heads together.
+        normed: Whether queries and keys are normalized (RMSNorm), over the features of all heads
+            together.
         bias: Whether the linear layers to queries, keys and values have biases. The output layer
             always has one.
+        eps: The epsilon of the norms, 1e-5 by default.
         rngs: Random number generators for the initial weights.
     """
 
     def __call__(
-        self, x: Float[Array, "b n d"], text: Float[Array, "b l d"], mask: Bool[Array, "b l"]
+        self,
+        x: Float[Array, "b n d"],
+        text: Float[Array, "b l d"],
+        mask: Bool[Array, "b l"] | None = None,
     ) -> Float[Array, "b n d"]:
         """Applies softmax attention from image tokens to text tokens, and the output layer.
 
@@ -128,7 +138,8 @@ class CrossAttention(CrossProjection):
             x: The image tokens, which attend.
             text: The text tokens, which are attended to. Their width may differ from that of the
                 image.
-            mask: True for text tokens, False for padding, which is not attended to.
+            mask: True for text tokens, False for padding, which is not attended to. None: all text
+                tokens are attended to.
 
         Returns:
             One output per image token, in the dtype of `x`. The input is not added. A sample whose
@@ -140,5 +151,5 @@ class CrossAttention(CrossProjection):
         )
         # no gradient is taken of quantized layers
         attend = attention_forward if self.to_q.is_quantized else attention
-        out = attend(q, k, v, mask=mask[:, None, None, :])
+        out = attend(q, k, v, mask=None if mask is None else mask[:, None, None, :])
         return self.to_out[0](out.reshape(*x.shape[:2], -1))

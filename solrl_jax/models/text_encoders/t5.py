@@ -1,20 +1,22 @@
-"""T5's encoder (arXiv 1910.10683, section 2.1; version 1.1): `T5EncoderModel` of transformers in
-Flax NNX.
+"""T5's encoder (arXiv 1910.10683, section 2.1; version 1.1) and UMT5's (arXiv 2304.09151):
+`T5EncoderModel` and `UMT5EncoderModel` of transformers in Flax NNX.
 
 A bidirectional transformer with normalisation before each sublayer. Positions enter only as a bias
-on the attention logits, one number per head and bucket of distances, which is the same in every
-layer. Logits are not scaled, the norms subtract no mean, and linear layers have no bias.
+on the attention logits, one number per head and bucket of distances: the same in every layer of T5,
+and of its own in each layer of UMT5. Logits are not scaled, the norms subtract no mean, and linear
+layers have no bias.
 """
 
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from solrl_jax.models.layers.attention import attention
 from solrl_jax.models.layers.embeddings import Embedding
@@ -23,6 +25,8 @@ from solrl_jax.models.layers.norm import RMSNorm
 from solrl_jax.models.layers.parameter import param
 from solrl_jax.models.layers.stack import scan_blocks, stack
 from solrl_jax.models.loading.config_file import ReleasedConfig, unsupported
+
+T = TypeVar("T", bound="T5Config")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +53,13 @@ class T5Config(ReleasedConfig):
             than a quarter of the number of buckets.
         layer_norm_epsilon: epsilon of all norms, added to the mean of the squares.
         feed_forward_proj: "gated-gelu" (version 1.1), the only supported value.
+        per_layer_bias: whether each layer has position biases of its own; otherwise all layers
+            share those that the files hold in the first one. No field of the file.
     """
 
     network = "T5EncoderModel"
     model_type = "t5"
+    per_layer_bias: ClassVar[bool] = False
 
     vocab_size: int = 32128
     d_model: int = 512
@@ -66,7 +73,7 @@ class T5Config(ReleasedConfig):
     feed_forward_proj: str = "relu"
 
     @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> "T5Config":
+    def from_dict(cls: type[T], fields: Mapping[str, Any]) -> T:
         """Makes a configuration from the contents of a `config.json`.
 
         Missing fields get their defaults. Unknown ones are ignored, except those that would change
@@ -115,8 +122,25 @@ class T5Config(ReleasedConfig):
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class UMT5Config(T5Config):
+    """The fields of a released `config.json` of UMT5 that the encoder reads: those of `T5Config`,
+    with other defaults. Other fields of the file are ignored.
+    """
+
+    network = "UMT5EncoderModel"
+    model_type = "umt5"
+    per_layer_bias: ClassVar[bool] = True
+
+    vocab_size: int = 250112
+    d_ff: int = 1024
+    num_layers: int = 8
+    num_heads: int = 6
+    feed_forward_proj: str = "gated-gelu"
+
+
 class T5EncoderModel(nnx.Module):
-    """The token embedding and the encoder.
+    """The token embedding and the encoder, of T5 or UMT5.
 
     Args:
         config: configuration of the network: the vocabulary, widths, heads and layers.
@@ -129,24 +153,26 @@ class T5EncoderModel(nnx.Module):
         self.shared = Embedding(config.vocab_size, config.d_model, rngs=rngs)
         self.encoder = T5Stack(config, rngs=rngs)
 
-    def __call__(self, input_ids: Int[Array, "b l"]) -> Float[Array, "b l d"]:
+    def __call__(
+        self, input_ids: Int[Array, "b l"], mask: Bool[Array, "b l"] | None = None
+    ) -> Float[Array, "b l d"]:
         """Returns the normalised hidden states after the last layer, [b, l, d], in the dtype of the
         token embedding.
 
-        Padding is not masked, as in the released pipelines: every token attends to all tokens.
-
         Args:
             input_ids: tokens, below `vocab_size`, of any length l.
+            mask: true on tokens and false on padding, to which no token attends. None: every token
+                attends to all, padding included, as in the released pipelines of T5.
 
         Returns:
             One state per token, padding included, [b, l, `d_model`].
         """
-        return self.encoder(self.shared(input_ids))
+        return self.encoder(self.shared(input_ids), mask)
 
 
 class T5Stack(nnx.Module):
-    """The layers of the encoder and the last normalisation. All layers share one table of position
-    biases.
+    """The layers of the encoder and the last normalisation. All layers of T5 share one table of
+    position biases.
 
     Args:
         config: configuration of the network: the number of layers, their widths and heads, and the
@@ -157,20 +183,20 @@ class T5Stack(nnx.Module):
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
         self.config = config
         self.block = stack(config.num_layers, lambda rngs: T5Block(config, rngs=rngs), rngs)
-        # The files hold the bias in block 0. Stacked blocks must be equal, so here it is beside
-        # them, with its full name.
-        shape = (config.relative_attention_num_buckets, config.num_heads)
-        table = jax.random.normal(rngs.params(), shape) / math.sqrt(config.d_model)
-        self.relative_attention_bias = param(
-            table, "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-        )
+        # The files of T5 hold the bias in block 0. Stacked blocks must be equal, so here it is
+        # beside them, with its full name.
+        self.relative_attention_bias = None if config.per_layer_bias else shared_bias(config, rngs)
         self.final_layer_norm = RMSNorm(config.d_model, eps=config.layer_norm_epsilon)
 
-    def __call__(self, x: Float[Array, "b l d"]) -> Float[Array, "b l d"]:
+    def __call__(
+        self, x: Float[Array, "b l d"], mask: Bool[Array, "b l"] | None = None
+    ) -> Float[Array, "b l d"]:
         """Applies all layers and the last normalisation to embedded tokens.
 
         Args:
             x: embedded tokens [b, l, d].
+            mask: true on tokens and false on padding, to which no token attends. None: every token
+                attends to all.
 
         Returns:
             The normalised hidden states, of the shape and dtype of `x`.
@@ -181,8 +207,15 @@ class T5Stack(nnx.Module):
             config.relative_attention_num_buckets,
             config.relative_attention_max_distance,
         )
-        bias = self.relative_attention_bias.get_value()[buckets].transpose(2, 0, 1)[None]
-        return self.final_layer_norm(scan_blocks(self.block, lambda block, x: block(x, bias), x))
+        shared = None
+        if self.relative_attention_bias is not None:
+            shared = bias_of_pairs(self.relative_attention_bias.get_value(), buckets)
+        keys = None if mask is None else mask[:, None, None, :]
+
+        def apply(block, x):
+            return block(x, buckets if shared is None else shared, keys)
+
+        return self.final_layer_norm(scan_blocks(self.block, apply, x))
 
 
 class T5Block(nnx.Module):
@@ -207,20 +240,26 @@ class T5Block(nnx.Module):
         )
 
     def __call__(
-        self, x: Float[Array, "b l d"], bias: Float[Array, "1 n l l"]
+        self,
+        x: Float[Array, "b l d"],
+        positions: Float[Array, "1 n l l"] | Int[Array | np.ndarray, "l l"],
+        mask: Bool[Array, "b 1 1 l"] | None,
     ) -> Float[Array, "b l d"]:
         """Applies attention over all tokens, then the gated feed-forward network. Each reads a norm
         of its input, and is added to it.
 
         Args:
             x: hidden states of the tokens.
-            bias: added to the attention logits of each of the n heads, [1, heads, queries, keys].
+            positions: if all layers share their biases, what is added to the attention logits of
+                each of the n heads, [1, heads, queries, keys]; otherwise the bucket of each pair
+                [query, key], in which the attention looks up biases of its own.
+            mask: true on the keys that queries attend to. None: all.
 
         Returns:
             An array of the shape and dtype of `x`.
         """
         first, second = self.layer
-        x = x + first.SelfAttention(first.layer_norm(x), bias)
+        x = x + first.SelfAttention(first.layer_norm(x), positions, mask)
         return x + second.DenseReluDense(second.layer_norm(x))
 
 
@@ -241,25 +280,41 @@ class T5Attention(nnx.Module):
         self.k = Linear(config.d_model, inner, bias=False, rngs=rngs)
         self.v = Linear(config.d_model, inner, bias=False, rngs=rngs)
         self.o = Linear(inner, config.d_model, bias=False, rngs=rngs)
+        buckets = config.relative_attention_num_buckets
+        self.relative_attention_bias = (
+            Embedding(buckets, config.num_heads, rngs=rngs) if config.per_layer_bias else None
+        )
         self.num_heads = config.num_heads
 
     def __call__(
-        self, x: Float[Array, "b l d"], bias: Float[Array, "1 n l l"]
+        self,
+        x: Float[Array, "b l d"],
+        positions: Float[Array, "1 n l l"] | Int[Array | np.ndarray, "l l"],
+        mask: Bool[Array, "b 1 1 l"] | None,
     ) -> Float[Array, "b l d"]:
         """Applies the attention and the output projection; the input is not added.
 
         Args:
             x: normalised hidden states of the tokens.
-            bias: added to the logits of each of the n heads, [1, heads, queries, keys].
+            positions: if all layers share their biases, what is added to the logits of each of the
+                n heads, [1, heads, queries, keys]; otherwise the bucket of each pair [query, key],
+                in which the layer looks up biases of its own.
+            mask: true on the keys that queries attend to. None: all.
 
         Returns:
             The attended and projected tokens, of the shape and dtype of `x`.
         """
+        if self.relative_attention_bias is None:
+            bias = jnp.asarray(positions)
+        else:
+            bias = bias_of_pairs(self.relative_attention_bias.embedding.get_value(), positions)
 
         def heads(y):
             return y.reshape(*y.shape[:2], self.num_heads, -1)
 
-        out = attention(heads(self.q(x)), heads(self.k(x)), heads(self.v(x)), scale=1.0, bias=bias)
+        out = attention(
+            heads(self.q(x)), heads(self.k(x)), heads(self.v(x)), mask, scale=1.0, bias=bias
+        )
         return self.o(out.reshape(*x.shape[:2], -1))
 
 
@@ -288,6 +343,34 @@ class T5FeedForward(nnx.Module):
         """
         # jax.nn.gelu is the tanh approximation by default
         return self.wo(jax.nn.gelu(self.wi_0(x)) * self.wi_1(x))
+
+
+def shared_bias(config: T5Config, rngs: nnx.Rngs) -> nnx.Param:
+    """Returns the position biases that all layers of T5 share, one per bucket and head.
+
+    Args:
+        config: configuration of the network: the buckets, the heads, and the width that the
+            standard deviation of the initial values follows from.
+        rngs: random number generators for the initial values.
+    """
+    shape = (config.relative_attention_num_buckets, config.num_heads)
+    table = jax.random.normal(rngs.params(), shape) / math.sqrt(config.d_model)
+    return param(table, "block.0.layer.0.SelfAttention.relative_attention_bias.weight")
+
+
+def bias_of_pairs(
+    table: Float[Array, "buckets n"], buckets: Int[Array | np.ndarray, "l l"]
+) -> Float[Array, "1 n l l"]:
+    """Looks up the position bias of each pair of tokens.
+
+    Args:
+        table: one number per bucket of distances and attention head.
+        buckets: the bucket of each pair [query, key] (`relative_buckets`).
+
+    Returns:
+        The biases [1, heads, queries, keys], in the dtype of the table.
+    """
+    return table[buckets].transpose(2, 0, 1)[None]
 
 
 def relative_buckets(

@@ -53,8 +53,8 @@ class Calibration:
         return self.sampler.segments[0].schedule
 
     def generate(
-        self, schedule: Schedule, noise: Float[np.ndarray, "b h w c"] | None = None
-    ) -> Float[np.ndarray, "b h w c"]:
+        self, schedule: Schedule, noise: Float[np.ndarray, "b ... c"] | None = None
+    ) -> Float[np.ndarray, "b ... c"]:
         """Samples the latents of `seed_batch` with the base policy, in the training precision.
         Every process of a run must call it.
 

@@ -1,0 +1,584 @@
+"""Wan's video autoencoder (arXiv 2503.20314, section 4.1): `AutoencoderKLWan` of diffusers in Flax
+NNX, of which only the decoder is built.
+
+Its convolutions are causal in time: those of a frame read that frame and two before it, and zeros
+before the first one. Temporal upsampling makes two frames of every frame but the first, so that a
+clip of `4 k + 1` frames has `k + 1` latent frames. A clip of one frame is an image: only the last
+of the three temporal slices of each kernel meets numbers other than zero, every convolution is
+two-dimensional, and temporal upsampling has nothing to do. Qwen-Image's autoencoder is this network
+for one frame.
+
+diffusers decodes one latent frame after another, and keeps the last inputs of every convolution for
+the next one. Here all frames are decoded at once, which gives the same numbers.
+"""
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from solrl_jax.models.layers.attention import attention
+from solrl_jax.models.layers.conv import Conv
+from solrl_jax.models.layers.linear import Linear
+from solrl_jax.models.layers.parameter import param
+from solrl_jax.models.loading.component import Component
+from solrl_jax.models.loading.config_file import ReleasedConfig
+from solrl_jax.models.loading.weights import ENCODER_PREFIXES, locate_tensors
+
+# The sizes of kernels in time, rows and columns: of most convolutions, of those that map each pixel
+# by itself, and of those over time alone.
+KERNEL = (3, 3, 3)
+ONE = (1, 1, 1)
+TIME = (3, 1, 1)
+SMALLEST_NORM = 1e-12  # the smallest divisor of a normalised pixel
+LATENTS_MEAN = (
+    *(-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508),
+    *(0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921),
+)
+LATENTS_STD = (
+    *(2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743),
+    *(3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class VideoAutoencoderConfig(ReleasedConfig):
+    """The fields that the configurations of Wan's and of Qwen-Image's autoencoder have in common.
+    The defaults are those of diffusers.
+
+    Attributes:
+        base_dim: channels of the finest resolution.
+        z_dim: channels of a latent.
+        dim_mult: channels of each resolution, as multiples of the channels of the finest one,
+            finest first. The channels of all but the finest one are even.
+        num_res_blocks: residual blocks per resolution of the encoder. The decoder has one more.
+        attn_scales: ignored, as by diffusers.
+        temperal_downsample: whether the encoder halves the number of frames after each resolution
+            but the last, finest first. One entry less than in `dim_mult`.
+        dropout: ignored, because it acts in training only.
+        latents_mean: mean of each of the `z_dim` latent channels; the diffusion model's latents
+            have mean 0.
+        latents_std: standard deviation of each of the `z_dim` latent channels, positive; that of
+            the diffusion model's latents is 1.
+    """
+
+    base_dim: int = 96
+    z_dim: int = 16
+    dim_mult: tuple[int, ...] = (1, 2, 4, 4)
+    num_res_blocks: int = 2
+    attn_scales: tuple[float, ...] = ()
+    temperal_downsample: tuple[bool, ...] = (False, True, True)
+    dropout: float = 0.0
+    latents_mean: tuple[float, ...] = LATENTS_MEAN
+    latents_std: tuple[float, ...] = LATENTS_STD
+
+    def check(self) -> None:
+        """Checks the values of the fields.
+
+        Raises:
+            ValueError: `dim_mult` is empty, or has an entry below 1, or one after the first whose
+                product with the channels of the finest resolution is odd; `temperal_downsample` has
+                not one entry less; `latents_mean` or `latents_std` has not `z_dim` entries; or a
+                standard deviation is not positive. The message names the field.
+        """
+        multiples = self.dim_mult
+        self.require(
+            len(multiples) > 0
+            and all(m > 0 for m in multiples)
+            and all(m * self.decoder_dim % 2 == 0 for m in multiples[1:]),
+            "dim_mult",
+            f"positive integers which, times base_dim={self.decoder_dim}, are even after the first",
+        )
+        self.require(
+            len(self.temperal_downsample) == len(multiples) - 1,
+            "temperal_downsample",
+            f"a list of {len(multiples) - 1}, one less than dim_mult",
+        )
+        for name in ("latents_mean", "latents_std"):
+            self.require(
+                len(getattr(self, name)) == self.z_dim, name, f"a list of z_dim={self.z_dim}"
+            )
+        self.require(min(self.latents_std) > 0, "latents_std", "positive numbers")
+
+    @property
+    def decoder_dim(self) -> int:
+        """Channels of the decoder's finest resolution."""
+        return self.base_dim
+
+    @property
+    def spatial_compression(self) -> int:
+        """Side of the square of image pixels that one latent pixel stands for: 2 to the power of
+        the number of resolutions less 1.
+        """
+        return 2 ** (len(self.dim_mult) - 1)
+
+    @property
+    def temporal_compression(self) -> int:
+        """Number of frames that each latent frame but the first stands for: 2 to the power of the
+        number of resolutions after which the encoder halves the frames.
+        """
+        return 2 ** sum(self.temperal_downsample)
+
+    def unscale(self, latent: Float[Array, "b *thw c"]) -> Float[Array, "b *thw c"]:
+        """Converts latents of the diffusion model to the input of the decoder: `latent *
+        latents_std + latents_mean`, per channel.
+
+        Args:
+            latent: the latents, with the channels in the last axis.
+
+        Returns:
+            An array of the shape and dtype of `latent`.
+        """
+        std = jnp.asarray(self.latents_std, latent.dtype)
+        return latent * std + jnp.asarray(self.latents_mean, latent.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class AutoencoderKLWanConfig(VideoAutoencoderConfig):
+    """The fields of a released `vae/config.json` of Wan 2.1. The defaults are those of diffusers.
+
+    Beside those of `VideoAutoencoderConfig`:
+
+    Attributes:
+        decoder_base_dim: channels of the decoder's finest resolution; None: `base_dim`.
+        is_residual: whether resampling has a shortcut (Wan 2.2 5B); only False is supported.
+        in_channels: channels of the encoder's input, which is not built.
+        out_channels: 3, the only supported value: colours of a frame.
+        patch_size: side of the square of pixels that become channels (Wan 2.2 5B); only None is
+            supported.
+        scale_factor_temporal: the temporal compression that follows from `temperal_downsample`;
+            None is read as 4.
+        scale_factor_spatial: the spatial compression that follows from `dim_mult`; None is read as
+            8.
+    """
+
+    network = "AutoencoderKLWan"
+
+    decoder_base_dim: int | None = None
+    is_residual: bool = False
+    in_channels: int = 3
+    out_channels: int = 3
+    patch_size: int | None = None
+    scale_factor_temporal: int | None = 4
+    scale_factor_spatial: int | None = 8
+
+    def check(self) -> None:
+        """Checks the values of the fields.
+
+        Raises:
+            ValueError: a common field has an unsupported value (`VideoAutoencoderConfig.check`);
+                `is_residual` is true; `out_channels` is not 3; `patch_size` is not None; or one of
+                the two scale factors is not what follows from the resolutions. The message names
+                the field.
+        """
+        super().check()
+        self.require(not self.is_residual, "is_residual", "False")
+        self.require(self.out_channels == 3, "out_channels", "3")
+        self.require(self.patch_size is None, "patch_size", "None")
+        spatial = self.spatial_compression
+        temporal = self.temporal_compression
+        self.require(
+            (self.scale_factor_spatial or 8) == spatial,
+            "scale_factor_spatial",
+            f"{spatial}, which follows from dim_mult",
+        )
+        self.require(
+            (self.scale_factor_temporal or 4) == temporal,
+            "scale_factor_temporal",
+            f"{temporal}, which follows from temperal_downsample",
+        )
+
+    @property
+    def decoder_dim(self) -> int:
+        """Channels of the decoder's finest resolution."""
+        return self.base_dim if self.decoder_base_dim is None else self.decoder_base_dim
+
+
+def open_autoencoder(folder: Path, config: AutoencoderKLWanConfig) -> Component:
+    """Opens the decoder of a released folder. No weight is read.
+
+    The files also hold the encoder, which is ignored.
+
+    Args:
+        folder: the autoencoder's folder.
+        config: configuration of the autoencoder.
+
+    Returns:
+        The network `AutoencoderKLWan` without its parameters, with `folder` as their source.
+    """
+    return Component.from_builder(
+        folder,
+        lambda rngs: AutoencoderKLWan(config, rngs=rngs),
+        partial(locate_tensors, unused=ENCODER_PREFIXES),
+    )
+
+
+class AutoencoderKLWan(nnx.Module):
+    """Decodes latents to clips in [-1, 1]. The configured means and standard deviations are not
+    applied.
+
+    Args:
+        config: configuration of the autoencoder, of which only the decoder is built.
+        temporal: whether there is temporal upsampling. False only for networks that decode single
+            frames, whose parameters then have none.
+        rngs: random number generators for the initial weights.
+    """
+
+    def __init__(self, config: VideoAutoencoderConfig, *, temporal: bool = True, rngs: nnx.Rngs):
+        self.post_quant_conv = CausalConv(config.z_dim, config.z_dim, ONE, rngs=rngs)
+        self.decoder = Decoder(config, temporal=temporal, rngs=rngs)
+
+    def decode(self, latent: Float[Array, "b t h w c"]) -> Float[Array, "b T H W 3"]:
+        """Decodes latents to clips in [-1, 1] but for overshoots, which are not clipped.
+
+        Args:
+            latent: latents on the scale of the autoencoder (`VideoAutoencoderConfig.unscale` is not
+                applied here).
+
+        Returns:
+            The clips, in the dtype of `latent`: T is `(t - 1) * config.temporal_compression + 1`, H
+            is `h * config.spatial_compression`, and W is `w * config.spatial_compression`.
+        """
+        return self.decoder(self.post_quant_conv(latent))
+
+
+class Decoder(nnx.Module):
+    """The decoder network: resolutions from coarse to fine, of which all but the last end with
+    upsampling.
+
+    Args:
+        config: configuration of the autoencoder, of which only the decoder is built.
+        temporal: whether there is temporal upsampling, where the configuration has it. False for
+            networks that decode single frames.
+        rngs: random number generators for the initial weights.
+    """
+
+    def __init__(self, config: VideoAutoencoderConfig, *, temporal: bool, rngs: nnx.Rngs):
+        widths = [config.decoder_dim * multiple for multiple in reversed(config.dim_mult)]
+        doubles = [*reversed(config.temperal_downsample), False]  # the frames, after each stage
+        self.conv_in = CausalConv(config.z_dim, widths[0], KERNEL, rngs=rngs)
+        self.mid_block = MidBlock(widths[0], rngs=rngs)
+        stages = []
+        width_in = widths[0]
+        for i, width in enumerate(widths):
+            upsample = i < len(widths) - 1
+            blocks = config.num_res_blocks + 1
+            stage = Stage(
+                width_in,
+                width,
+                blocks,
+                upsample=upsample,
+                temporal=temporal and doubles[i],
+                rngs=rngs,
+            )
+            stages.append(stage)
+            width_in = width // 2  # upsampling halves the channels
+        self.up_blocks = nnx.List(stages)
+        self.norm_out = PixelNorm(widths[-1], axes=4)
+        self.conv_out = CausalConv(widths[-1], 3, KERNEL, rngs=rngs)
+
+    def __call__(self, latent: Float[Array, "b t h w c"]) -> Float[Array, "b T H W 3"]:
+        """Decodes latents to clips in [-1, 1], not clipped, in the dtype of `latent`.
+
+        Args:
+            latent: latents on the scale of the autoencoder, after the 1x1x1 convolution.
+
+        Returns:
+            The clips: H and W are h and w doubled once for every resolution but the last. `T - 1`
+            is `t - 1` doubled once for every temporal upsampling.
+        """
+        x = self.mid_block(self.conv_in(latent))
+        for block in self.up_blocks:
+            x = block(x)
+        return self.conv_out(self.norm_out.silu(x))
+
+
+class Stage(nnx.Module):
+    """The residual blocks of one resolution, followed by upsampling if `upsample` is set.
+
+    Args:
+        n_in: input channels.
+        n_out: channels of the residual blocks. With upsampling, the output has half as many.
+        blocks: number of residual blocks.
+        upsample: whether the stage ends with twice the height and width.
+        temporal: whether the upsampling, if there is one, also doubles the frames after the first.
+        rngs: random number generators for the initial weights.
+    """
+
+    def __init__(
+        self,
+        n_in: int,
+        n_out: int,
+        blocks: int,
+        *,
+        upsample: bool,
+        temporal: bool,
+        rngs: nnx.Rngs,
+    ):
+        widths_in = [n_in] + [n_out] * (blocks - 1)
+        self.resnets = nnx.List([ResidualBlock(width, n_out, rngs=rngs) for width in widths_in])
+        upsamplers = [Upsample(n_out, temporal=temporal, rngs=rngs)] if upsample else []
+        self.upsamplers = nnx.List(upsamplers)
+
+    def __call__(self, x: Float[Array, "b t h w n_in"]) -> Float[Array, "b t2 h2 w2 n_out"]:
+        """Applies the residual blocks, then the upsampling if there is one.
+
+        Args:
+            x: clips with the stage's input channels.
+
+        Returns:
+            Clips in the dtype of `x`. With upsampling, they have twice the height and width, and
+            half of the channels of the residual blocks; with temporal upsampling, also `2 t - 1`
+            frames.
+        """
+        for layer in (*self.resnets, *self.upsamplers):
+            x = layer(x)
+        return x
+
+
+class MidBlock(nnx.Module):
+    """The coarsest resolution: a residual block, attention and a residual block.
+
+    Args:
+        channels: input and output channels.
+        rngs: random number generators for the initial weights.
+    """
+
+    def __init__(self, channels: int, *, rngs: nnx.Rngs):
+        self.attentions = nnx.List([Attention(channels, rngs=rngs)])
+        self.resnets = nnx.List([ResidualBlock(channels, channels, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, x: Float[Array, "b t h w c"]) -> Float[Array, "b t h w c"]:
+        """Applies a residual block, attention over all pixels of each frame, and a residual block.
+
+        Args:
+            x: clips with the block's number of channels.
+
+        Returns:
+            An array of the shape and dtype of `x`.
+        """
+        first, last = self.resnets
+        for layer in (first, *self.attentions, last):
+            x = layer(x)
+        return x
+
+
+class ResidualBlock(nnx.Module):
+    """Twice norm, SiLU and 3x3x3 convolution, added to the input.
+
+    If the number of channels changes, a 1x1x1 convolution maps the input before it is added.
+
+    Args:
+        n_in: input channels.
+        n_out: output channels.
+        rngs: random number generators for the initial weights.
+    """
+
+    def __init__(self, n_in: int, n_out: int, *, rngs: nnx.Rngs):
+        self.norm1 = PixelNorm(n_in, axes=4)
+        self.conv1 = CausalConv(n_in, n_out, KERNEL, rngs=rngs)
+        self.norm2 = PixelNorm(n_out, axes=4)
+        self.conv2 = CausalConv(n_out, n_out, KERNEL, rngs=rngs)
+        self.conv_shortcut = CausalConv(n_in, n_out, ONE, rngs=rngs) if n_in != n_out else None
+
+    def __call__(self, x: Float[Array, "b t h w n_in"]) -> Float[Array, "b t h w n_out"]:
+        """Applies norm, SiLU and convolution twice, and adds the result to the input.
+
+        If the number of channels changes, a 1x1x1 convolution maps the input before it is added.
+
+        Args:
+            x: clips with the block's input channels.
+
+        Returns:
+            Clips of the size of `x` with `n_out` channels, in the dtype of `x`.
+        """
+        y = self.conv1(self.norm1.silu(x))
+        y = self.conv2(self.norm2.silu(y))
+        return y + (x if self.conv_shortcut is None else self.conv_shortcut(x))
+
+
+class Attention(nnx.Module):
+    """Softmax attention over all pixels of a frame with a single head, after a norm, added to the
+    input.
+
+    Args:
+        channels: number of input channels, of output channels, and of features of the head.
+        rngs: random number generators for the initial weights.
+    """
+
+    def __init__(self, channels: int, *, rngs: nnx.Rngs):
+        self.norm = PixelNorm(channels, axes=3)
+        self.to_qkv = Linear(channels, 3 * channels, layout="pointwise", rngs=rngs)
+        self.proj = Linear(channels, channels, layout="pointwise", rngs=rngs)
+
+    def __call__(self, x: Float[Array, "b t h w c"]) -> Float[Array, "b t h w c"]:
+        """Normalises the input, attends over all pixels of each frame with one head, projects, and
+        adds the result to the input.
+
+        Args:
+            x: clips with the layer's number of channels.
+
+        Returns:
+            An array of the shape and dtype of `x`.
+        """
+        tokens = (x.shape[0] * x.shape[1], -1, 1, x.shape[-1])  # [b t, h w, one head, c]
+        qkv = jnp.split(self.to_qkv(self.norm(x)), 3, axis=-1)
+        q, k, v = (y.reshape(tokens) for y in qkv)
+        return x + self.proj(attention(q, k, v).reshape(x.shape))
+
+
+class Upsample(nnx.Module):
+    """Doubles the frames after the first by a convolution over time, if `temporal` is set; then
+    doubles height and width by nearest-neighbor interpolation, and convolves to half of the
+    channels.
+
+    Args:
+        channels: input channels, an even number.
+        temporal: whether the frames after the first are doubled.
+        rngs: random number generators for the initial weights.
+    """
+
+    def __init__(self, channels: int, *, temporal: bool, rngs: nnx.Rngs):
+        # a list in PyTorch, whose index 0 is the interpolation
+        self.resample = nnx.Dict({"1": Conv(channels, channels // 2, 3, rngs=rngs)})
+        self.time_conv = CausalConv(channels, 2 * channels, TIME, rngs=rngs) if temporal else None
+
+    def __call__(self, x: Float[Array, "b t h w c"]) -> Float[Array, "b T 2*h 2*w c/2"]:
+        """Doubles the frames after the first, if the layer is temporal, then height and width, and
+        convolves each frame with a 3x3 kernel.
+
+        Args:
+            x: clips [b, t, h, w, channels].
+
+        Returns:
+            Clips [b, T, 2 h, 2 w, channels / 2] in the dtype of `x`, where T is `2 t - 1` if the
+            layer is temporal, otherwise t.
+        """
+        if self.time_conv is not None and x.shape[1] > 1:
+            x = jnp.concatenate([x[:, :1], self._double(x[:, 1:])], axis=1)
+        frames = self.resample["1"].apply_upsampled(x.reshape(-1, *x.shape[2:]))
+        return frames.reshape(*x.shape[:2], *frames.shape[1:])
+
+    def _double(self, x: Float[Array, "b t h w c"]) -> Float[Array, "b 2*t h w c"]:
+        """Makes two frames of each frame. The first frame of the clip is not among them, and the
+        convolution does not read it: before the second frame it meets zeros.
+
+        Args:
+            x: the frames from the second on.
+
+        Returns:
+            Twice as many frames, in the dtype of `x`.
+        """
+        assert self.time_conv is not None, "only temporal layers double frames"
+        batch, count, *rest = x.shape
+        pairs = self.time_conv(x).reshape(batch, count, *rest[:2], 2, rest[2])
+        return jnp.moveaxis(pairs, 4, 2).reshape(batch, 2 * count, *rest)
+
+
+class CausalConv(nnx.Module):
+    """A convolution over time, rows and columns that reads no later frame.
+
+    Rows and columns are padded with zeros, so that frames keep their size. Before the first frame
+    there are zeros, so that the last of its frames is the only one that the kernel meets there.
+
+    Args:
+        n_in: input channels.
+        n_out: output channels.
+        kernel: size of the kernel in time, rows and columns, odd numbers.
+        rngs: random number generators for the initial weight, which has PyTorch's default
+            distribution. The bias is zero at first.
+    """
+
+    def __init__(self, n_in: int, n_out: int, kernel: tuple[int, int, int], *, rngs: nnx.Rngs):
+        init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+        shape = (*kernel, n_in, n_out)
+        self.kernel = param(init(rngs.params(), shape, jnp.float32), "weight", "conv3d")
+        self.bias = param(jnp.zeros(n_out), "bias")
+
+    def __call__(self, x: Float[Array, "b t h w n_in"]) -> Float[Array, "b t h w n_out"]:
+        """Convolves clips, and adds the bias.
+
+        Args:
+            x: clips [b, t, h, w, n_in]. Of a clip of one frame, only the last temporal slice of the
+                kernel is read.
+
+        Returns:
+            Clips [b, t, h, w, n_out] in the dtype of `x`.
+        """
+        kernel = self.kernel.get_value().astype(x.dtype)
+        time, *sides = kernel.shape[:3]
+        padding = [(side // 2, side // 2) for side in sides]
+        if x.shape[1] == 1:
+            y = jax.lax.conv_general_dilated(
+                x[:, 0],
+                kernel[-1],
+                window_strides=(1, 1),
+                padding=padding,
+                dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            )[:, None]
+        else:
+            y = jax.lax.conv_general_dilated(
+                x,
+                kernel,
+                window_strides=(1, 1, 1),
+                padding=[(time - 1, 0), *padding],
+                dimension_numbers=("NDHWC", "DHWIO", "NDHWC"),
+            )
+        return y + self.bias.get_value().astype(x.dtype)
+
+
+class PixelNorm(nnx.Module):
+    """Divides each pixel by the root mean square of its channels, and multiplies each channel by a
+    weight.
+
+    The divisor is the pixel's Euclidean norm, at least 1e-12 (`SMALLEST_NORM`), and the square root
+    of the number of channels is multiplied in; so zeros stay zeros. The weight `gamma` is 1 at
+    first.
+
+    Args:
+        channels: number of channels.
+        axes: number of axes of the weight, as in PyTorch. All but the first have the size 1.
+    """
+
+    def __init__(self, channels: int, *, axes: int):
+        self.gamma = param(jnp.ones((channels, *[1] * (axes - 1))), "gamma")
+
+    def __call__(self, x: Float[Array, "b t h w c"]) -> Float[Array, "b t h w c"]:
+        """Normalises clips in float32, applies the weight, and rounds once.
+
+        Args:
+            x: clips [b, t, h, w, channels] of any floating-point dtype.
+
+        Returns:
+            An array of the shape and dtype of `x`.
+        """
+        return self._in_float32(x).astype(x.dtype)
+
+    def silu(self, x: Float[Array, "b t h w c"]) -> Float[Array, "b t h w c"]:
+        """Applies the norm and then SiLU in float32, and rounds once.
+
+        Args:
+            x: clips [b, t, h, w, channels] of any floating-point dtype.
+
+        Returns:
+            An array of the shape and dtype of `x`.
+        """
+        return jax.nn.silu(self._in_float32(x)).astype(x.dtype)
+
+    def _in_float32(self, x: Float[Array, "b t h w c"]) -> Float[Array, "b t h w c"]:
+        """Returns the result of the norm before it is rounded, with the weight applied.
+
+        Args:
+            x: clips [b, t, h, w, channels] of any floating-point dtype.
+
+        Returns:
+            A float32 array of the shape of `x`.
+        """
+        x32 = x.astype(jnp.float32)
+        norm = jnp.sqrt((x32**2).sum(-1, keepdims=True))
+        weight = self.gamma.get_value().astype(jnp.float32).reshape(-1)
+        return x32 / jnp.maximum(norm, SMALLEST_NORM) * (x.shape[-1] ** 0.5 * weight)

@@ -1,0 +1,203 @@
+"""Wan 2.1 as a pipeline: text-to-video generation as in diffusers' `WanPipeline` (arXiv
+2503.20314).
+"""
+
+import html
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import ftfy
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from solrl_jax.errors import InputError
+from solrl_jax.models.autoencoders.wan import AutoencoderKLWanConfig, open_autoencoder
+from solrl_jax.models.loading.component import Component
+from solrl_jax.models.loading.config_file import unsupported
+from solrl_jax.models.loading.tensor_files import read_json
+from solrl_jax.models.loading.weights import Params
+from solrl_jax.models.pipeline import Conditioning, Pipeline, Tokens, TracedTokens, check_equal
+from solrl_jax.models.text_encoders.t5 import T5EncoderModel, UMT5Config
+from solrl_jax.models.text_encoders.tokenizers import check_vocabulary, tokenize
+from solrl_jax.models.wan.transformer import WanConfig, WanTransformer3DModel
+
+MAX_TOKENS = 512
+# Those of diffusers' pipeline; no released config has them.
+DEFAULT_SIZE = (480, 832, 81)
+# Fields of `model_index.json` of Wan 2.2, with the value that Wan 2.1 has or leaves out.
+WAN22_FIELDS = {"boundary_ratio": None, "expand_timesteps": False}
+
+
+class WanPipeline(Pipeline):
+    """Wan 2.1 T2V: clips of 4 k + 1 frames. UMT5 encodes the prompt.
+
+    Guidance takes a second evaluation. The attention among the tokens of a clip can run in FP8.
+
+    Attributes:
+        config: contents of `transformer/config.json`, checked.
+        vae_config: contents of `vae/config.json`, checked.
+        tokenizer: directory of the tokenizer.
+    """
+
+    kind = "WanPipeline"
+    attends_in_fp8 = True
+
+    def __init__(self, folder: Path, remat: str = "none"):
+        """Opens a directory in the layout of `Wan-AI/Wan2.1-T2V-1.3B-Diffusers`. No weight is read.
+
+        Args:
+            folder: the directory.
+            remat: what the gradient of the transformer recomputes: "none" (nothing), "matmuls" (all
+                but matmuls and attention kernels) or "blocks" (all but the input of each block). It
+                is not checked here.
+
+        Raises:
+            FileNotFoundError: a configuration or the tokenizer is missing.
+            ValueError: a configuration is unsupported, such as that of Wan 2.2 with two
+                transformers or with a timestep per token; the tokenizer cannot be loaded or has
+                tokens that the text encoder lacks; or a width or number of channels of one
+                component is not what another one takes or returns.
+        """
+        super().__init__(folder, remat)
+        index = folder / "model_index.json"
+        fields = read_json(index)
+        for name, accepted in WAN22_FIELDS.items():
+            value = fields.get(name, accepted)
+            if value != accepted:
+                raise unsupported(str(index), name, value, f"{accepted}, as in Wan 2.1")
+        config = WanConfig.read(folder / "transformer")
+        vae_config = AutoencoderKLWanConfig.read(folder / "vae")
+        text_config = UMT5Config.read(folder / "text_encoder")
+        check_equal(folder, "transformer in_channels", config.in_channels, vae_config.z_dim)
+        check_equal(folder, "transformer out_channels", config.features_out, vae_config.z_dim)
+        check_equal(folder, "transformer text_dim", config.text_dim, text_config.d_model)
+        self.tokenizer = folder / "tokenizer"
+        check_vocabulary(self.tokenizer, text_config.vocab_size)
+        self.config = config
+        self.vae_config = vae_config
+
+        self.transformer = Component.from_builder(
+            folder / "transformer",
+            lambda rngs: WanTransformer3DModel(config, remat=remat, rngs=rngs),
+        )
+        self.text_encoders = {
+            "text_encoder": Component.from_builder(
+                folder / "text_encoder", lambda rngs: T5EncoderModel(text_config, rngs=rngs)
+            )
+        }
+        self.vae = open_autoencoder(folder / "vae", vae_config)
+        self.compression = vae_config.spatial_compression
+        self.temporal_compression = vae_config.temporal_compression
+        self.channels = vae_config.z_dim
+        self.patch = config.side
+        self.default_size = DEFAULT_SIZE
+        self.default_max_tokens = MAX_TOKENS
+
+    def velocity(
+        self,
+        params: Params,
+        latent: Array,
+        conditioning: Conditioning,
+        timestep: Array,
+        guidance: Array,
+        fp8_attention: bool = False,
+    ) -> Array:
+        """Predicts the velocity `noise - x0`, in the dtype of `latent`. For use under jit.
+
+        Args:
+            params: parameters of the transformer, a nested dictionary by path. Stacks of blocks
+                and, over the axis `tensor`, linear layers may be sharded; all else is whole. Leaves
+                may be quantized or adapted.
+            latent: noisy latents [b, t, h, w, c]. Height and width are multiples of the side of a
+                patch.
+            conditioning: "text" [b, l, d], hidden states of UMT5 with zeros on padding, as returned
+                by `encode_text`.
+            timestep: 1000 times the noise level sigma, from 0 to 1, of each latent.
+            guidance: ignored.
+            fp8_attention: whether the attention among the tokens of a clip runs in FP8, for
+                programs that take no gradient: queries, keys, values and result are rounded to
+                E4M3. The attention to the text does not. On TPUs, on GPUs older than Hopper, and on
+                other GPUs for head sizes that are no multiple of 16 or above 128, its matmuls run
+                in BF16 all the same.
+
+        Returns:
+            The velocity, of the shape of `latent`.
+
+        Raises:
+            ValueError: while tracing, if height or width is no multiple of the side of a patch, or
+                a clip has more frames, rows or columns of patches than the network has positions.
+            KeyError: while tracing, if `remat` is not "none", "matmuls" or "blocks".
+        """
+        network = self.transformer(params)
+        return network(latent, conditioning["text"], timestep, fp8_attention=fp8_attention)
+
+    def tokenize(
+        self, prompts: Sequence[str], max_tokens: int, instruction: str | None = None
+    ) -> Tokens:
+        """Tokenizes prompts, cleaned as in diffusers: encodings are repaired (ftfy), HTML entities
+        resolved, and runs of white space become one space.
+
+        Args:
+            prompts: one or more texts.
+            max_tokens: number of tokens to which each prompt is padded or cut, its end-of-text
+                token included: up to 512 (`MAX_TOKENS`), and at least the number of special tokens
+                that the tokenizer adds (1 for UMT5). The network attends to padding, too, so that
+                this number changes clips.
+            instruction: not supported, and ignored.
+
+        Returns:
+            "ids", int32, and "mask", bool, true on tokens and false on padding: both [prompts,
+            `max_tokens`].
+
+        Raises:
+            InputError: `max_tokens` is outside of these limits; the tokenizer fails; or it has no
+                vocabulary, which only the configurations that this package carries for `solrl plan`
+                may lack.
+        """
+        if max_tokens > MAX_TOKENS:
+            raise InputError(
+                f"{max_tokens} tokens per prompt: this model supports up to {MAX_TOKENS}"
+            )
+        return tokenize(self.tokenizer, [clean(prompt) for prompt in prompts], max_tokens)
+
+    def encode_text(self, params: dict[str, Params], tokens: TracedTokens) -> Conditioning:
+        """Encodes tokenized prompts by UMT5. For use under jit.
+
+        Args:
+            params: a dictionary with the parameters of UMT5 under "text_encoder". Only stacks of
+                blocks may be sharded.
+            tokens: "ids" and "mask", one row per prompt, as `tokenize` returns them.
+
+        Returns:
+            "text" [b, l, d]: the normalised hidden states after the last layer, and zeros on
+            padding, in the dtype of the text encoder.
+        """
+        encoder = self.text_encoders["text_encoder"](params["text_encoder"])
+        mask = jnp.asarray(tokens["mask"])
+        return {"text": jnp.where(mask[..., None], encoder(tokens["ids"], mask), 0)}
+
+    def unscale(self, latent: Array) -> Array:
+        """Converts latents to the scale that the autoencoder decodes: `latent * latents_std +
+        latents_mean`, per channel.
+
+        Args:
+            latent: the transformer's latents [b, t, h, w, c].
+
+        Returns:
+            An array of the shape and dtype of `latent`.
+        """
+        return self.vae_config.unscale(latent)
+
+
+def clean(prompt: str) -> str:
+    """Returns a prompt as diffusers' pipeline gives it to the tokenizer.
+
+    In this order: encodings are repaired with the same library (ftfy), HTML entities are resolved
+    twice, and each run of white space becomes one space; at both ends there is none.
+
+    Args:
+        prompt: any text.
+    """
+    text = html.unescape(html.unescape(ftfy.fix_text(prompt)))
+    return re.sub(r"\s+", " ", text.strip()).strip()

@@ -1,0 +1,386 @@
+"""Wan 2.1's diffusion transformer for clips (arXiv 2503.20314, section 4.2):
+`WanTransformer3DModel` of diffusers in Flax NNX.
+
+Every token is a patch of one latent frame, and attends to all tokens of the clip, then to the text.
+Rotary positions have three coordinates: frame, row and column. The timestep modulates the blocks by
+one projection that they share and by a table of each block. The network predicts the velocity `v =
+noise - x0` of a flow.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from solrl_jax.models.layers.activation import Activation, as_lazy
+from solrl_jax.models.layers.embeddings import TextProjection, TimestepMLP, patches, unpatch
+from solrl_jax.models.layers.feed_forward import FeedForward
+from solrl_jax.models.layers.linear import Linear
+from solrl_jax.models.layers.linear_attention import CrossAttention, CrossProjection
+from solrl_jax.models.layers.modulation import modulate_rounding_once
+from solrl_jax.models.layers.norm import LayerNorm
+from solrl_jax.models.layers.parameter import param
+from solrl_jax.models.layers.rotary import Rotation, rotate, rotation_table
+from solrl_jax.models.layers.softmax_attention import attend
+from solrl_jax.models.layers.stack import scan_blocks, stack
+from solrl_jax.models.loading.config_file import TransformerConfig
+from solrl_jax.quant.matmul import matmul
+
+THETA = 10000.0  # the base of the rotary frequencies
+SINUSOIDS = 256  # features of a timestep
+
+
+@dataclasses.dataclass(frozen=True)
+class WanConfig(TransformerConfig):
+    """The fields of a published `transformer/config.json`. The defaults are those of diffusers.
+
+    Attributes:
+        patch_size: frames, rows and columns of a patch in latent pixels: 1 and twice the same
+            number.
+        num_attention_heads: number of attention heads.
+        attention_head_dim: features of one attention head, an even number from 6 on.
+        in_channels: channels of the input latents.
+        out_channels: channels of the output latents; None: as many as `in_channels`.
+        text_dim: features of a text embedding.
+        freq_dim: 256, the only supported value: sinusoidal features of a timestep.
+        ffn_dim: hidden features of the MLPs.
+        num_layers: number of blocks.
+        cross_attn_norm: whether tokens are normalised before they attend to the text.
+        qk_norm: "rms_norm_across_heads", the only supported value: queries and keys of both
+            attentions are normalised, all heads together.
+        eps: epsilon of all norms.
+        image_dim: features of an image that the clip begins with; only None is supported.
+        added_kv_proj_dim: features of keys and values of such an image; only None is supported.
+        rope_max_seq_len: largest number of patches in each direction: frames, rows and columns.
+        pos_embed_seq_len: positions of the tokens of such images; only None is supported.
+    """
+
+    network = "WanTransformer3DModel"
+
+    patch_size: tuple[int, ...] = (1, 2, 2)
+    num_attention_heads: int = 40
+    attention_head_dim: int = 128
+    in_channels: int = 16
+    out_channels: int | None = 16
+    text_dim: int = 4096
+    freq_dim: int = SINUSOIDS
+    ffn_dim: int = 13824
+    num_layers: int = 40
+    cross_attn_norm: bool = True
+    qk_norm: str | None = "rms_norm_across_heads"
+    eps: float = 1e-6
+    image_dim: int | None = None
+    added_kv_proj_dim: int | None = None
+    rope_max_seq_len: int = 1024
+    pos_embed_seq_len: int | None = None
+
+    def check(self) -> None:
+        """Rejects configurations that this port does not implement.
+
+        Raises:
+            ValueError: `patch_size` is not 1 and twice the same positive number;
+                `attention_head_dim` is odd or below 6; `freq_dim` is not 256; `qk_norm` is not
+                "rms_norm_across_heads"; or `image_dim`, `added_kv_proj_dim` or `pos_embed_seq_len`
+                is set. The message names the field.
+        """
+        patch = self.patch_size
+        self.require(
+            len(patch) == 3 and patch[0] == 1 and 0 < patch[1] == patch[2],
+            "patch_size",
+            "1 and twice the same positive number",
+        )
+        head_dim = self.attention_head_dim
+        self.require(
+            head_dim % 2 == 0 and head_dim >= 6, "attention_head_dim", "an even number from 6 on"
+        )
+        self.require(self.freq_dim == SINUSOIDS, "freq_dim", str(SINUSOIDS))
+        self.require_one_of("qk_norm", ("rms_norm_across_heads",))
+        for name in ("image_dim", "added_kv_proj_dim", "pos_embed_seq_len"):
+            self.require(getattr(self, name) is None, name, "None")
+
+    @property
+    def side(self) -> int:
+        """Side of a patch in latent pixels."""
+        return self.patch_size[1]
+
+    @property
+    def axes_dims(self) -> tuple[int, int, int]:
+        """Features of a head that the coordinates rotate: frame, row, column. Row and column rotate
+        a third each, rounded down to an even number; the frame rotates what is left: 44, 42 and 42
+        of 128.
+        """
+        third = 2 * (self.attention_head_dim // 6)
+        return self.attention_head_dim - 2 * third, third, third
+
+
+class WanTransformer3DModel(nnx.Module):
+    """The network that predicts the velocity `noise - x0` of the noisy latents of clips.
+
+    Args:
+        config: configuration of the network: its widths, heads, blocks and patches.
+        remat: what gradients recompute: "none" (nothing), "matmuls" (all but matmuls and attention
+            kernels) or "blocks" (all but the input of each block).
+        rngs: random number generators for the initial weights.
+    """
+
+    def __init__(self, config: WanConfig, *, remat: str = "none", rngs: nnx.Rngs):
+        d = config.width
+        self.config = config
+        self.remat = remat
+        self.patch_embedding = PatchEmbedding(config, rngs=rngs)
+        self.condition_embedder = ConditionEmbedding(d, config.text_dim, rngs=rngs)
+        self.blocks = stack(config.num_layers, lambda rngs: WanBlock(config, rngs=rngs), rngs)
+        table = jax.random.normal(rngs.params(), (1, 2, d)) / math.sqrt(d)
+        self.scale_shift_table = param(table, "scale_shift_table")
+        self.norm_out = LayerNorm(d, eps=config.eps, affine=False)
+        self.proj_out = Linear(d, config.side**2 * config.features_out, rngs=rngs)
+
+    def __call__(
+        self,
+        latent: Float[Array, "b t h w c"],
+        text: Float[Array, "b l text"],
+        timestep: Float[Array, " b"],
+        *,
+        fp8_attention: bool = False,
+    ) -> Float[Array, "b t h w out"]:
+        """Predicts the velocity `noise - x0` at `latent`.
+
+        Args:
+            latent: noisy latents. Height and width are multiples of the side of a patch.
+            text: hidden states of UMT5, cast to the dtype of `latent`, zeros on padding. All tokens
+                are attended to.
+            timestep: `1000 * sigma` of each latent. It is embedded in float32.
+            fp8_attention: whether the attention among the tokens of the clip runs in FP8, without a
+                gradient: queries, keys, values and result are rounded to E4M3. The attention to the
+                text does not.
+
+        Returns:
+            The velocity, in the dtype of `latent`, with `config.features_out` channels.
+
+        Raises:
+            ValueError: height or width is no multiple of the side of a patch, or there are more
+                frames, rows or columns of patches than `rope_max_seq_len`.
+            KeyError: `remat` is not "none", "matmuls" or "blocks".
+        """
+        config = self.config
+        batch, frames, height, width, _ = latent.shape
+        dtype = latent.dtype
+        side = config.side
+        if height % side or width % side:
+            raise ValueError(
+                f"{config.network}: latents of {height} x {width}; accepted: multiples of {side}"
+            )
+        rows = height // side
+        columns = width // side
+        if max(frames, rows, columns) > config.rope_max_seq_len:
+            raise ValueError(
+                f"{config.network}: latents of {frames} frames of {height} x {width}; accepted: "
+                f"up to {config.rope_max_seq_len} frames, rows and columns of patches"
+            )
+        embedded, modulation = self.condition_embedder.condition(timestep, dtype)
+        text = self.condition_embedder.text_embedder(text.astype(dtype))
+        rotation = rotary_table(frames, rows, columns, config.axes_dims)
+        x = self.patch_embedding(latent)
+
+        def apply(block, x):
+            return block(x, text, modulation, rotation, fp8_attention)
+
+        x = scan_blocks(self.blocks, apply, x, remat=self.remat)
+        table = self.scale_shift_table.get_value().astype(jnp.float32) + embedded[:, None]
+        shift, scale = jnp.split(table, 2, axis=1)
+        x = self.proj_out(self.norm_out.modulated(x, shift, scale, modulate_rounding_once))
+        out = unpatch(x.reshape(batch * frames, rows * columns, -1), rows, columns, side)
+        return out.reshape(batch, frames, height, width, -1)
+
+
+class PatchEmbedding(nnx.Module):
+    """A convolution whose stride equals its kernel size, which makes one token of each patch of
+    each frame. It is computed as a matmul.
+
+    Args:
+        config: configuration of the network: the patches, the channels of the latents and the width
+            of the tokens.
+        rngs: random number generators for the initial weight. The bias is zero at first.
+    """
+
+    def __init__(self, config: WanConfig, *, rngs: nnx.Rngs):
+        d = config.width
+        side = config.side
+        init = nnx.initializers.xavier_uniform()
+        kernel = init(rngs.params(), (side**2 * config.in_channels, d))
+        shape = (1, side, side, config.in_channels, d)
+        self.kernel = param(kernel.reshape(shape), "weight", "conv3d")
+        self.bias = param(jnp.zeros(d), "bias")
+        self.side = side
+
+    def __call__(self, latent: Float[Array, "b t h w c"]) -> Float[Array, "b n d"]:
+        """Returns the tokens of clips: frame by frame, and row by row in each frame.
+
+        Args:
+            latent: latents. Height and width are multiples of the side of a patch.
+
+        Returns:
+            The tokens, in the dtype of `latent`.
+        """
+        kernel = self.kernel.get_value()
+        squares = patches(latent.reshape(-1, *latent.shape[2:]), self.side)
+        tokens = squares.reshape(len(latent), -1, squares.shape[-1])
+        y = matmul(tokens, kernel.reshape(-1, kernel.shape[-1]))
+        return y + self.bias.get_value().astype(y.dtype)
+
+
+class ConditionEmbedding(nnx.Module):
+    """Embeds the timestep and the text.
+
+    Args:
+        d: number of features of the network.
+        text_dim: number of features of a text embedding.
+        rngs: random number generators for the initial weights.
+    """
+
+    def __init__(self, d: int, text_dim: int, *, rngs: nnx.Rngs):
+        self.time_embedder = TimestepMLP(d, rngs=rngs)
+        self.time_proj = Linear(d, 6 * d, rngs=rngs)
+        self.text_embedder = TextProjection(text_dim, d, rngs=rngs)
+
+    def condition(
+        self, timestep: Float[Array, " b"], dtype: jnp.dtype
+    ) -> tuple[Float[Array, "b d"], Float[Array, "b 6 d"]]:
+        """Embeds the timestep by sinusoids and an MLP in float32, and projects the SiLU of the
+        embedding to six modulation vectors in `dtype`.
+
+        Args:
+            timestep: `1000 * sigma` of each sample.
+            dtype: dtype of the network, to which the embedding is rounded, as in the released code.
+
+        Returns:
+            The embedding [b, d], which modulates the output of the network, and six vectors [b, 6,
+            d], which all blocks share: shift, scale and gate of the attention among the tokens,
+            then of the MLP. Both are float32.
+        """
+        embedded = self.time_embedder(timestep, jnp.float32).astype(dtype)
+        vectors = self.time_proj(jax.nn.silu(embedded)).astype(jnp.float32)
+        return embedded.astype(jnp.float32), vectors.reshape(len(timestep), 6, -1)
+
+
+class WanBlock(nnx.Module):
+    """One layer: attention among the tokens of the clip, attention to the text, MLP.
+
+    Args:
+        config: configuration of the network: widths, heads and norms of a block.
+        rngs: random number generators for the initial weights.
+    """
+
+    def __init__(self, config: WanConfig, *, rngs: nnx.Rngs):
+        d = config.width
+        heads = config.num_attention_heads
+        self.norm1 = LayerNorm(d, eps=config.eps, affine=False)
+        self.attn1 = ClipAttention((d, d, d), heads, normed=True, eps=config.eps, rngs=rngs)
+        self.norm2 = LayerNorm(d, eps=config.eps) if config.cross_attn_norm else None
+        self.attn2 = CrossAttention((d, d, d), heads, normed=True, eps=config.eps, rngs=rngs)
+        self.norm3 = LayerNorm(d, eps=config.eps, affine=False)
+        self.ffn = FeedForward(d, config.ffn_dim, rngs=rngs)
+        table = jax.random.normal(rngs.params(), (1, 6, d)) / math.sqrt(d)
+        self.scale_shift_table = param(table, "scale_shift_table")
+
+    def __call__(
+        self,
+        x: Float[Array, "b n d"],
+        text: Float[Array, "b l d"],
+        modulation: Float[Array, "b 6 d"],
+        rotation: Rotation,
+        fp8_attention: bool = False,
+    ) -> Float[Array, "b n d"]:
+        """Applies attention among the tokens, attention to the text and an MLP, and adds the result
+        of each to the tokens. Modulation, gates and the sums that they enter are in float32.
+
+        Args:
+            x: the tokens of the clip, frame by frame.
+            text: the projected text tokens, all of which are attended to.
+            modulation: six vectors per sample in float32: shift, scale and gate of the attention
+                among the tokens, then of the MLP. The block's learned table is added to them here.
+            rotation: cosines and sines of the rotary angles of the n tokens: two float32 arrays [1,
+                n, head_dim / 2].
+            fp8_attention: whether the attention among the tokens runs in FP8, without a gradient.
+
+        Returns:
+            The tokens after the layer, the sums with the input included, of the shape and dtype of
+            `x`.
+        """
+        table = self.scale_shift_table.get_value().astype(jnp.float32) + modulation
+        shift, scale, gate, shift_ff, scale_ff, gate_ff = jnp.split(table, 6, axis=1)
+        hidden = self.norm1.modulated(x, shift, scale, modulate_rounding_once)
+        x = _add_gated(x, gate, self.attn1(hidden, rotation, fp8_attention=fp8_attention))
+        x = x + self.attn2(x if self.norm2 is None else self.norm2(x), text)
+        hidden = self.norm3.modulated(x, shift_ff, scale_ff, modulate_rounding_once)
+        return _add_gated(x, gate_ff, self.ffn(hidden))
+
+
+class ClipAttention(CrossProjection):
+    """Softmax attention of the tokens of a clip to each other. Queries and keys are normalised, all
+    heads together, and then rotated by the positions of the tokens.
+
+    Args:
+        widths: `(d, d, d)`: the number of features of a token, twice, and of all heads together.
+        heads: The number of heads, a divisor of d.
+        normed: Whether queries and keys are normalized (RMSNorm), all heads together.
+        bias: Whether the projections to queries, keys and values have biases. The output projection
+            always has one.
+        eps: The epsilon of the norms, 1e-5 by default.
+        rngs: Random number generators for the initial weights.
+    """
+
+    def __call__(
+        self, x: Activation, rotation: Rotation, *, fp8_attention: bool = False
+    ) -> Float[Array, "b n d"]:
+        """Applies the attention and the output projection; the input is not added.
+
+        Args:
+            x: the modulated tokens [b, n, d], an array or a lazy activation.
+            rotation: cosines and sines of the rotary angles of the n tokens: two float32 arrays [1,
+                n, head_dim / 2].
+            fp8_attention: whether the attention runs in FP8, without a gradient.
+
+        Returns:
+            The attended and projected tokens [b, n, d], in the dtype of `x`.
+        """
+        x = as_lazy(x)
+        q, k, v = self.project(x, x)
+        streams = [rotate(q, rotation), rotate(k, rotation), v]
+        out = attend(self.head_dim, streams, fp8_attention=fp8_attention)
+        return self.to_out[0](as_lazy(out, x.dtype))
+
+
+def _add_gated(
+    x: Float[Array, "b n d"], gate: Float[Array, "b 1 d"], y: Float[Array, "b n d"]
+) -> Float[Array, "b n d"]:
+    """Returns `x + gate * y`, computed in float32 and rounded once to the dtype of `x`.
+
+    Args:
+        x: the tokens.
+        gate: factor of each sample and feature, float32.
+        y: the output of a sublayer, in the dtype of `x`.
+    """
+    return (x.astype(jnp.float32) + gate * y.astype(jnp.float32)).astype(x.dtype)
+
+
+def rotary_table(frames: int, rows: int, columns: int, axes_dims: tuple[int, ...]) -> Rotation:
+    """Returns the rotary angles of the tokens of a clip, frame by frame and row by row.
+
+    The coordinates of a token are its frame, row and column, each counted from 0.
+
+    Args:
+        frames: number of latent frames.
+        rows: number of rows of tokens in a frame.
+        columns: number of columns of tokens in a frame.
+        axes_dims: number of features of a head that each coordinate rotates: three even numbers.
+
+    Returns:
+        Cosines and sines, two float32 arrays [1, frames * rows * columns, head_dim / 2].
+    """
+    positions = np.indices((frames, rows, columns)).reshape(3, -1).astype(float)
+    return rotation_table(positions, axes_dims, THETA)

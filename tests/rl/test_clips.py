@@ -1,0 +1,104 @@
+"""Clips through the functions that serve images: noise, sampling, decoding, rewards inside and
+outside JAX on sampled frames, an evaluation's grid, and the files of a run.
+"""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from solrl_jax.errors import InputError
+from solrl_jax.rewards import registry as rewards
+from solrl_jax.rewards.protocol import Reward
+from solrl_jax.rl import experiment as experiments
+from solrl_jax.rl.generate import SeedBatch, generate
+from solrl_jax.runs import evaluate, image_files
+from tests.pipelines import save_wan_pipeline
+from tests.small import small_config
+
+FRAMES = 9
+HOST = "tests.outside:several"  # the mean of the red channel, of images with four axes
+
+
+def redness(images):
+    return (images[..., 0] - images[..., 2]).mean((1, 2))
+
+
+def in_jax() -> Reward:
+    def score(params, images, prepared):
+        return {"reward": redness(images)}
+
+    return Reward(None, lambda prompts: np.zeros(len(prompts), np.float32), score)
+
+
+def build(folder, *overrides):
+    settings = (
+        *("model=wan-2.1-1.3b", f"model.path={folder}", "model.height=16", "model.width=8"),
+        *(f"model.frames={FRAMES}", "eval.size=null", "model.max_sequence_length=12"),
+        *("rollout.candidates=4", "rollout.kept=2", "rollout.per_device_batch_size=2"),
+        *("rollout.num_steps=2", "rollout.explore.num_steps=1", "eval.num_steps=2"),
+        f"reward.weights={{redness: 2, '{HOST}': 1}}",
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(rewards.REWARDS, "redness", rewards.InJax(lambda paths: in_jax()))
+        return experiments.build(small_config("unused", *settings, *overrides))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("wan")
+    save_wan_pipeline(path)
+    return path
+
+
+@pytest.mark.parametrize(("frames", "places"), [(1, [0]), (3, [0, 4, 8])])
+def test_rewards_inside_and_outside_jax_score_sampled_frames(folder, frames, places, tmp_path):
+    experiment = build(folder, f"reward.frames={frames}")
+    assert experiment.size == (16, 8, FRAMES)
+    prompts = experiment.test_prompts[:2]
+    seeds = experiment.seeds("evaluation", prompts, 2)
+    sampler = experiment.sampler("evaluate", {}, 2, noise_start=None)
+    assert sampler.frames == FRAMES
+    samples = generate(
+        experiment.backbone,
+        sampler,
+        experiment.encode_prompts(prompts, experiment.reward),
+        SeedBatch.from_seeds(seeds),
+        experiment.reward,
+        keep_images=True,
+    )
+    assert samples.latents.shape == (4, 3, 4, 2, 4)
+    assert samples.images.shape == (4, FRAMES, 16, 8, 3)
+    assert np.ptp(samples.images, axis=1).max() > 0.1  # it moves
+    sampled = samples.images[:, places].reshape(-1, 16, 8, 3)
+    wanted = {"redness": redness(sampled), HOST: sampled[..., 0].mean((1, 2))}
+    wanted = {name: scores.reshape(4, frames).mean(1) for name, scores in wanted.items()}
+    for name, scores in wanted.items():
+        np.testing.assert_allclose(samples.scores[name], scores, atol=1e-5)
+        assert np.ptp(scores) > 1e-3
+    total = 2 * wanted["redness"] + wanted[HOST]
+    np.testing.assert_allclose(samples.reward, total, atol=1e-5)
+
+    grid = evaluate.ImageGrid.from_samples(prompts, samples)
+    assert grid.images.shape == (2, 2, FRAMES, 16, 8, 3)
+    flat = grid.images.reshape(-1, *grid.images.shape[2:])
+    image_files.save_grid(tmp_path / "grid.png", flat, 2, ["a"] * 4)
+    with Image.open(tmp_path / "grid.webp") as moving:
+        assert moving.n_frames == FRAMES
+    assert "x 2 clips of 9 frames of 8 x 16; dpm2" in evaluate.setting(experiment)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.frames=null", "model: size 16x8: this model makes clips; accepted: a height, a"),
+        (
+            "rollout.size=[16,16,10]",
+            "rollout.size: size 16x16x10: this model supports 1 frame plus",
+        ),
+        ("model.path=embedded:tiny-sana", "size .*: this model makes images; accepted: a height"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_model_are_refused_before_weights_load(folder, override, message):
+    extra = ["model.height=32", "model.width=32"] if "tiny" in override else []
+    with pytest.raises(InputError, match=message):
+        build(folder, override, *extra, f"reward.weights={{'{HOST}': 1}}")
