@@ -270,9 +270,9 @@ def test_recorded_states_are_the_steps_that_were_drawn(solver, cut):
 def test_only_the_window_is_recorded_wherever_it_is(start):
     levels = 0.7 * ((np.arange(6) >= start) & (np.arange(6) < start + 2))
     grid = grid_of(SIGMAS, solver_table("flow_sde", SIGMAS, levels))
-    _, states = recording((grid,), NOISE, SEEDS, 2)
+    _, states, _ = recording((grid,), NOISE, SEEDS, 2)
     assert states.shape == (ROWS, 3, *SHAPE)
-    _, everything = recording(
+    _, everything, _ = recording(
         (dataclasses.replace(grid, table=grid.table.clip(min=[-9, -9, -9, -9, 1e-30])),),
         NOISE,
         SEEDS,
