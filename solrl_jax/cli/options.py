@@ -24,7 +24,7 @@ class _Path(click.Path):
     """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Converts the text of an option to a path.
+        """Converts the text of an option to a path. A leading `~` or `~USER` is expanded.
 
         Args:
             value: The text that the user gave.
@@ -51,7 +51,7 @@ class _RunPath(_Path):
     """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Converts the text of an argument to a path.
+        """Converts the text of an argument to a path. A leading `~` or `~USER` is expanded.
 
         Args:
             value: The text that the user gave.
@@ -59,7 +59,7 @@ class _RunPath(_Path):
             ctx: The context of click, for error messages.
 
         Returns:
-            The path: a `pathlib.Path`, or a `StorePath` for a URL.
+            A `StorePath` if the text begins with gs:// or s3://, otherwise a `pathlib.Path`.
 
         Raises:
             click.BadParameter: If the text is empty or not a possible path.

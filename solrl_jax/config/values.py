@@ -177,10 +177,12 @@ Json = JsonValue
 
 
 class Section:
-    """Base class of the sections of a configuration, which are frozen dataclasses.
+    """Base class of the sections of a configuration, which are frozen dataclasses. With it,
+    pydantic refuses fields that a section does not have.
 
     The annotation of each field says which values it accepts. pydantic checks them when a
-    configuration is read from YAML or from overrides. Calling the class does not check them.
+    configuration is read from YAML or from overrides. Calling the class checks only the rules
+    between fields that some sections have (`__post_init__`, which raises ConfigError).
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")

@@ -269,9 +269,10 @@ def _renoised(sigma: float, next_sigma: float, rest: float, e: float) -> Coeffic
 
 
 def _sde(sigma: float, next_sigma: float, g2: float) -> Coefficients:
-    """Returns the coefficients (a, b, 0, 0, e) of an Euler step of `dx = (v + g^2 / (2 s) eps_hat)
-    ds + g dw`, an SDE with the marginals of the flow. v is the predicted velocity, and eps_hat the
-    predicted noise. e, the standard deviation of the fresh noise, is `sqrt((s - s') g^2)`.
+    """Returns the coefficients (a, b, 0, 0, e) of `x' = a x + b x0_hat + e noise`, an Euler step of
+    `dx = (v + g^2 / (2 s) eps_hat) ds + g dw`, an SDE with the marginals of the flow. v is the
+    predicted velocity, and eps_hat the predicted noise. e is `sqrt((s - s') g^2)`. The zeros are
+    for earlier predictions.
 
     Args:
         sigma: The sigma s before the step, above 0.

@@ -78,8 +78,8 @@ class Backbone:
             guidance: guidance scale, a scalar, for networks that take it as an input
                 (FLUX.1-dev). Other networks ignore it.
             fp8_attention: whether attention is computed in FP8: queries, keys, values and result
-                are in E4M3. It has no gradient. Accelerators without FP8 attention compute in BF16
-                from the rounded inputs. Only where `pipeline.attends_in_fp8` is set.
+                are in E4M3. No gradient may be taken. Accelerators without FP8 attention compute in
+                BF16 from the rounded inputs. Only where `pipeline.attends_in_fp8` is set.
 
         Returns:
             The velocity, of the shape of `latent`.

@@ -141,8 +141,8 @@ class Pipeline(abc.ABC):
             timestep: `1000 * sigma` of each latent, where the noise level sigma lies in [0, 1].
             guidance: guidance scale, a scalar. Ignored by networks that do not take it as an input.
             fp8_attention: whether attention is computed in FP8: queries, keys, values and result
-                are in E4M3. It has no gradient. Accelerators without FP8 attention compute in BF16
-                from the rounded inputs. Only where `attends_in_fp8` is set.
+                are in E4M3. No gradient may be taken. Accelerators without FP8 attention compute in
+                BF16 from the rounded inputs. Only where `attends_in_fp8` is set.
 
         Returns:
             The velocity, of the shape of `latent`. It is one evaluation of the network, without

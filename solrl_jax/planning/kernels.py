@@ -361,7 +361,7 @@ def _first_result(step: Instruction) -> Array:
 def _is_workspace(step: Instruction, result: int) -> bool:
     """Returns whether a result of an instruction is only scratch memory of a library function.
 
-    That is a result of 8-bit integers, other than the first one, of a call of such a function.
+    That is a result of 8-bit integers, other than the first one, of a custom call.
 
     Args:
         step: The instruction.

@@ -452,10 +452,11 @@ class _Head:
         self.group_size = min(power_of_two(math.prod(blocks.size), MIN_GROUP), MAX_GROUP)
 
     def loaders(self, refs: Sequence[Any]) -> list[Callable[[Any], Array]]:
-        """Returns functions that compute q, k and v of a group of tokens.
+        """Returns functions that compute q, k (both before their ReLU) and v of a group of tokens.
 
         Args:
-            refs: The references to the arrays in memory: those of q, then of k, then of v.
+            refs: The references to the arrays in memory: those of q, then of k, then of v, as many
+                for each as its entry of `first_columns` has columns.
 
         Returns:
             Three functions, for q, k and v, from a group (a pair of token indices and whether they

@@ -225,8 +225,8 @@ def _public(value: Any) -> Any:
     """Returns a value of a setting with absolute paths cut to their last part, for publication.
 
     Args:
-        value: A value of JSON, which is not changed. Texts in lists and in the values of dicts are
-            cut too.
+        value: A value of JSON, which is not changed. A text that begins with "/" is cut, also in
+            lists and in the values of dicts. URLs, and paths within a longer text, stay.
     """
     if isinstance(value, str):
         return Path(value).name if Path(value).is_absolute() else value

@@ -39,14 +39,15 @@ class Saver:
 
         When this returns, the arrays of `state` have been copied and may be overwritten. The thread
         writes the copies, and then removes checkpoints that are neither among the newest nor among
-        the best that the saver keeps. A second call in a row for the same iteration saves nothing,
-        unless the first save failed.
+        the best that the saver keeps. A second call in a row for the same iteration saves nothing.
+        If the first save failed, the second call raises, and a third one saves again.
 
         Args:
             iteration: The number of complete iterations, which names the directory.
             state: A pytree of jax arrays, such as `TrainState`. Random keys are not accepted.
             meta: JSON values by name that are saved with the state. Those of the first process
-                count.
+                count. `meta["evaluation"]["eval/reward"]` decides which checkpoints are the best;
+                one without it is never among them.
 
         Raises:
             RunError: If the disk refused the previous save, which is then not retried, or refuses

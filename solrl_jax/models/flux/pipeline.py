@@ -152,8 +152,8 @@ class FluxPipeline(Pipeline):
             guidance: guidance scale, a scalar, for example 3.5. FLUX.1-schnell, whose transformer
                 does not embed it, ignores it.
             fp8_attention: whether attention is computed in FP8: queries, keys, values and result
-                are in E4M3. It has no gradient. Accelerators without FP8 attention compute in BF16
-                from the rounded inputs.
+                are in E4M3. No gradient may be taken. Accelerators without FP8 attention compute in
+                BF16 from the rounded inputs.
 
         Returns:
             The velocity, of the shape of `latent`.

@@ -153,8 +153,8 @@ class FluxTransformer2DModel(nnx.Module):
             guidance: guidance scale of each latent, for example 3.5, if the configuration sets
                 `guidance_embeds`; otherwise None.
             fp8_attention: whether attention is computed in FP8: queries, keys, values and result
-                are in E4M3. It has no gradient. Accelerators without FP8 attention compute in BF16
-                from the rounded inputs.
+                are in E4M3. No gradient may be taken. Accelerators without FP8 attention compute in
+                BF16 from the rounded inputs.
 
         Returns:
             The velocity, in the dtype of `latent`: out is a quarter of the output features of a
@@ -239,8 +239,8 @@ class FluxSingleBlock(nnx.Module):
             rotation: cosines and sines of the rotary angles of the s positions: two float32 arrays
                 [b or 1, s, head_dim / 2].
             fp8_attention: whether attention is computed in FP8: queries, keys, values and result
-                are in E4M3. It has no gradient. Accelerators without FP8 attention compute in BF16
-                from the rounded inputs.
+                are in E4M3. No gradient may be taken. Accelerators without FP8 attention compute in
+                BF16 from the rounded inputs.
 
         Returns:
             The tokens after the block, of the shape and dtype of `x`.

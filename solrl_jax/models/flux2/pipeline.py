@@ -154,8 +154,8 @@ class Flux2KleinPipeline(Pipeline):
             timestep: `1000 * sigma` of each latent, where the noise level sigma lies in [0, 1].
             guidance: ignored: the transformer takes no guidance scale.
             fp8_attention: whether attention is computed in FP8: queries, keys, values and result
-                are in E4M3. It has no gradient. Accelerators without FP8 attention compute in BF16
-                from the rounded inputs.
+                are in E4M3. No gradient may be taken. Accelerators without FP8 attention compute in
+                BF16 from the rounded inputs.
 
         Returns:
             The velocity, of the shape of `latent`.

@@ -74,8 +74,8 @@ def attend(
         key_lengths: The number of leading keys of the sequence that each sample attends to, at
             least 1. None: all. Ignored with `fp8_attention`.
         fp8_attention: Whether attention is computed in FP8: queries, keys, values and result are in
-            E4M3. It has no gradient. Accelerators without FP8 attention compute in BF16 from the
-            rounded inputs.
+            E4M3. No gradient may be taken. Accelerators without FP8 attention compute in BF16 from
+            the rounded inputs.
 
     Returns:
         The attended values [b, sum of s_i, d], heads side by side: in E4M3 if `fp8_attention` is
@@ -194,8 +194,8 @@ class SelfAttention(QKVProjection):
             key_lengths: The number of leading tokens that each sample attends to, at least 1. None:
                 all. Ignored with `fp8_attention`.
             fp8_attention: Whether attention is computed in FP8: queries, keys, values and result
-                are in E4M3. It has no gradient. Accelerators without FP8 attention compute in BF16
-                from the rounded inputs.
+                are in E4M3. No gradient may be taken. Accelerators without FP8 attention compute in
+                BF16 from the rounded inputs.
 
         Returns:
             The output [b, s, d] in the dtype of `x`; but in E4M3 with `fp8_attention` and without
@@ -269,8 +269,8 @@ class JointAttention(QKVProjection):
             rotation: Cosines and sines of the rotary angles of the l + n positions, text first: two
                 float32 arrays [b or 1, l + n, head_dim / 2]. None: no rotation.
             fp8_attention: Whether attention is computed in FP8: queries, keys, values and result
-                are in E4M3. It has no gradient. Accelerators without FP8 attention compute in BF16
-                from the rounded inputs.
+                are in E4M3. No gradient may be taken. Accelerators without FP8 attention compute in
+                BF16 from the rounded inputs.
 
         Returns:
             The outputs for the text (None if this is the `last` layer) and for the image, each in
@@ -333,8 +333,8 @@ class ParallelAttention(nnx.Module):
             rotation: Cosines and sines of the rotary angles of the s positions: two float32 arrays
                 [b or 1, s, head_dim / 2].
             fp8_attention: Whether attention is computed in FP8: queries, keys, values and result
-                are in E4M3. It has no gradient. Accelerators without FP8 attention compute in BF16
-                from the rounded inputs.
+                are in E4M3. No gradient may be taken. Accelerators without FP8 attention compute in
+                BF16 from the rounded inputs.
 
         Returns:
             The output [b, s, d] in the dtype of `x`. The input is not added.

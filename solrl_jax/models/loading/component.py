@@ -101,8 +101,8 @@ class Component:
         Raises:
             FileNotFoundError: a file is missing.
             ValueError: the header of a file or an index of files cannot be read; or tensors are
-                missing, unexpected, stored twice, or of another shape or dtype than the network
-                takes. The message lists all such tensors.
+                missing, unexpected, stored twice, of another shape than in the network, or of a
+                dtype other than BF16, F16, F32 and F64. The message lists all such tensors.
         """
         self.locate(self.source, self.state)
 

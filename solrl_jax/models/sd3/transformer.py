@@ -136,8 +136,8 @@ class SD3Transformer2DModel(nnx.Module):
                 dtype of `latent`.
             timestep: `1000 * sigma` of each latent, in [0, 1000].
             fp8_attention: whether attention is computed in FP8: queries, keys, values and result
-                are in E4M3. It has no gradient. Accelerators without FP8 attention compute in BF16
-                from the rounded inputs.
+                are in E4M3. No gradient may be taken. Accelerators without FP8 attention compute in
+                BF16 from the rounded inputs.
 
         Returns:
             The velocity, in the dtype of `latent`: out is `config.features_out`.
