@@ -141,7 +141,8 @@ class Model(Section):
     A leading `~` is expanded in all paths of the configuration.
 
     Attributes:
-        name: The name of the model's file in `configs/model/`, e.g. "sana". Any text for a model
+        name: The name of the model's file in `configs/model/`, e.g. "sana", by which
+            `explore=NAME` and `mesh=auto` find what is known of the model. Any text for a model
             that has none.
         path: The weights: a directory in the layout of diffusers, the name of a repository on the
             Hugging Face hub, or "embedded:NAME" for a pipeline inside this package.
@@ -699,7 +700,8 @@ class Train(Section):
             them are used.
         parameters: What is trained. "adapters": the LoRA adapters. "all": all parameters of the
             transformer, without adapters. Any other text is a regular expression: parameters whose
-            whole path matches it are trained in full, and the other targets of `lora` get adapters.
+            whole path, such as "transformer_blocks/attn2/to_k/kernel" (one for all blocks), matches
+            it are trained in full, and the other targets of `lora` get adapters.
     """
 
     iterations: PositiveInt = 1000

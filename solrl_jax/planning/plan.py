@@ -381,9 +381,9 @@ def arrays(tree: Any) -> list[Any]:
 def faster(planner: Planner, left: dict[str, int]) -> dict[str, str]:
     """Suggests settings with which an iteration may take less time.
 
-    There are two: the exploration format "auto", if the device can only emulate the present one;
-    and `model.gradient_checkpointing=matmuls` in place of "blocks", if the update leaves more than
-    half of the memory free.
+    There are two: `rollout.explore.precision=auto`, if the device can only emulate the present
+    format; and `model.gradient_checkpointing=matmuls`, if the configuration says "blocks" (not
+    "auto") and the update leaves more than half of the memory free.
 
     Args:
         planner: The planner, for its configuration, device and usable memory.
