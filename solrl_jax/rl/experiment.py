@@ -113,7 +113,7 @@ class Experiment:
 
         Args:
             size: Height and width in pixels, and the number of frames of clips. Whether the model
-            supports them is not checked here.
+                supports them is not checked here.
 
         Returns:
             This object if it has that size already. Otherwise an experiment that shares everything

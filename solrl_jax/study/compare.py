@@ -373,7 +373,7 @@ def speed_up(pairs: Sequence[tuple[Course, Course]], part: float) -> Estimate:
         faster), and its standard error. The ratio is NaN without pairs, if an arm does not reach
         the reward, or if the second arm gains nothing, and infinite if the first arm starts at the
         reward. The standard error is NaN for fewer than two
-        pairs, or if the ratio is NaN with some seed left out.
+        pairs, or if the ratio is not finite with some seed left out.
     """
 
     def mean_curve(courses: Sequence[Course]) -> tuple[Evaluated, Evaluated]:
@@ -396,6 +396,8 @@ def speed_up(pairs: Sequence[tuple[Course, Course]], part: float) -> Estimate:
     if n == 1:
         return ratio(pairs), float("nan")
     without_one = np.array([ratio([*pairs[:i], *pairs[i + 1 :]]) for i in range(n)])
+    if not np.isfinite(without_one).all():
+        return ratio(pairs), float("nan")
     squares = np.square(without_one - without_one.mean()).sum()
     return ratio(pairs), float(np.sqrt((n - 1) / n * squares))
 

@@ -128,7 +128,7 @@ def test_forward_and_input_gradient_equal_diffusers(case):
 def test_attention_among_the_tokens_runs_in_fp8():
     """The rounding shows, and does no more; the attention to the text alone stays exact."""
     theirs = reference_model({})
-    x = inputs({}, (2, 4, 6))
+    x = jax.tree.map(jnp.asarray, inputs({}, (2, 4, 6)))
     graphdef, _, params = port(theirs, {})
 
     def run(params, fp8_attention):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -68,7 +69,7 @@ def train(config, stop_in=None):
 
 
 def arrays(config):
-    path = checkpoint.candidates(trainer.Path(config.run.dir) / "checkpoints")[0]
+    path = checkpoint.candidates(Path(config.run.dir) / "checkpoints")[0]
     state, _ = checkpoint.restore(path, state_shapes(build(config)))
     return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
 
@@ -114,7 +115,7 @@ def test_a_run_resumes_from_the_cache(server, tmp_path, capsys):
     with pytest.raises(InputError, match="holds another run"):
         train(judged(config.run.dir, server.url, tmp_path / "cache", "yes", other))
     page = tmp_path / "report.html"
-    report.write([trainer.Path(config.run.dir)], page)
+    report.write([Path(config.run.dir)], page)
     text = page.read_text()
     assert "judge: requests per iteration" in text
     assert "judge: seconds waited per iteration" in text

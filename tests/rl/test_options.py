@@ -327,7 +327,7 @@ def test_nothing_else_knows_an_option_by_name():
     imports a option's file.
     """
     name = re.compile(
-        r"\b(exact_steps|correction|preview|fitted_table|Corrected|Probe)\b|sigmas =="
+        r"\b(exact_steps|correction_rank|preview|fitted_table|Corrected|Probe)\b|explore\.sigmas =="
     )
     readers = [PACKAGE / "runs" / "trainer.py", PACKAGE / "runs" / "record.py"]
     readers += [path for room in ("rl", "diffusion") for path in (PACKAGE / room).glob("*.py")]
