@@ -8,7 +8,7 @@ do not say how other images would score.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from solrl_jax.errors import InputError
 from solrl_jax.rl.fidelity import mean_true_rank
 from solrl_jax.runs import ledger
+from solrl_jax.runs.directory import read_run
 from solrl_jax.runs.metrics import by_iteration, read
 from solrl_jax.study.cost import Prices, evaluations
 from solrl_jax.study.plan import Run
@@ -69,7 +70,8 @@ def read_course(run: Run, prices: Prices) -> Course:
     exploration, which its ledger says.
 
     Args:
-        run: The run, trained and evaluated to the end.
+        run: The run, trained and evaluated to the end. Its settings are read from the `config.yaml`
+            in its directory, which has the number of prompts that it took.
         prices: The seconds of each kind of work.
 
     Returns:
@@ -78,10 +80,13 @@ def read_course(run: Run, prices: Prices) -> Course:
     Raises:
         InputError: If the metrics have no finite held-out reward at an evaluation, or if the ledger
             of an iteration is missing, cannot be read or has another number of rows than
-            `train.num_prompts` times `rollout.candidates`.
+            `train.num_prompts` times `rollout.candidates`; or if the `config.yaml` is missing or
+            cannot be read.
+        ConfigError: If the `config.yaml` is no valid configuration.
     """
-    last = run.config.train.iterations
-    every = run.config.eval.every or last
+    config = read_run(run.folder)
+    last = config.train.iterations
+    every = config.eval.every or last
     rows = by_iteration(read(run.folder))
     evaluated = sorted({0, last, *range(0, last, every)})
     for iteration in evaluated:
@@ -92,25 +97,25 @@ def read_course(run: Run, prices: Prices) -> Course:
             )
     scores = {
         name: np.array([rows[i].get(f"eval/{name}") for i in evaluated], float)
-        for name in _score_names(rows[last], run)
+        for name in _score_names(rows[last], config.reward.weights)
     }
     costs = [0.0]
     network_evaluations = 0
     ranks = []
     for iteration in range(1, last + 1):
         table = ledger.read(run.folder / "ledger", iteration)
-        if len(table) != run.config.train.num_prompts * run.config.rollout.candidates:
+        if len(table) != config.train.num_prompts * config.rollout.candidates:
             raise InputError(
                 f"{run.folder}: its ledger has {len(table)} rows of iteration {iteration}; remove "
                 "the directory, and the run is trained again"
             )
         precision = table["precision"][0].as_py()
         steps = table["steps"][0].as_py()
-        costs.append(costs[-1] + prices.of_iteration(run.config, precision, steps))
-        network_evaluations += evaluations(run.config, precision, steps)
-        ranks.append(true_ranks(table, run.config.rollout.candidates, run.config.rollout.kept))
+        costs.append(costs[-1] + prices.of_iteration(config, precision, steps))
+        network_evaluations += evaluations(config, precision, steps)
+        ranks.append(true_ranks(table, config.rollout.candidates, config.rollout.kept))
     fidelity = {}
-    if run.config.rollout.regenerate:
+    if config.rollout.regenerate:
         spearman = [rows.get(i, {}).get("fidelity/spearman") for i in range(1, last + 1)]
         fidelity = {
             "spearman": np.array(spearman, float),
@@ -118,7 +123,7 @@ def read_course(run: Run, prices: Prices) -> Course:
             "worst": np.array(ranks)[:, 1],
         }
     return Course(
-        seed=run.config.seed,
+        seed=config.seed,
         iterations=np.array(evaluated),
         cost=np.array(costs)[evaluated],
         scores=scores,
@@ -127,14 +132,14 @@ def read_course(run: Run, prices: Prices) -> Course:
     )
 
 
-def _score_names(row: Mapping[str, Any], run: Run) -> list[str]:
+def _score_names(row: Mapping[str, Any], trained: Collection[str]) -> list[str]:
     """Returns the names of the scores that an evaluation recorded, "reward" first.
 
     Args:
         row: The metrics of the evaluation by name. A score NAME is recorded if there is a key
             "eval/NAME/standard_error".
-        run: The run. If it trains on a single reward, that reward's own score is left out, because
-            it equals "reward".
+        trained: The names of the scores that the run trains on. The score of a single one is left
+            out, because it equals "reward".
 
     Returns:
         The names, after "reward" in the order of `row`.
@@ -145,7 +150,6 @@ def _score_names(row: Mapping[str, Any], run: Run) -> list[str]:
         for key in row
         if key.startswith("eval/") and key.endswith(suffix)
     ]
-    trained = run.config.reward.weights
     repeated = set(trained) if len(trained) == 1 else set()
     return ["reward", *(name for name in names if name not in repeated | {"reward"})]
 
@@ -372,8 +376,8 @@ def speed_up(pairs: Sequence[tuple[Course, Course]], part: float) -> Estimate:
         A tuple: the cost of the second arm divided by that of the first (above 1 where the first is
         faster), and its standard error. The ratio is NaN without pairs, if an arm does not reach
         the reward, or if the second arm gains nothing, and infinite if the first arm starts at the
-        reward. The standard error is NaN for fewer than two
-        pairs, or if the ratio is not finite with some seed left out.
+        reward. The standard error is NaN for fewer than two pairs, or if the ratio is not finite
+        with some seed left out.
     """
 
     def mean_curve(courses: Sequence[Course]) -> tuple[Evaluated, Evaluated]:
@@ -387,8 +391,10 @@ def speed_up(pairs: Sequence[tuple[Course, Course]], part: float) -> Estimate:
         if gain <= 0:
             return float("nan")
         level = other_reward[0] + part * gain
-        own = reached(cost, reward, level)
-        return reached(other_cost, other_reward, level) / own if own else float("inf")
+        first_cost = reached(cost, reward, level)
+        if first_cost == 0:
+            return float("inf")
+        return reached(other_cost, other_reward, level) / first_cost
 
     if not pairs:
         return float("nan"), float("nan")

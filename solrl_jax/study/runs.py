@@ -40,7 +40,8 @@ def finished(run: Run) -> bool:
 
     Raises:
         InputError: If the `config.yaml` in the directory, or a prompt set, cannot be read.
-        ConfigError: If that file is no valid configuration.
+        ConfigError: If that file is no valid configuration, or if no number of prompts up to those
+            of the training set agrees with the other settings of `run.config`.
     """
     if not is_run(run.folder):
         return False
@@ -62,6 +63,8 @@ def _with_available_prompts(config: Config) -> Config:
 
     Raises:
         InputError: If a prompt set cannot be read.
+        ConfigError: If no number of prompts up to those of the training set agrees with the other
+            settings.
     """
     train_prompts, test_prompts = load_prompt_sets(config)
     return fit_prompt_counts(config, len(train_prompts), len(test_prompts))[0]
@@ -88,8 +91,10 @@ def train(
         trained all the same.
 
     Raises:
-        InputError: If the configuration of an existing run directory cannot be read.
-        ConfigError: If that configuration is invalid.
+        InputError: If the configuration of an existing run directory, or the prompt sets of a run
+            whose directory has another configuration, cannot be read.
+        ConfigError: If the configuration of an existing run directory is invalid, or if no number
+            of prompts that there are agrees with the other settings of its run.
         RunError: If the output of a run cannot be written to the disk. The other runs are stopped.
         KeyboardInterrupt: After Ctrl-C. The running processes are stopped, and save their last
             complete iteration.

@@ -11,7 +11,7 @@ import pytest
 from solrl_jax.errors import InputError
 from solrl_jax.rl.experiment import load_prompt_sets
 from solrl_jax.study import page, summary
-from solrl_jax.study.compare import at_cost, estimate, reached
+from solrl_jax.study.compare import at_cost, estimate, reached, read_course
 from solrl_jax.study.cost import Prices
 from solrl_jax.study.plan import runs_of
 from solrl_jax.study.runs import finished
@@ -123,6 +123,17 @@ def test_a_run_with_all_prompts_that_there_are_is_finished(tmp_path):
         write_run(dataclasses.replace(run, config=config), REWARDS["sol"][0])
         assert finished(run) == ended
         shutil.rmtree(run.folder)
+
+
+def test_a_run_is_priced_with_the_training_prompts_that_there_are(tmp_path):
+    (tmp_path / "two.txt").write_text("a red disc\na blue disc\n")
+    asked = (f"prompts.train={tmp_path / 'two.txt'}", "train.num_prompts=3")
+    (run,) = runs_of(plan_of({"sol": (*ARMS["sol"], *asked)}, seeds=(0,)), tmp_path, False, ())
+    fitted = dataclasses.replace(run.config.train, num_prompts=2)
+    trained = dataclasses.replace(run, config=dataclasses.replace(run.config, train=fitted))
+    write_run(trained, REWARDS["sol"][0])
+    assert finished(run)
+    assert read_course(run, PRICES).cost.tolist() == [0, 2 * SOL, 4 * SOL]
 
 
 def test_an_arm_that_starts_there_is_infinitely_faster(tmp_path):
