@@ -68,7 +68,7 @@ def configuration(
         _refuse_other_parameters(target, saved, config)
         if not trust:
             _refuse_foreign_rewards(target, saved, config, overrides)
-            _refuse_foreign_objective(target, config, overrides)
+            _refuse_foreign_objective(target, saved, config, overrides)
         return config, run_path(target)
     if target in preset_names():
         return resolve(target, overrides), None
@@ -134,24 +134,30 @@ def _refuse_foreign_rewards(
         )
 
 
-def _refuse_foreign_objective(target: str, config: Config, overrides: tuple[str, ...]) -> None:
+def _refuse_foreign_objective(
+    target: str, saved: Config, config: Config, overrides: tuple[str, ...]
+) -> None:
     """Checks that a run directory names no objective outside of the package.
 
     An objective that the overrides name is the user's choice and accepted.
 
     Args:
         target: The run directory, for the message.
-        config: Its configuration with the overrides, of which `algorithm.objective` is checked.
+        saved: The configuration that the run was trained with.
+        config: The configuration `saved` with the overrides applied, of which `algorithm.objective`
+            is checked.
         overrides: The user's overrides, of the form `key=value`.
 
     Raises:
-        InputError: If the objective is "module:function" and no override sets
-            `objective` or `algorithm.objective`.
+        InputError: If the objective is "module:function" and the overrides do not name it.
     """
     objective = config.algorithm.objective
-    names = {text.partition("=")[0].strip() for text in overrides}
-    chosen_by_user = not names.isdisjoint({"objective", "algorithm.objective"})
-    if is_plugin(objective) and not chosen_by_user:
+    if not is_plugin(objective):
+        return
+    # nft stands for any objective of the package.
+    algorithm = dataclasses.replace(saved.algorithm, objective="nft")
+    without_objective = dataclasses.replace(saved, algorithm=algorithm)
+    if override(without_objective, overrides).algorithm.objective != objective:
         raise InputError(
             f"{target}: trains with {objective}, which is not part of the package; use trust=True "
             "if you trust whoever wrote the directory, or name an objective of the package: "

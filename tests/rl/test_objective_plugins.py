@@ -48,6 +48,12 @@ def test_a_run_directory_runs_no_objective_that_is_not_trusted(tmp_path):
     assert configuration(str(tmp_path), (), None, trust=True)[0].algorithm.objective == NAME
     own, _ = configuration(str(tmp_path), ("algorithm.objective=nft",), None, trust=False)
     assert own.algorithm.objective == "nft"
-    for chosen in (f"objective={NAME}", f"algorithm.objective = {NAME}"):
+    for chosen in (
+        f"objective={NAME}",
+        f"algorithm.objective = {NAME}",
+        f"algorithm={{objective: {NAME}}}",
+    ):
         own, _ = configuration(str(tmp_path), (chosen,), None, trust=False)
         assert own.algorithm.objective == NAME
+    with pytest.raises(InputError, match=rf"trains with {NAME}, .* trust=True"):
+        configuration(str(tmp_path), ("algorithm.beta=0.5",), None, trust=False)
