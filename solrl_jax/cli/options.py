@@ -19,9 +19,19 @@ overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE].
 class _Path(click.Path):
     """The click type of an option that is a path. A leading `~` is expanded.
 
-    It differs from `click.Path` in that, and in that it refuses an empty path and the URL of an
-    object store.
+    It differs from `click.Path` in that, in that it refuses an empty path, and in what it does with
+    the URL of a directory in an object store: for a run directory the value is a `StorePath`, and
+    for other paths the URL is refused.
     """
+
+    def __init__(self, *, is_run: bool = False) -> None:
+        """Creates the type.
+
+        Args:
+            is_run: Whether the path is a run directory, which may be in an object store.
+        """
+        super().__init__(path_type=Path)
+        self._is_run = is_run
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Converts the text of an option to a path. A leading `~` or `~USER` is expanded.
@@ -32,42 +42,20 @@ class _Path(click.Path):
             ctx: The context of click, for error messages.
 
         Returns:
-            The path: a `pathlib.Path` for the type `PATH`.
+            A `StorePath` if the text begins with gs:// or s3://, otherwise a `pathlib.Path`.
 
         Raises:
-            click.BadParameter: If the text is empty, the URL of an object store, or not a possible
-                path.
+            click.BadParameter: If the text is empty, the URL of an object store for a path that is
+                no run directory, or not a possible path.
+            InputError: If it is a URL without a bucket for a run directory.
         """
         if value == "":
             self.fail("expected a path; an empty one would be the working directory", param, ctx)
         if isinstance(value, str) and is_url(value):
+            if self._is_run:
+                return run_path(value)
             self.fail(f"{value}: must be on this machine; only a run may be in a store", param, ctx)
         return super().convert(TARGET.convert(value, param, ctx), param, ctx)
-
-
-class _RunPath(_Path):
-    """The click type of an argument that is a run directory: a path of this machine, or the URL of
-    a directory in an object store.
-    """
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Converts the text of an argument to a path. A leading `~` or `~USER` is expanded.
-
-        Args:
-            value: The text that the user gave.
-            param: The argument, which error messages name.
-            ctx: The context of click, for error messages.
-
-        Returns:
-            A `StorePath` if the text begins with gs:// or s3://, otherwise a `pathlib.Path`.
-
-        Raises:
-            click.BadParameter: If the text is empty or not a possible path.
-            InputError: If it is a URL without a bucket.
-        """
-        if isinstance(value, str) and is_url(value):
-            return run_path(value)
-        return super().convert(value, param, ctx)
 
 
 class _Target(click.ParamType):
@@ -100,8 +88,8 @@ class _Target(click.ParamType):
             self.fail(f"{value}: {error}", param, ctx)
 
 
-PATH = _Path(path_type=Path)
-RUN_PATH = _RunPath(path_type=Path)
+PATH = _Path()
+RUN_PATH = _Path(is_run=True)
 TARGET = _Target()
 
 

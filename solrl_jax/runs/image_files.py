@@ -8,7 +8,6 @@ import. Nothing here opens a window.
 """
 
 import bisect
-import io
 import json
 import math
 import warnings
@@ -24,7 +23,7 @@ from solrl_jax.errors import InputError, first_line
 from solrl_jax.storage.files import atomic
 from solrl_jax.storage.images import to_uint8
 from solrl_jax.storage.readers import parse_json
-from solrl_jax.storage.stores import RunPath, StorePath
+from solrl_jax.storage.stores import RunPath
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -177,12 +176,11 @@ def read_grid(path: RunPath) -> list[tuple["Image", dict[str, Any]]]:
     try:
         if not path.is_file():
             raise ValueError("not a regular file")
-        with warnings.catch_warnings():
-            # The grid of a run may be as large as Pillow's limit.
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            file = io.BytesIO(path.read_bytes()) if isinstance(path, StorePath) else path
-            sheet = Image.open(file, formats=["PNG"])
-        with sheet:
+        with path.open("rb") as file:
+            with warnings.catch_warnings():
+                # The grid of a run may be as large as Pillow's limit.
+                warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+                sheet = Image.open(file, formats=["PNG"])
             cells = parse_json(getattr(sheet, "text", {}).get(_CELLS, "[]"))
             boxes = []
             for cell in cells:

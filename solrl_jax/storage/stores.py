@@ -14,10 +14,11 @@ needs no temporary name, and a directory of several files counts once its last f
 import contextlib
 import dataclasses
 import fnmatch
+import io
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import Any
 
 from solrl_jax.errors import InputError, RunError, first_line
 
@@ -185,15 +186,11 @@ class StorePath:
         with self._requests():
             return _client(self.scheme).cat_file(str(self.key))
 
-    @contextlib.contextmanager
-    def open(self, mode: str = "rb") -> Iterator[IO[bytes]]:
-        """Opens the object for reading, as a context manager.
+    def open(self, mode: str = "rb") -> io.BytesIO:
+        """Reads the whole object, and returns its content as a binary stream.
 
         Args:
             mode: "rb". A store has no files that are written piece by piece.
-
-        Yields:
-            A binary stream.
 
         Raises:
             FileNotFoundError: If there is no such object.
@@ -201,8 +198,7 @@ class StorePath:
         """
         if mode != "rb":
             raise ValueError(f"mode={mode!r}: objects are opened for reading only")
-        with self._requests(), _client(self.scheme).open(str(self.key), mode) as stream:
-            yield stream
+        return io.BytesIO(self.read_bytes())
 
     def write_bytes(self, data: bytes) -> None:
         """Writes the object at once. An older one is replaced.
