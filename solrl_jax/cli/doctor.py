@@ -55,6 +55,7 @@ EXTRAS = {
     "judge": "openai",
     "convert": "torch",
     "wandb": "wandb",
+    "stores": "s3fs",
 }  # a package that each extra brings
 DRIVER = Path("/proc/driver/nvidia/version")  # is there where NVIDIA's driver is loaded
 
@@ -491,7 +492,8 @@ def table(summary: dict[str, Any]) -> str:
             result of `proposal`.
 
     Returns:
-        One line per subject. The last ones list what is missing, or say "nothing".
+        Lines of the form "SUBJECT TEXT". The last ones have the subject "missing": one line for
+        each problem, or a single line with the text "nothing".
     """
     versions = summary["versions"]
     devices = summary["devices"]
