@@ -141,9 +141,9 @@ class Model(Section):
     A leading `~` is expanded in all paths of the configuration.
 
     Attributes:
-        name: The name of the model's file in `configs/model/`, e.g. "sana", by which
-            `explore=NAME` and `mesh=auto` find what is known of the model. Any text for a model
-            that has none.
+        name: The name of the model's file in `configs/model/`, e.g. "sana". `explore=NAME` and
+            `mesh=auto` look up the settings of the model by this name. Any other text is accepted
+            for a model without a file, for which there are no such settings.
         path: The weights: a directory in the layout of diffusers, the name of a repository on the
             Hugging Face hub, or "embedded:NAME" for a pipeline inside this package.
         height: Image height in pixels, 1 to 16384, unless `rollout.size` or `eval.size` is set.

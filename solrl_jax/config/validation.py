@@ -64,7 +64,7 @@ def describe_error(
     root: str = "configuration",
     describe_unknown_key: Callable[[str], str] | None = None,
 ) -> str | None:
-    """Turns an error of pydantic into a message "FIELD=VALUE: what is accepted".
+    """Formats an error of pydantic as a message such as "lora.rank=0: must be at least 1".
 
     Args:
         error: An entry of the list that `pydantic.ValidationError.errors()` returns.

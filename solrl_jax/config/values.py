@@ -24,9 +24,9 @@ from pydantic import (
 class ConfigError(ValueError):
     """The error for a configuration that cannot be used.
 
-    Its message is one line. It names the field at fault, its value (unless that may hold a secret)
-    and what is accepted; several fields are separated by "; ". Of the rules between fields, only
-    the first broken one is named.
+    The message is one line. For each invalid field it gives the name, the value (unless that may
+    hold a secret) and the accepted values, with "; " between fields. If several rules between
+    fields are broken, it reports only the first.
     """
 
     @classmethod
