@@ -1,30 +1,60 @@
-"""`AutoencoderKLWan` against diffusers, which decodes frame by frame; outputs and gradients to
-1e-5. Qwen-Image's autoencoder, the same network for one frame, has its own tests.
+"""The autoencoder of Wan, and that of Qwen-Image, which is the same network for one frame, against
+diffusers, which decodes frame by frame; outputs and gradients to 1e-5.
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
 
+import diffusers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderKLWan as TorchAutoencoder
 from flax import nnx
 from pretrain.networks import to_torch
 
-from solrl_jax.models.autoencoders.wan import (
-    AutoencoderKLWan,
-    AutoencoderKLWanConfig,
-    open_autoencoder,
-)
+from solrl_jax.models.autoencoders import wan
 from solrl_jax.models.loading.weights import parameter_table
+from solrl_jax.models.qwen_image import autoencoder as qwen_image
+from tests import carried
 from tests.cases import first_is_quick
 from tests.parity import from_torch, parameter_count, relative
-from tests.pipelines import WAN_VAE
+from tests.pipelines import QWEN_IMAGE_VAE, WAN_VAE
 
 TOLERANCE = 1e-5
-CASES = {  # name: (changes to the config, frames, height and width of the latent)
+
+
+class Port(NamedTuple):
+    """An autoencoder here and in diffusers."""
+
+    network: type
+    config: type
+    open_autoencoder: Callable
+    reference: type
+    fields: dict  # a small configuration
+    temporal: bool  # whether it decodes clips
+
+
+WAN = Port(
+    wan.AutoencoderKLWan,
+    wan.AutoencoderKLWanConfig,
+    wan.open_autoencoder,
+    diffusers.AutoencoderKLWan,
+    WAN_VAE,
+    temporal=True,
+)
+QWEN_IMAGE = Port(
+    qwen_image.AutoencoderKLQwenImage,
+    qwen_image.AutoencoderKLQwenImageConfig,
+    qwen_image.open_autoencoder,
+    diffusers.AutoencoderKLQwenImage,
+    QWEN_IMAGE_VAE,
+    temporal=False,
+)
+both = pytest.mark.parametrize("port", [WAN, QWEN_IMAGE], ids=["wan", "qwen-image"])
+WAN_CASES = {  # name: (changes to the config; frames, height and width of the latent)
     "two temporal upsamplings": ({}, (4, 2, 3)),
     "one frame": ({}, (1, 3, 2)),
     "as released": (
@@ -46,12 +76,16 @@ CASES = {  # name: (changes to the config, frames, height and width of the laten
         (2, 1, 2),
     ),
 }
+QWEN_IMAGE_CASES = {  # the same without frames
+    "two resolutions": ({}, (3, 4)),
+    "one resolution": ({"dim_mult": [2], "temperal_downsample": []}, (5, 2)),
+}
 
 
-def torch_model(config, seed=0):
+def torch_model(port, fields, seed=0):
     """diffusers' model with no weight as it was initialised."""
     torch.manual_seed(seed)
-    model = TorchAutoencoder(**config).eval().requires_grad_(False)
+    model = port.reference(**fields).eval().requires_grad_(False)
     for name, p in model.named_parameters():
         if name.endswith("gamma"):
             p.normal_(1.0, 0.3)
@@ -62,49 +96,60 @@ def torch_model(config, seed=0):
     return model
 
 
-def decoded_tensors(model):
+def decoded_tensors(port, model):
     """Those that decoding reads."""
-    encoder = ("encoder.", "quant_conv.")
-    return {n: t for n, t in model.state_dict().items() if not n.startswith(encoder)}
+    return {
+        name: t
+        for name, t in model.state_dict().items()
+        if not name.startswith(("encoder.", "quant_conv."))
+        and (port.temporal or "time_conv" not in name)
+    }
+
+
+def their_decode(port, model, latent):
+    """Of latents with the channels last, on the scale of the autoencoder."""
+    z = latent if port.temporal else latent[:, None]
+    decoded = model.decode(z.movedim(-1, 1)).sample.movedim(1, -1)
+    return decoded if port.temporal else decoded[:, 0]
 
 
 def normal(seed, *shape):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def channels_first(x):
-    return torch.from_numpy(np.moveaxis(x, -1, 1).copy())
+def split(port, config):
+    return nnx.split(nnx.eval_shape(lambda: port.network(config, rngs=nnx.Rngs(0))))
 
 
-@pytest.mark.parametrize("name", first_is_quick(CASES))
-def test_decode_and_its_gradient_equal_diffusers(name):
-    changes, size = CASES[name]
-    fields = WAN_VAE | changes
-    reference = torch_model(fields)
-    config = AutoencoderKLWanConfig.from_dict(fields)
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: AutoencoderKLWan(config, rngs=nnx.Rngs(0))))
-    tensors = {name: t.numpy() for name, t in decoded_tensors(reference).items()}
+def check_decode_and_its_gradient(port, changes, size):
+    fields = port.fields | changes
+    reference = torch_model(port, fields)
+    config = port.config.from_dict(fields)
+    graphdef, state = split(port, config)
+    tensors = {name: t.numpy() for name, t in decoded_tensors(port, reference).items()}
     params = from_torch(state, tensors)
     latent = normal(2, 2, *size, config.z_dim)
-    frames = (size[0] - 1) * config.temporal_compression + 1
-    weights = normal(4, 2, frames, *(n * config.spatial_compression for n in size[1:]), 3)
+    frames = [(count - 1) * config.temporal_compression + 1 for count in size[:-2]]
+    weights = normal(4, 2, *frames, *(n * config.spatial_compression for n in size[-2:]), 3)
 
     @jax.jit
     def everything(params, latent):
         def decode(latent):
-            return jnp.clip(nnx.merge(graphdef, params).decode(latent), -1, 1)  # as diffusers
+            decoded = nnx.merge(graphdef, params).decode(config.unscale(latent))
+            return jnp.clip(decoded, -1, 1)  # as diffusers
 
         decoded, back = jax.vjp(decode, latent)
         return decoded, back(weights)[0]
 
-    z = channels_first(latent).requires_grad_()
-    decoded = reference.decode(z).sample
-    (decoded * channels_first(weights)).sum().backward()
-    wanted = (np.moveaxis(t.detach().numpy(), 1, -1) for t in (decoded, z.grad))
+    z = torch.from_numpy(latent).requires_grad_()
+    std, mean = (torch.tensor(getattr(reference.config, f"latents_{x}")) for x in ("std", "mean"))
+    decoded = their_decode(port, reference, z * std + mean)
+    (decoded * torch.from_numpy(weights)).sum().backward()
+    wanted = (decoded.detach().numpy(), z.grad.numpy())
     for what, got, want in zip(
-        ("clip", "d latent"), everything(params, latent), wanted, strict=True
+        ("images", "d latent"), everything(params, latent), wanted, strict=True
     ):
-        print(f"{name}: {what} {relative(got, want):.1e}")
+        print(f"{what} {relative(got, want):.1e}")
         assert got.shape == want.shape
         assert relative(want[0], want[1]) > 0.1, f"{what}: hardly depends on the input"
         assert relative(got, want) < TOLERANCE, what
@@ -115,49 +160,92 @@ def test_decode_and_its_gradient_equal_diffusers(name):
         np.testing.assert_array_equal(back[key], tensor, err_msg=key)
 
 
-def test_files_of_diffusers_load(tmp_path):
-    """They have an encoder, which is passed over."""
-    reference = torch_model(WAN_VAE)
+@pytest.mark.parametrize("name", first_is_quick(WAN_CASES))
+def test_decode_of_clips_and_its_gradient_equal_diffusers(name):
+    check_decode_and_its_gradient(WAN, *WAN_CASES[name])
+
+
+@pytest.mark.parametrize("name", first_is_quick(QWEN_IMAGE_CASES))
+def test_decode_of_images_and_its_gradient_equal_diffusers(name):
+    check_decode_and_its_gradient(QWEN_IMAGE, *QWEN_IMAGE_CASES[name])
+
+
+@both
+def test_files_of_diffusers_load(port, tmp_path):
+    """They have an encoder and, for images too, temporal convolutions, which are passed over."""
+    reference = torch_model(port, port.fields)
     reference.save_pretrained(tmp_path)
-    component = open_autoencoder(tmp_path, AutoencoderKLWanConfig.read(tmp_path))
-    latent = normal(0, 1, 2, 1, 2, 4)
+    component = port.open_autoencoder(tmp_path, port.config.read(tmp_path))
+    latent = normal(0, 1, *((2, 1, 2) if port.temporal else (3, 2)), 4)
     decode = jax.jit(lambda p, z: jnp.clip(component(p).decode(z), -1, 1))
     got = decode(component.load(jnp.float32), latent)
-    want = np.moveaxis(reference.decode(channels_first(latent)).sample.numpy(), 1, -1)
+    want = their_decode(port, reference, torch.from_numpy(latent))
     assert relative(got, want) < TOLERANCE
 
 
-def test_the_released_network_has_the_released_tensors_and_keeps_shapes():
-    config = AutoencoderKLWanConfig()
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: AutoencoderKLWan(config, rngs=nnx.Rngs(0))))
+@pytest.mark.parametrize(
+    ("port", "repository", "size", "decoded_size"),
+    [
+        (WAN, carried.WAN, (21, 60, 104), (81, 480, 832)),
+        (QWEN_IMAGE, carried.QWEN_IMAGE, (64, 48), (512, 384)),
+    ],
+    ids=["wan", "qwen-image"],
+)
+def test_the_released_network_has_the_released_tensors_and_keeps_shapes(
+    port, repository, size, decoded_size
+):
+    fields = carried.config(repository, "vae")
+    config = port.config.from_dict(fields)
+    assert config == port.config()
+    graphdef, state = split(port, config)
     with torch.device("meta"):
-        reference = TorchAutoencoder()
-    wanted = {name: tuple(t.shape) for name, t in decoded_tensors(reference).items()}
+        reference = port.reference(**fields)
+    tensors = decoded_tensors(port, reference)
+    wanted = {name: tuple(t.shape) for name, t in tensors.items()}
     assert {name: e.torch_shape for e in parameter_table(state) for name in e.names} == wanted
-    assert parameter_count(state) == sum(t.numel() for t in decoded_tensors(reference).values())
-    latent = jax.ShapeDtypeStruct((2, 21, 60, 104, 16), jnp.bfloat16)
+    assert parameter_count(state) == sum(t.numel() for t in tensors.values())
+    latent = jax.ShapeDtypeStruct((2, *size, 16), jnp.bfloat16)
     decoded = jax.eval_shape(lambda p, z: nnx.merge(graphdef, p).decode(z), state, latent)
-    assert (decoded.shape, decoded.dtype) == ((2, 81, 480, 832, 3), jnp.bfloat16)
+    assert (decoded.shape, decoded.dtype) == ((2, *decoded_size, 3), jnp.bfloat16)
 
 
-def test_config_fields_and_defaults_are_diffusers():
-    theirs = {k: v for k, v in TorchAutoencoder().config.items() if not k.startswith("_")}
-    ours = dataclasses.asdict(AutoencoderKLWanConfig())
+@both
+def test_config_fields_and_defaults_are_diffusers(port):
+    theirs = {k: v for k, v in port.reference().config.items() if not k.startswith("_")}
+    ours = dataclasses.asdict(port.config())
     assert {k: list(v) if isinstance(v, tuple) else v for k, v in ours.items()} == theirs
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("port", "change", "message"),
     [
-        ({"scaling_factor": 0.4}, r"unknown config field\(s\) \['scaling_factor'\]"),
-        ({"is_residual": True}, "is_residual=True; accepted: False"),
-        ({"patch_size": 2}, "patch_size=2; accepted: None"),
-        ({"out_channels": 12}, "out_channels=12; accepted: 3"),
-        ({"scale_factor_temporal": 2}, "scale_factor_temporal=2; accepted: 4, which follows from"),
-        ({"scale_factor_spatial": 16}, "scale_factor_spatial=16; accepted: 4, which follows from"),
-        ({"decoder_base_dim": 3, "dim_mult": [1, 1, 2]}, "dim_mult=.*are even after the first"),
+        (WAN, {"scaling_factor": 0.4}, r"unknown config field\(s\) \['scaling_factor'\]"),
+        (WAN, {"is_residual": True}, "is_residual=True; accepted: False"),
+        (WAN, {"patch_size": 2}, "patch_size=2; accepted: None"),
+        (WAN, {"out_channels": 12}, "out_channels=12; accepted: 3"),
+        (WAN, {"scale_factor_temporal": 2}, "scale_factor_temporal=2; accepted: 4, which follows"),
+        (WAN, {"scale_factor_spatial": 16}, "scale_factor_spatial=16; accepted: 4, which follows"),
+        (
+            WAN,
+            {"decoder_base_dim": 3, "dim_mult": [1, 1, 2]},
+            "dim_mult=.*are even after the first",
+        ),
+        (QWEN_IMAGE, {"base_dim": 3, "dim_mult": [1, 1]}, "dim_mult=.*are even after the first"),
+        (QWEN_IMAGE, {"temperal_downsample": [True, False]}, "temperal_downsample=.*a list of 1"),
+        (QWEN_IMAGE, {"input_channels": 4}, "input_channels=4; accepted: 3"),
+        (
+            QWEN_IMAGE,
+            {"latents_mean": [0.0]},
+            r"latents_mean=\(0.0,\); accepted: a list of z_dim=4",
+        ),
+        (
+            QWEN_IMAGE,
+            {"latents_std": [1.0, 0.0, 1.0, 1.0]},
+            "latents_std=.*accepted: positive numbers",
+        ),
+        (QWEN_IMAGE, {"latents_std": ["x"]}, "latents_std=.*accepted: a list of numbers"),
     ],
 )
-def test_bad_configs_are_refused_by_name(change, message):
+def test_bad_configs_are_refused_by_name(port, change, message):
     with pytest.raises(ValueError, match=message):
-        AutoencoderKLWanConfig.from_dict(WAN_VAE | change)
+        port.config.from_dict(port.fields | change)
