@@ -1,15 +1,16 @@
 """Wan's video autoencoder (arXiv 2503.20314, section 4.1): `AutoencoderKLWan` of diffusers in Flax
 NNX, of which only the decoder is built.
 
-Its convolutions are causal in time: those of a frame read that frame and two before it, and zeros
-before the first one. Temporal upsampling makes two frames of every frame but the first, so that a
-clip of `4 k + 1` frames has `k + 1` latent frames. A clip of one frame is an image: only the last
-of the three temporal slices of each kernel meets numbers other than zero, every convolution is
-two-dimensional, and temporal upsampling has nothing to do. Qwen-Image's autoencoder is this network
-for one frame.
+Its convolutions are causal in time: the output of a frame depends on that frame and the two before
+it, and the clip is padded with zeros before its first frame. Temporal upsampling turns every frame
+but the first into two. Wan does so twice, so that `k + 1` latent frames become `4 k + 1` frames.
 
-diffusers decodes one latent frame after another, and keeps the last inputs of every convolution for
-the next one. Here all frames are decoded at once, which gives the same numbers.
+In a clip of one frame, only the last of the three temporal slices of a kernel meets values other
+than padding. The convolutions are then two-dimensional, and there is nothing to upsample in time.
+Qwen-Image's autoencoder is this network for one frame.
+
+diffusers decodes one latent frame at a time, and caches the last inputs of every convolution for
+the next one. Here all frames are decoded at once, with the same result.
 """
 
 import dataclasses
@@ -29,8 +30,8 @@ from solrl_jax.models.loading.component import Component
 from solrl_jax.models.loading.config_file import ReleasedConfig
 from solrl_jax.models.loading.weights import ENCODER_PREFIXES, locate_tensors
 
-# The sizes of kernels in time, rows and columns: of most convolutions, of those that map each pixel
-# by itself, and of those over time alone.
+# Kernel sizes in time, height and width: of most convolutions, of pointwise ones, and of those over
+# time alone.
 KERNEL = (3, 3, 3)
 ONE = (1, 1, 1)
 TIME = (3, 1, 1)
@@ -51,19 +52,21 @@ class VideoAutoencoderConfig(ReleasedConfig):
     The defaults are those of diffusers.
 
     Attributes:
-        base_dim: channels of the finest resolution.
-        z_dim: channels of a latent.
-        dim_mult: channels of each resolution, as multiples of the channels of the finest one,
-            finest first. The channels of all but the finest one are even.
-        num_res_blocks: residual blocks per resolution of the encoder. The decoder has one more.
+        base_dim: number of channels at the finest resolution.
+        z_dim: number of channels of a latent.
+        dim_mult: for each resolution, finest first, its number of channels as a multiple of
+            `decoder_dim`. The numbers of channels of all but the finest one must be even.
+        num_res_blocks: number of residual blocks per resolution of the encoder. The decoder has one
+            more per resolution.
         attn_scales: ignored, as by diffusers.
-        temperal_downsample: whether the encoder halves the number of frames after each resolution
-            but the last, finest first. One entry less than in `dim_mult`.
-        dropout: ignored, because it acts in training only.
-        latents_mean: mean of each of the `z_dim` latent channels; the diffusion model's latents
-            have mean 0.
-        latents_std: standard deviation of each of the `z_dim` latent channels, positive; that of
-            the diffusion model's latents is 1.
+        temperal_downsample: (the spelling of the files) for each resolution but the coarsest,
+            finest first, whether the encoder halves the number of frames after it. One entry less
+            than `dim_mult`.
+        dropout: ignored, because it has an effect in training only.
+        latents_mean: mean of each of the `z_dim` channels of the autoencoder's latents. Those of
+            the diffusion model have mean 0.
+        latents_std: standard deviation of each of the `z_dim` channels of the autoencoder's
+            latents, positive. That of the diffusion model's latents is 1.
     """
 
     base_dim: int = 96
@@ -80,10 +83,11 @@ class VideoAutoencoderConfig(ReleasedConfig):
         """Checks the values of the fields.
 
         Raises:
-            ValueError: `dim_mult` is empty, or has an entry below 1, or one after the first whose
-                product with the channels of the finest resolution is odd; `temperal_downsample` has
-                not one entry less; `latents_mean` or `latents_std` has not `z_dim` entries; or a
-                standard deviation is not positive. The message names the field.
+            ValueError: `dim_mult` is empty, has an entry below 1, or gives an odd number of
+                channels to a resolution other than the finest; `temperal_downsample` does not have
+                one entry less than `dim_mult`; `latents_mean` or `latents_std` does not have
+                `z_dim` entries; or a standard deviation is not positive. The message names the
+                field.
         """
         multiples = self.dim_mult
         self.require(
@@ -106,20 +110,20 @@ class VideoAutoencoderConfig(ReleasedConfig):
 
     @property
     def decoder_dim(self) -> int:
-        """Channels of the decoder's finest resolution."""
+        """Number of channels at the decoder's finest resolution."""
         return self.base_dim
 
     @property
     def spatial_compression(self) -> int:
-        """Side of the square of image pixels that one latent pixel stands for: 2 to the power of
-        the number of resolutions less 1.
+        """Side of the square of image pixels that one latent pixel stands for: `2 ** (n - 1)` for n
+        resolutions.
         """
         return 2 ** (len(self.dim_mult) - 1)
 
     @property
     def temporal_compression(self) -> int:
         """Number of frames that each latent frame but the first stands for: 2 to the power of the
-        number of resolutions after which the encoder halves the frames.
+        number of true entries of `temperal_downsample`.
         """
         return 2 ** sum(self.temperal_downsample)
 
@@ -141,19 +145,18 @@ class VideoAutoencoderConfig(ReleasedConfig):
 class AutoencoderKLWanConfig(VideoAutoencoderConfig):
     """The fields of a released `vae/config.json` of Wan 2.1. The defaults are those of diffusers.
 
-    Beside those of `VideoAutoencoderConfig`:
+    The attributes below are those that `VideoAutoencoderConfig` does not have.
 
     Attributes:
-        decoder_base_dim: channels of the decoder's finest resolution; None: `base_dim`.
+        decoder_base_dim: number of channels at the decoder's finest resolution; None: `base_dim`.
         is_residual: whether resampling has a shortcut (Wan 2.2 5B); only False is supported.
-        in_channels: channels of the encoder's input, which is not built.
-        out_channels: 3, the only supported value: colours of a frame.
+        in_channels: number of channels of the encoder's input. Ignored, because only the decoder is
+            built.
+        out_channels: number of colour channels of a frame; only 3 is supported.
         patch_size: side of the square of pixels that become channels (Wan 2.2 5B); only None is
             supported.
-        scale_factor_temporal: the temporal compression that follows from `temperal_downsample`;
-            None is read as 4.
-        scale_factor_spatial: the spatial compression that follows from `dim_mult`; None is read as
-            8.
+        scale_factor_temporal: must equal `temporal_compression`; None is read as 4.
+        scale_factor_spatial: must equal `spatial_compression`; None is read as 8.
     """
 
     network = "AutoencoderKLWan"
@@ -171,9 +174,9 @@ class AutoencoderKLWanConfig(VideoAutoencoderConfig):
 
         Raises:
             ValueError: a common field has an unsupported value (`VideoAutoencoderConfig.check`);
-                `is_residual` is true; `out_channels` is not 3; `patch_size` is not None; or one of
-                the two scale factors is not what follows from the resolutions. The message names
-                the field.
+                `is_residual` is true; `out_channels` is not 3; `patch_size` is not None; or a scale
+                factor is not the compression that follows from `dim_mult` or `temperal_downsample`.
+                The message names the field.
         """
         super().check()
         self.require(not self.is_residual, "is_residual", "False")
@@ -194,21 +197,22 @@ class AutoencoderKLWanConfig(VideoAutoencoderConfig):
 
     @property
     def decoder_dim(self) -> int:
-        """Channels of the decoder's finest resolution."""
+        """Number of channels at the decoder's finest resolution."""
         return self.base_dim if self.decoder_base_dim is None else self.decoder_base_dim
 
 
 def open_autoencoder(folder: Path, config: AutoencoderKLWanConfig) -> Component:
-    """Opens the decoder of a released folder. No weight is read.
+    """Opens the decoder of Wan's autoencoder. No weight is read.
 
     The files also hold the encoder, which is ignored.
 
     Args:
-        folder: the autoencoder's folder.
-        config: configuration of the autoencoder.
+        folder: the folder of the autoencoder in a model directory, usually `vae`.
+        config: configuration of the autoencoder, as read from this folder.
 
     Returns:
-        The network `AutoencoderKLWan` without its parameters, with `folder` as their source.
+        The network `AutoencoderKLWan` without its parameters; the component loads them from
+        `folder`.
     """
     return Component.from_builder(
         folder,
@@ -218,13 +222,13 @@ def open_autoencoder(folder: Path, config: AutoencoderKLWanConfig) -> Component:
 
 
 class AutoencoderKLWan(nnx.Module):
-    """Decodes latents to clips in [-1, 1]. The configured means and standard deviations are not
-    applied.
+    """Decodes latents to clips in [-1, 1]. Only the decoder of the autoencoder is built.
 
     Args:
-        config: configuration of the autoencoder, of which only the decoder is built.
-        temporal: whether there is temporal upsampling. False only for networks that decode single
-            frames, whose parameters then have none.
+        config: configuration of the autoencoder. Its means and standard deviations are not applied
+            here (`VideoAutoencoderConfig.unscale`).
+        temporal: True: the network has the temporal upsampling of the configuration. False: it has
+            none, and is for clips of one frame only.
         rngs: random number generators for the initial weights.
     """
 
@@ -233,11 +237,10 @@ class AutoencoderKLWan(nnx.Module):
         self.decoder = Decoder(config, temporal=temporal, rngs=rngs)
 
     def decode(self, latent: Float[Array, "b t h w c"]) -> Float[Array, "b T H W 3"]:
-        """Decodes latents to clips in [-1, 1] but for overshoots, which are not clipped.
+        """Decodes latents to clips in [-1, 1]. Values beyond this range are not clipped.
 
         Args:
-            latent: latents on the scale of the autoencoder (`VideoAutoencoderConfig.unscale` is not
-                applied here).
+            latent: latents on the scale of the autoencoder, the result of `config.unscale`.
 
         Returns:
             The clips, in the dtype of `latent`: T is `(t - 1) * config.temporal_compression + 1`, H
@@ -247,19 +250,19 @@ class AutoencoderKLWan(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """The decoder network: resolutions from coarse to fine, of which all but the last end with
-    upsampling.
+    """The decoder network: one stage per resolution, from coarse to fine. Each stage but the last
+    ends with upsampling.
 
     Args:
-        config: configuration of the autoencoder, of which only the decoder is built.
-        temporal: whether there is temporal upsampling, where the configuration has it. False for
-            networks that decode single frames.
+        config: configuration of the autoencoder.
+        temporal: True: the network has the temporal upsampling of the configuration. False: it has
+            none, and is for clips of one frame only.
         rngs: random number generators for the initial weights.
     """
 
     def __init__(self, config: VideoAutoencoderConfig, *, temporal: bool, rngs: nnx.Rngs):
         widths = [config.decoder_dim * multiple for multiple in reversed(config.dim_mult)]
-        doubles = [*reversed(config.temperal_downsample), False]  # the frames, after each stage
+        upsample_time = [*reversed(config.temperal_downsample), False]
         self.conv_in = CausalConv(config.z_dim, widths[0], KERNEL, rngs=rngs)
         self.mid_block = MidBlock(widths[0], rngs=rngs)
         stages = []
@@ -272,7 +275,7 @@ class Decoder(nnx.Module):
                 width,
                 blocks,
                 upsample=upsample,
-                temporal=temporal and doubles[i],
+                temporal=temporal and upsample_time[i],
                 rngs=rngs,
             )
             stages.append(stage)
@@ -282,14 +285,14 @@ class Decoder(nnx.Module):
         self.conv_out = CausalConv(widths[-1], 3, KERNEL, rngs=rngs)
 
     def __call__(self, latent: Float[Array, "b t h w c"]) -> Float[Array, "b T H W 3"]:
-        """Decodes latents to clips in [-1, 1], not clipped, in the dtype of `latent`.
+        """Decodes latents to clips in [-1, 1]. Values beyond this range are not clipped.
 
         Args:
-            latent: latents on the scale of the autoencoder, after the 1x1x1 convolution.
+            latent: latents on the scale of the autoencoder, after `post_quant_conv`.
 
         Returns:
-            The clips: H and W are h and w doubled once for every resolution but the last. `T - 1`
-            is `t - 1` doubled once for every temporal upsampling.
+            The clips, in the dtype of `latent`. Every stage but the last doubles height and width,
+            and every temporal upsampling doubles the number of frames after the first.
         """
         x = self.mid_block(self.conv_in(latent))
         for block in self.up_blocks:
@@ -301,11 +304,12 @@ class Stage(nnx.Module):
     """The residual blocks of one resolution, followed by upsampling if `upsample` is set.
 
     Args:
-        n_in: input channels.
-        n_out: channels of the residual blocks. With upsampling, the output has half as many.
+        n_in: number of input channels.
+        n_out: number of output channels of the residual blocks. Upsampling halves it.
         blocks: number of residual blocks.
-        upsample: whether the stage ends with twice the height and width.
-        temporal: whether the upsampling, if there is one, also doubles the frames after the first.
+        upsample: whether the stage ends by doubling height and width.
+        temporal: whether the upsampling also doubles the number of frames after the first. Ignored
+            if `upsample` is False.
         rngs: random number generators for the initial weights.
     """
 
@@ -324,16 +328,16 @@ class Stage(nnx.Module):
         upsamplers = [Upsample(n_out, temporal=temporal, rngs=rngs)] if upsample else []
         self.upsamplers = nnx.List(upsamplers)
 
-    def __call__(self, x: Float[Array, "b t h w n_in"]) -> Float[Array, "b t2 h2 w2 n_out"]:
+    def __call__(self, x: Float[Array, "b t h w n_in"]) -> Float[Array, "b T H W c"]:
         """Applies the residual blocks, then the upsampling if there is one.
 
         Args:
-            x: clips with the stage's input channels.
+            x: clips with `n_in` channels.
 
         Returns:
-            Clips in the dtype of `x`. With upsampling, they have twice the height and width, and
-            half of the channels of the residual blocks; with temporal upsampling, also `2 t - 1`
-            frames.
+            Clips in the dtype of `x`. Without upsampling they have the size of `x` and `n_out`
+            channels. With it, height and width are twice as large, and there are `n_out / 2`
+            channels; with temporal upsampling there are `2 t - 1` frames.
         """
         for layer in (*self.resnets, *self.upsamplers):
             x = layer(x)
@@ -344,7 +348,7 @@ class MidBlock(nnx.Module):
     """The coarsest resolution: a residual block, attention and a residual block.
 
     Args:
-        channels: input and output channels.
+        channels: number of input channels and of output channels.
         rngs: random number generators for the initial weights.
     """
 
@@ -356,7 +360,7 @@ class MidBlock(nnx.Module):
         """Applies a residual block, attention over all pixels of each frame, and a residual block.
 
         Args:
-            x: clips with the block's number of channels.
+            x: clips with `channels` channels.
 
         Returns:
             An array of the shape and dtype of `x`.
@@ -368,13 +372,13 @@ class MidBlock(nnx.Module):
 
 
 class ResidualBlock(nnx.Module):
-    """Twice norm, SiLU and 3x3x3 convolution, added to the input.
+    """A residual block: norm, SiLU and 3x3x3 convolution, twice, added to the input.
 
     If the number of channels changes, a 1x1x1 convolution maps the input before it is added.
 
     Args:
-        n_in: input channels.
-        n_out: output channels.
+        n_in: number of input channels.
+        n_out: number of output channels.
         rngs: random number generators for the initial weights.
     """
 
@@ -388,10 +392,8 @@ class ResidualBlock(nnx.Module):
     def __call__(self, x: Float[Array, "b t h w n_in"]) -> Float[Array, "b t h w n_out"]:
         """Applies norm, SiLU and convolution twice, and adds the result to the input.
 
-        If the number of channels changes, a 1x1x1 convolution maps the input before it is added.
-
         Args:
-            x: clips with the block's input channels.
+            x: clips with `n_in` channels.
 
         Returns:
             Clips of the size of `x` with `n_out` channels, in the dtype of `x`.
@@ -402,8 +404,8 @@ class ResidualBlock(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Softmax attention over all pixels of a frame with a single head, after a norm, added to the
-    input.
+    """Attention with a single head among the pixels of each frame. It reads a norm of the input,
+    and its result is added to the input.
 
     Args:
         channels: number of input channels, of output channels, and of features of the head.
@@ -420,7 +422,7 @@ class Attention(nnx.Module):
         adds the result to the input.
 
         Args:
-            x: clips with the layer's number of channels.
+            x: clips with `channels` channels.
 
         Returns:
             An array of the shape and dtype of `x`.
@@ -432,13 +434,14 @@ class Attention(nnx.Module):
 
 
 class Upsample(nnx.Module):
-    """Doubles the frames after the first by a convolution over time, if `temporal` is set; then
-    doubles height and width by nearest-neighbor interpolation, and convolves to half of the
-    channels.
+    """Upsampling in space and, if `temporal` is set, in time.
+
+    In time, a convolution turns every frame but the first into two. In space, height and width are
+    doubled by nearest-neighbor interpolation, and a 3x3 convolution halves the channels.
 
     Args:
-        channels: input channels, an even number.
-        temporal: whether the frames after the first are doubled.
+        channels: number of input channels, even.
+        temporal: whether the number of frames after the first is doubled.
         rngs: random number generators for the initial weights.
     """
 
@@ -448,27 +451,26 @@ class Upsample(nnx.Module):
         self.time_conv = CausalConv(channels, 2 * channels, TIME, rngs=rngs) if temporal else None
 
     def __call__(self, x: Float[Array, "b t h w c"]) -> Float[Array, "b T 2*h 2*w c/2"]:
-        """Doubles the frames after the first, if the layer is temporal, then height and width, and
-        convolves each frame with a 3x3 kernel.
+        """Upsamples in time, if the layer is temporal, and then in space.
 
         Args:
-            x: clips [b, t, h, w, channels].
+            x: clips with `channels` channels.
 
         Returns:
-            Clips [b, T, 2 h, 2 w, channels / 2] in the dtype of `x`, where T is `2 t - 1` if the
-            layer is temporal, otherwise t.
+            Clips with `channels / 2` channels, in the dtype of `x`: T is `2 t - 1` if the layer is
+            temporal, otherwise t.
         """
         if self.time_conv is not None and x.shape[1] > 1:
-            x = jnp.concatenate([x[:, :1], self._double(x[:, 1:])], axis=1)
+            x = jnp.concatenate([x[:, :1], self._double_frames(x[:, 1:])], axis=1)
         frames = self.resample["1"].apply_upsampled(x.reshape(-1, *x.shape[2:]))
         return frames.reshape(*x.shape[:2], *frames.shape[1:])
 
-    def _double(self, x: Float[Array, "b t h w c"]) -> Float[Array, "b 2*t h w c"]:
-        """Makes two frames of each frame. The first frame of the clip is not among them, and the
-        convolution does not read it: before the second frame it meets zeros.
+    def _double_frames(self, x: Float[Array, "b t h w c"]) -> Float[Array, "b 2*t h w c"]:
+        """Turns each frame into two by the convolution over time.
 
         Args:
-            x: the frames from the second on.
+            x: the frames of the clips from the second on. The first one is not read, not even by
+                the convolution, which pads the second with zeros.
 
         Returns:
             Twice as many frames, in the dtype of `x`.
@@ -480,17 +482,18 @@ class Upsample(nnx.Module):
 
 
 class CausalConv(nnx.Module):
-    """A convolution over time, rows and columns that reads no later frame.
+    """A convolution over time, height and width that is causal: the output of a frame depends on
+    this frame and earlier ones only.
 
-    Rows and columns are padded with zeros, so that frames keep their size. Before the first frame
-    there are zeros, so that the last of its frames is the only one that the kernel meets there.
+    Clips are padded with zeros: in time by `kernel[0] - 1` frames before the first one, and on all
+    sides of the frames by half a kernel, so that clips keep their size.
 
     Args:
-        n_in: input channels.
-        n_out: output channels.
-        kernel: size of the kernel in time, rows and columns, odd numbers.
-        rngs: random number generators for the initial weight, which has PyTorch's default
-            distribution. The bias is zero at first.
+        n_in: number of input channels.
+        n_out: number of output channels.
+        kernel: size of the kernel in time, height and width. The last two are odd.
+        rngs: random number generators for the initial weight, which has the distribution of
+            PyTorch's default. The bias is initially zero.
     """
 
     def __init__(self, n_in: int, n_out: int, kernel: tuple[int, int, int], *, rngs: nnx.Rngs):
@@ -503,16 +506,15 @@ class CausalConv(nnx.Module):
         """Convolves clips, and adds the bias.
 
         Args:
-            x: clips [b, t, h, w, n_in]. Of a clip of one frame, only the last temporal slice of the
-                kernel is read.
+            x: clips with `n_in` channels.
 
         Returns:
-            Clips [b, t, h, w, n_out] in the dtype of `x`.
+            Clips of the size of `x` with `n_out` channels, in the dtype of `x`.
         """
         kernel = self.kernel.get_value().astype(x.dtype)
         time, *sides = kernel.shape[:3]
         padding = [(side // 2, side // 2) for side in sides]
-        if x.shape[1] == 1:
+        if x.shape[1] == 1:  # the other slices of the kernel would read zeros
             y = jax.lax.conv_general_dilated(
                 x[:, 0],
                 kernel[-1],
@@ -532,26 +534,25 @@ class CausalConv(nnx.Module):
 
 
 class PixelNorm(nnx.Module):
-    """Divides each pixel by the root mean square of its channels, and multiplies each channel by a
-    weight.
+    """RMS normalisation over the channels of each pixel, `sqrt(channels) * x / max(norm, 1e-12)`
+    with the Euclidean norm of the pixel, times one weight per channel.
 
-    The divisor is the pixel's Euclidean norm, at least 1e-12 (`SMALLEST_NORM`), and the square root
-    of the number of channels is multiplied in; so zeros stay zeros. The weight `gamma` is 1 at
-    first.
+    The weight `gamma` is initially 1.
 
     Args:
         channels: number of channels.
-        axes: number of axes of the weight, as in PyTorch. All but the first have the size 1.
+        axes: number of axes of the weight in the released files, where its shape is [channels, 1,
+            1, ...].
     """
 
     def __init__(self, channels: int, *, axes: int):
         self.gamma = param(jnp.ones((channels, *[1] * (axes - 1))), "gamma")
 
     def __call__(self, x: Float[Array, "b t h w c"]) -> Float[Array, "b t h w c"]:
-        """Normalises clips in float32, applies the weight, and rounds once.
+        """Applies norm and weight in float32, and rounds once, to the dtype of `x`.
 
         Args:
-            x: clips [b, t, h, w, channels] of any floating-point dtype.
+            x: clips with `channels` channels, of any floating-point dtype.
 
         Returns:
             An array of the shape and dtype of `x`.
@@ -559,10 +560,10 @@ class PixelNorm(nnx.Module):
         return self._in_float32(x).astype(x.dtype)
 
     def silu(self, x: Float[Array, "b t h w c"]) -> Float[Array, "b t h w c"]:
-        """Applies the norm and then SiLU in float32, and rounds once.
+        """Applies norm, weight and SiLU in float32, and rounds once, to the dtype of `x`.
 
         Args:
-            x: clips [b, t, h, w, channels] of any floating-point dtype.
+            x: clips with `channels` channels, of any floating-point dtype.
 
         Returns:
             An array of the shape and dtype of `x`.
@@ -570,10 +571,10 @@ class PixelNorm(nnx.Module):
         return jax.nn.silu(self._in_float32(x)).astype(x.dtype)
 
     def _in_float32(self, x: Float[Array, "b t h w c"]) -> Float[Array, "b t h w c"]:
-        """Returns the result of the norm before it is rounded, with the weight applied.
+        """Applies norm and weight, without rounding to the dtype of `x`.
 
         Args:
-            x: clips [b, t, h, w, channels] of any floating-point dtype.
+            x: clips with `channels` channels, of any floating-point dtype.
 
         Returns:
             A float32 array of the shape of `x`.

@@ -113,7 +113,7 @@ class ReleasedConfig:
         """Makes a configuration from the contents of a `config.json`, and checks it.
 
         Missing fields get their defaults. Lists become tuples at all levels. An integer below 1 is
-        an error in every field, but not inside a list.
+        an error in a field that takes no floats, but not inside a list.
 
         Args:
             fields: the contents. If `_class_name` (diffusers) or `model_type` (transformers) is

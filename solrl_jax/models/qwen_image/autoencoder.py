@@ -19,13 +19,13 @@ from solrl_jax.models.loading.weights import ENCODER_PREFIXES, locate_tensors
 
 @dataclasses.dataclass(frozen=True)
 class AutoencoderKLQwenImageConfig(VideoAutoencoderConfig):
-    """The fields of a released `config.json`. The defaults are those of diffusers.
+    """The fields of a released `vae/config.json` of Qwen-Image, with the defaults of diffusers.
 
-    Of `temperal_downsample`, only the number of entries counts, because an image has one frame.
-    Beside the fields of `VideoAutoencoderConfig`:
+    The attributes below are those that `VideoAutoencoderConfig` does not have. The values in
+    `temperal_downsample` have no effect, because an image has one frame.
 
     Attributes:
-        input_channels: 3, the only supported value: colours of an image.
+        input_channels: number of colour channels of an image; only 3 is supported.
     """
 
     network = "AutoencoderKLQwenImage"
@@ -44,17 +44,17 @@ class AutoencoderKLQwenImageConfig(VideoAutoencoderConfig):
 
 
 def open_autoencoder(folder: Path, config: AutoencoderKLQwenImageConfig) -> Component:
-    """Opens the decoder of a released folder. No weight is read.
+    """Opens the decoder of Qwen-Image's autoencoder. No weight is read.
 
     The files also hold the encoder and the temporal upsampling, which are ignored.
 
     Args:
-        folder: the autoencoder's folder.
-        config: configuration of the autoencoder. Its `dim_mult` has one entry per resolution, each
-            of which may have a temporal upsampling to ignore.
+        folder: the folder of the autoencoder in a model directory, usually `vae`.
+        config: configuration of the autoencoder, as read from this folder.
 
     Returns:
-        The network `AutoencoderKLQwenImage` without its parameters, with `folder` as their source.
+        The network `AutoencoderKLQwenImage` without its parameters; the component loads them from
+        `folder`.
     """
     temporal = (
         f"decoder.up_blocks.{i}.upsamplers.0.time_conv." for i in range(len(config.dim_mult))
@@ -67,11 +67,11 @@ def open_autoencoder(folder: Path, config: AutoencoderKLQwenImageConfig) -> Comp
 
 
 class AutoencoderKLQwenImage(AutoencoderKLWan):
-    """Decodes latents to images in [-1, 1]. The configured means and standard deviations are not
-    applied.
+    """Decodes latents to images in [-1, 1]. Only the decoder of the autoencoder is built.
 
     Args:
-        config: configuration of the autoencoder, of which only the decoder is built.
+        config: configuration of the autoencoder. Its means and standard deviations are not applied
+            here (`VideoAutoencoderConfig.unscale`).
         rngs: random number generators for the initial weights.
     """
 
@@ -79,11 +79,10 @@ class AutoencoderKLQwenImage(AutoencoderKLWan):
         super().__init__(config, temporal=False, rngs=rngs)
 
     def decode(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
-        """Decodes latents to images in [-1, 1] but for overshoots, which are not clipped.
+        """Decodes latents to images in [-1, 1]. Values beyond this range are not clipped.
 
         Args:
-            latent: latents on the scale of the autoencoder (`VideoAutoencoderConfig.unscale` is not
-                applied here).
+            latent: latents on the scale of the autoencoder, the result of `config.unscale`.
 
         Returns:
             The images, in the dtype of `latent`: H is `h * config.spatial_compression`, and W is

@@ -2,9 +2,9 @@
 `T5EncoderModel` and `UMT5EncoderModel` of transformers in Flax NNX.
 
 A bidirectional transformer with normalisation before each sublayer. Positions enter only as a bias
-on the attention logits, one number per head and bucket of distances: the same in every layer of T5,
-and of its own in each layer of UMT5. Logits are not scaled, the norms subtract no mean, and linear
-layers have no bias.
+on the attention logits, which depends on the head and on the distance between query and key. The
+layers of T5 share one table of biases; each layer of UMT5 has its own. Logits are not scaled, the
+norms subtract no mean, and linear layers have no bias.
 """
 
 import dataclasses
@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
@@ -49,12 +48,13 @@ class T5Config(ReleasedConfig):
         num_heads: number of attention heads.
         relative_attention_num_buckets: number of buckets into which the distances between tokens
             are divided, 4 or more. Each bucket has its own position bias.
-        relative_attention_max_distance: distance from which on all positions share a bucket, more
-            than a quarter of the number of buckets.
+        relative_attention_max_distance: distance in tokens from which on all pairs of tokens share
+            a bucket, more than a quarter of the number of buckets.
         layer_norm_epsilon: epsilon of all norms, added to the mean of the squares.
         feed_forward_proj: "gated-gelu" (version 1.1), the only supported value.
-        per_layer_bias: whether each layer has position biases of its own; otherwise all layers
-            share those that the files hold in the first one. No field of the file.
+        per_layer_bias: class attribute, not a field of the file: whether each layer has its own
+            table of position biases (UMT5). False: all layers share one table, which the files
+            store with the first layer (T5).
     """
 
     network = "T5EncoderModel"
@@ -156,23 +156,22 @@ class T5EncoderModel(nnx.Module):
     def __call__(
         self, input_ids: Int[Array, "b l"], mask: Bool[Array, "b l"] | None = None
     ) -> Float[Array, "b l d"]:
-        """Returns the normalised hidden states after the last layer, [b, l, d], in the dtype of the
-        token embedding.
+        """Encodes tokenized prompts.
 
         Args:
-            input_ids: tokens, below `vocab_size`, of any length l.
+            input_ids: token ids from 0 to `vocab_size - 1`, b prompts of l tokens each.
             mask: true on tokens and false on padding, to which no token attends. None: every token
                 attends to all, padding included, as in the released pipelines of T5.
 
         Returns:
-            One state per token, padding included, [b, l, `d_model`].
+            The normalised hidden states after the last layer, one per token, padding included, [b,
+            l, `d_model`], in the dtype of the token embedding.
         """
         return self.encoder(self.shared(input_ids), mask)
 
 
 class T5Stack(nnx.Module):
-    """The layers of the encoder and the last normalisation. All layers of T5 share one table of
-    position biases.
+    """The layers of the encoder and the last normalisation, without the token embedding.
 
     Args:
         config: configuration of the network: the number of layers, their widths and heads, and the
@@ -183,8 +182,8 @@ class T5Stack(nnx.Module):
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
         self.config = config
         self.block = stack(config.num_layers, lambda rngs: T5Block(config, rngs=rngs), rngs)
-        # The files of T5 hold the bias in block 0. Stacked blocks must be equal, so here it is
-        # beside them, with its full name.
+        # The files of T5 store the shared table in block 0. Stacked blocks must have the same
+        # parameters, so here the table is beside them, with its full name.
         self.relative_attention_bias = None if config.per_layer_bias else shared_bias(config, rngs)
         self.final_layer_norm = RMSNorm(config.d_model, eps=config.layer_norm_epsilon)
 
@@ -194,7 +193,7 @@ class T5Stack(nnx.Module):
         """Applies all layers and the last normalisation to embedded tokens.
 
         Args:
-            x: embedded tokens [b, l, d].
+            x: embedded tokens.
             mask: true on tokens and false on padding, to which no token attends. None: every token
                 attends to all.
 
@@ -213,7 +212,8 @@ class T5Stack(nnx.Module):
         keys = None if mask is None else mask[:, None, None, :]
 
         def apply(block, x):
-            return block(x, buckets if shared is None else shared, keys)
+            bias = block.position_bias(buckets) if shared is None else shared
+            return block(x, bias, keys)
 
         return self.final_layer_norm(scan_blocks(self.block, apply, x))
 
@@ -239,38 +239,51 @@ class T5Block(nnx.Module):
             ]
         )
 
+    def position_bias(self, buckets: Int[np.ndarray, "l l"]) -> Float[Array, "1 n l l"]:
+        """Looks up the position bias of each pair of tokens in the layer's own table, which only
+        UMT5 has.
+
+        Args:
+            buckets: the bucket of each pair [query, key], as `relative_buckets` returns them.
+
+        Returns:
+            The biases [1, heads, queries, keys].
+        """
+        table = self.layer[0].SelfAttention.relative_attention_bias
+        return bias_of_pairs(table.embedding.get_value(), buckets)
+
     def __call__(
         self,
         x: Float[Array, "b l d"],
-        positions: Float[Array, "1 n l l"] | Int[Array | np.ndarray, "l l"],
+        bias: Float[Array, "1 n l l"],
         mask: Bool[Array, "b 1 1 l"] | None,
     ) -> Float[Array, "b l d"]:
         """Applies attention over all tokens, then the gated feed-forward network. Each reads a norm
-        of its input, and is added to it.
+        of its input, and its result is added to that input.
 
         Args:
             x: hidden states of the tokens.
-            positions: if all layers share their biases, what is added to the attention logits of
-                each of the n heads, [1, heads, queries, keys]; otherwise the bucket of each pair
-                [query, key], in which the attention looks up biases of its own.
+            bias: position biases, which are added to the attention logits: [1, heads, queries,
+                keys].
             mask: true on the keys that queries attend to. None: all.
 
         Returns:
             An array of the shape and dtype of `x`.
         """
         first, second = self.layer
-        x = x + first.SelfAttention(first.layer_norm(x), positions, mask)
+        x = x + first.SelfAttention(first.layer_norm(x), bias, mask)
         return x + second.DenseReluDense(second.layer_norm(x))
 
 
 class T5Attention(nnx.Module):
     """Softmax attention with unscaled logits `q k^T + bias`, including the output projection.
 
-    Every token attends to all tokens. `num_heads * d_kv` may differ from `d_model`.
+    With `per_layer_bias` (UMT5), it also holds the layer's table of position biases, which
+    `T5Block.position_bias` reads.
 
     Args:
         config: configuration of the network: `d_model` input and output features, and `num_heads`
-            heads of `d_kv` features.
+            heads of `d_kv` features. `num_heads * d_kv` may differ from `d_model`.
         rngs: random number generators for the initial weights.
     """
 
@@ -289,25 +302,19 @@ class T5Attention(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "b l d"],
-        positions: Float[Array, "1 n l l"] | Int[Array | np.ndarray, "l l"],
+        bias: Float[Array, "1 n l l"],
         mask: Bool[Array, "b 1 1 l"] | None,
     ) -> Float[Array, "b l d"]:
         """Applies the attention and the output projection; the input is not added.
 
         Args:
             x: normalised hidden states of the tokens.
-            positions: if all layers share their biases, what is added to the logits of each of the
-                n heads, [1, heads, queries, keys]; otherwise the bucket of each pair [query, key],
-                in which the layer looks up biases of its own.
+            bias: position biases, which are added to the logits: [1, heads, queries, keys].
             mask: true on the keys that queries attend to. None: all.
 
         Returns:
             The attended and projected tokens, of the shape and dtype of `x`.
         """
-        if self.relative_attention_bias is None:
-            bias = jnp.asarray(positions)
-        else:
-            bias = bias_of_pairs(self.relative_attention_bias.embedding.get_value(), positions)
 
         def heads(y):
             return y.reshape(*y.shape[:2], self.num_heads, -1)
@@ -346,12 +353,15 @@ class T5FeedForward(nnx.Module):
 
 
 def shared_bias(config: T5Config, rngs: nnx.Rngs) -> nnx.Param:
-    """Returns the position biases that all layers of T5 share, one per bucket and head.
+    """Returns the table of position biases that all layers of T5 share, as a new parameter.
 
     Args:
-        config: configuration of the network: the buckets, the heads, and the width that the
-            standard deviation of the initial values follows from.
+        config: configuration of the network: the number of buckets and of heads, and the width
+            `d_model`. The standard deviation of the initial values is `d_model ** -0.5`.
         rngs: random number generators for the initial values.
+
+    Returns:
+        A float32 parameter [buckets, heads].
     """
     shape = (config.relative_attention_num_buckets, config.num_heads)
     table = jax.random.normal(rngs.params(), shape) / math.sqrt(config.d_model)
@@ -359,12 +369,12 @@ def shared_bias(config: T5Config, rngs: nnx.Rngs) -> nnx.Param:
 
 
 def bias_of_pairs(
-    table: Float[Array, "buckets n"], buckets: Int[Array | np.ndarray, "l l"]
+    table: Float[Array, "buckets n"], buckets: Int[np.ndarray, "l l"]
 ) -> Float[Array, "1 n l l"]:
     """Looks up the position bias of each pair of tokens.
 
     Args:
-        table: one number per bucket of distances and attention head.
+        table: the bias of each bucket of distances and attention head.
         buckets: the bucket of each pair [query, key] (`relative_buckets`).
 
     Returns:
@@ -380,8 +390,9 @@ def relative_buckets(
     query and a key.
 
     The first half of the buckets is for keys at or before the query, the second half for keys after
-    it. Within a half, each distance below `count // 4` has its own bucket; larger distances are
-    divided by their logarithm, and those from `max_distance` on share the last bucket.
+    it. Within a half, each distance below `count // 4` has its own bucket; the other buckets cover
+    ranges of distances that are equally wide on a logarithmic scale, and all distances from
+    `max_distance` on share the last bucket.
 
     Args:
         length: number of positions.
