@@ -369,11 +369,11 @@ def generate(
             such guidance it must be "".
         seed: The seed of the initial noise, 0 to 2**31 - 1.
         size: (height, width) of the images in pixels, up to 16,384 each and of the multiples that
-            the model requires. For models of clips (Wan), (height, width, frames) with 1 plus a
+            the model requires. For video models (Wan), (height, width, frames) with 1 plus a
             multiple of 4 frames; without a number of frames, that of the default. None: that of
             `latents`, of the run's evaluation or the model's default.
         latents: The initial noise, float32 [N, C, h, w] with one entry per prompt, or [N, C, t, h,
-            w] for models of clips, as for the pipelines of diffusers (but not packed for FLUX.1).
+            w] for video models, as for the pipelines of diffusers (but not packed for FLUX.1).
             None: drawn from the seed.
         lora: A LoRA to apply to a model: a .safetensors file of diffusers, kohya, ai-toolkit or
             ComfyUI, or a directory of PEFT. None: no LoRA. A run has its own and accepts none.

@@ -61,7 +61,7 @@ def _parse_size(
     if len(sides) not in (2, 3) or not all(is_number(s) and 0 < int(s) <= MAX_SIDE for s in sides):
         raise InputError(
             f"size={value!r}: expected HEIGHTxWIDTH in pixels up to {MAX_SIDE}, e.g. 512x768, or "
-            "HEIGHTxWIDTHxFRAMES for models of clips"
+            "HEIGHTxWIDTHxFRAMES for video models"
         )
     return tuple(map(int, sides))
 
@@ -90,11 +90,12 @@ def _open_latents(path: Path) -> np.ndarray:
 
 
 def _write(out: Path, generation: Generation, prompts: Sequence[str]) -> None:
-    """Writes images to a directory: one PNG per image, and all of them in a grid.
+    """Writes images or clips to a directory: one file for each, and all of them in a grid.
 
-    The files are `00000.png` and so on, `grid.png`, and the arrays `images.npy` and `latents.npy`
-    (the initial noise). Clips are written as animated WebP, `00000.webp` and so on, and their grid
-    also as `grid.webp`. Existing files are replaced.
+    Images are written as `00000.png` and so on, with `grid.png`. Clips are written as animated
+    WebP, `00000.webp` and so on, with `grid.webp`; their `grid.png` shows the first frames. Also
+    writes the arrays `images.npy` and `latents.npy` (the initial noise). Existing files are
+    replaced.
 
     Args:
         out: The directory. It is created if necessary.
@@ -260,6 +261,8 @@ def command(
         "steps": generation.num_steps,
         "precision": generation.precision,
     }
+    kind = "images"
     if generation.images.ndim == 5:
+        kind = "clips"
         summary["frames"] = generation.images.shape[1]
-    finish(summary, as_json, f"{len(texts)} images in {out}, {generation.precision}")
+    finish(summary, as_json, f"{len(texts)} {kind} in {out}, {generation.precision}")

@@ -149,7 +149,7 @@ class Model(Section):
         height: Image height in pixels, 1 to 16384, unless `rollout.size` or `eval.size` is set.
         width: Image width in pixels, 1 to 16384, unless `rollout.size` or `eval.size` is set.
         frames: The number of frames of clips, 1 to 16384, for sizes without their own; required by
-            models of clips. None: the model makes images.
+            video models. None: the model makes images.
         max_sequence_length: The number of tokens that prompts are padded or cut to, 1 to 2048.
         instruction: A text file with an instruction that precedes every prompt (the
             `complex_human_instruction` of SANA). None: no instruction.

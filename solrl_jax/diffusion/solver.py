@@ -95,16 +95,17 @@ def unipc_table(sigmas: Sigmas) -> Table:
     """Computes the coefficients of every step of UniPC of second order, for data prediction and
     with `B(h) = expm1(-h)` ("bh2" of diffusers).
 
-    Each step of UniPC corrects the state with the prediction that was made there, and predicts the
-    next state from the corrected one. The corrected state minus the predicted one is a combination
-    of the last three predictions, because both continue the same corrected state. So correction and
-    the prediction that follows it are one step of the form that all tables here have. The first and
-    the last prediction are of first order, and there is no correction before the first one.
+    A step of UniPC first corrects the current state, using the data prediction made at it, and then
+    predicts the next state from the corrected one. The predicted and the corrected state are both
+    computed from the previous corrected state, and their difference is a linear combination of the
+    last three data predictions. Correction and prediction together are therefore one step of the
+    form that all tables here have. The first and the last step predict in first order, and the
+    first step has no correction.
 
     Args:
-        sigmas: The noise levels, decreasing, the last one 0. Where the first one is 1, lambda is
-            infinite there, and the prediction made there carries no slope. diffusers begins just
-            below 1 instead.
+        sigmas: The noise levels, decreasing, the last one 0. If the first one is 1, where lambda is
+            minus infinity, the data prediction made there has no influence on the slope of the next
+            step. diffusers starts just below 1 instead.
 
     Returns:
         The coefficients (a, b, c, d, 0) of each step, float32, one row per step (`solver_table`).
@@ -129,9 +130,9 @@ def unipc_table(sigmas: Sigmas) -> Table:
                 0.0,
             )
         )
-        of_slope, of_next = _unic_weights(h, slope) if second_order else (0.5, 0.5)
-        change = reach * (of_slope - 0.5) * slope
-        correction = (reach * of_next, -change - reach * of_next, change)
+        slope_weight, next_weight = _unic_weights(h, slope) if second_order else (0.5, 0.5)
+        change = reach * (slope_weight - 0.5) * slope
+        correction = (reach * next_weight, -change - reach * next_weight, change)
     return np.array(rows, np.float32)
 
 
@@ -141,11 +142,11 @@ def _unic_weights(h: float, slope: float) -> tuple[float, float]:
 
     Args:
         h: The step in lambda, above 0 and finite.
-        slope: `h / (lambda before the previous step - lambda before the step)`: the reciprocal of
-            the place of the previous prediction in units of h, at most 0.
+        slope: `h / (lambda before the previous step - lambda before the step)`, at most 0: `1 / r`
+            for the r of the paper.
 
     Returns:
-        The weight of the difference between the last two predictions, times `slope`; and the weight
+        The weight of `slope` times the difference between the last two predictions, and the weight
         of the difference between the next prediction and the last one.
     """
     b = np.expm1(-h)
@@ -155,8 +156,8 @@ def _unic_weights(h: float, slope: float) -> tuple[float, float]:
     second = 2 * phi_3 / b
     if slope == 0:  # the previous prediction is infinitely far away
         return 0.0, first
-    of_slope = (second - first) / (1 / slope - 1)
-    return of_slope, first - of_slope
+    slope_weight = (second - first) / (1 / slope - 1)
+    return slope_weight, first - slope_weight
 
 
 def _half_log_snr(sigma: float) -> float:

@@ -58,9 +58,9 @@ class Pipeline(abc.ABC):
         channels: number of channels of a latent.
         patch: side, in latent pixels, of the square that becomes one transformer token.
         default_size: (height, width) in pixels of the images that the model was made for; for
-            models of clips (height, width, frames).
+            video models (height, width, frames).
         default_max_tokens: number of prompt tokens when the user sets none.
-        temporal_compression: for models of clips, the number of frames that each latent frame but
+        temporal_compression: for video models, the number of frames that each latent frame but
             the first stands for. Latents and images then have an axis of frames after that of
             samples, also where there is one frame. None: the model makes images.
         embedded_guidance: whether guidance is built into the transformer, which takes the guidance
@@ -134,7 +134,7 @@ class Pipeline(abc.ABC):
                 may be an array, a quantized weight, or a weight with its LoRA adapter. Stacked
                 blocks and, under tensor parallelism, linear layers may still be sharded; all other
                 leaves are whole.
-            latent: noisy latents [b, h, w, c], or [b, t, h, w, c] of models of clips, in the dtype
+            latent: noisy latents [b, h, w, c], or [b, t, h, w, c] of video models, in the dtype
                 to compute in.
             conditioning: encoded prompts: arrays by name with one row per latent, as returned by
                 `encode_text`, for example "text" [b, tokens, features].
@@ -195,7 +195,7 @@ class Pipeline(abc.ABC):
         """Converts the transformer's latents to the scale that the autoencoder decodes.
 
         Args:
-            latent: the transformer's latents [b, h, w, c], or [b, t, h, w, c] of models of clips,
+            latent: the transformer's latents [b, h, w, c], or [b, t, h, w, c] of video models,
                 of any floating-point dtype.
 
         Returns:
@@ -268,7 +268,7 @@ class Pipeline(abc.ABC):
         Args:
             height: height in pixels.
             width: width in pixels.
-            frames: number of frames of a clip, required for models of clips. None: an image.
+            frames: number of frames of a clip, required for video models. None: an image.
 
         Returns:
             (height / `compression`, width / `compression`, `channels`) for an image. For a clip,
@@ -278,7 +278,7 @@ class Pipeline(abc.ABC):
         Raises:
             ValueError: a side is not a positive multiple of the pixels in `size_multiples`, or
                 exceeds `largest_side`; frames are given to a model of images, or not given to a
-                model of clips; or their number is not 1 plus a multiple of `temporal_compression`.
+                video model; or their number is not 1 plus a multiple of `temporal_compression`.
         """
         rows, columns = self.size_multiples()
         if height % rows or width % columns or height <= 0 or width <= 0:

@@ -255,21 +255,22 @@ class Reward:
 
 
 def score_samples(reward: Reward, params: Any, inputs: Any, prepared: Any, index: Array) -> Scores:
-    """Scores images or clips, each against one prompt. Of clips, `reward.frames` frames are scored
-    as images, and the score is the mean over them. For use under jit.
+    """Scores images or clips, each against one prompt. For use under jit.
+
+    The score of a clip is the mean over `reward.frames` of its frames (or all, if there are fewer),
+    each scored as an image. A reward that reads latents alone gets those of the clip once.
 
     Args:
         reward: A reward whose `score` is not None.
         params: The parameters for `reward.score`.
         inputs: The images [b, H, W, 3] or clips [b, T, H, W, 3] in [0, 1], their latents, or the
-            pair of both, as `reward.select_inputs` returns them. Latents of clips are passed on
-            whole, with those of every frame that is scored.
+            pair of both, as `reward.select_inputs` returns them. If the reward reads both, each
+            frame is scored with the latents of the whole clip.
         prepared: The pytree that `reward.prepare` returned, one row per prompt.
         index: For each sample, int32 [b], the row of its prompt in `prepared`. It must be in range.
 
     Returns:
-        What `reward.score` returned, for clips the mean over their frames: arrays [b] by the name
-        of the score.
+        Arrays [b] by the name of the score, as `reward.score` names them.
 
     Raises:
         ValueError: If the images are not of the shape [b, H, W, 3] or [b, T, H, W, 3]. Latents are
@@ -292,28 +293,21 @@ def score_samples(reward: Reward, params: Any, inputs: Any, prepared: Any, index
 
 @partial(sharding.jit, static_argnums=0)
 def score_images(reward: Reward, params: Any, inputs: Any, prepared: Any, index: Array) -> Scores:
-    """Scores images or clips, each against one prompt. Of clips, `reward.frames` frames are scored
-    as images, and the score is the mean over them.
+    """`score_samples` as a program of its own, which is compiled once per reward object and set of
+    shapes.
 
-    It is compiled by jit, once per reward object and set of shapes.
+    Arguments, result and errors are those of `score_samples`.
 
     Args:
-        reward: A reward whose `score` is not None; a static argument.
-        params: The parameters for `reward.score`: `reward.params`, as a traced argument.
-        inputs: The images [b, H, W, 3] or clips [b, T, H, W, 3] in [0, 1], their latents, or the
-            pair of both, as `reward.select_inputs` returns them. Latents of clips are passed on
-            whole, with those of every frame that is scored.
-        prepared: The pytree that `reward.prepare` returned, one row per prompt.
-        index: For each image, int32 [b], the row of its prompt in `prepared`. It must be in range.
+        reward: A reward whose `score` is not None; static.
+        params: `reward.params`, which are traced.
+        inputs: Images [b, H, W, 3] or clips [b, T, H, W, 3] in [0, 1], their latents, or the pair
+            of both.
+        prepared: The result of `reward.prepare`, one row per prompt.
+        index: For each sample, int32 [b], the row of its prompt in `prepared`.
 
     Returns:
-        What `reward.score` returned: arrays [b] by the name of the score.
-
-    Raises:
-        ValueError: If the images are not of the shape [b, H, W, 3] or [b, T, H, W, 3]. Latents are
-            not checked.
-        InputError: If `reward` is a weighted sum (`mixture`) and the function `score` of a part
-            raises or returns no scores.
+        Arrays [b] by the name of the score.
     """
     return score_samples(reward, params, inputs, prepared, index)
 

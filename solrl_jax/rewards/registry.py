@@ -281,8 +281,7 @@ def open_rewards(
             package that a reward needs is not installed; if the address of a service is no URL; if
             a reward in `reward.weights` has no gradient and must have one; if files of a network
             are missing or do not fit its configuration; if `reward.frames` is above 1 with a reward
-            that compares candidates; or if the question of a judge cannot be
-            used.
+            that compares candidates; or if the question of a judge cannot be used.
     """
     fields = {
         "reward.weights": tuple(settings.weights),

@@ -84,7 +84,7 @@ class Request:
         negative_prompt: The negative prompt of classifier-free guidance, one for all images, of at
             most 20,000 characters. Any but "" needs classifier-free guidance above 1.
         seed: The seed of the initial noise, 0 to 2**31 - 1.
-        size: Height and width in pixels, each 1 to 16,384; for models of clips, the number of
+        size: Height and width in pixels, each 1 to 16,384; for video models, the number of
             frames may follow. None: that of `latents`, or of the run's evaluation, or the model's
             default, which also gives a number of frames that is missing.
         latents: The initial noise, float32 [N, C, h, w], or [N, C, t, h, w] for clips, instead of
@@ -328,8 +328,8 @@ def _channels_last(latents: Any, count: int, has_frames: bool) -> Float[np.ndarr
     """
     array = np.asarray(latents)
     axes = "N, C, t, h, w" if has_frames else "N, C, h, w"
-    right_axes = array.ndim == axes.count(",") + 1
-    if not right_axes or array.dtype != np.float32 or len(array) != count:
+    ndim = 5 if has_frames else 4
+    if array.ndim != ndim or array.dtype != np.float32 or len(array) != count:
         raise InputError(
             f"latents: {array.dtype} {list(array.shape)}; expected float32 [{axes}] with "
             f"N = {count}, the number of prompts"
@@ -371,14 +371,15 @@ def _image_size(
             given = (*given, 1 + (latents.shape[1] - 1) * pipeline.temporal_compression)
         if request.size is not None and given[: len(request.size)] != request.size:
             raise InputError(
-                f"size={_text(request.size)}: the given latents are those of {_text(given)}"
+                f"size={_format_size(request.size)}: the given latents are those of "
+                f"{_format_size(given)}"
             )
         size = given
     with in_one_line():
         shape = pipeline.latent_shape(*size)
     if max(size[:2]) > MAX_SIDE:
         raise InputError(
-            f"size={_text(size)}: must be at most {MAX_SIDE} pixels in either direction"
+            f"size={_format_size(size)}: must be at most {MAX_SIDE} pixels in either direction"
         )
     if latents is not None and latents.shape[1:] != shape:
         raise InputError(
@@ -387,7 +388,7 @@ def _image_size(
     return size
 
 
-def _text(size: Size) -> str:
+def _format_size(size: Size) -> str:
     """Returns a size as the command line takes it: "HEIGHTxWIDTH" or "HEIGHTxWIDTHxFRAMES".
 
     Args:

@@ -1,10 +1,10 @@
 """Writes images of a run as PNG: grids, and comparisons of before and after training. Clips are
 written as animated WebP.
 
-An image is a float array [height, width, 3] with values in [0, 1], and a clip has an axis of frames
-before the height. Every file appears whole or not
-at all. matplotlib and Pillow are imported in the functions that use them, because they are slow to
-import. Nothing here opens a window.
+An image is a float array [height, width, 3] with values in [0, 1], and a clip is one with the shape
+[frames, height, width, 3]. Every file appears whole or not at all. matplotlib and Pillow are
+imported in the functions that use them, because they are slow to import. Nothing here opens a
+window.
 """
 
 import bisect
