@@ -11,15 +11,20 @@ compiler gives no cycles.
 """
 
 import argparse
+import itertools
 import json
 import os
 import re
 import tempfile
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from solrl_jax.planning.hlo import Instruction, Module
 
 RECORD = Path(__file__).resolve().parents[1] / "benchmarks" / "tpu-cycles.json"
 # Hz, at which the multipliers of a chip reach its public peak in BF16. They turn the time of a
@@ -34,56 +39,89 @@ EMPTY: dict[str, Any] = {
 }
 LARGEST = 12  # groups of instructions that a record lists
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_FINAL_BUNDLES = re.compile(r"\d+-(.+)-\d+-final_bundles\.txt")
 _BUNDLE = re.compile(r"^\s*0x[0-9a-f]+ ", re.MULTILINE)
 _LOOP = re.compile(r"scmp\.ge\.s32\.totalorder %s\w+, (\d+)\s*/\* loop exit test \*/")
 
 
-def kernel_cycles(folder: Path, name: str) -> float:
-    """Counts the cycles of one run of a Pallas kernel.
+def identity(kernel: "Instruction") -> tuple[Any, ...]:
+    """Returns what decides the bundles of a Pallas kernel: its compiled body, and the types, shapes
+    and memory spaces of its results and operands.
 
     Args:
-        folder: The folder that the compiler wrote the final bundles of all kernels to.
-        name: The name of the kernel's instruction.
+        kernel: The instruction that runs the kernel.
+    """
+    operands = tuple(operand.arrays for operand in kernel.operands)
+    return kernel.text("body"), kernel.arrays, operands
+
+
+def kernel_cycles(module: "Module", files: Iterable[Path]) -> dict[tuple[Any, ...], float]:
+    """Counts the cycles of one run of each Pallas kernel of a program.
+
+    The compiler schedules identical kernels once, and names the file after one of them.
+
+    Args:
+        module: The program.
+        files: The files that the compiler wrote for this program, which have the final bundles of
+            its kernels by the names of their instructions.
 
     Returns:
-        The scheduled bundles times the steps of the kernel's grid, which is one loop.
+        By the `identity` of a kernel, its scheduled bundles times the steps of its grid, which is
+        one loop. Kernels without a file are left out.
     """
-    files = sorted(
-        folder.glob(f"*-{name}-*-final_bundles.txt"), key=lambda file: file.stat().st_mtime
-    )
-    text = files[-1].read_text()
-    return float(len(_BUNDLE.findall(text)) * max(map(int, _LOOP.findall(text)), default=1))
+    bundles = {
+        match[1]: file
+        for file in sorted(files, key=lambda file: file.stat().st_mtime)
+        if (match := _FINAL_BUNDLES.fullmatch(file.name))
+    }
+    cycles = {}
+    for kernel in itertools.chain.from_iterable(module.computations.values()):
+        if _is_pallas(kernel) and kernel.name in bundles:
+            text = bundles[kernel.name].read_text()
+            grid_steps = max(map(int, _LOOP.findall(text)), default=1)
+            cycles[identity(kernel)] = float(len(_BUNDLE.findall(text)) * grid_steps)
+    return cycles
 
 
-def step_cycles(text: str, folder: Path, target: Any, steps: int) -> dict[str, Any]:
+def _is_pallas(step: "Instruction") -> bool:
+    """Returns whether an instruction runs a kernel that is written in Pallas."""
+    from solrl_jax.planning.kernels import TPU_KERNEL
+
+    return step.opcode == "custom-call" and step.text("custom_call_target") == TPU_KERNEL
+
+
+def step_cycles(
+    module: "Module", kernels: Mapping[tuple[Any, ...], float], target: Any, steps: int
+) -> dict[str, Any]:
     """Adds up the cycles of a program.
 
     Args:
-        text: The compiled text of the program.
-        folder: See `kernel_cycles`.
+        module: The program.
+        kernels: The cycles of one run of its Pallas kernels, by their `identity`.
         target: The TPU.
         steps: The number of steps that the program takes.
 
     Returns:
         The cycles of one step, of its Pallas kernels among them, and the largest groups of
         instructions.
-    """
-    from solrl_jax.planning.hlo import parse
-    from solrl_jax.planning.kernels import TPU_KERNEL
 
-    module = parse(text)
-    executed = [(s, n) for s, n in module.executed()]
+    Raises:
+        ValueError: If the cycles of a Pallas kernel are not among `kernels`.
+    """
+    executed = list(module.executed())
     stated = {s.name: float(m[1]) for s, _ in executed if (m := _CYCLES.search(s.attributes))}
     totals: defaultdict[str, float] = defaultdict(float)
     in_kernels = 0.0
     for step, times in executed:
         cycles = stated.get(step.name, 0.0)
         label = f"{step.opcode} {re.sub(r'[.0-9]+$', '', step.name)}"
-        if step.opcode == "custom-call" and step.text("custom_call_target") == TPU_KERNEL:
+        if _is_pallas(step):
+            if identity(step) not in kernels:
+                raise ValueError(
+                    f"{step.name}: the compiler wrote no bundles of this kernel or an identical one"
+                )
             moved = sum(a.size for a in step.arrays) + sum(o.size for o in step.operands)
-            cycles = max(
-                kernel_cycles(folder, step.name), CLOCKS[target.name] * moved / target.peaks.memory
-            )
+            cycles = max(kernels[identity(step)], CLOCKS[target.name] * moved / target.peaks.memory)
             in_kernels += times * cycles / steps
             label = f"kernel {step.text('op_name').rsplit('/', 2)[-2]}"
         shape = ",".join(map(str, step.arrays[0].shape)) if step.arrays else ""
@@ -120,6 +158,7 @@ def measure(device: str, preset: str, count: int, overrides: list[str]) -> dict[
     target = TARGETS[device]
     topology.prepare(target)  # before JAX is imported
     from solrl_jax.planning import plan
+    from solrl_jax.planning.hlo import parse
 
     config = resolve(preset, ("rollout.explore.precision=auto", *overrides))
     planner = plan.Planner(config, plan.Devices(target, count))
@@ -133,10 +172,14 @@ def measure(device: str, preset: str, count: int, overrides: list[str]) -> dict[
         "date": date.today().isoformat(),
         "versions": ", ".join(f"{name} {version(name)}" for name in ("jax", "libtpu")),
     }
+    kernels: dict[tuple[Any, ...], float] = {}
     for stage, num_steps in steps.items():
         (program,) = planner.stages.programs(stage, planner.codes)
-        executable = topology.compiled(planner.lowered(program), target)
-        row[stage] = step_cycles(executable.as_text(), folder, target, num_steps)
+        # Instructions of both programs may have the same name, so each reads its own files.
+        before = set(folder.iterdir())
+        module = parse(topology.compiled(planner.lowered(program), target).as_text())
+        kernels |= kernel_cycles(module, set(folder.iterdir()) - before)
+        row[stage] = step_cycles(module, kernels, target, num_steps)
         print(stage, json.dumps(row[stage], indent=1), flush=True)
     row["ratio"] = round(row["regenerate"]["cycles"] / row["explore"]["cycles"], 3)
     return row
