@@ -20,7 +20,6 @@ from solrl_jax.rl.explore.continuation import continued_steps
 from solrl_jax.rl.explore.options.registry import shaped_quantizer
 from solrl_jax.rl.explore.sync import Quantizer, quantize_policy
 from solrl_jax.rl.generate import Conditions, SeedBatch, decode_chunk, sample_chunk
-from solrl_jax.rl.objective import load_objective
 from solrl_jax.rl.reward_gradient import (
     gradient_decoder,
     reward_gradient,
@@ -147,7 +146,7 @@ class Stages:
             rollout,
             self.experiment.explorer.format.name,
             rollout.explore.num_steps,
-            self.experiment.query_step(),
+            self.experiment.query_step,
         )
 
     def chunks(self, groups: int) -> tuple[int, int]:
@@ -354,8 +353,8 @@ class Stages:
             for segment in segments
         )
         config = self.experiment.config
-        query_step = self.experiment.query_step()
-        if query_step is not None and config.rollout.regenerate:
+        query_step = self.experiment.query_step
+        if query_step is not None:  # counted from the first step that is not continued from
             query_step -= self.continued
         arguments = (
             self.experiment.backbone,
@@ -412,7 +411,7 @@ class Stages:
             self.prepared,
             index,
         )
-        _, gradients = try_targets(load_objective(config.algorithm.objective), config.algorithm)
+        _, gradients = try_targets(config.algorithm)
         return Program(mesh, reward_gradient, arguments, -(-kept // rows) * gradients)
 
     def _update(self) -> Program:
@@ -436,7 +435,7 @@ class Stages:
         states = of((recorded + 1, *self._sampler.shape), jnp.float32) if recorded else None
         targets = None
         if self.has("targets"):
-            names, _ = try_targets(load_objective(config.algorithm.objective), config.algorithm)
+            names, _ = try_targets(config.algorithm)
             states = of((2, *self._sampler.shape), jnp.float32)
             targets = {name: of(self._sampler.shape, jnp.float32) for name in names}
         batch = shaped(

@@ -196,21 +196,18 @@ class Experiment:
             pipeline.shift_terminal,
         )
 
-    def query_step(self, noise_start: int | None = 0) -> int | None:
+    @property
+    def query_step(self) -> int | None:
         """The step at whose beginning samples are trained, if the objective trains on reward
         gradients; else None.
 
-        Args:
-            noise_start: The first step that adds noise, as for `schedule`.
-
-        Returns:
-            The index of the step of the full schedule that starts nearest to
-            `algorithm.query_sigma`.
+        It is the index of the step of the full schedule that starts nearest to
+        `algorithm.query_sigma`.
         """
         algorithm = self.config.algorithm
         if algorithm.trains_on != "reward_gradients":
             return None
-        schedule = self.schedule(self.config.rollout.num_steps, noise_start)
+        schedule = self.schedule(self.config.rollout.num_steps)
         return int(schedule.nearest_step(algorithm.query_sigma))
 
     def sampler(

@@ -30,8 +30,10 @@ from solrl_jax.rl.fidelity import rank_correlations
 from solrl_jax.rl.generate import PromptBatch, Samples, SeedBatch, generate
 from solrl_jax.rl.phase_timer import PhaseTimer
 from solrl_jax.rl.reward_gradient import add_targets
+from solrl_jax.rl.sampler import Sampler
 from solrl_jax.rl.select import best_and_worst, rank, select
 from solrl_jax.rl.state import TrainState
+from solrl_jax.rl.trainable.trainable import Trainable
 from solrl_jax.rl.update import PolicyBatch, update
 
 # (name of the running phase, its number of samples, number of further samples that are done). It is
@@ -147,7 +149,6 @@ def iterate(
     experiment = experiment.for_iteration(iteration)
     config = experiment.config
     rollout = config.rollout
-    explorer = experiment.explorer
     backbone = experiment.backbone
     noise_start = rollout.window_start(iteration)
     timer = PhaseTimer()
@@ -162,23 +163,8 @@ def iterate(
 
     # Sync: merge the old policy into the base and quantize it.
     timer.start("sync")
-    full_sampler = dataclasses.replace(
-        experiment.sampler("regenerate", state.old, rollout.num_steps, noise_start),
-        recorded=config.num_recorded_steps,
-        query_step=experiment.query_step(noise_start),
-    )
-    exploration = explorer.settings[setting]
-    explore_sampler = explorer.sampler(state.old, exploration, noise_start)
-    if not rollout.regenerate:
-        explore_sampler = dataclasses.replace(
-            explore_sampler, recorded=full_sampler.recorded, query_step=full_sampler.query_step
-        )
-    continued = continued_steps(
-        rollout, exploration.precision, exploration.steps, full_sampler.query_step
-    )
-    if continued:  # the first segment of exploration is the beginning of the regeneration
-        explore_sampler = dataclasses.replace(explore_sampler, keep_intermediate=True)
-        full_sampler = full_sampler.skip_steps(continued)
+    exploration = experiment.explorer.settings[setting]
+    explore_sampler, full_sampler = make_samplers(experiment, state.old, exploration, noise_start)
     timer.wait(explore_sampler.segments)
 
     # Stage 1: explore all candidates in low precision, and select K of each prompt by their proxy
@@ -262,6 +248,53 @@ def iterate(
     metrics |= timer.report(explored, kept if rollout.regenerate else None)
     ledger = ledger_columns(experiment, selection, exploration, rewards, advantage, iteration)
     return state, IterationResult(metrics, ledger)
+
+
+def make_samplers(
+    experiment: Experiment, old: Trainable, setting: ExplorationSetting, noise_start: int
+) -> tuple[Sampler, Sampler]:
+    """Makes the samplers of exploration and of regeneration.
+
+    Exploration is sampled with a quantized copy of the policy, which this allocates on the devices.
+    It is freed with the sampler. The first call may also sample from the base, for exploration
+    options that measure. Every process of a run must call it.
+
+    Args:
+        experiment: The experiment of the iteration.
+        old: The trainable parameters by path of the old policy, which both phases sample from.
+        setting: The format and the number of steps of exploration.
+        noise_start: The first step of the full schedule, counted from 0, that adds noise, if
+            `rollout.noise_level` is above 0.
+
+    Returns:
+        The sampler of exploration and that of regeneration. The one whose samples are trained on
+        (that of exploration if nothing is regenerated) records the states that the objective trains
+        at. Where both phases have the same first steps (`continued_steps`), exploration keeps the
+        latents after them, and the regeneration has only the steps that follow.
+
+    Raises:
+        numpy.linalg.LinAlgError: If exploration options measure values that are not finite.
+        InputError, PermissionError, RunError: If the prompts that are measured on cannot be encoded
+            (`Experiment.encode_prompts`).
+    """
+    config = experiment.config
+    rollout = config.rollout
+    explore_sampler = experiment.explorer.sampler(old, setting, noise_start)
+    full_sampler = experiment.sampler("regenerate", old, rollout.num_steps, noise_start)
+
+    def with_recording(sampler: Sampler) -> Sampler:
+        return dataclasses.replace(
+            sampler, recorded=config.num_recorded_steps, query_step=experiment.query_step
+        )
+
+    if not rollout.regenerate:
+        return with_recording(explore_sampler), full_sampler
+    full_sampler = with_recording(full_sampler)
+    continued = continued_steps(rollout, setting.precision, setting.steps, full_sampler.query_step)
+    if continued:
+        explore_sampler = dataclasses.replace(explore_sampler, keep_intermediate=True)
+        full_sampler = full_sampler.skip_steps(continued)
+    return explore_sampler, full_sampler
 
 
 def policy_batch(

@@ -22,7 +22,7 @@ from solrl_jax.parallel import hosts, sharding
 from solrl_jax.rewards.protocol import Reward, score_samples
 from solrl_jax.rl.experiment import Experiment
 from solrl_jax.rl.generate import PromptBatch, Samples, place_samples
-from solrl_jax.rl.objective import Objective, load_objective, targets_of
+from solrl_jax.rl.objective import load_objective, targets_of
 
 # The reward is multiplied by this before, and its gradient divided by it after the differentiation.
 # Without it, small gradients in reward networks would be lost in FP16.
@@ -147,13 +147,13 @@ def rows_per_call(config: Config, count: int, devices: int) -> int:
     return devices * min(config.rollout.per_device_batch_size, -(-count // devices))
 
 
-def try_targets(objective: Objective, algorithm: AlgorithmConfig) -> tuple[tuple[str, ...], int]:
-    """What an objective makes of the gradient of the reward, found by a call of its `targets` with
-    latents of one zero.
+def try_targets(algorithm: AlgorithmConfig) -> tuple[tuple[str, ...], int]:
+    """What an objective makes from the gradient of the reward, found by a call of its `targets`
+    with latents of one zero.
 
     Args:
-        objective: An objective that trains on reward gradients.
-        algorithm: The algorithm section of the configuration, with its `target_steps`.
+        algorithm: The algorithm section of the configuration. Its objective must train on reward
+            gradients.
 
     Returns:
         The names of the targets, and how often the gradient is taken for each sample.
@@ -165,5 +165,6 @@ def try_targets(objective: Objective, algorithm: AlgorithmConfig) -> tuple[tuple
         calls += 1
         return latents.sum((1, 2, 3)), latents
 
-    targets = targets_of(objective)(gradient, jnp.zeros((1, 1, 1, 1)), algorithm)
+    make_targets = targets_of(load_objective(algorithm.objective))
+    targets = make_targets(gradient, jnp.zeros((1, 1, 1, 1)), algorithm)
     return tuple(targets), calls

@@ -17,7 +17,6 @@ from solrl_jax.config.presets import resolve
 from solrl_jax.config.schema import Config
 from solrl_jax.errors import InputError
 from solrl_jax.rl.explore.continuation import continued_steps
-from solrl_jax.rl.objective import load_objective
 from solrl_jax.rl.reward_gradient import try_targets
 from solrl_jax.storage.readers import parse_json, read_text
 
@@ -85,8 +84,7 @@ class Prices:
         update = kept * config.num_train_sigmas * (self.trained - skipped)
         targets = 0.0
         if config.algorithm.trains_on == "reward_gradients":
-            objective = load_objective(config.algorithm.objective)
-            _, gradients = try_targets(objective, config.algorithm)
+            _, gradients = try_targets(config.algorithm)
             each = 4 * self.scored if self.differentiated is None else self.differentiated
             targets = kept * gradients * each
         return (
@@ -137,17 +135,16 @@ def prices_of(plan: Mapping[str, Any]) -> Prices:
         TypeError: If an entry is of another type. Other malformed plans raise ValueError,
             AttributeError or IndexError.
     """
-    config = resolve(plan["preset"])
+    seconds = {stage["name"]: stage["seconds"] for stage in plan["stages"]}
+    takes_gradients = "targets" in seconds
+    config = resolve(plan["preset"], ("objective=opsd",) if takes_gradients else ())
     rollout = config.rollout
     prompts = config.train.num_prompts
-    seconds = {stage["name"]: stage["seconds"] for stage in plan["stages"]}
     pool = prompts * rollout.candidates
     kept = prompts * rollout.kept
-    terms = config.num_train_sigmas
     differentiated = None
-    if "targets" in seconds:
-        terms = 1
-        gradients = 2 * config.algorithm.target_steps - 1
+    if takes_gradients:
+        _, gradients = try_targets(config.algorithm)
         differentiated = seconds["targets"] / (kept * gradients)
     network = {
         plan["exploration"].split()[0]: seconds["explore"] / (pool * rollout.explore.num_steps),
@@ -157,7 +154,7 @@ def prices_of(plan: Mapping[str, Any]) -> Prices:
         f"{config.model.name}-{plan['device']}",
         network,
         seconds["score"] / (pool + kept),
-        seconds["update"] / (kept * terms),
+        seconds["update"] / (kept * config.num_train_sigmas),
         seconds.get("sync", 0.0),
         differentiated,
     )

@@ -213,7 +213,7 @@ def test_a_query_is_the_nearest_state_of_the_trajectory_and_what_was_predicted_t
     toy = toy_experiment(*settings("opsd", family))
     _, outcome = iterate(toy, fresh_state(toy), 1)
     (batch,) = batches
-    assert toy.query_step() == 2
+    assert toy.query_step == 2
     kept = (
         pools[-1] if family == "sol_rl" else pools[0].take(np.flatnonzero(outcome.ledger["kept"]))
     )

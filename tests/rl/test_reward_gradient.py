@@ -174,7 +174,7 @@ def test_targets_equal_the_formula_in_float64(steps):
     anchor, centre = rng.standard_normal((2, 4, *SHAPE))
     algorithm = dataclasses.replace(ALGORITHM, target_radius=0.3, target_steps=steps)
     got = opsd.targets(bowl(jnp.asarray(centre, jnp.float32)), jnp.float32(anchor), algorithm)
-    names, calls = try_targets(opsd.opsd, algorithm)
+    names, calls = try_targets(algorithm)
     assert (names, calls) == (("positive", "negative"), 2 * steps - 1)
     for name, sign in (("positive", 1), ("negative", -1)):
         for row in range(4):
