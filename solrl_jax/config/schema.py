@@ -53,8 +53,8 @@ from solrl_jax.storage.stores import check_run_dir
 # "pairs": the best sample of a prompt with its worst, the second best with the second worst, and so
 # on;
 # "transitions": recorded steps of a stochastic solver;
-# "reward_gradients": one recorded state of each sample's trajectory, with targets that are made of
-# the gradient of the reward by the clean latents that the old policy predicts there.
+# "reward_gradients": one recorded state of each sample's trajectory, with targets made from the
+# gradient of the reward with respect to the clean latents that the old policy predicts there.
 OBJECTIVES = {
     "nft": "samples",
     "awm": "samples",
@@ -595,7 +595,7 @@ class Algorithm(Section):
 
         "samples": kept samples, to which noise is added. "pairs": a good and a bad sample of the
         same prompt. "transitions": recorded steps of a stochastic solver. "reward_gradients": one
-        recorded state of each sample, with targets that are made of the gradient of the reward. A
+        recorded state of each sample, with targets that are made from the gradient of the reward. A
         function of the user's is imported, and has this text as its attribute `trains_on`
         ("samples" without it).
 

@@ -64,7 +64,8 @@ def trajectory(
             0 if none does), at most as many as follow. If above 0, the latents of all steps are
             kept in memory until the end.
         query_step: The index of a step, counted over all segments, whose beginning is returned in
-            place of recorded steps. None: there is none.
+            place of recorded steps. Then the latents and the predictions of all steps are kept in
+            memory until the end. None: there is none.
 
     Returns:
         The clean latents, float32, of the shape of `noise`; the latents before the first recorded

@@ -29,7 +29,8 @@ def shift_sigmas(sigmas: Float[np.ndarray, " n"], shift: float) -> Float[np.ndar
     Returns:
         The shifted sigmas, one for each of `sigmas`, in their order.
     """
-    # Of `1 + (shift - 1)`, a shift below 1 may lose its last bits.
+    # Sigma 1 stays exactly 1. With a shift below 1, `1 + (shift - 1)` may differ from the shift in
+    # its last bits.
     return np.where(sigmas == 1, 1.0, shift * sigmas / (1 + (shift - 1) * sigmas))
 
 

@@ -156,9 +156,9 @@ class Reward:
             or None.
         group_size: Only for the weighted sum in a field `group`: the most candidates of a prompt in
             a group (`reward.group_size` of the configuration), 24 (`GROUP_SIZE`) by default.
-        differentiable: Whether the gradient of `score` by its inputs may be trained on, as the
-            objective "opsd" does. It is a promise: a score that counts or rounds has a gradient of
-            zero. False by default.
+        differentiable: Whether the gradient of `score` with respect to its inputs may be trained
+            on, as the objective "opsd" does. It is a promise: a score that counts or rounds has a
+            gradient of zero. False by default.
         frames: Only for weighted sums: the number of frames that are scored of a clip
             (`reward.frames` of the configuration), 1 by default. `score` gets each as an image, and
             the score of the clip is the mean over them.

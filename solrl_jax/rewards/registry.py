@@ -67,7 +67,8 @@ class InJax:
             those of the hub that are missing, but reads no weights. It raises ValueError
             (InputError among them) if a file is missing or does not fit its network.
         others: The names of the scores that the reward returns beside "reward".
-        differentiable: Whether the gradient of the score by the image may be trained on.
+        differentiable: Whether the gradient of the score with respect to the image may be trained
+            on.
     """
 
     open: Callable[[Mapping[str, str]], Reward]
@@ -601,7 +602,7 @@ def _check_scores(
 def _check_gradients(
     names: Sequence[str], opened: Mapping[str, Reward | HostReward], objective: str
 ) -> None:
-    """Checks that the gradients of rewards by the image can be trained on.
+    """Checks that the gradients of rewards with respect to the image can be trained on.
 
     Args:
         names: The names of the rewards that are trained on.

@@ -450,7 +450,7 @@ def build(config: Config, *, force: bool = False) -> Experiment:
             _check_scoring(reward, train_prompts[:1], pipeline, size)
     check_prompts(rewards.evaluated, test_prompts, "prompts.test")
     _check_scoring(rewards.evaluated, test_prompts[:1], pipeline, evaluation_size(config))
-    _check_transitions(config, pipeline)
+    _check_guidance(config, pipeline)
     targets, quantized = select_parameters(config, pipeline, device)
     if not force:
         refuse_what_cannot_fit(config, pipeline, targets)
@@ -600,7 +600,7 @@ def _check_scoring(
         trial(reward.host, prompts, size)
 
 
-def _check_transitions(config: Config, pipeline: Pipeline) -> None:
+def _check_guidance(config: Config, pipeline: Pipeline) -> None:
     """Checks that an objective that trains on recorded states has no classifier-free guidance.
 
     Recorded states are those of transitions and of reward gradients. With guidance they would not

@@ -127,7 +127,7 @@ class Samples:
             (`Sampler.query_step`). None if no step was recorded.
         intermediate: The latents after the first segment of the sampler, float32. None unless the
             sampler keeps them (`Sampler.keep_intermediate`).
-        targets: The latents that the objective has made of the gradient of the reward, by name,
+        targets: The latents that the objective has made from the gradient of the reward, by name,
             float32. None unless it trains on reward gradients.
         failed: For each reward outside JAX by its name, the number of samples that it could not
             score, also 0. Empty without such rewards.

@@ -12,7 +12,7 @@ trains on is an attribute of the function:
     def loss(velocities, target, algorithm): ...
     loss.trains_on = "pairs"      # or "samples", which is the default, or "transitions"
 
-One that trains on the gradient of the reward has a second function, which makes targets of it:
+One that trains on the gradient of the reward has a second function, which makes targets from it:
 
     @reward_gradients(targets)
     def loss(velocities, target, algorithm): ...
@@ -100,7 +100,7 @@ class TrainingTarget(NamedTuple):
         optimality: The probability q in [0, 1] that the sample is one to imitate. `2 q - 1` is the
             advantage divided by its clip.
         step: The recorded step from `x`. None unless the objective trains on transitions.
-        targets: The latents that the objective has made of the gradient of the reward, by name.
+        targets: The latents that the objective has made from the gradient of the reward, by name.
             None unless it trains on reward gradients.
     """
 
@@ -184,7 +184,7 @@ def reward_gradients(targets: Targets) -> Callable[[F], F]:
     """Decorates an objective that trains on the gradient of the reward.
 
     Each kept sample is trained at one state of its trajectory, whose noise level is nearest to
-    `algorithm.query_sigma`. Before the update, `targets` makes latents of the clean latents that
+    `algorithm.query_sigma`. Before the update, `targets` makes latents from the clean latents that
     the old policy predicts there. The update passes them to the objective, without a gradient, as
     `target.targets`.
 
@@ -208,7 +208,7 @@ def reward_gradients(targets: Targets) -> Callable[[F], F]:
 
 
 def targets_of(objective: Objective) -> Targets:
-    """The function with which an objective makes targets of the gradient of the reward.
+    """The function with which an objective makes targets from the gradient of the reward.
 
     Args:
         objective: An objective that trains on reward gradients.

@@ -1,4 +1,4 @@
-"""The gradient of the reward by the clean latents, and the targets that objectives make of it.
+"""The gradient of the reward with respect to clean latents, and the targets made from it.
 
 Decoder and reward networks are functions of JAX, so the gradient is one `jax.grad`. It is a program
 of its own between regeneration and update, so that its memory does not add to that of the update:
@@ -40,7 +40,7 @@ def add_targets(
     Every process of a run must call it with the same arguments.
 
     Args:
-        experiment: Its objective makes the targets, of the gradient of its reward. The reward must
+        experiment: Its objective makes the targets from the gradient of its reward. The reward must
             be scored inside JAX and compare no candidates.
         prompt_batch: The prompts that `prompt` points to, prepared for the reward.
         samples: The samples. `states` has the clean latents that the old policy predicted at the
@@ -100,7 +100,7 @@ def reward_gradient(
     prepared: Any,
     index: Int[Array, " b"],
 ) -> tuple[Float[Array, " b"], Float[Array, "b ... c"]]:
-    """The reward of clean latents, and its gradient by them.
+    """The reward of clean latents, and its gradient with respect to them.
 
     It is compiled by jit, once per reward object and set of shapes.
 

@@ -58,7 +58,7 @@ class PolicyBatch:
         conditioning: The prompt embeddings. Every leaf has a leading axis of p prompts.
         states: The recorded latents of each sample's trajectory, float32: before the first recorded
             step and after each of them. None if the objective trains on noised latents.
-        targets: The latents that the objective has made of the gradient of the reward, by name,
+        targets: The latents that the objective has made from the gradient of the reward, by name,
             float32; `states` then begins with the state that is trained at. None if the objective
             does not train on reward gradients.
     """

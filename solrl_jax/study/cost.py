@@ -36,7 +36,7 @@ class Prices:
             takes three predictions of the network and a gradient.
         synced: The seconds to make the low-precision copy of the policy for exploration (merge its
             adapters and quantize it), once per iteration.
-        differentiated: The seconds of one gradient of the reward by the latents of one image. None:
+        differentiated: The seconds of one gradient of the reward of one image. None:
             four times `scored`, as compiled for FLUX.1 and PickScore on an H200 (4.1 times).
     """
 
