@@ -1,6 +1,6 @@
 """Fields that have no effect in a run because of what other fields say."""
 
-from solrl_jax.config.schema import Config, is_plugin
+from solrl_jax.config.schema import OBJECTIVES, Config, is_plugin
 
 # Built-in objectives that read a field of `algorithm`.
 _READERS = {
@@ -10,6 +10,10 @@ _READERS = {
     "query_sigma": ("opsd",),
     "target_radius": ("opsd",),
     "target_steps": ("opsd",),
+    # Reward gradients are taken at one sigma.
+    "timestep_fraction": tuple(
+        name for name, kind in OBJECTIVES.items() if kind != "reward_gradients"
+    ),
 }
 _UNQUANTIZED = ("bf16", "fp32")  # values of `rollout.explore.precision`
 
@@ -43,8 +47,6 @@ def inert_fields(config: Config) -> set[str]:
         for field, objectives in _READERS.items():
             if config.algorithm.objective not in objectives:
                 inert.add(f"algorithm.{field}")
-        if config.algorithm.objective == "opsd":
-            inert.add("algorithm.timestep_fraction")
     if config.train.parameters == "all":
         inert.add("lora")
     return inert
