@@ -14,6 +14,7 @@ needs no temporary name, and a directory of several files counts once its last f
 import contextlib
 import dataclasses
 import fnmatch
+import importlib
 import io
 import re
 from collections.abc import Iterator
@@ -378,8 +379,9 @@ def _client(scheme: str) -> Any:
     try:
         import fsspec
 
-        return fsspec.filesystem(scheme, use_listings_cache=False)
+        importlib.import_module(PACKAGES[scheme])
     except ImportError as error:
         raise InputError(
             f"{scheme}:// needs {PACKAGES[scheme]}: pip install 'solrl_jax[stores]'"
         ) from error
+    return fsspec.filesystem(scheme, use_listings_cache=False)
