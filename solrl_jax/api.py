@@ -307,7 +307,7 @@ def rank(
     )
     pools = ranking.explore_and_regenerate(experiment, adapters, prompts, settings, progress)
     return [
-        ranking.summarise(pools, setting, experiment.config.rollout.kept) for setting in settings
+        ranking.summarize(pools, setting, experiment.config.rollout.kept) for setting in settings
     ]
 
 

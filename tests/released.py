@@ -190,7 +190,7 @@ def as_tensor(images: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(images.transpose(0, 3, 1, 2))
 
 
-def normalised(pixels: torch.Tensor) -> torch.Tensor:
+def normalized(pixels: torch.Tensor) -> torch.Tensor:
     mean, std = (torch.tensor(x, dtype=torch.float32).view(3, 1, 1) for x in PERCEIVED)
     return (pixels - mean) / std
 
@@ -213,7 +213,7 @@ def clipscore_pixels(images: np.ndarray) -> torch.Tensor:
     )
     top = round((height - PIXELS) / 2)
     left = round((width - PIXELS) / 2)
-    return normalised(resized[:, :, top : top + PIXELS, left : left + PIXELS])
+    return normalized(resized[:, :, top : top + PIXELS, left : left + PIXELS])
 
 
 def processed(images: np.ndarray) -> torch.Tensor:
@@ -289,7 +289,7 @@ def hps_scores(model: torch.nn.Module, images: np.ndarray) -> np.ndarray:
     padded = torch.nn.functional.pad(
         resized, (left, PIXELS - width - left, top, PIXELS - height - top)
     )
-    image = model.encode_image(normalised(padded), normalize=True)
+    image = model.encode_image(normalized(padded), normalize=True)
     text = model.encode_text(
         open_clip().tokenizer.SimpleTokenizer(context_length=POSITIONS)(list(PROMPTS)),
         normalize=True,
@@ -414,7 +414,7 @@ def image_reward_scores(
     top = round((height - PIXELS) / 2)
     left = round((width - PIXELS) / 2)
     cropped = resized[:, top : top + PIXELS, left : left + PIXELS].astype(np.float32) / 255
-    seen = vision(pixel_values=normalised(as_tensor(cropped))).last_hidden_state
+    seen = vision(pixel_values=normalized(as_tensor(cropped))).last_hidden_state
     tokenizer.add_tokens(["[DEC]", "[ENC]"], special_tokens=True)
     tokens = tokenizer(
         list(PROMPTS), padding="max_length", truncation=True, max_length=35, return_tensors="pt"

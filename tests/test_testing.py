@@ -155,16 +155,16 @@ def test_they_work_under_jit_with_chexify(pools):
 
     @functools.partial(chex.chexify, async_check=False)
     @jax.jit
-    def quantised(w, bound):
+    def quantized(w, bound):
         back = dequantize(quantize(w))
         assert_block_error(w, back, axis=0, bound=bound)
         assert_selection_range(back[:2], w[:2], kept=4, delta=bound * 10)
         return back
 
     w = jax.random.normal(jax.random.key(2), (64, 16))
-    quantised(w, NVFP4_BLOCK_ERROR)
+    quantized(w, NVFP4_BLOCK_ERROR)
     with pytest.raises(AssertionError, match="block"):
-        quantised(w, 0.01)
+        quantized(w, 0.01)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -48,7 +48,7 @@ def dc_latents(settings: Settings, images: np.ndarray) -> Latents:
         return _picture_loss(vae.decode(noisy), batch) + 1e-3 * (z**2).mean()
 
     batches = picture_batches(images, settings.seed, 1)
-    vae = train("vae", DC.initialise(settings.seed), loss, batches, recipe.VAE, settings)
+    vae = train("vae", DC.initialize(settings.seed), loss, batches, recipe.VAE, settings)
     values = _encode_all(settings, "vae", lambda x: DC(vae).encode(x), images)
     scale = _rounded(1 / values.std())
     return Latents(vae, values * np.float32(scale), {"scaling_factor": scale})
@@ -66,7 +66,7 @@ def kl_latents(settings: Settings, images: np.ndarray) -> Latents:
         return _picture_loss(decoded, batch) + 1e-3 * divergence
 
     batches = picture_batches(images, settings.seed, 5)
-    vae = train("kl", KL.initialise(settings.seed + 3), loss, batches, recipe.KL, settings)
+    vae = train("kl", KL.initialize(settings.seed + 3), loss, batches, recipe.KL, settings)
     values = _encode_all(settings, "kl", lambda x: KL(vae).encode(x).mean, images)
     scale = _rounded(1 / values.std())
     shift = _rounded(values.mean())

@@ -41,7 +41,7 @@ def train_clip(settings: Settings, images: np.ndarray, captions: list[str]) -> N
         return pixels, tokens["input_ids"], tokens["attention_mask"]
 
     trained = train(
-        "clip", CLIP.initialise(settings.seed + 2), _loss, batches, recipe.CLIP, settings
+        "clip", CLIP.initialize(settings.seed + 2), _loss, batches, recipe.CLIP, settings
     )
     CLIP.save(settings.out / "tiny-clip", trained, np.float32)
     tokenizer.save_pretrained(settings.out / "tiny-clip")

@@ -49,7 +49,7 @@ def train_pipeline(settings: Settings, name: str, latents: Latents, captions: li
         else None
     )
     draw = caption_batches(captions, recipe.curriculum, settings.seed)
-    params, positions = _initialise(blueprint, settings.seed)
+    params, positions = _initialize(blueprint, settings.seed)
 
     def velocity(
         transformer: Params, x: jax.Array, text: Any, sigma: jax.Array, guidance: jax.Array
@@ -185,21 +185,21 @@ class Teacher:
         return self._pipeline.velocity(transformer, x, text, 1000 * sigma, jnp.float32(TEACHING))
 
 
-def _initialise(blueprint: Blueprint, seed: int) -> tuple[Params, Params]:
+def _initialize(blueprint: Blueprint, seed: int) -> tuple[Params, Params]:
     """Initializes a pipeline.
 
     Returns:
         The trained parameters ("transformer", and "text" by folder), and SD3's table of positions,
         which is not trained.
     """
-    transformer = blueprint.parts["transformer"].initialise(seed)
+    transformer = blueprint.parts["transformer"].initialize(seed)
     positions = {}
     if "pos_embed" in transformer:  # only SD3 stores its table
         rest = dict(transformer["pos_embed"])
         positions = {"pos_embed": rest.pop("pos_embed")}
         transformer = transformer | {"pos_embed": rest}
     encoders = blueprint.text_encoders.items()
-    text = {name: part.initialise(seed + i) for i, (name, part) in enumerate(encoders, start=1)}
+    text = {name: part.initialize(seed + i) for i, (name, part) in enumerate(encoders, start=1)}
     return {"transformer": transformer, "text": text}, positions
 
 

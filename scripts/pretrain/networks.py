@@ -37,7 +37,7 @@ class Part:
         """Returns the network with the given parameters."""
         return nnx.merge(self._graph[0], params)
 
-    def initialise(self, seed: int) -> Params:
+    def initialize(self, seed: int) -> Params:
         """Returns initial parameters."""
         return nnx.to_pure_dict(nnx.split(self._make(nnx.Rngs(seed)))[1])
 

@@ -90,7 +90,7 @@ def command(
         with only_user(folder):
             workers = processes or os.cpu_count() or 1
             failed = dict(train(runs, folder, workers, _print_progress))
-    study, courses = summary.summarise(name, study_plan, runs, price_table, failed)
+    study, courses = summary.summarize(name, study_plan, runs, price_table, failed)
     page.write(folder, study, courses, summary.sweeps(study_plan, runs))
     result = {"out": str(folder), **study}
     message = ""

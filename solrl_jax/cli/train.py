@@ -90,7 +90,7 @@ def command(
     """
     # Raises before the other processes are waited for.
     resolve(preset, [override for override in overrides if override != MESH_AUTO])
-    hosts.initialise(**processes)
+    hosts.initialize(**processes)
     try:
         summary = api.train(
             preset,

@@ -164,8 +164,8 @@ class Model(Section):
             M in its paper, 1 to 4096.
         mhla_released: For "mhla": True for the variant in its authors' code, False for that in
             their paper.
-        mhla_norm: For "mhla": whether queries and keys are normalised even if the released network
-            does not normalise them.
+        mhla_norm: For "mhla": whether queries and keys are normalized even if the released network
+            does not normalize them.
         gradient_checkpointing: What the backward pass computes again to save memory. "none":
             nothing. "matmuls": everything but the outputs of linear layers and of attention.
             "blocks": everything but the inputs of blocks. "auto": "matmuls" if it is estimated to
@@ -467,7 +467,7 @@ class Reward(Section):
             first frame. More are equally spaced from the first to the last, and the score of the
             clip is the mean over them. Must be 1 for rewards that compare images with each other.
         combine: How several scores make one ranking and one advantage. "sum": by their weighted
-            sum. "advantages": each score is first normalised over the candidates of its prompt, so
+            sum. "advantages": each score is first normalized over the candidates of its prompt, so
             that its scale does not matter (MixGRPO, GDPO); this needs at least two scores.
 
     Raises:

@@ -47,7 +47,7 @@ def together(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> lis
             copy with the first line of its message if it is an InputError, a RunError or one of
             `kinds`; otherwise a RunError "process NUMBER: TYPE: MESSAGE".
         RunError: If a process does not answer within 1800 seconds (`PATIENCE`).
-        RuntimeError: If there are several processes, but `jax.distributed` was not initialised.
+        RuntimeError: If there are several processes, but `jax.distributed` was not initialized.
     """
     if jax.process_count() == 1:
         return [act()]
@@ -93,7 +93,7 @@ def first(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> Any:
             line of its message if it is an InputError, a RunError or one of `kinds`; otherwise a
             RunError "process 0: TYPE: MESSAGE".
         RunError: If a process does not answer within 1800 seconds (`PATIENCE`).
-        RuntimeError: If there are several processes, but `jax.distributed` was not initialised.
+        RuntimeError: If there are several processes, but `jax.distributed` was not initialized.
     """
     return together(label, act if jax.process_index() == 0 else lambda: None, *kinds)[0]
 
@@ -105,10 +105,10 @@ def client() -> Any:
     Its methods are `key_value_set`, `blocking_key_value_get` and `key_value_delete`.
 
     Raises:
-        RuntimeError: If `jax.distributed` was not initialised.
+        RuntimeError: If `jax.distributed` was not initialized.
     """
     if distributed.global_state.client is None:
-        raise RuntimeError("several processes, but jax.distributed was not initialised")
+        raise RuntimeError("several processes, but jax.distributed was not initialized")
     return distributed.global_state.client
 
 
@@ -129,7 +129,7 @@ def _exchange(label: str, encoded: str) -> list[dict[str, Any]]:
 
     Raises:
         RunError: If a process does not answer within 1800 seconds (`PATIENCE`).
-        RuntimeError: If `jax.distributed` was not initialised.
+        RuntimeError: If `jax.distributed` was not initialized.
     """
     service = client()
     index_here = jax.process_index()

@@ -37,7 +37,7 @@ ANSWER = 5  # a process that connects must send its number within this time
 END = 15  # how long a process that ends waits for the others
 
 
-def initialise(hosts: str | None, host: int | None = None, coordinator: str | None = None) -> None:
+def initialize(hosts: str | None, host: int | None = None, coordinator: str | None = None) -> None:
     """Connects the processes of a run on several hosts. Call it before anything asks JAX for
     devices.
 

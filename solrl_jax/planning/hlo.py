@@ -1,4 +1,4 @@
-"""Parses the text of a compiled program: XLA's HLO after optimisation, partitioning and scheduling.
+"""Parses the text of a compiled program: XLA's HLO after optimization, partitioning and scheduling.
 
 `compiled.as_text()` prints a program as computations, each a list of instructions in the order in
 which they run. The entry computation calls others: a loop calls its body, a conditional its

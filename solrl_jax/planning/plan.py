@@ -33,7 +33,7 @@ from solrl_jax.storage.files import atomic_write, writable_directory
 # The part of a device's memory that arrays may take. The rest is for the runtime and the
 # libraries, and is lost between buffers.
 USABLE = 0.92
-COPY = "quantised copy"
+COPY = "quantized copy"
 ENCODERS = "text encoders"
 CONDITIONING = "conditioning"
 ROLLOUT = ("sync", "explore", "regenerate")
@@ -204,10 +204,10 @@ class Planner:
             A dict of trees, which are empty where a run lacks the part:
 
             * "base": the frozen parameters of the transformer.
-            * "quantised copy": the quantized weights that exploration samples with.
+            * "quantized copy": the quantized weights that exploration samples with.
             * "adapters": the trainable parameters in three versions: those that are trained, those
               of the old policy that samples, and their moving average.
-            * "optimiser": the state of the optimizer.
+            * "optimizer": the state of the optimizer.
             * "text encoders", "vae" and "reward networks": the parameters of these networks.
             * "conditioning": prompt embeddings, and what the reward computed from the prompts.
         """
@@ -217,7 +217,7 @@ class Planner:
             "base": experiment.backbone.transformer,
             COPY: self.codes,
             "adapters": (state.adapters, state.old, state.ema),
-            "optimiser": state.opt_state,
+            "optimizer": state.opt_state,
             ENCODERS: self.stages.encoders,
             "vae": experiment.backbone.decoder,
             "reward networks": experiment.reward.params,

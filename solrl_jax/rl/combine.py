@@ -1,6 +1,6 @@
 """Several rewards in place of one: `reward.combine` (docs/method.md, section 3).
 
-"sum" ranks and trains on the weighted sum of the scores, `Samples.reward`. "advantages" normalises
+"sum" ranks and trains on the weighted sum of the scores, `Samples.reward`. "advantages" normalizes
 each score over the candidates of its prompt and sums the results with the weights of the scores, so
 that the scale and the offset of a score do not matter. That is how MixGRPO (arXiv 2507.21802) and
 GDPO (arXiv 2601.05242, NVlabs/GDPO) combine rewards.
@@ -55,7 +55,7 @@ def ranking_values(
 
 
 def weighted_advantages(scores: Mapping[str, Values], weights: Mapping[str, float]) -> Values:
-    """The weighted sum of several scores, each standardised within its prompt.
+    """The weighted sum of several scores, each standardized within its prompt.
 
         A_j = (r_j - mean of r_j) / std of r_j            for score j, over the prompt's candidates
         A   = sum over j of w_j A_j
@@ -81,14 +81,14 @@ def weighted_advantages(scores: Mapping[str, Values], weights: Mapping[str, floa
     total = np.zeros(counted.shape)
     magnitude = np.zeros(counted.shape)
     for name, weight in weights.items():
-        term = weight * _standardised(scores[name], counted)
+        term = weight * _standardized(scores[name], counted)
         total += term
         magnitude += np.abs(term)
     total[np.abs(total) <= TIE * magnitude] = 0.0
     return np.where(counted, total, np.nan)
 
 
-def _standardised(scores: Values, counted: Bool[np.ndarray, "p n"]) -> Values:
+def _standardized(scores: Values, counted: Bool[np.ndarray, "p n"]) -> Values:
     """Subtracts from a score its mean over the prompt and divides it by its population standard
     deviation over the prompt.
 
@@ -97,7 +97,7 @@ def _standardised(scores: Values, counted: Bool[np.ndarray, "p n"]) -> Values:
         counted: True for the candidates that take part. The others may have any score, also NaN.
 
     Returns:
-        The standardised scores [prompts, candidates], float64. They are 0 for candidates that do
+        The standardized scores [prompts, candidates], float64. They are 0 for candidates that do
         not take part, and where a score equals the mean up to 4e-6 times the largest magnitude in
         the prompt.
     """
@@ -125,7 +125,7 @@ def combined_advantages(
 
     With "sum" the values are rewards, and the result is that of `advantages`: reward minus mean of
     the prompt, divided by a standard deviation and clipped. With "advantages" the values A are
-    standardised already, and the result is
+    standardized already, and the result is
 
         clip(A, -clip, clip)              without `global_std` (MixGRPO)
         clip(A / std, -clip, clip)        with it (GDPO)

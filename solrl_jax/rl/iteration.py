@@ -82,7 +82,7 @@ class Selection:
         seeds: The seed of each candidate, the two words of a threefry key.
         proxy: The reward of each explored candidate; NaN where it has none.
         ranking: The values by which the candidates were selected: `proxy`, or with
-            `reward.combine=advantages` the weighted sums of their scores, each standardised within
+            `reward.combine=advantages` the weighted sums of their scores, each standardized within
             its prompt. Not finite where a candidate has none.
         chosen: The indices of the kept candidates of each prompt, ascending.
         usable: For each prompt, whether it is trained on: whether at least K of its candidates have
@@ -324,7 +324,7 @@ def policy_batch(
         selection: The candidates and which of them are kept, which gives the seeds.
         samples: The kept samples, prompt by prompt, each prompt in the order of `selection.chosen`.
         values: What orders the kept samples of a prompt, in the order of `selection.chosen`: their
-            rewards, or with `reward.combine=advantages` the weighted sums of their standardised
+            rewards, or with `reward.combine=advantages` the weighted sums of their standardized
             scores. NaN for prompts that are not usable.
         advantage: The advantages of these samples, in the shape of `values`.
 
@@ -384,7 +384,7 @@ def reward_metrics(
         rewards: The rewards of the kept samples in the order of `selection.chosen`, NaN for prompts
             that are not usable.
         values: What orders the kept samples, in the shape of `rewards`: the rewards themselves, or
-            with `reward.combine=advantages` the weighted sums of their standardised scores.
+            with `reward.combine=advantages` the weighted sums of their standardized scores.
         kept: The kept samples, regenerated if the run regenerates, with their scores.
         explored: All explored candidates with their scores, prompt by prompt.
 

@@ -44,7 +44,7 @@ COLUMNS = {
 class Pools:
     """The rewards of the same candidates, regenerated and explored in several ways.
 
-    With `reward.combine=advantages`, the weighted sums of their scores, each standardised within
+    With `reward.combine=advantages`, the weighted sums of their scores, each standardized within
     its prompt, take the place of rewards.
 
     Attributes:
@@ -269,7 +269,7 @@ def pool_rewards(
     """Generates candidates and returns the values that order them.
 
     These are their rewards, or with `reward.combine=advantages` the weighted sums of their scores,
-    each standardised over all candidates of its prompt.
+    each standardized over all candidates of its prompt.
 
     Args:
         experiment: The run, which has the networks, the rewards and the number of candidates per
@@ -335,7 +335,7 @@ def with_recipe(experiment: Experiment, recipe: str) -> Experiment:
     return dataclasses.replace(experiment, config=config, quantized=quantized)
 
 
-def summarise(pools: Pools, setting: ExplorationSetting, kept: int) -> dict[str, Any]:
+def summarize(pools: Pools, setting: ExplorationSetting, kept: int) -> dict[str, Any]:
     """Computes how well an exploration setting ranks the candidates, as a dict for a JSON record.
 
     Args:
@@ -410,7 +410,7 @@ def table(results: Sequence[dict[str, Any]], settings: Sequence[ExplorationSetti
     prompt comes before its own. The columns are the figures of `COLUMNS`, such as "spearman".
 
     Args:
-        results: The results of `summarise`, at least one.
+        results: The results of `summarize`, at least one.
         settings: The setting of each result, in the order of `results`, which names its line. Names
             and prompts are cut after 46 characters.
 

@@ -234,14 +234,14 @@ def _fresh(
 
 
 def _filled(adapter: Adapter, fresh: Adapter) -> Adapter:
-    """Replaces the unused ranks of an imported adapter by freshly initialised ones.
+    """Replaces the unused ranks of an imported adapter by freshly initialized ones.
 
     A rank is unused if its column of A and its row of B are both zero. No gradient would ever
     move it. Layers that a file lacks have only such ranks.
 
     Args:
         adapter: The imported adapter, with A [..., in, rank] and B [..., rank, out].
-        fresh: A freshly initialised adapter with factors of these shapes, whose B is zero.
+        fresh: A freshly initialized adapter with factors of these shapes, whose B is zero.
 
     Returns:
         The adapter, with A and B of `fresh` for unused ranks. The product A B is unchanged.

@@ -33,7 +33,7 @@ _COLUMNS = {
         pa.float32(),
         "reward of the regenerated image; null when it was not regenerated",
     ),
-    "advantage": (pa.float32(), "standardised regenerated reward of training; null when not kept"),
+    "advantage": (pa.float32(), "standardized regenerated reward of training; null when not kept"),
     "policy_revision": (
         pa.int32(),
         "number of syncs before the policy that generated the candidate",

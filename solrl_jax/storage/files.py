@@ -81,7 +81,7 @@ def writing(path: RunPath, note: Callable[[], str] = str) -> Iterator[None]:
     decorator.
 
     Every OSError counts as an error of the disk, so the body must not read the user's input. Other
-    errors pass unchanged, unless `disk_reason` recognises one.
+    errors pass unchanged, unless `disk_reason` recognizes one.
 
     Args:
         path: The file or directory that the body writes, for the message.

@@ -34,7 +34,7 @@ def write(
 
     Args:
         folder: The directory of the study. It is created if necessary.
-        study: The summary of the study, as `summary.summarise` returns it: a dict with the keys
+        study: The summary of the study, as `summary.summarize` returns it: a dict with the keys
             "plan", "setting", "prices", "arms", "compared", "missing" and "runs".
         courses: The finished runs of each arm by its name, for the figure.
         sweeps: For each setting that the study sweeps, by its dotted name, pairs (value of the
@@ -81,7 +81,7 @@ def markdown(study: Mapping[str, Any]) -> str:
     pairs, the runs that are missing, and the figure `study.png`.
 
     Args:
-        study: The summary of the study, as `summary.summarise` returns it. Its entries "plan",
+        study: The summary of the study, as `summary.summarize` returns it. Its entries "plan",
             "setting", "arms", "compared" and "missing" are shown.
     """
     lines = [f"# Study `{study['plan']['name']}`", "", study["plan"]["what"], ""]

@@ -1,4 +1,4 @@
-"""Summarises a study for `study.json`: its arms, its setting, and its comparisons."""
+"""Summarizes a study for `study.json`: its arms, its setting, and its comparisons."""
 
 import dataclasses
 import functools
@@ -12,10 +12,10 @@ from solrl_jax.study.plan import Plan, Run
 from solrl_jax.study.runs import finished
 
 
-def summarise(
+def summarize(
     name: str, plan: Plan, runs: Sequence[Run], prices: Prices, failed: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, list[Course]]]:
-    """Summarises the finished runs of a study.
+    """Summarizes the finished runs of a study.
 
     Args:
         name: The name of the plan.

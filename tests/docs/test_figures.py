@@ -151,7 +151,7 @@ def test_levers_alone():
     assert not table
 
 
-def test_what_quantising_each_group_costs():
+def test_what_quantizing_each_group_costs():
     found = record("linears-tiny")
     page = DOCS / "exploration.md"
     groups = {group["group"].strip("/"): group for group in found["groups"]}

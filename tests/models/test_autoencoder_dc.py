@@ -20,7 +20,7 @@ from tests import carried
 from tests.cases import first_is_quick
 from tests.parity import from_torch, parameter_count
 
-# Compilation is most of the time here, and half of it LLVM's optimisation of small kernels.
+# Compilation is most of the time here, and half of it LLVM's optimization of small kernels.
 
 RELEASED = carried.config(carried.SANA, "vae")
 
@@ -94,7 +94,7 @@ SMALL = {  # name: (config, latent height and width)
 
 
 def torch_model(config, seed=0):
-    """diffusers' model with no weight as it was initialised: norms and biases matter too."""
+    """diffusers' model with no weight as it was initialized: norms and biases matter too."""
     torch.manual_seed(seed)
     model = TorchAutoencoderDC(**{k: v for k, v in config.items() if not k.startswith("_")}).eval()
     with torch.no_grad():

@@ -23,7 +23,7 @@ from tests import carried
 from tests.cases import first_is_quick
 from tests.parity import from_torch, parameter_count
 
-# Compilation is most of the time here, and half of it LLVM's optimisation of small kernels.
+# Compilation is most of the time here, and half of it LLVM's optimization of small kernels.
 TOLERANCE = 1e-5  # largest difference over largest value
 
 RELEASED = carried.config(carried.FLUX, "vae")  # SD3's differs in the two factors
@@ -59,7 +59,7 @@ def small(widths=(16, 32, 32), **other):
 
 SMALL = {  # name: (config, height and width of the image, of the latent)
     "as released": (small((8, 16, 16, 16), layers_per_block=2), (27, 41), (3, 5)),
-    "quantisation convolutions": (
+    "quantization convolutions": (
         small(latent_channels=4, use_quant_conv=True, use_post_quant_conv=True, norm_num_groups=4),
         (13, 22),
         (5, 3),
@@ -95,7 +95,7 @@ SMALL = {  # name: (config, height and width of the image, of the latent)
 
 
 def torch_model(config, seed=0):
-    """diffusers' model with no weight as it was initialised: norms and biases matter too."""
+    """diffusers' model with no weight as it was initialized: norms and biases matter too."""
     torch.manual_seed(seed)
     model = TorchAutoencoderKL(**{k: v for k, v in config.items() if not k.startswith("_")}).eval()
     with torch.no_grad():
@@ -236,7 +236,7 @@ def test_a_convolution_of_squares_is_that_of_repeated_pixels():
 
 
 def test_weights_go_out_as_they_came_in():
-    config, _, _ = SMALL["quantisation convolutions"]
+    config, _, _ = SMALL["quantization convolutions"]
     reference = torch_model(config)
     graphdef, params = from_reference(reference, config)
     back = to_torch(nnx.state(nnx.merge(graphdef, params)), params)

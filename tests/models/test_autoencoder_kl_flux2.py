@@ -61,7 +61,7 @@ def fields_of_theirs(config):
 
 
 def torch_model(config, seed=0):
-    """diffusers' model with no weight as it was initialised."""
+    """diffusers' model with no weight as it was initialized."""
     torch.manual_seed(seed)
     model = TorchAutoencoder(**fields_of_theirs(config)).eval()
     with torch.no_grad():

@@ -83,7 +83,7 @@ QWEN_IMAGE_CASES = {  # the same without frames
 
 
 def torch_model(port, fields, seed=0):
-    """diffusers' model with no weight as it was initialised."""
+    """diffusers' model with no weight as it was initialized."""
     torch.manual_seed(seed)
     model = port.reference(**fields).eval().requires_grad_(False)
     for name, p in model.named_parameters():

@@ -36,7 +36,7 @@ def pictures(height, width, seed=0):
 
 
 def pixels(preprocessing, images):
-    """Before normalisation, in [0, 1]."""
+    """Before normalization, in [0, 1]."""
     return np.asarray(jax.jit(preprocessing)(images)) * STD + MEAN
 
 

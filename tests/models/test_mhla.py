@@ -240,7 +240,7 @@ def test_a_pipeline_begins_with_what_its_files_do_not_have(released):
     np.testing.assert_array_equal(scale, 1)
 
 
-def test_what_it_adds_is_trained_in_full_kept_in_bounds_and_never_quantised():
+def test_what_it_adds_is_trained_in_full_kept_in_bounds_and_never_quantized():
     config, pipeline = configured()
     new = tuple(f"transformer_blocks/attn1/{name}" for name in ("lepe/kernel", "mix"))
     targets = find_targets(pipeline.transformer, config)

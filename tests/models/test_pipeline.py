@@ -25,7 +25,7 @@ from tests.pipelines import (
 
 TOLERANCE = 1e-5
 PROMPTS = ["", "Star", " one  happy CAT \t", "two " * 30, "an astronaut on a horse"]
-# Compilation is most of the time here, and half of it LLVM's optimisation of small kernels.
+# Compilation is most of the time here, and half of it LLVM's optimization of small kernels.
 
 
 @pytest.fixture(scope="module")

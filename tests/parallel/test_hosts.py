@@ -137,7 +137,7 @@ LATE = textwrap.dedent(
     from solrl_jax.parallel import hosts, sharding
 
     number = int(sys.argv[1])
-    hosts.initialise("2", number, sys.argv[2])
+    hosts.initialize("2", number, sys.argv[2])
     mesh = sharding.make_mesh(2, 2, 2)
     hosts.connect(mesh)
     time.sleep(35 * number)
@@ -232,4 +232,4 @@ def test_a_stranger_at_the_port_holds_nobody_up(monkeypatch):
 )
 def test_what_does_not_name_the_hosts_is_refused(given, told):
     with pytest.raises(InputError, match=f"^{told}$"):
-        hosts.initialise(*given)
+        hosts.initialize(*given)

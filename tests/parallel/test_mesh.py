@@ -163,7 +163,7 @@ def test_training_keeps_the_same_candidates_and_ends_with_the_same_adapters(
     capfd.readouterr()
     _, adapters, kept, scored = two_iterations(built(name))
     # XLA warns if it replicates an array because it knows no way from one division to another. It must not do so to a gradient.
-    # It may to a quantised layer, if a share of it is not of whole blocks. (With a warm cache there are no warnings.)
+    # It may to a quantized layer, if a share of it is not of whole blocks. (With a warm cache there are no warnings.)
     warnings = [
         line for line in capfd.readouterr().err.splitlines() if "full rematerialization" in line
     ]

@@ -52,9 +52,9 @@ def fp8(x, ws):
     """[128, 256] by three matrices in turn."""
 
     def layer(x, w):
-        quantised = jnp.clip(x, -448, 448).astype(E4M3)
+        quantized = jnp.clip(x, -448, 448).astype(E4M3)
         product = jax.lax.dot_general(
-            quantised, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+            quantized, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
         )
         return (product * 0.5).astype(BF16), x
 

@@ -89,7 +89,7 @@ def on_blackwell(preset: str) -> tuple[Experiment, dict[str, list[str]]]:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_an_iteration_lowers_for_blackwell_with_block_scaled_products_in_exploration_alone(preset):
-    """As many products fewer than regeneration has as are quantised, and two more where an adapter
+    """As many products fewer than regeneration has as are quantized, and two more where an adapter
     is merged.
     """
     made, texts = on_blackwell(preset)

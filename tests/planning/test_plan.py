@@ -61,7 +61,7 @@ D = 3072
 S = 2432
 N = 2240
 Z = 3840
-BY_HAND = {  # parameters: of the base, quantised, of an adapter's rank (in + out of every target); bytes: encoders, vae, reward
+BY_HAND = {  # parameters: of the base, quantized, of an adapter's rank (in + out of every target); bytes: encoders, vae, reward
     "flux1_sol_rl_hpsv2": (
         11_901_408_320,
         19 * (8 * D**2 + 2 * 6 * D**2 + 4 * 4 * D**2)
@@ -116,9 +116,9 @@ def test_parts_agree_with_a_count_by_hand(preset):
     base, quantized, rank, encoders, vae, reward = BY_HAND[preset]
     wanted = {
         "base": 2 * base,
-        "quantised copy": 4.5 / 8 * quantized,
+        "quantized copy": 4.5 / 8 * quantized,
         "adapters": 3 * 4 * 32 * rank,
-        "optimiser": 2 * 4 * 32 * rank,
+        "optimizer": 2 * 4 * 32 * rank,
         "text encoders": encoders,
         "vae": vae,
         "reward networks": reward,
@@ -167,9 +167,9 @@ def test_parts_are_what_arrays_hold():
         )
     trees = {
         "base": backbone.transformer,
-        "quantised copy": codes,
+        "quantized copy": codes,
         "adapters": (state.adapters, state.old, state.ema),
-        "optimiser": state.opt_state,
+        "optimizer": state.opt_state,
         "text encoders": backbone.text_encoders.params(),
         "vae": backbone.decoder.params,
         "reward networks": built.reward.params,
@@ -376,9 +376,9 @@ def test_a_plan_explains_memory_to_the_byte(small):
         assert ("text encoders" in elsewhere) == (
             stage != "encode"
         )  # nothing is kept of what they say
-        assert ("quantised copy" in elsewhere) == (stage in ("regenerate", "score", "update"))
+        assert ("quantized copy" in elsewhere) == (stage in ("regenerate", "score", "update"))
     (update,) = summary["stages"][-1]["programs"]
-    trained = summary["parts"]["adapters"] + summary["parts"]["optimiser"]
+    trained = summary["parts"]["adapters"] + summary["parts"]["optimizer"]
     assert update["memory"]["aliased"] >= trained  # the state is donated
     assert summary["peak"] == max(stage["peak"] for stage in summary["stages"])
     assert summary["fits"]

@@ -316,7 +316,7 @@ def test_a_width_that_is_no_multiple_of_a_block_is_filled_with_zeros(name):
 
 
 @pytest.mark.parametrize("name", QUANTISING)
-def test_bfloat16_is_quantised_as_the_float32_of_the_same_value(name):
+def test_bfloat16_is_quantized_as_the_float32_of_the_same_value(name):
     w = jnp.asarray(normal(32, 8), jnp.bfloat16)
     np.testing.assert_array_equal(round_trip(name, w), round_trip(name, w.astype(jnp.float32)))
 
@@ -325,8 +325,8 @@ def test_bfloat16_is_quantised_as_the_float32_of_the_same_value(name):
 
 
 @pytest.mark.parametrize("name", QUANTISING)
-def test_the_product_is_that_of_the_dequantised_operands(name):
-    """Each row of activations is quantised like a matrix with one row."""
+def test_the_product_is_that_of_the_dequantized_operands(name):
+    """Each row of activations is quantized like a matrix with one row."""
     x = normal(7, 40) * np.logspace(-3, 3, 7, dtype=np.float32)[:, None]
     w = normal(40, 24, seed=1)
     q = quantize(name)(w)
@@ -339,12 +339,12 @@ def test_the_product_is_that_of_the_dequantised_operands(name):
 
     for row in range(len(x)):
         assert relative(got[row], operand[row].astype(np.float64) @ matrix) < 1e-6
-        assert relative(got[row], x[row] @ matrix) > 1e-3  # activations are quantised
+        assert relative(got[row], x[row] @ matrix) > 1e-3  # activations are quantized
         assert relative(got[row], operand[row] @ w) > 1e-3  # and so are weights
 
 
 def test_stacked_leaves_on_eight_devices_compute_what_they_do_on_one():
-    """They are merged and quantised on the devices that hold the base, then gathered one layer at a
+    """They are merged and quantized on the devices that hold the base, then gathered one layer at a
     time in the scan.
     """
     graphdef, state = nnx.split(stack(3, lambda r: Linear(64, 64, rngs=r), nnx.Rngs(0)))
@@ -388,7 +388,7 @@ def test_stacked_leaves_on_eight_devices_compute_what_they_do_on_one():
 @pytest.fixture(scope="module")
 def network():
     """A small SANA without arrays: the pipeline, the shapes of its parameters, the paths that are
-    quantised, its inputs.
+    quantized, its inputs.
     """
     pipeline = open_model("embedded:tiny-sana")
 

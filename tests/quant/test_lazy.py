@@ -1,5 +1,5 @@
 """`LazyActivation`: the kernel and its reference are one function, bit for bit; and what a
-quantised product reads is materialize_heads once.
+quantized product reads is materialize_heads once.
 """
 
 import re

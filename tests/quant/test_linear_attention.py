@@ -33,7 +33,7 @@ HARD = {  # of q (0), k (1) and v (2)
 
 
 def scaled(y, row, column, bias):
-    return y * row * column + bias  # what a quantised linear leaves to its reader
+    return y * row * column + bias  # what a quantized linear leaves to its reader
 
 
 def operands(b, n, heads, head):

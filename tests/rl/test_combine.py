@@ -18,7 +18,7 @@ from solrl_jax.rl.advantages import MODES
 from solrl_jax.rl.combine import combined_advantages, ranking_values, weighted_advantages
 from solrl_jax.rl.experiment import fresh_state
 from solrl_jax.rl.iteration import iterate
-from solrl_jax.rl.rank import explore_and_regenerate, summarise
+from solrl_jax.rl.rank import explore_and_regenerate, summarize
 from tests.small import small_config
 from tests.toys import toy_experiment
 
@@ -284,7 +284,7 @@ def test_an_exact_exploration_has_fidelity_one():
     assert outcome.metrics["fidelity/spearman"] == pytest.approx(1)
     settings = [toy.explorer.settings[0]]
     pools = explore_and_regenerate(toy, fresh_state(toy).old, 2, settings, lambda *_: None)
-    assert summarise(pools, settings[0], 4)["spearman"] == pytest.approx(1)
+    assert summarize(pools, settings[0], 4)["spearman"] == pytest.approx(1)
     assert np.abs(pools.true.mean(1)).max() < 1e-9  # sums of advantages, not rewards
 
 

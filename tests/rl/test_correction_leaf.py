@@ -1,4 +1,4 @@
-"""What goes past a quantised product: exact where nothing is quantised, and worth having where
+"""What goes past a quantized product: exact where nothing is quantized, and worth having where
 inputs have few directions.
 """
 

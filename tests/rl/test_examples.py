@@ -96,8 +96,8 @@ def test_a_reward_on_latents_trains(tmp_path, monkeypatch, capsys):
 def test_formats_cost_what_they_should(capsys):
     load("quantize_a_matrix").main()
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
-    quantising = [name for name, form in solrl_jax.FORMATS.items() if form.quantize is not None]
-    assert [row[0] for row in rows] == quantising
+    quantizing = [name for name, form in solrl_jax.FORMATS.items() if form.quantize is not None]
+    assert [row[0] for row in rows] == quantizing
     assert all(0 < float(row[2]) < 0.2 and 0 < float(row[3]) < 0.25 for row in rows)
 
 

@@ -40,7 +40,7 @@ def experiment():
 
 @pytest.fixture
 def quickly():
-    """Without LLVM's optimisations, which are half of the time of compiling."""
+    """Without LLVM's optimizations, which are half of the time of compiling."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
@@ -123,7 +123,7 @@ def test_a_policy_in_each_format_predicts_what_the_exact_one_does_nearly(experim
 
 
 def test_exploration_merges_adapters_and_keeps_the_rest_exact(experiment):
-    """Leaves in the format are the quantised merged weights; every other adapted linear keeps base
+    """Leaves in the format are the quantized merged weights; every other adapted linear keeps base
     and adapter apart.
     """
     adapters = jax.tree.map(lambda x: x + 0.05, fresh_state(experiment).adapters)
@@ -141,7 +141,7 @@ def test_exploration_merges_adapters_and_keeps_the_rest_exact(experiment):
 
 
 @pytest.mark.exhaustive
-def test_the_first_steps_are_exact_where_the_others_are_quantised(experiment):
+def test_the_first_steps_are_exact_where_the_others_are_quantized(experiment):
     """The more of them, the nearer are latents to the exact policy's; what both policies have is
     held once.
     """
@@ -178,11 +178,11 @@ def test_the_first_steps_are_exact_where_the_others_are_quantised(experiment):
         ).latents
 
     exact = end(Segment(there.policy(adapters), there.schedule(4)))
-    quantised = end(*plain.segments)
+    quantized = end(*plain.segments)
     mixed = {
         n: end(*explorers[n].sampler(adapters, explorers[n].settings[0]).segments) for n in (1, 2)
     }
-    error = [np.linalg.norm(x - exact) for x in (quantised, mixed[1], mixed[2])]
+    error = [np.linalg.norm(x - exact) for x in (quantized, mixed[1], mixed[2])]
     print(error)
     assert 0 < error[2] < 0.8 * error[1]
     assert error[1] < 0.95 * error[0]

@@ -163,7 +163,7 @@ def test_fresh_adapters_change_nothing(dtype):
 
 
 def test_the_adapted_and_the_merged_policy_are_one_function():
-    """In float32 and before quantising: x (W + s A B) either way."""
+    """In float32 and before quantizing: x (W + s A B) either way."""
     params = base(jnp.float32)
     ab = adapters()
     leaf = flatten(attach(params, ab, SCALE))[OUT]

@@ -82,7 +82,7 @@ Q0 = "transformer_blocks.0.attn1.to_q"
 Q1 = "transformer_blocks.1.attn1.to_q"
 
 
-def randomise(base, paths, settings=SETTINGS, seed=0):
+def randomize(base, paths, settings=SETTINGS, seed=0):
     """Trainable whose products are half as large as the weights they are added to."""
     rng = np.random.default_rng(seed)
     flat = flatten(base)
@@ -119,7 +119,7 @@ def table(backbone):
 
 @pytest.fixture(scope="module")
 def adapters(backbone):
-    return randomise(backbone.transformer, PATHS)
+    return randomize(backbone.transformer, PATHS)
 
 
 RNG = np.random.default_rng(1)
@@ -292,7 +292,7 @@ def test_peft_computes_with_our_directory_what_we_compute(
 
 def fill(model, seed=3):
     """Random numbers in both factors of every adapter of a torch model, as strong as in
-    `randomise`.
+    `randomize`.
     """
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
@@ -465,7 +465,7 @@ def test_a_file_that_is_not_the_runs_is_refused_with_both_values(
         "lora.path='/nowhere': /nowhere: no such file or directory", start_of, backbone, "/nowhere"
     )
     other = "transformer_blocks/attn2/to_q/kernel"
-    export_diffusers(file, adapters | randomise(backbone.transformer, [other]), SETTINGS, table)
+    export_diffusers(file, adapters | randomize(backbone.transformer, [other]), SETTINGS, table)
     refused(
         f"has adapters on parameters that lora.target_modules and train.parameters do not adapt: {other}$",
         start_of,
@@ -728,7 +728,7 @@ def test_other_pipelines_read_our_file_as_the_merged_weights(kind, tmp_path):
     base = run(net.torch, net.inputs)
     flat = flatten(net.params)
     paths = [p for p in flat if re.fullmatch(TARGETS[kind], p)]
-    adapters = randomise(net.params, paths)
+    adapters = randomize(net.params, paths)
     merged = replace(
         net.params,
         {

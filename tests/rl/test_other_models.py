@@ -254,7 +254,7 @@ def test_the_recipe_is_the_models_own(trained):
     assert not grid.guided
 
 
-def test_exploration_is_quantised_where_the_rule_says_and_nowhere_else(trained):
+def test_exploration_is_quantized_where_the_rule_says_and_nowhere_else(trained):
     name, experiment, explored, _ = trained
     quantized, targets = RECIPES[name]
     assert set(experiment.targets.adapted) == targets

@@ -1,4 +1,4 @@
-"""Which linears are quantised: the peers' sets at the released sizes, from shapes alone, and what
+"""Which linears are quantized: the peers' sets at the released sizes, from shapes alone, and what
 the report tells of them.
 """
 
@@ -169,7 +169,7 @@ ATTENTION = {
 ZIMAGE = {f"attention/{x}" for x in ("to_q", "to_k", "to_v", "to_out/0")} | {
     f"feed_forward/w{i}" for i in (1, 2, 3)
 }
-PEERS = {  # the modules that are quantised, and how many linears they are in the peers' layout
+PEERS = {  # the modules that are quantized, and how many linears they are in the peers' layout
     "sana": (
         {
             f"transformer_blocks/{x}"
@@ -178,7 +178,7 @@ PEERS = {  # the modules that are quantised, and how many linears they are in th
         60,
     ),
     "sd3": ({f"transformer_blocks/ff/net/{x}" for x in ("0/proj", "2")}, 76),
-    # the authors' rebuttal calls it fully quantised: every linear of the blocks but the modulation
+    # the authors' rebuttal calls it fully quantized: every linear of the blocks but the modulation
     "sd3-medium": (
         {
             f"transformer_blocks/{x}"
@@ -236,7 +236,7 @@ PEERS = {  # the modules that are quantised, and how many linears they are in th
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_released_sizes_quantise_what_the_peers_do(name):
+def test_released_sizes_quantize_what_the_peers_do(name):
     params = shapes(name)
     (expected, count) = PEERS[name]
     paths = quantized_paths(params, rules(name), FORMATS["nvfp4"])
@@ -355,7 +355,7 @@ def test_rules_that_cannot_be_meant_are_refused(changes, message):
     with pytest.raises(ValueError, match=message) as error:
         quantized_paths(shapes("sana", small=True), wrong, FORMATS["fp8"])
     assert "\n" not in str(error.value)
-    if "min_width_ratio" in changes:  # to one that quantises nothing it is all the same
+    if "min_width_ratio" in changes:  # to one that quantizes nothing it is all the same
         assert quantized_paths(shapes("sana", small=True), wrong, FORMATS["bf16"]) == ()
 
 
@@ -400,7 +400,7 @@ def test_the_command_lists_them_without_loading_weights(monkeypatch):
 
 
 def test_a_correction_counts_no_more_directions_than_a_linear_has_inputs():
-    """The last projection of tiny-flux has 128 inputs and 32 outputs; it is quantised whatever the
+    """The last projection of tiny-flux has 128 inputs and 32 outputs; it is quantized whatever the
     rank.
     """
     params = open_model("embedded:tiny-flux").transformer.abstract_params(jnp.bfloat16)

@@ -13,7 +13,7 @@ from solrl_jax.quant.formats import DeviceInfo
 from solrl_jax.rl import rank
 from solrl_jax.rl.experiment import fresh_state
 from solrl_jax.rl.explore.setting import ExplorationSetting
-from solrl_jax.rl.rank import Pools, explore_and_regenerate, summarise, sweep, with_recipe
+from solrl_jax.rl.rank import Pools, explore_and_regenerate, summarize, sweep, with_recipe
 from tests.toys import toy_experiment
 
 NAN = np.nan
@@ -73,7 +73,7 @@ TRUE = np.array(
 
 def figures(proxy, true=TRUE, kept=4):
     setting = ExplorationSetting("nvfp4", 6)
-    return summarise(
+    return summarize(
         Pools(("a", "b"), np.asarray(true), {setting: np.asarray(proxy)}), setting, kept
     )
 
@@ -146,7 +146,7 @@ def test_rewards_that_are_not_finite_are_left_out():
 def test_the_table_has_a_row_a_setting_and_for_a_single_one_a_row_a_prompt():
     settings = [ExplorationSetting("nvfp4", 6), ExplorationSetting("bf16", 10, "best")]
     pools = Pools(("a", "b"), TRUE, dict.fromkeys(settings, TRUE))
-    results = [summarise(pools, setting, 4) for setting in settings]
+    results = [summarize(pools, setting, 4) for setting in settings]
     both = rank.table(results, settings).splitlines()
     single = rank.table(results[:1], settings[:1]).splitlines()
     assert both[1].startswith("nvfp4, 6 steps ")

@@ -54,7 +54,7 @@ def test_each_group_is_measured_alone(monkeypatch):
     config = resolve("tiny", (*small, "rollout.num_steps=2", "rollout.explore.num_steps=2"))
     experiment = build(config)
     exact, groups = measure(experiment, fresh_state(experiment).old, 2, lambda *_: None)
-    assert exact == 1.0  # nothing quantised and as many steps: the candidates themselves
+    assert exact == 1.0  # nothing quantized and as many steps: the candidates themselves
     assert sum(group.share for group in groups) == pytest.approx(1)
     assert {group.group for group in groups} == GROUPS
     assert any(group.spearman < 1 for group in groups)
@@ -78,7 +78,7 @@ def test_rewards_that_all_tie_rank_nothing(value, monkeypatch):
         measure(toy, fresh_state(toy).old, 2, lambda *_: None)
 
 
-def test_a_group_whose_rewards_tie_is_not_quantised():
+def test_a_group_whose_rewards_tie_is_not_quantized():
     groups = [Sensitivity("/ff/", 8, 0.6, 0.98), Sensitivity("/attn/", 8, 0.4, float("nan"))]
     assert proposed(0.99, groups, 0.5) == ["/attn/"]
     assert proposed(0.99, groups[::-1], 0.5) == ["/attn/"]

@@ -73,7 +73,7 @@ def test_each_size_is_traced_once(toy):
     assert counts[0] == [explored_and_regenerated, *others, synced]
     assert (
         counts[1:3] == [[explored_and_regenerated, *others, 0]] * 2
-    )  # the quantised copy has no size
+    )  # the quantized copy has no size
     assert not np.any(counts[3:])
 
 

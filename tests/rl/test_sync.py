@@ -1,4 +1,4 @@
-"""Sync: adapters merged into the base in float32, quantised a layer at a time; everything else
+"""Sync: adapters merged into the base in float32, quantized a layer at a time; everything else
 stays as it is.
 """
 
@@ -36,7 +36,7 @@ def same(got: NVFP4Tensor, want: NVFP4Tensor):
     assert got.n_in == want.n_in
 
 
-def test_a_quantised_copy_takes_the_place_of_base_and_adapter():
+def test_a_quantized_copy_takes_the_place_of_base_and_adapter():
     params = base()
     ab = adapters()
     quantized = merge_and_quantize(params, ab, [Q, K])
@@ -46,7 +46,7 @@ def test_a_quantised_copy_takes_the_place_of_base_and_adapter():
     assert isinstance(flat[OUT], LowRank)
 
 
-def test_merging_then_quantising_is_quantising_the_merged_matrix():
+def test_merging_then_quantizing_is_quantizing_the_merged_matrix():
     params = base()
     ab = adapters()
     got = merge_and_quantize(params, ab, (Q, K, OUT))
@@ -69,12 +69,12 @@ def test_fresh_adapters_change_no_code(dtype):
 
 
 def shifted(w, by):
-    """A quantiser that takes an array beside the weight."""
+    """A quantizer that takes an array beside the weight."""
     return quantize(w + by)
 
 
 def test_each_layer_gets_its_own_of_the_arrays_beside():
-    """[layers, ...] for a stack; none for a path that has none is a mistake of the quantiser's
+    """[layers, ...] for a stack; none for a path that has none is a mistake of the quantizer's
     author.
     """
     params = base()
@@ -103,7 +103,7 @@ def test_the_policy_of_a_backbone_is_merged_where_it_is_told(mesh):
     same(flat[KERNELS[0]], one[KERNELS[0]])  # to the bit on any mesh
 
 
-def test_a_program_is_compiled_for_one_quantiser_and_not_for_the_arrays_beside_it():
+def test_a_program_is_compiled_for_one_quantizer_and_not_for_the_arrays_beside_it():
     params = base()
     ab = adapters()
     before = quantize_policy._cache_size()

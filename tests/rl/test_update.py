@@ -1,4 +1,4 @@
-"""The update against plain loops: terms, their mean, the optimiser, the copies that follow; and how
+"""The update against plain loops: terms, their mean, the optimizer, the copies that follow; and how
 terms are grouped.
 """
 
@@ -218,7 +218,7 @@ def test_a_row_is_trained_at_sigmas_of_the_rollouts_grid_each_once():
         pytest.param("data=2 fsdp=2", marks=pytest.mark.exhaustive),
     ],
 )
-def test_an_update_is_the_loop_over_terms_and_the_optimisers_step(backbones, mesh):
+def test_an_update_is_the_loop_over_terms_and_the_optimizers_step(backbones, mesh):
     backbone = backbones[mesh]
     batch = batch_of(backbone)
     start = state_of(backbone)
@@ -362,7 +362,7 @@ def test_a_micro_batch_whose_loss_is_not_finite_contributes_nothing_and_is_count
 
 
 @pytest.mark.exhaustive
-def test_several_steps_of_the_optimiser_take_the_terms_in_turn(backbones):
+def test_several_steps_of_the_optimizer_take_the_terms_in_turn(backbones):
     """Three steps: each on the terms of one slot, so of every row once."""
     backbone = backbones["one"]
     state, metrics = run(

@@ -203,7 +203,7 @@ def test_a_copy_in_bf16_follows_in_float32_and_is_rounded_once():
     np.testing.assert_array_equal(got, want)
 
 
-def test_exploration_quantises_the_arrays_that_are_trained_and_reads_them_elsewhere():
+def test_exploration_quantizes_the_arrays_that_are_trained_and_reads_them_elsewhere():
     backbone = toy_backbone()
     form = FORMATS["nvfp4"]
     own = {path: leaf + 0.5 for path, leaf in flatten(backbone.transformer).items()}

@@ -106,7 +106,7 @@ def test_errors_are_recorded_and_the_others_go_on(tmp_path, monkeypatch):
 
 
 @pytest.mark.exhaustive
-def test_products_of_every_quantised_linear(tmp_path):
+def test_products_of_every_quantized_linear(tmp_path):
     rows = ran(task(tmp_path, "products"))
     assert {row["format"] for row in rows.values()} == {"bf16", "nvfp4"}
     assert sum(row["linears"] for row in rows.values()) == 2 * 16  # as `solrl layers tiny` says

@@ -37,7 +37,7 @@ def test_a_step_and_the_rollout_of_each_format(bench):
     def count(step):
         return step["tflops"] * step["seconds"]
 
-    # adapters are products of their own, and merged where weights are quantised
+    # adapters are products of their own, and merged where weights are quantized
     assert (
         count(report["plain_step"]) < count(nvfp4) < count(bf16) < 1.4 * count(report["plain_step"])
     )

@@ -32,7 +32,7 @@ REWARDS = {"sol": [[0.5, 0.7, 0.8], [0.5, 0.6, 0.8]], "plain": [[0.5, 0.6, 0.7],
 def made(tmp_path, arms=ARMS, rewards=REWARDS, sweeps=None, **others):
     plan = plan_of(arms, (("sol", "plain"),), sweeps)
     runs = make_runs(plan, tmp_path, rewards, **others)
-    return plan, runs, *summary.summarise("hand", plan, runs, PRICES, {})
+    return plan, runs, *summary.summarize("hand", plan, runs, PRICES, {})
 
 
 def test_cost_is_counted_work(tmp_path):
@@ -153,18 +153,18 @@ def test_a_damaged_run_is_named(tmp_path):
     plan, runs, *_ = made(tmp_path)
     (runs[0].folder / "run.json").write_text("{")
     with pytest.raises(InputError, match=r"sol-0/run\.json: cannot be read"):
-        summary.summarise("hand", plan, runs, PRICES, {})
+        summary.summarize("hand", plan, runs, PRICES, {})
     (runs[0].folder / "run.json").unlink()
     assert (
-        "unknown" in summary.summarise("hand", plan, runs, PRICES, {})[0]["setting"]["evaluation"]
+        "unknown" in summary.summarize("hand", plan, runs, PRICES, {})[0]["setting"]["evaluation"]
     )
     second = runs[0].folder / "ledger" / "iteration-000002.parquet"
     pq.write_table(pq.read_table(second).slice(0, 3), second)
     with pytest.raises(InputError, match=r"sol-0: its ledger has 3 rows of iteration 2"):
-        summary.summarise("hand", plan, runs, PRICES, {})
+        summary.summarize("hand", plan, runs, PRICES, {})
     second.write_text("")
     with pytest.raises(InputError, match=r"iteration-000002\.parquet: cannot be read"):
-        summary.summarise("hand", plan, runs, PRICES, {})
+        summary.summarize("hand", plan, runs, PRICES, {})
 
 
 def test_what_a_curve_reaches():
@@ -199,7 +199,7 @@ def test_seeds_that_one_arm_lacks_are_left_out_of_the_pair(tmp_path):
     plan = plan_of(ARMS, (("sol", "plain"),))
     runs = make_runs(plan, tmp_path, REWARDS)
     (runs[-1].folder / "metrics.jsonl").unlink()  # plain-1
-    study, _ = summary.summarise("hand", plan, runs, PRICES, {"plain-1": "disk full"})
+    study, _ = summary.summarize("hand", plan, runs, PRICES, {"plain-1": "disk full"})
     assert study["compared"][0]["seeds"] == [0]
     assert study["compared"][0]["final"][0] == pytest.approx(0.1)
     assert study["missing"] == {"plain-1": "disk full"}
@@ -213,7 +213,7 @@ def test_an_evaluation_that_is_missing_is_named(tmp_path):
         "".join(line for line in path.read_text().splitlines(True) if '"iteration": 2,' not in line)
     )
     with pytest.raises(InputError, match=r"sol-0: has no held-out reward after iteration 2"):
-        summary.summarise("hand", plan, runs, PRICES, {})
+        summary.summarize("hand", plan, runs, PRICES, {})
 
 
 def test_a_record_without_standard_errors_has_a_reward(tmp_path):
@@ -221,7 +221,7 @@ def test_a_record_without_standard_errors_has_a_reward(tmp_path):
     for run in runs:
         path = run.folder / "metrics.jsonl"
         path.write_text(path.read_text().replace("/standard_error", "/other"))
-    after, _ = summary.summarise("hand", plan, runs, PRICES, {})
+    after, _ = summary.summarize("hand", plan, runs, PRICES, {})
     assert after["arms"]["sol"]["scores"] == {"reward": before["arms"]["sol"]["scores"]["reward"]}
 
 
@@ -236,8 +236,8 @@ def test_the_page_and_the_figure_say_what_was_found(tmp_path):
     assert "roofline seconds of toy-device" in text
     assert summary.sweeps(plan, runs) == {"rollout.explore.num_steps": [(6, "sol"), (10, "plain")]}
     assert (tmp_path / "study.png").stat().st_size > 10_000
-    alone = summary.summarise("hand", plan, runs[:1], PRICES, {})
+    alone = summary.summarize("hand", plan, runs[:1], PRICES, {})
     page.write(tmp_path, *alone, {})  # one seed of one arm
-    nothing = summary.summarise("hand", plan, [], PRICES, {})
+    nothing = summary.summarize("hand", plan, [], PRICES, {})
     page.write(tmp_path, *nothing, {})
     assert "no run is finished" in (tmp_path / "study.md").read_text()

@@ -62,7 +62,7 @@ def test_every_program_compiles_and_fits(planned):
     assert planned.plan["fits"]
 
 
-def test_every_quantised_linear_is_a_native_product_of_exploration_alone(planned):
+def test_every_quantized_linear_is_a_native_product_of_exploration_alone(planned):
     """On an H200, XLA makes one product of two that read the same input. There, operations are
     counted.
     """
@@ -70,7 +70,7 @@ def test_every_quantised_linear_is_a_native_product_of_exploration_alone(planned
     transformer = open_configurations(settings.model.path).transformer
     form = FORMATS[
         "nvfp4"
-    ]  # which linears are quantised depends on the model's rule, not on the format
+    ]  # which linears are quantized depends on the model's rule, not on the format
     linears = report(transformer.abstract_params(jnp.bfloat16), settings.model.quantization, form)
     count = (
         sum(linear.layers for linear in linears if not linear.kept)

@@ -218,7 +218,7 @@ class UpBlock(nnx.Module):
 
 
 class ResBlock(nnx.Module):
-    """Two 3x3 convolutions with an activation between them and RMS normalisation after them, added
+    """Two 3x3 convolutions with an activation between them and RMS normalization after them, added
     to the input.
 
     Args:
@@ -234,7 +234,7 @@ class ResBlock(nnx.Module):
         self.activation = ACTIVATIONS[activation]
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        """Applies convolution, activation, convolution and RMS normalisation, and adds the result
+        """Applies convolution, activation, convolution and RMS normalization, and adds the result
         to the input.
 
         Args:
@@ -329,7 +329,7 @@ class MultiscaleAttention(nnx.Module):
 
     The queries, keys and values of the first heads come from single pixels. Those of the additional
     heads are convolutions of these (`MultiscaleProjection`). The results of all heads are
-    concatenated, projected, normalised (RMSNorm) and added to the input. The projections have no
+    concatenated, projected, normalized (RMSNorm) and added to the input. The projections have no
     biases.
 
     Args:
@@ -353,7 +353,7 @@ class MultiscaleAttention(nnx.Module):
         self.head_dim = head_dim
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        """Attends over all pixels, projects and normalises the result, and adds it to the input.
+        """Attends over all pixels, projects and normalizes the result, and adds it to the input.
 
         Args:
             x: images with the layer's number of channels.
@@ -385,7 +385,7 @@ class ResidualGLUMBConv(GLUMBConv):
         self.norm = RMSNorm(channels, eps=NORM_EPS, bias=True)
 
     def __call__(self, x: Float[Array, "b h w d"]) -> Float[Array, "b h w d"]:
-        """Applies the gated MLP with a convolution, normalises the result, and adds it to the
+        """Applies the gated MLP with a convolution, normalizes the result, and adds it to the
         input.
 
         Args:

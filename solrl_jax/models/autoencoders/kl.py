@@ -43,7 +43,7 @@ class KLConfig(ReleasedConfig):
             decoder has one more.
         act_fn: "silu", the only supported value.
         latent_channels: channels of a latent.
-        norm_num_groups: number of groups of channels in every group normalisation.
+        norm_num_groups: number of groups of channels in every group normalization.
         sample_size: size of the training images in pixels; other sizes work too.
         force_upcast: whether the network needs float32. True makes `required_dtype` float32, the
             dtype in which pipelines then decode.
@@ -137,7 +137,7 @@ class AutoencoderKLConfig(KLConfig):
             decoder has one more.
         act_fn: "silu", the only supported value.
         latent_channels: channels of a latent.
-        norm_num_groups: number of groups of channels in every group normalisation.
+        norm_num_groups: number of groups of channels in every group normalization.
         sample_size: size of the training images in pixels; other sizes work too.
         force_upcast: whether the network needs float32. True makes `required_dtype` float32, the
             dtype in which pipelines then decode.
@@ -323,14 +323,14 @@ class UNetMidBlock2D(nnx.Module):
 
 
 class ResnetBlock2D(nnx.Module):
-    """Twice group normalisation, SiLU and 3x3 convolution, added to the input.
+    """Twice group normalization, SiLU and 3x3 convolution, added to the input.
 
     If the number of channels changes, a 1x1 convolution maps the input before it is added.
 
     Args:
         n_in: input channels.
         n_out: output channels.
-        groups: number of groups of both group normalisations; it divides `n_in` and `n_out`.
+        groups: number of groups of both group normalizations; it divides `n_in` and `n_out`.
         rngs: random number generators for the initial weights.
     """
 
@@ -344,7 +344,7 @@ class ResnetBlock2D(nnx.Module):
         )
 
     def __call__(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b h w n_out"]:
-        """Applies group normalisation, SiLU and convolution twice, and adds the result to the
+        """Applies group normalization, SiLU and convolution twice, and adds the result to the
         input.
 
         If the number of channels changes, a 1x1 convolution maps the input before it is added.
@@ -361,12 +361,12 @@ class ResnetBlock2D(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Softmax attention over all pixels with a single head, after group normalisation, added to the
+    """Softmax attention over all pixels with a single head, after group normalization, added to the
     input.
 
     Args:
         channels: number of input channels, of output channels, and of features of the head.
-        groups: number of groups of the normalisation.
+        groups: number of groups of the normalization.
         rngs: random number generators for the initial weights.
     """
 
@@ -378,7 +378,7 @@ class Attention(nnx.Module):
         self.to_out = nnx.List([Linear(channels, channels, rngs=rngs)])
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        """Normalises the input, attends over all pixels with one softmax head, projects, and adds
+        """Normalizes the input, attends over all pixels with one softmax head, projects, and adds
         the result to the input.
 
         Args:
@@ -419,7 +419,7 @@ class Upsample2D(nnx.Module):
 
 
 class GroupNorm(nnx.Module):
-    """Group normalisation (arXiv 1803.08494) over all pixels and `channels / groups` channels,
+    """Group normalization (arXiv 1803.08494) over all pixels and `channels / groups` channels,
     computed in float32.
 
     1e-6 (`NORM_EPS`) is added to the variance. The weight `scale` is 1 and the bias 0 at first;
@@ -436,7 +436,7 @@ class GroupNorm(nnx.Module):
         self.groups = groups
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        """Normalises images in float32, applies weight and bias, and rounds once.
+        """Normalizes images in float32, applies weight and bias, and rounds once.
 
         Args:
             x: images of any floating-point dtype, with the layer's number of channels.
@@ -470,10 +470,10 @@ class GroupNorm(nnx.Module):
 
 
 def norm_silu(norm: GroupNorm, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-    """Applies group normalisation and then SiLU, both in float32.
+    """Applies group normalization and then SiLU, both in float32.
 
     Args:
-        norm: the normalisation, with its weight and bias.
+        norm: the normalization, with its weight and bias.
         x: images with the number of channels of `norm`.
 
     Returns:

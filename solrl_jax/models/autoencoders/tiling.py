@@ -19,7 +19,7 @@ def decode_tiled(
     under jit.
 
     The result differs slightly from `decode(latent)`: near the borders of tiles, where convolutions
-    see one tile only, and everywhere if the decoder has normalisation or attention over all pixels.
+    see one tile only, and everywhere if the decoder has normalization or attention over all pixels.
     A latent that fits into one tile is decoded whole. A gradient decodes each tile once more.
 
     Args:

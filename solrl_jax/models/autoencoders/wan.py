@@ -35,7 +35,7 @@ from solrl_jax.models.loading.weights import ENCODER_PREFIXES, locate_tensors
 KERNEL = (3, 3, 3)
 ONE = (1, 1, 1)
 TIME = (3, 1, 1)
-SMALLEST_NORM = 1e-12  # the smallest divisor of a normalised pixel
+SMALLEST_NORM = 1e-12  # the smallest divisor of a normalized pixel
 LATENTS_MEAN = (
     *(-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508),
     *(0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921),
@@ -418,7 +418,7 @@ class Attention(nnx.Module):
         self.proj = Linear(channels, channels, layout="pointwise", rngs=rngs)
 
     def __call__(self, x: Float[Array, "b t h w c"]) -> Float[Array, "b t h w c"]:
-        """Normalises the input, attends over all pixels of each frame with one head, projects, and
+        """Normalizes the input, attends over all pixels of each frame with one head, projects, and
         adds the result to the input.
 
         Args:
@@ -534,7 +534,7 @@ class CausalConv(nnx.Module):
 
 
 class PixelNorm(nnx.Module):
-    """RMS normalisation over the channels of each pixel, `sqrt(channels) * x / max(norm, 1e-12)`
+    """RMS normalization over the channels of each pixel, `sqrt(channels) * x / max(norm, 1e-12)`
     with the Euclidean norm of the pixel, times one weight per channel.
 
     The weight `gamma` is initially 1.

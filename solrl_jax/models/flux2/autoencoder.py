@@ -1,7 +1,7 @@
 """FLUX.2's autoencoder: `AutoencoderKLFlux2` of diffusers in Flax NNX.
 
 It has the networks of `models.autoencoders.kl`. The diffusion model's latents differ: each stands
-for 2 x 2 latents of the network and has four times the channels, and every channel is normalised by
+for 2 x 2 latents of the network and has four times the channels, and every channel is normalized by
 its mean and variance over the training images, which the files hold.
 """
 
@@ -25,7 +25,7 @@ class AutoencoderKLFlux2Config(KLConfig):
     A stage is a group of blocks at one resolution. Tuples have one entry per stage, finest first.
     Only the decoder is built; the fields of the encoder are read and checked. The diffusion model's
     latents are the autoencoder's, with each 2 x 2 pixels stacked into the channels of one, and
-    every channel normalised. The constructor raises ValueError for a value that is not supported.
+    every channel normalized. The constructor raises ValueError for a value that is not supported.
 
     Attributes:
         in_channels: channels of an image at the input of the encoder.
@@ -40,7 +40,7 @@ class AutoencoderKLFlux2Config(KLConfig):
         act_fn: "silu", the only supported value.
         latent_channels: number of channels of the autoencoder's latents. The diffusion model's have
             four times as many.
-        norm_num_groups: number of groups of channels in every group normalisation.
+        norm_num_groups: number of groups of channels in every group normalization.
         sample_size: size of the training images in pixels; other sizes work too.
         force_upcast: whether pipelines decode in float32 whatever precision the rest of the model
             has.
@@ -49,7 +49,7 @@ class AutoencoderKLFlux2Config(KLConfig):
         use_post_quant_conv: whether there is a 1x1 convolution before the decoder.
         mid_block_add_attention: whether the coarsest resolution has attention.
         batch_norm_eps: added to the variance by which the diffusion model's channels are
-            normalised.
+            normalized.
         batch_norm_momentum: has no effect; it served the training of the autoencoder.
         patch_size: (2, 2), the only supported value: rows and columns of the autoencoder's latent
             that become one pixel of the diffusion model's latent.
@@ -117,7 +117,7 @@ class AutoencoderKLFlux2(AutoencoderKL):
     """FLUX.2's autoencoder, of which only the decoder is built.
 
     Unlike other autoencoders, it decodes the diffusion model's latents directly: it undoes their
-    normalisation and unstacks 2 x 2 pixels from the channels of each.
+    normalization and unstacks 2 x 2 pixels from the channels of each.
 
     Args:
         config: configuration of the autoencoder (`AutoencoderKLFlux2Config`).
@@ -139,7 +139,7 @@ class AutoencoderKLFlux2(AutoencoderKL):
             The images, in the dtype of `latent`: H is `h * config.compression` and W is `w *
             config.compression`.
         """
-        return super().decode(depth_to_space(self.bn.denormalise(latent)))
+        return super().decode(depth_to_space(self.bn.denormalize(latent)))
 
 
 class BatchStatistics(nnx.Module):
@@ -156,12 +156,12 @@ class BatchStatistics(nnx.Module):
         self.variance = param(jnp.ones(channels), "running_var")
         self.eps = eps
 
-    def denormalise(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        """Gives normalised channels their original mean and variance back: `latent * sqrt(variance
+    def denormalize(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
+        """Gives normalized channels their original mean and variance back: `latent * sqrt(variance
         + eps) + mean`.
 
         Args:
-            latent: normalised latents.
+            latent: normalized latents.
 
         Returns:
             An array of the shape and dtype of `latent`.

@@ -205,7 +205,7 @@ class Flux2KleinPipeline(Pipeline):
 
     def unscale(self, latent: Array) -> Array:
         """Returns the latent unchanged, because FLUX.2's autoencoder itself undoes the
-        normalisation.
+        normalization.
 
         Args:
             latent: the transformer's latents [b, h, w, c].
@@ -213,4 +213,4 @@ class Flux2KleinPipeline(Pipeline):
         Returns:
             `latent` itself.
         """
-        return latent  # the autoencoder itself undoes the normalisation
+        return latent  # the autoencoder itself undoes the normalization

@@ -84,7 +84,7 @@ def reference(q: Array, k: Array, v: Array) -> Array:
     cuDNN's FP8 attention.
 
     Logits and sums are in float32. The exponentials are rounded to E4M3 for the product with the
-    values; their sum, which normalises the result, is taken before this rounding. All scores are in
+    values; their sum, which normalizes the result, is taken before this rounding. All scores are in
     memory.
 
     Args:

@@ -18,7 +18,7 @@ def modulate(
     SANA and FLUX.
 
     Args:
-        x: normalised activations.
+        x: normalized activations.
         shift: shift of each feature, which broadcasts to `x`.
         scale: scale of each feature, which broadcasts to `x`.
 
@@ -34,7 +34,7 @@ def modulate_rounding_once(
     """Computes `x (1 + scale) + shift` in float32, and rounds once to the dtype of `x`.
 
     Args:
-        x: normalised activations.
+        x: normalized activations.
         shift: shift of each feature, which broadcasts to `x`.
         scale: scale of each feature, which broadcasts to `x`.
 

@@ -115,7 +115,7 @@ class LayerNorm(nnx.Module):
         return self._lazy(x).map(jnp.multiply, factor)
 
     def _lazy(self, x: Float[Array, "b s d"]) -> LazyActivation:
-        """Returns the normalised `x` as a lazy activation, which is not computed until a layer
+        """Returns the normalized `x` as a lazy activation, which is not computed until a layer
         reads it.
 
         If the norm has learned weights, it is computed at once instead, and the lazy activation

@@ -110,7 +110,7 @@ class Component:
         """Reads the parameters from the files onto the devices.
 
         A parameter that the files may lack (for which the network declares an initial value) is
-        initialised if they do. In a run of several processes, each reads only what its own devices
+        initialized if they do. In a run of several processes, each reads only what its own devices
         hold.
 
         Args:

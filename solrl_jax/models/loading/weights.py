@@ -205,8 +205,8 @@ def locate_tensors(
     table = _with_aliases(table, stored_names)
     expected: dict[str, tuple[int, ...]] = {}
     for entry in table:
-        initialised = entry.start is not None and stored_names.isdisjoint(entry.names)
-        if not initialised:
+        initialized = entry.start is not None and stored_names.isdisjoint(entry.names)
+        if not initialized:
             expected |= dict.fromkeys(entry.names, entry.torch_shape)
 
     def ignored(name: str) -> bool:
@@ -340,7 +340,7 @@ def load_tensors(
     Args:
         table: the parameters to read, with the tensor names in the files.
         stored: position of each tensor in the files, by its name. A parameter with an initial value
-            is initialised if its first tensor is missing here.
+            is initialized if its first tensor is missing here.
         dtype: dtype to which the parameters are cast. Values beyond its range become infinite.
         place: gives each parameter's sharding: a function `(path, shape)` that returns a
             `NamedSharding`. The shape of a stack of layers has their axis first. None: all
@@ -366,14 +366,14 @@ def load_parameter(
     dtype: np.dtype,
     place: Placement | None,
 ) -> jax.Array:
-    """Reads one parameter onto the devices, or initialises it if the files lack it.
+    """Reads one parameter onto the devices, or initializes it if the files lack it.
 
     With `place`, a large parameter goes to the devices in chunks of about 256 MiB (`CHUNK_BYTES`).
 
     Args:
         entry: the parameter.
         stored: position of each tensor in the files, by its name. A parameter with an initial value
-            is initialised if its first tensor is missing here.
+            is initialized if its first tensor is missing here.
         dtype: dtype to which the values are cast.
         place: gives the parameter's sharding: a function `(entry.path, entry.full_shape)` that
             returns a `NamedSharding`. None: the parameter is on JAX's default device.
@@ -387,8 +387,8 @@ def load_parameter(
         ValueError: a file ends within the tensor.
     """
     if entry.start is not None and entry.names[0] not in stored:
-        initialise, *arguments = entry.start
-        value = np.broadcast_to(initialise(*arguments), entry.full_shape)
+        initialize, *arguments = entry.start
+        value = np.broadcast_to(initialize(*arguments), entry.full_shape)
         array = jnp.asarray(value, dtype)
         return array if place is None else hosts.put(array, place(entry.path, entry.full_shape))
     if place is None:

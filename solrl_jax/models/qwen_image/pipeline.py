@@ -261,7 +261,7 @@ class QwenImagePipeline(Pipeline):
             tokens: "ids" and "mask", one row per prompt, as `tokenize` returns them.
 
         Returns:
-            A dictionary. "text" [b, l, d]: the normalised hidden states after the last layer, in
+            A dictionary. "text" [b, l, d]: the normalized hidden states after the last layer, in
             the dtype of the text encoder. "mask" [b, l], bool: true on tokens, false on padding.
             The 34 tokens of the template before the prompt are left out, so l is `max_tokens`.
         """

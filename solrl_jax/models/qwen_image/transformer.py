@@ -268,7 +268,7 @@ class MaskedJointAttention(JointAttention):
     Args:
         d: number of features of the tokens, and of all heads together, a multiple of `head_dim`.
         head_dim: number of features of one head.
-        normed: whether each head of queries and keys is normalised (RMSNorm).
+        normed: whether each head of queries and keys is normalized (RMSNorm).
         bias: whether the linear layers have biases.
         last: must be False.
         rngs: random number generators for the initial weights.

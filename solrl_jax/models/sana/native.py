@@ -71,7 +71,7 @@ BLOCK = _weights_and_biases({
     "attn.qkv.weight": ["attn1.to_q.weight", "attn1.to_k.weight", "attn1.to_v.weight"],
     "mlp.point_conv.FFN.weight": ["ff.conv_point.weight"],
 }  # fmt: skip
-# Further tensors of a block with normalised queries and keys.
+# Further tensors of a block with normalized queries and keys.
 QK_NORM = {
     "attn.q_norm.weight": ["attn1.norm_q.weight"],
     "attn.k_norm.weight": ["attn1.norm_k.weight"],
@@ -139,7 +139,7 @@ def is_native(names: Iterable[str]) -> bool:
     Returns:
         True if a name belongs to an MLP of that layout, such as
         "blocks.0.mlp.depth_conv.conv.weight". Names begin with "blocks."; one with a prefix such as
-        "module." is not recognised.
+        "module." is not recognized.
     """
     return any(re.match(r"blocks\.\d+\.mlp\.(inverted|depth|point)_conv\.", name) for name in names)
 
@@ -149,7 +149,7 @@ def plan_conversion(shapes: Mapping[str, Shape], base: SanaConfig) -> Conversion
     No tensor is read.
 
     Four properties are taken from the checkpoint: the number of blocks, the hidden width of the
-    MLP, the kind of its layers, and whether queries and keys are normalised.
+    MLP, the kind of its layers, and whether queries and keys are normalized.
 
     Args:
         shapes: shapes of all native tensors, by name.
@@ -226,7 +226,7 @@ def _full_table(depth: int, ffn: str, qk_norm: bool) -> Table:
     Args:
         depth: number of blocks of the network.
         ffn: layers of the native MLP: "conv" or "linear".
-        qk_norm: whether the network normalises queries and keys.
+        qk_norm: whether the network normalizes queries and keys.
 
     Returns:
         From the name of each native tensor to the names of the diffusers tensors in the order of

@@ -66,7 +66,7 @@ class SanaConfig(TransformerConfig):
         guidance_embeds: whether the network takes the guidance scale as an input; only False is
             supported.
         guidance_embeds_scale: has no effect.
-        qk_norm: "rms_norm_across_heads" to normalise queries and keys of both attentions, over all
+        qk_norm: "rms_norm_across_heads" to normalize queries and keys of both attentions, over all
             heads together; None: no norm.
         timestep_scale: factor of the timestep that the network embeds, `1000 * sigma *
             timestep_scale`.
@@ -232,7 +232,7 @@ class SanaBlock(nnx.Module):
 
         Args:
             x: the image tokens, row by row.
-            text: the projected and normalised text tokens.
+            text: the projected and normalized text tokens.
             text_mask: true on tokens, false on padding.
             modulation: six vectors per sample from the timestep: shift, scale and gate of the
                 attention among image tokens, then of the MLP. The block adds its own learned

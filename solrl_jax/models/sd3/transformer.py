@@ -50,7 +50,7 @@ class SD3Config(TransformerConfig):
         dual_attention_layers: indices, from 0, of the blocks in which image tokens also attend to
             each other in a second attention (SD3.5 Medium). Indices beyond the last block are
             ignored.
-        qk_norm: "rms_norm" to normalise each head of queries and keys; None: no norm.
+        qk_norm: "rms_norm" to normalize each head of queries and keys; None: no norm.
     """
 
     network = "SD3Transformer2DModel"

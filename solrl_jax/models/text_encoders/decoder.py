@@ -148,7 +148,7 @@ class GroupedQueryAttention(nnx.Module):
         added.
 
         Args:
-            x: the normalised tokens, at positions 0 to l - 1.
+            x: the normalized tokens, at positions 0 to l - 1.
             mask: true where a query (third axis) attends to a key (last axis), for every head. A
                 query without keys attends evenly to all of them.
 

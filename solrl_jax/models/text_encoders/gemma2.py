@@ -3,7 +3,7 @@ in Flax NNX.
 
 A causal transformer whose layers alternate between sliding-window attention and full attention.
 Groups of query heads share keys and values, attention logits are soft-capped, and each sublayer is
-normalised before and after. There is no language-model head: the output is the normalised hidden
+normalized before and after. There is no language-model head: the output is the normalized hidden
 state of every token after the last layer.
 """
 
@@ -156,7 +156,7 @@ class Gemma2Model(nnx.Module):
     def __call__(
         self, input_ids: Int[Array, "b l"], attention_mask: Bool[Array, "b l"]
     ) -> Float[Array, "b l d"]:
-        """Returns the normalised hidden states after the last layer.
+        """Returns the normalized hidden states after the last layer.
 
         Args:
             input_ids: token numbers, below `vocab_size`, at positions 0 to l - 1.
@@ -197,7 +197,7 @@ class Gemma2Model(nnx.Module):
                 to.
 
         Returns:
-            The normalised hidden states, of the shape and dtype of `x`.
+            The normalized hidden states, of the shape and dtype of `x`.
         """
         position = jnp.arange(x.shape[1])
         distance = position[:, None] - position  # [query, key]
@@ -246,7 +246,7 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x: Float[Array, "b l d"], mask: Bool[Array, "b 1 l l"]
     ) -> Float[Array, "b l d"]:
-        """Applies attention, then the gated MLP. Each reads a norm of its input; its normalised
+        """Applies attention, then the gated MLP. Each reads a norm of its input; its normalized
         result is added to the input.
 
         Args:

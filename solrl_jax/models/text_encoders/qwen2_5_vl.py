@@ -198,7 +198,7 @@ class Qwen2_5_VLTextModel(nnx.Module):
     def __call__(
         self, input_ids: Int[Array, "b l"], attention_mask: Bool[Array, "b l"]
     ) -> Float[Array, "b l d"]:
-        """Returns the normalised hidden states after the last layer.
+        """Returns the normalized hidden states after the last layer.
 
         Args:
             input_ids: token numbers of text, below `vocab_size`, at positions 0 to l - 1.

@@ -2,7 +2,7 @@
 Flax NNX.
 
 A causal transformer. Groups of query heads share keys and values, and each head of queries and keys
-is normalised before it is rotated. Released pipelines read hidden states from inside the network,
+is normalized before it is rotated. Released pipelines read hidden states from inside the network,
 which therefore ends at the last layer that is needed.
 """
 
@@ -173,7 +173,7 @@ class Qwen3Model(nnx.Module):
                 to.
 
         Returns:
-            [b, l, k d] for k states of d (`hidden_size`) features, not normalised, in the dtype of
+            [b, l, k d] for k states of d (`hidden_size`) features, not normalized, in the dtype of
             the token embedding. Padding has states too, those of transformers.
         """
         x = self.model.embed_tokens(input_ids)
@@ -194,7 +194,7 @@ class Qwen3Model(nnx.Module):
 
 
 def decoder_layer(config: Qwen3Config, rngs: nnx.Rngs) -> PreNormLayer:
-    """Builds one layer. Its attention normalises each head of queries and keys before it rotates
+    """Builds one layer. Its attention normalizes each head of queries and keys before it rotates
     them.
 
     Args:

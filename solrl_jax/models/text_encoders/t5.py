@@ -1,7 +1,7 @@
 """T5's encoder (arXiv 1910.10683, section 2.1; version 1.1) and UMT5's (arXiv 2304.09151):
 `T5EncoderModel` and `UMT5EncoderModel` of transformers in Flax NNX.
 
-A bidirectional transformer with normalisation before each sublayer. Positions enter only as a bias
+A bidirectional transformer with normalization before each sublayer. Positions enter only as a bias
 on the attention logits, which depends on the head and on the distance between query and key. The
 layers of T5 share one table of biases; each layer of UMT5 has its own. Logits are not scaled, the
 norms subtract no mean, and linear layers have no bias.
@@ -164,14 +164,14 @@ class T5EncoderModel(nnx.Module):
                 attends to all, padding included, as in the released pipelines of T5.
 
         Returns:
-            The normalised hidden states after the last layer, one per token, padding included, [b,
+            The normalized hidden states after the last layer, one per token, padding included, [b,
             l, `d_model`], in the dtype of the token embedding.
         """
         return self.encoder(self.shared(input_ids), mask)
 
 
 class T5Stack(nnx.Module):
-    """The layers of the encoder and the last normalisation, without the token embedding.
+    """The layers of the encoder and the last normalization, without the token embedding.
 
     Args:
         config: configuration of the network: the number of layers, their widths and heads, and the
@@ -190,7 +190,7 @@ class T5Stack(nnx.Module):
     def __call__(
         self, x: Float[Array, "b l d"], mask: Bool[Array, "b l"] | None = None
     ) -> Float[Array, "b l d"]:
-        """Applies all layers and the last normalisation to embedded tokens.
+        """Applies all layers and the last normalization to embedded tokens.
 
         Args:
             x: embedded tokens.
@@ -198,7 +198,7 @@ class T5Stack(nnx.Module):
                 attends to all.
 
         Returns:
-            The normalised hidden states, of the shape and dtype of `x`.
+            The normalized hidden states, of the shape and dtype of `x`.
         """
         config = self.config
         buckets = relative_buckets(
@@ -219,7 +219,7 @@ class T5Stack(nnx.Module):
 
 
 class T5Block(nnx.Module):
-    """Attention, then the feed-forward network. Each is normalised before, and added to its input.
+    """Attention, then the feed-forward network. Each is normalized before, and added to its input.
 
     Args:
         config: configuration of the network: the widths and heads of a layer, and the epsilon of
@@ -308,7 +308,7 @@ class T5Attention(nnx.Module):
         """Applies the attention and the output projection; the input is not added.
 
         Args:
-            x: normalised hidden states of the tokens.
+            x: normalized hidden states of the tokens.
             bias: position biases, which are added to the logits: [1, heads, queries, keys].
             mask: true on the keys that queries attend to. None: all.
 
@@ -343,7 +343,7 @@ class T5FeedForward(nnx.Module):
         """Computes `wo(gelu(wi_0(x)) * wi_1(x))` for each token. The input is not added.
 
         Args:
-            x: the normalised tokens, with `d_model` features.
+            x: the normalized tokens, with `d_model` features.
 
         Returns:
             An array of the shape and dtype of `x`.

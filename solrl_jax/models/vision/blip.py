@@ -92,11 +92,11 @@ class ImageReward(nnx.Module):
     ) -> Float[Array, " b"]:
         """Returns the reward of each image for its prompt.
 
-        It is standardised: it has mean 0 and standard deviation 1 over ImageReward's training
+        It is standardized: it has mean 0 and standard deviation 1 over ImageReward's training
         images.
 
         Args:
-            pixels: Images of `image_size` by `image_size` pixels, normalised by mean and standard
+            pixels: Images of `image_size` by `image_size` pixels, normalized by mean and standard
                 deviation per channel (`Preprocessing`).
             input_ids: Token numbers of each image's prompt, at most `positions` per prompt.
             mask: True on tokens, false on padding.
@@ -134,7 +134,7 @@ class VisualEncoder(nnx.Module):
         row.
 
         Args:
-            pixels: Normalised images of `image_size` by `image_size` pixels.
+            pixels: Normalized images of `image_size` by `image_size` pixels.
 
         Returns:
             The states [b, 1 + patches, `vision_width`] after the last norm, in the dtype of
@@ -214,7 +214,7 @@ class VisionAttention(nnx.Module):
 class TextEncoder(nnx.Module):
     """BERT (arXiv 1810.04805) with cross-attention to the image in every layer.
 
-    Token and position embeddings are added and normalised before the first layer. The
+    Token and position embeddings are added and normalized before the first layer. The
     self-attention is not causal.
 
     Args:
@@ -256,7 +256,7 @@ class TextEncoder(nnx.Module):
 
 class TextLayer(nnx.Module):
     """A layer: self-attention, cross-attention to the image, then an MLP. The result of each is
-    added to its input, and the sum normalised.
+    added to its input, and the sum normalized.
 
     Args:
         config: The sizes of the network (`ImageRewardConfig`).
@@ -275,7 +275,7 @@ class TextLayer(nnx.Module):
         self, x: Float[Array, "b l d"], mask: Bool[Array, "b 1 1 l"], image: Float[Array, "b n e"]
     ) -> Float[Array, "b l d"]:
         """Applies self-attention, cross-attention to the image, then the MLP. The result of each is
-        added to its input, and the sum normalised.
+        added to its input, and the sum normalized.
 
         Args:
             x: The text tokens: batch, tokens, features.
@@ -318,7 +318,7 @@ class TextAttention(nnx.Module):
         mask: Bool[Array, "b 1 1 s"] | None,
     ) -> Float[Array, "b l d"]:
         """Applies attention from `x` to `source` and the output layer, adds the result to `x`, and
-        normalises the sum.
+        normalizes the sum.
 
         Args:
             x: The text tokens: batch, tokens, features.
@@ -327,7 +327,7 @@ class TextAttention(nnx.Module):
             mask: True on the tokens of `source` that may be attended to. None: all of them.
 
         Returns:
-            The normalised sum, of the shape and dtype of `x`.
+            The normalized sum, of the shape and dtype of `x`.
         """
         projections = getattr(self, "self")  # noqa: B009
 

@@ -1,6 +1,6 @@
 """CLIP (arXiv 2103.00020, section 2.4): `CLIPModel` of transformers in Flax NNX.
 
-The text tower and the vision tower are transformers with normalisation before each sublayer. A
+The text tower and the vision tower are transformers with normalization before each sublayer. A
 linear layer maps the result of each to one shared space, where the cosine between a text and an
 image says how well they agree.
 
@@ -268,7 +268,7 @@ class CLIPModel(nnx.Module):
             attention_mask: True on tokens, false on padding.
 
         Returns:
-            One vector per text, [b, `projection_dim`], not normalised, in the dtype of the token
+            One vector per text, [b, `projection_dim`], not normalized, in the dtype of the token
             embedding.
 
         Raises:
@@ -281,11 +281,11 @@ class CLIPModel(nnx.Module):
         """Maps images to the shared space of texts and images.
 
         Args:
-            pixels: Images of `image_size` by `image_size` pixels, normalised by mean and standard
+            pixels: Images of `image_size` by `image_size` pixels, normalized by mean and standard
                 deviation per channel (`Preprocessing`).
 
         Returns:
-            One vector per image, [b, `projection_dim`], not normalised, in the dtype of `pixels`.
+            One vector per image, [b, `projection_dim`], not normalized, in the dtype of `pixels`.
 
         Raises:
             ValueError: If the images have another size or number of channels.
@@ -380,7 +380,7 @@ class CLIPTextModelWithProjection(CLIPTextModel):
             A `CLIPTextOutput`: `penultimate` [b, l, `hidden_size`], the states before the last
             layer, without a norm; `last` [b, l, `hidden_size`], the states after the last layer and
             its norm; and `pooled` [b, `projection_dim`], the projection of `last` at each text's
-            first end-of-text token, not normalised.
+            first end-of-text token, not normalized.
 
         Raises:
             ValueError: If there are more than `max_position_embeddings` tokens per text, padding
@@ -408,7 +408,7 @@ class TextModel(nnx.Module):
     def __call__(
         self, input_ids: Int[Array, "b l"], attention_mask: Bool[Array, "b l"]
     ) -> Float[Array, "b d"]:
-        """Returns the normalised state of each text's end-of-text token.
+        """Returns the normalized state of each text's end-of-text token.
 
         Args:
             input_ids: Token numbers, at most `max_position_embeddings` per text. Each text has an
@@ -467,10 +467,10 @@ class VisionModel(nnx.Module):
         self.post_layernorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def __call__(self, pixels: Float[Array, "b h w c"]) -> Float[Array, "b d"]:
-        """Returns the normalised state of each image's class token.
+        """Returns the normalized state of each image's class token.
 
         Args:
-            pixels: Images of `image_size` by `image_size` pixels, normalised by mean and standard
+            pixels: Images of `image_size` by `image_size` pixels, normalized by mean and standard
                 deviation per channel (`Preprocessing`).
 
         Returns:

@@ -1,4 +1,4 @@
-"""Preprocessing of images for a vision tower: resizing, cropping or padding, and normalisation.
+"""Preprocessing of images for a vision tower: resizing, cropping or padding, and normalization.
 
 The released scorers were used with two libraries, whose results differ by more than rounding:
 
@@ -36,7 +36,7 @@ LOW_PART = 2**11  # a weight is split into a multiple of this and a remainder
 @dataclasses.dataclass(frozen=True)
 class Preprocessing:
     """Converts images [b, H, W, 3] in [0, 1] to the input of a vision tower: resized, cropped or
-    padded to a square, and normalised per channel.
+    padded to a square, and normalized per channel.
 
     Attributes:
         size: Height and width of the result in pixels.
@@ -58,7 +58,7 @@ class Preprocessing:
     odd: Literal["down", "even"] = "even"
 
     def __call__(self, images: Float[Array, "b H W 3"]) -> Float[Array, "b size size 3"]:
-        """Resizes images, crops or pads them to a square, and normalises them.
+        """Resizes images, crops or pads them to a square, and normalizes them.
 
         Args:
             images: RGB images in [0, 1], of any floating-point dtype.

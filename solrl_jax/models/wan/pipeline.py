@@ -170,7 +170,7 @@ class WanPipeline(Pipeline):
             tokens: "ids" and "mask", one row per prompt, as `tokenize` returns them.
 
         Returns:
-            "text" [b, l, d]: the normalised hidden states after the last layer, and zeros on
+            "text" [b, l, d]: the normalized hidden states after the last layer, and zeros on
             padding, in the dtype of the text encoder.
         """
         encoder = self.text_encoders["text_encoder"](params["text_encoder"])

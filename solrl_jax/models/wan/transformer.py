@@ -49,9 +49,9 @@ class WanConfig(TransformerConfig):
         freq_dim: 256, the only supported value: sinusoidal features of a timestep.
         ffn_dim: hidden features of the MLPs.
         num_layers: number of blocks.
-        cross_attn_norm: whether tokens are normalised before they attend to the text.
+        cross_attn_norm: whether tokens are normalized before they attend to the text.
         qk_norm: "rms_norm_across_heads", the only supported value: queries and keys of both
-            attentions are normalised, all heads together.
+            attentions are normalized, all heads together.
         eps: epsilon of all norms.
         image_dim: features of an image that the clip begins with; only None is supported.
         added_kv_proj_dim: features of keys and values of such an image; only None is supported.
@@ -321,7 +321,7 @@ class WanBlock(nnx.Module):
 
 
 class ClipAttention(CrossProjection):
-    """Softmax attention of the tokens of a clip to each other. Queries and keys are normalised, all
+    """Softmax attention of the tokens of a clip to each other. Queries and keys are normalized, all
     heads together, and then rotated by the positions of the tokens.
 
     Args:

@@ -34,7 +34,7 @@ def grpo_guard(
                 + kl_coef mean((m - m_ref)^2) length / (2 std^2)
         m     = a x + b (x - sigma v)                the mean of the step
 
-    log R is the normalised log-ratio of the paper, `std (log p(after | x) - log p_old(after | x) +
+    log R is the normalized log-ratio of the paper, `std (log p(after | x) - log p_old(after | x) +
     mean((m - m_old)^2) / (2 std^2))`. With `kl_fraction` below 1, the KL term is 0 for samples
     without a reference and scaled up for the others (`distance_to_reference`).
 

@@ -21,7 +21,7 @@ PEFT_CONFIG = "adapter_config.json"
 DIFFUSERS = "transformer."
 PEFT = "base_model.model."
 METADATA = "lora_adapter_metadata"
-# The initialisations for which PEFT also changes the weights of the base.
+# The initializations for which PEFT also changes the weights of the base.
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 MAX_ALPHA = 1e30  # a number in JSON may be larger than any float
 
@@ -102,7 +102,7 @@ def read_config(
 
     Raises:
         InputError: If it is not a JSON object; if it is not of plain LoRA (another `peft_type`,
-            DoRA, an initialisation that changes the base) or has no valid `lora_alpha` or patterns;
+            DoRA, an initialization that changes the base) or has no valid `lora_alpha` or patterns;
             or if `adapter_config.json` is missing beside a file with PEFT's name.
     """
     beside = file.with_name(PEFT_CONFIG)

@@ -118,7 +118,7 @@ def matching(params: Params, patterns: Sequence[str], field: str) -> list[str]:
 def init_adapters(
     key: Array, base: Params, targets: Sequence[str], rank: int
 ) -> dict[str, Adapter]:
-    """Initialises LoRA adapters that do not change the base yet.
+    """Initializes LoRA adapters that do not change the base yet.
 
     A is Gaussian with the standard deviation 1 / rank, as PEFT's "gaussian", and B is zero.
 
