@@ -33,6 +33,12 @@ import tests.checker  # noqa: F401 - the import hook finds it by name
 install_import_hook("solrl_jax", "tests.checker.check")
 
 
+def pytest_collection_finish():
+    """What was imported stays, so that the collections of garbage need not look through it."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _release_compiled_programs():
     """Compiled programs hold memory maps, and a process has only so many of them."""

@@ -274,6 +274,7 @@ def test_its_own_latents_given_back_give_the_same_images_whatever_the_seed(first
     np.testing.assert_array_equal(kept, latents)
 
 
+@pytest.mark.exhaustive
 def test_the_function_and_the_old_names_of_the_command_give_the_same_images(
     first, models, tmp_path, capsys
 ):
@@ -293,6 +294,7 @@ def test_the_function_and_the_old_names_of_the_command_give_the_same_images(
     np.testing.assert_array_equal(np.load(tmp_path / "images.npy"), images)
 
 
+@pytest.mark.exhaustive
 def test_guidance_up_to_1_is_none_as_in_diffusers(models):
     folder, reference = models
     latents = noise((32, 32), count=1)

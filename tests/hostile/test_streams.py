@@ -23,7 +23,12 @@ def ended(monkeypatch, *arguments: str) -> int:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("presets",), ("presets", "--json"), ("presets", "--show", "nope", "--json")]
+    "arguments",
+    [
+        ("presets", "--json"),
+        pytest.param(("presets",), marks=pytest.mark.exhaustive),
+        ("presets", "--show", "nope", "--json"),
+    ],
 )
 def test_a_full_disk_under_the_output_is_one_line(arguments, monkeypatch, capsys):
     with open("/dev/full", "w") as full:

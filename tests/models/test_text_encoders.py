@@ -301,6 +301,7 @@ def test_filling_wants_a_cache():
         fill_cache(small_config())
 
 
+@pytest.mark.exhaustive
 def test_filling_encodes_as_a_run_does_on_a_tensor_parallel_mesh(tmp_path, monkeypatch):
     """Every device has prompts of its own, so that the bits under a key do not depend on who wrote
     them.

@@ -80,7 +80,7 @@ FURTHER = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
 @pytest.mark.parametrize(
     ("name", "rows"),
     [
-        (ALL_AXES, range(24)),
+        FURTHER(ALL_AXES, range(24)),
         FURTHER(ALL_AXES, [17]),
         FURTHER(ALL_AXES, [3, 17, 5]),
         *(FURTHER("one", rows) for rows in ([17], [3, 17, 5], range(24))),

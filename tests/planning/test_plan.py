@@ -109,7 +109,10 @@ def by_rule(mesh, tree):
 @pytest.mark.usefixtures("cpus")
 @pytest.mark.parametrize(
     "preset",
-    [pytest.param(p, marks=[] if p.startswith("sd3") else pytest.mark.exhaustive) for p in BY_HAND],
+    [
+        pytest.param(p, marks=[] if p.startswith("sana") else pytest.mark.exhaustive)
+        for p in BY_HAND
+    ],
 )
 def test_parts_agree_with_a_count_by_hand(preset):
     """To 2 %: what is too small to be split, and scales of matrices, are not counted by hand."""

@@ -118,7 +118,15 @@ def train(tmp_path, *overrides):
     return pq.read_table(tmp_path / "run" / "ledger").to_pydict()
 
 
-@pytest.mark.parametrize("name", ["ranks", "brighter", "ranks_inside", "brighter_inside"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ranks",
+        "brighter_inside",
+        pytest.param("brighter", marks=pytest.mark.exhaustive),
+        pytest.param("ranks_inside", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_reward_of_yours_that_compares_candidates_trains(name, tmp_path):
     """Two groups of four make a pool, and the kept four are one group."""
     ledger = train(tmp_path, f"reward=tests.comparing:{name}", "reward.group_size=4")
@@ -129,6 +137,7 @@ def test_a_reward_of_yours_that_compares_candidates_trains(name, tmp_path):
         assert (np.ptp(rewards, axis=-1) > 0.2).all()
 
 
+@pytest.mark.exhaustive
 def test_a_weighted_sum_of_rewards_that_compare_and_that_do_not(tmp_path):
     weights = (
         "reward.weights={'tests.comparing:ranks': 1, 'tests.comparing:ranks_inside': 2,"

@@ -316,10 +316,12 @@ def test_the_sum_is_of_what_was_scored_in_jax_and_outside(built):
 @pytest.mark.parametrize(
     "how",
     [
-        "nan",
         "hang",
         # the services below and tests/hostile/test_services.py fail in these ways too
-        *(pytest.param(how, marks=pytest.mark.exhaustive) for how in ("raise", "exit", "length")),
+        *(
+            pytest.param(how, marks=pytest.mark.exhaustive)
+            for how in ("nan", "raise", "exit", "length")
+        ),
     ],
 )
 def test_what_has_no_score_is_not_trained_on(how, built, tmp_path):
@@ -449,6 +451,7 @@ def rows(run_dir: Path, watched: str = "watched") -> dict[int, dict]:
     return merged
 
 
+@pytest.mark.exhaustive
 def test_a_run_says_once_that_equal_rewards_teach_nothing(built, monkeypatch, tmp_path, capsys):
     """The reward is -1 for every prompt without metadata, whatever the image shows."""
     monkeypatch.setattr(trainer, "build", lambda config, force: with_config(built, config))

@@ -106,6 +106,7 @@ def check_resume(url, model, tmp_path):
     return halves
 
 
+@pytest.mark.exhaustive
 def test_a_run_resumes_from_the_cache(server, tmp_path, capsys):
     config = check_resume(server.url, "yes", tmp_path)
     # The server may move, but the question may not change.
@@ -192,6 +193,7 @@ def test_a_pairwise_judge_scores_win_rates(server, tmp_path):
 # A reward for exploration alone.
 
 
+@pytest.mark.exhaustive
 def test_a_cheap_reward_ranks_and_the_trained_one_scores_what_is_kept(tmp_path):
     config = small_config(
         tmp_path / "run",
@@ -225,6 +227,7 @@ def test_a_judge_is_asked_about_the_kept_samples_alone(server, tmp_path):
     assert row["reward_cost/judge/requests"] + row.get("reward_cost/judge/cached", 0) == 8
 
 
+@pytest.mark.exhaustive
 def test_a_second_judge_may_see_small_images(server, tmp_path):
     small = f"{{base_url: '{server.url}', model: 'yes', cache: null, image_size: 4}}"
     config = judged(

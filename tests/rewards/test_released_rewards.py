@@ -163,6 +163,7 @@ def test_chunks_of_any_size_score_the_same(many, at_once, everything):
         same(name, np.concatenate([s[name] for s in scores])[:256], at_once)
 
 
+@pytest.mark.exhaustive
 def test_on_a_mesh_rows_and_parameters_are_split_and_scores_stay(many, at_once, files):
     images, index = many
     mesh = sharding.make_mesh(4, 2)

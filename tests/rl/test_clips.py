@@ -50,7 +50,10 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize(("frames", "places"), [(1, [0]), (3, [0, 4, 8])])
+@pytest.mark.parametrize(
+    ("frames", "places"),
+    [(3, [0, 4, 8]), pytest.param(1, [0], marks=pytest.mark.exhaustive)],
+)
 def test_rewards_inside_and_outside_jax_score_sampled_frames(folder, frames, places, tmp_path):
     experiment = build(folder, f"reward.frames={frames}")
     assert experiment.size == (16, 8, FRAMES)

@@ -49,10 +49,21 @@ def iterated(monkeypatch, *overrides, mesh=(1, 1)):
     return batches[0], outcome.ledger, samplers
 
 
-@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 @pytest.mark.parametrize(
-    ("solver", "count", "objective"),
-    [("dpm1", 1, "nft"), ("dpm1", 2, "nft"), ("dpm2", 1, "nft"), ("dpm2", 1, "opsd")],
+    ("solver", "count", "objective", "mesh"),
+    [
+        ("dpm1", 2, "nft", "data=2 tensor=2"),
+        ("dpm2", 1, "opsd", "one"),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in [
+                *(("dpm1", 1, "nft", mesh) for mesh in MESHES),
+                *(("dpm1", 2, "nft", mesh) for mesh in ("one", "data=2 fsdp=2")),
+                *(("dpm2", 1, "nft", mesh) for mesh in MESHES),
+                *(("dpm2", 1, "opsd", mesh) for mesh in ("data=2 tensor=2", "data=2 fsdp=2")),
+            ]
+        ),
+    ],
 )
 def test_continued_samples_are_those_from_noise_to_the_bit(
     solver, count, objective, mesh, monkeypatch
@@ -63,12 +74,14 @@ def test_continued_samples_are_those_from_noise_to_the_bit(
         f"rollout.explore.exact_steps={count}",
         f"objective={objective}",
     )
-    batch, ledger, (exploring, regenerating) = iterated(monkeypatch, *options, mesh=mesh)
+    batch, ledger, (exploring, regenerating) = iterated(monkeypatch, *options, mesh=MESHES[mesh])
     assert exploring.keep_intermediate
     assert [segment.schedule.steps for segment in exploring.segments] == [count, 4 - count]
     assert [segment.schedule.steps for segment in regenerating.segments] == [6 - count]
     monkeypatch.setattr(loop, "continued_steps", lambda *args: 0)
-    from_noise, whole_ledger, (exploring, regenerating) = iterated(monkeypatch, *options, mesh=mesh)
+    from_noise, whole_ledger, (exploring, regenerating) = iterated(
+        monkeypatch, *options, mesh=MESHES[mesh]
+    )
     assert not exploring.keep_intermediate
     assert regenerating.segments[0].schedule.steps == 6
     assert ledger.keys() == whole_ledger.keys()

@@ -136,6 +136,7 @@ def test_auto_refuses_targets_that_match_nothing_as_other_settings_do():
         open_for_training(config, MESH, 1e9, open_flux)
 
 
+@pytest.mark.exhaustive
 def test_what_is_kept_grows_with_the_micro_batch_and_the_base_is_divided_over_fsdp():
     def of(*overrides, mesh=MESH):
         return saved_residual_bytes(

@@ -66,9 +66,8 @@ def test_the_gradient_equals_differences_in_float64():
             assert error.max() < 1e-8 * np.abs(slope).max()
 
 
-@pytest.mark.parametrize(
-    "preset", first_is_quick(["tiny", "tiny model=tiny-sd3", "tiny model=tiny-flux"])
-)
+@pytest.mark.parametrize("preset", ["tiny", "tiny model=tiny-sd3", "tiny model=tiny-flux"])
+@pytest.mark.exhaustive  # a toy in float64 is compared above
 def test_the_gradient_of_an_embedded_decoder_and_tower_equals_differences(preset):
     """In float32, and pixels are clipped, so to 1 % of the norm of the gradient; along it and along
     a random direction, with whole images and with tiles.

@@ -94,6 +94,7 @@ def test_an_iteration_is_that_of_a_run_of_its_size_alone(toy):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.exhaustive
 def test_an_evaluation_does_not_depend_on_what_is_trained_on(toy):
     """Its size is the model's, or `eval.size`; pictures of a pool are those of the iteration."""
     adapters = fresh_state(toy).ema

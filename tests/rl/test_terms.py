@@ -110,7 +110,7 @@ def by_hand(backbone, config, state, batch, grid):
         ("flow_grpo", (2, 2)),
         pytest.param("dance_grpo", (1, 1), marks=pytest.mark.exhaustive),
         pytest.param("flow_grpo", (1, 1), marks=pytest.mark.exhaustive),
-        ("grpo_guard", (2, 2, 2)),
+        pytest.param("grpo_guard", (2, 2, 2), marks=pytest.mark.exhaustive),
         pytest.param("flow_dppo", (2, 2, 2), marks=pytest.mark.exhaustive),
         pytest.param("flow_cps", (2, 2, 2), marks=pytest.mark.exhaustive),
     ],

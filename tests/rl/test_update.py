@@ -260,10 +260,14 @@ def test_an_update_is_the_loop_over_terms_and_the_optimizers_step(backbones, mes
 @pytest.mark.parametrize(
     ("mesh", "micro"),
     [
-        ("data=2 tensor=2", 5),
+        ("one", 5),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
-            for case in [("data=2 fsdp=2", 5), *(("one", n) for n in (1, 4, 5, 17, 100))]
+            for case in [
+                ("data=2 tensor=2", 5),
+                ("data=2 fsdp=2", 5),
+                *(("one", n) for n in (1, 4, 17, 100)),
+            ]
         ),
     ],
 )
