@@ -5,7 +5,6 @@
 
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -72,33 +71,10 @@ def load(preset: str, *overrides: str) -> Experiment:
         RunError: If a reward outside of JAX fails on a trial image, and the configuration says that
             this stops the run.
     """
-    settings, note = _expand_mesh_auto(preset, overrides)
+    settings, note = recipes.expand_mesh_auto(preset, overrides, this_machine)
     if note is not None:
         warnings.warn(note, UserWarning, stacklevel=2)
     return build(resolve(preset, settings))
-
-
-def _expand_mesh_auto(preset: str, overrides: Sequence[str]) -> tuple[list[str], str | None]:
-    """Replaces the override "mesh=auto" by the settings that suit the devices of this host.
-
-    It starts JAX's backend if that override is given; with several processes, all must then call
-    it.
-
-    Args:
-        preset: The name of a preset.
-        overrides: Settings that differ from the preset, as `key=value`.
-
-    Returns:
-        (overrides, note). The overrides begin with the chosen settings, so that the given ones take
-        precedence; note is a line for the user about them. Without "mesh=auto", the overrides are
-        unchanged and note is None.
-
-    Raises:
-        ConfigError: If the preset or an override is invalid.
-    """
-    if recipes.MESH_AUTO not in overrides:
-        return list(overrides), None
-    return recipes.expand_mesh_auto(overrides, partial(resolve, preset), this_machine())
 
 
 def this_machine() -> recipes.Machine:
@@ -228,7 +204,7 @@ def train(
         RunError: If the run fails, for example because the disk is full, a reward fails, or
             training diverges (`Diverged`).
     """
-    settings, note = _expand_mesh_auto(preset, overrides)
+    settings, note = recipes.expand_mesh_auto(preset, overrides, this_machine)
     config = resolve(preset, settings)
     with TerminalProgress(bars=progress_bar) as progress:
         if note is not None:

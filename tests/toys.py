@@ -129,11 +129,11 @@ def toy_stage(backbone: Backbone, chunk: int, *segments: Segment) -> Sampler:
     )
 
 
-def toy_seeds(prompts, candidates: int) -> np.ndarray:
+def toy_seeds(
+    prompts, candidates: int, root: int = 0, stream: str = "candidate", iteration: int = 1
+) -> np.ndarray:
     uids = np.array([prompt_uid(prompt) for prompt in prompts], np.uint32)
-    return np.asarray(
-        candidate_seeds(np.int32(0), "candidate", np.int32(1), uids, np.arange(candidates))
-    )
+    return np.asarray(candidate_seeds(root, stream, iteration, uids, np.arange(candidates)))
 
 
 def toy_reward() -> Reward:

@@ -79,16 +79,16 @@ def key(run_seed: int | Int[Array, ""], name: str) -> Array:
 
 @partial(jax.jit, static_argnums=1)
 def candidate_seeds(
-    run_seed: Int[Array, ""],
+    run_seed: int | Int[Array, ""],
     name: str,
-    iteration: Int[Array, ""],
+    iteration: int | Int[Array, ""],
     prompt_uids: UInt32[Array, " p"],
     candidates: Int[Array, " n"],
 ) -> UInt32[Array, "p n 2"]:
     """Derives the seed of each candidate of each prompt.
 
     Args:
-        run_seed: The seed in the configuration of the run.
+        run_seed: The seed in the configuration of the run, from 0 to 2**31 - 1.
         name: What the candidates are for, which gives other seeds for each use: "candidate"
             (training), "evaluation", "ranking" or "calibration seeds". Static.
         iteration: The number of the iteration, from 1; 0 for uses outside the iterations.
@@ -101,6 +101,7 @@ def candidate_seeds(
 
     Raises:
         KeyError: If there is no stream of that name.
+        OverflowError: If the seed or the iteration is an integer beyond the range of an int32.
     """
     root = jax.random.fold_in(key(run_seed, name), iteration)
 

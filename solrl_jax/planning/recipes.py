@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from solrl_jax.config.presets import resolve
 from solrl_jax.config.schema import Config
 from solrl_jax.config.sizes import largest_training_size
 from solrl_jax.planning.targets import TARGETS
@@ -237,15 +238,15 @@ def _guess(config: Config, machine: Machine, nearest: Record, where: str) -> Pro
 
 
 def expand_mesh_auto(
-    overrides: Sequence[str], resolve: Callable[[Sequence[str]], Config], machine: Machine
+    preset: str, overrides: Sequence[str], find_machine: Callable[[], Machine]
 ) -> tuple[list[str], str | None]:
     """Replaces the override `mesh=auto` by the settings that are proposed for a machine.
 
     Args:
+        preset: The name of the user's preset.
         overrides: The user's overrides `key=value`, with or without `mesh=auto`.
-        resolve: A function that returns the configuration of the user's preset for a list of
-            overrides. It is called with all but `mesh=auto`.
-        machine: The devices to propose for.
+        find_machine: A function that returns the devices to propose for. It is called only if
+            `mesh=auto` is among the overrides, because it may start JAX's backend.
 
     Returns:
         A pair. First the new list of overrides: the proposed settings, and after them the user's
@@ -259,8 +260,8 @@ def expand_mesh_auto(
     if MESH_AUTO not in overrides:
         return list(overrides), None
     others = [override for override in overrides if override != MESH_AUTO]
-    config = resolve(others)
-    proposal = propose(config, machine, load_records())
+    config = resolve(preset, others)
+    proposal = propose(config, find_machine(), load_records())
     named = {override.partition("=")[0].strip() for override in others}
     chosen = [
         setting for setting in proposal.overrides(config) if setting.partition("=")[0] not in named

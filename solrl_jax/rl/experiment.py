@@ -354,38 +354,9 @@ class Experiment:
             KeyError: If `diffusion.seeds.STREAMS` has no such stream.
             OverflowError: If the seed or the iteration is beyond the range of an int32.
         """
-        return prompt_seeds(
-            self.config.seed if seed is None else seed, stream, prompts, candidates, iteration
-        )
-
-
-def prompt_seeds(
-    root: int, stream: str, prompts: Sequence[str], candidates: int, iteration: int = 0
-) -> UInt32[np.ndarray, "p n 2"]:
-    """The seeds of the candidates of each prompt, on the host.
-
-    A seed depends on the root seed, the stream, the iteration, the text of the prompt and the index
-    of the candidate, and on nothing else.
-
-    Args:
-        root: The root seed, from 0 to 2**31 - 1.
-        stream: The use of the seeds: "candidate" (training), "evaluation", "ranking" or
-            "calibration seeds". Each has random numbers of its own.
-        prompts: The texts of the p prompts. Equal ones get equal seeds.
-        candidates: n, the number of candidates of each prompt.
-        iteration: The number of the iteration; 0 outside the iterations.
-
-    Returns:
-        For each prompt and candidate, the two words of a key.
-
-    Raises:
-        KeyError: If `diffusion.seeds.STREAMS` has no such stream.
-        OverflowError: If the seed or the iteration is beyond the range of an int32.
-    """
-    uids = np.array([prompt_uid(p) for p in prompts], np.uint32)
-    return np.asarray(
-        candidate_seeds(np.int32(root), stream, np.int32(iteration), uids, np.arange(candidates))
-    )
+        root = self.config.seed if seed is None else seed
+        uids = np.array([prompt_uid(prompt) for prompt in prompts], np.uint32)
+        return np.asarray(candidate_seeds(root, stream, iteration, uids, np.arange(candidates)))
 
 
 def build(config: Config, *, force: bool = False) -> Experiment:

@@ -38,7 +38,7 @@ from solrl_jax.config.values import (
 from solrl_jax.data.prompts import Prompt, check_text, load_instruction
 from solrl_jax.diffusion.released import read_scheduler
 from solrl_jax.diffusion.schedule import Schedule
-from solrl_jax.diffusion.seeds import normal
+from solrl_jax.diffusion.seeds import candidate_seeds, normal, prompt_uid
 from solrl_jax.errors import InputError, RunError, in_one_line
 from solrl_jax.models.backbone import DTYPES, Backbone, load_backbone
 from solrl_jax.models.loading.weights import parameter_table
@@ -47,7 +47,7 @@ from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.parallel import hosts
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.quant.formats import resolve_format, scoring_dtypes
-from solrl_jax.rl.experiment import local_device, prompt_seeds
+from solrl_jax.rl.experiment import local_device
 from solrl_jax.rl.explore.quantized_layers import quantized_paths
 from solrl_jax.rl.explore.sync import Quantizer, sync_policy
 from solrl_jax.rl.generate import SeedBatch, generate, prepare
@@ -558,8 +558,9 @@ def _seeds(prompts: Sequence[str], seed: int) -> np.ndarray:
         prompts: The prompts, at least one, of which some may be equal.
         seed: The root seed, 0 to 2**31 - 1.
     """
-    candidates = {
-        prompt: iter(prompt_seeds(seed, "candidate", [prompt], count)[0])
-        for prompt, count in Counter(prompts).items()
-    }
+    candidates = {}
+    for prompt, count in Counter(prompts).items():
+        uids = np.array([prompt_uid(prompt)], np.uint32)
+        (drawn,) = candidate_seeds(seed, "candidate", 0, uids, np.arange(count))
+        candidates[prompt] = iter(np.asarray(drawn))
     return np.stack([next(candidates[prompt]) for prompt in prompts])

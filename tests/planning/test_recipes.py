@@ -90,14 +90,18 @@ def test_without_a_record_the_settings_stay(arguments, reason):
 
 
 def test_mesh_auto_stands_for_the_settings_and_others_win():
-    def resolved(overrides):
-        return resolve("flux1_sol_rl_pickscore", overrides)
+    preset = "flux1_sol_rl_pickscore"
 
-    machine = Machine("gpu", H100, 8, 75 * GB)
-    assert expand_mesh_auto(("seed=1",), resolved, machine) == (["seed=1"], None)
-    overrides, line = expand_mesh_auto(("mesh=auto", "seed=1"), resolved, machine)
+    def find_machine():
+        return Machine("gpu", H100, 8, 75 * GB)
+
+    def not_called():
+        raise AssertionError("without mesh=auto, JAX's backend must not be started")
+
+    assert expand_mesh_auto(preset, ("seed=1",), not_called) == (["seed=1"], None)
+    overrides, line = expand_mesh_auto(preset, ("mesh=auto", "seed=1"), find_machine)
     assert overrides == ["mesh.fsdp=8", "seed=1"]
     assert line.startswith("mesh=auto: mesh.fsdp=8: planned ")
-    overrides, line = expand_mesh_auto(("mesh.fsdp=4", "mesh=auto"), resolved, machine)
+    overrides, line = expand_mesh_auto(preset, ("mesh.fsdp=4", "mesh=auto"), find_machine)
     assert overrides == ["mesh.fsdp=4"]
     assert line.startswith("mesh=auto: the preset's own settings: ")

@@ -9,13 +9,13 @@ import pytest
 from solrl_jax.diffusion.seeds import key, seed_numbers
 from solrl_jax.rl import iteration as iterations
 from solrl_jax.rl import rank
-from solrl_jax.rl.experiment import fresh_state, prompt_seeds
+from solrl_jax.rl.experiment import fresh_state
 from solrl_jax.rl.explore.setting import ExplorationSetting
 from solrl_jax.rl.iteration import iterate
 from solrl_jax.rl.trainable.trainable import init_adapters
 from solrl_jax.runs import evaluate as evaluation
 from solrl_jax.runs.evaluate import evaluate, sample_grid
-from tests.toys import toy_experiment
+from tests.toys import toy_experiment, toy_seeds
 
 SEED = 3
 
@@ -49,7 +49,7 @@ def test_candidates_are_drawn_by_iteration_and_regenerated_from_the_same_seeds(t
         explored, regenerated = drawn[-2:]
         prompts = outcome.ledger["prompt"][::8]
         np.testing.assert_array_equal(
-            explored, prompt_seeds(SEED, "candidate", prompts, 8, iteration).reshape(-1, 2)
+            explored, toy_seeds(prompts, 8, SEED, iteration=iteration).reshape(-1, 2)
         )
         np.testing.assert_array_equal(regenerated, explored[outcome.ledger["kept"]])
     assert not numbers(drawn[0]) & numbers(drawn[2])
@@ -59,11 +59,11 @@ def test_an_evaluation_and_its_picture_draw_from_their_own_seed_and_stream(toy, 
     adapters = fresh_state(toy).ema
     evaluate(toy, adapters)
     np.testing.assert_array_equal(
-        drawn[-1], prompt_seeds(SEED, "evaluation", toy.test_prompts[:2], 2).reshape(-1, 2)
+        drawn[-1], toy_seeds(toy.test_prompts[:2], 2, SEED, "evaluation", 0).reshape(-1, 2)
     )
     sample_grid(toy, adapters)
     np.testing.assert_array_equal(
-        drawn[-1], prompt_seeds(SEED, "evaluation", toy.test_prompts[:1], 4).reshape(-1, 2)
+        drawn[-1], toy_seeds(toy.test_prompts[:1], 4, SEED, "evaluation", 0).reshape(-1, 2)
     )
     assert numbers(drawn[-1][:2]) < numbers(
         drawn[-2]
@@ -76,9 +76,8 @@ def test_an_evaluation_and_its_picture_draw_from_their_own_seed_and_stream(toy, 
 def test_a_ranking_draws_from_its_own_stream(toy, drawn):
     settings = [ExplorationSetting("nvfp4", 2), ExplorationSetting("nvfp4", 3)]
     rank.explore_and_regenerate(toy, fresh_state(toy).ema, 2, settings, iterations.no_progress)
-    want = prompt_seeds(
-        SEED, "ranking", toy.test_prompts[:2], toy.config.rollout.candidates
-    ).reshape(-1, 2)
+    candidates = toy.config.rollout.candidates
+    want = toy_seeds(toy.test_prompts[:2], candidates, SEED, "ranking", 0).reshape(-1, 2)
     assert len(drawn) == 3
     for seeds in drawn:  # explored and regenerated from the same
         np.testing.assert_array_equal(seeds, want)
@@ -88,7 +87,7 @@ def test_a_calibration_draws_from_its_own_stream(toy):
     rows = toy.explorer.calibration.seed_batch
     prompts = toy.train_prompts[:16]
     np.testing.assert_array_equal(
-        rows.seeds, prompt_seeds(SEED, "calibration seeds", prompts, 1)[:, 0]
+        rows.seeds, toy_seeds(prompts, 1, SEED, "calibration seeds", 0)[:, 0]
     )
     assert rows.prompt.tolist() == list(range(16))
 
@@ -112,6 +111,6 @@ def test_no_two_uses_have_a_seed_in_common(toy):
     uses = {}
     for stream in ("candidate", "evaluation", "ranking", "calibration seeds"):
         for iteration in (0, 1):
-            uses[stream, iteration] = numbers(prompt_seeds(SEED, stream, prompts, 12, iteration))
+            uses[stream, iteration] = numbers(toy_seeds(prompts, 12, SEED, stream, iteration))
     assert all(len(found) == 12 * len(prompts) for found in uses.values())
     assert not [pair for pair in itertools.combinations(uses, 2) if uses[pair[0]] & uses[pair[1]]]

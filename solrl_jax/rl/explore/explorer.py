@@ -108,7 +108,7 @@ class Explorer:
 
     def quantizer(self, precision: str) -> Quantizer | None:
         """Returns how linear layers are quantized: the quantizer of a format, changed by the active
-        options.
+        options, one after another in the order of their registry.
 
         The first call with a format may measure on the base, for options that need it: on samples
         of `explore.num_steps` steps and, if `schedule` has not been called yet and `explore.sigmas`
@@ -128,39 +128,18 @@ class Explorer:
             InputError, PermissionError, RunError: If the prompts that are measured on cannot be
                 encoded (`Experiment.encode_prompts`).
         """
-        if precision not in self._quantizers:
-            self._quantizers[precision] = self._make_quantizer(precision)
-        return self._quantizers[precision]
-
-    def _make_quantizer(self, precision: str) -> Quantizer | None:
-        """Makes the result of `quantizer` for one format.
-
-        The active options are applied to the quantizer of the format one after another, in the
-        order of their registry. Some measure on the base for that (`quantizer`); every process of a
-        run must then call it.
-
-        Args:
-            precision: The name of a format, a key of `quant.formats.FORMATS`.
-
-        Returns:
-            The function that quantizes a weight, and the arrays that options add to it. None for a
-            format that quantizes nothing.
-
-        Raises:
-            KeyError: If `precision` is no key of `FORMATS`; "auto" is none.
-            numpy.linalg.LinAlgError: If an option measures values that are not finite.
-            InputError, PermissionError, RunError: If the prompts that are measured on cannot be
-                encoded (`Experiment.encode_prompts`).
-        """
+        if precision in self._quantizers:
+            return self._quantizers[precision]
         quantize = FORMATS[precision].quantize
-        if quantize is None:
-            return None
-        quantizer = Quantizer(quantize)
-        schedule = self.schedule(self.explore.num_steps)
-        for option in active_options(self.explore):
-            quantizer = option.quantizer(
-                self.explore, self.calibration, self.quantized, quantizer, schedule
-            )
+        quantizer = None
+        if quantize is not None:
+            quantizer = Quantizer(quantize)
+            schedule = self.schedule(self.explore.num_steps)
+            for option in active_options(self.explore):
+                quantizer = option.quantizer(
+                    self.explore, self.calibration, self.quantized, quantizer, schedule
+                )
+        self._quantizers[precision] = quantizer
         return quantizer
 
     def calibrate(self) -> None:
