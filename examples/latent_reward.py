@@ -38,7 +38,8 @@ def main(*overrides: str) -> None:
     state = solrl.fresh_state(experiment)
     for i in range(1, experiment.config.train.iterations + 1):
         state, outcome = solrl.iterate(experiment, state, i)
-        pool, kept = outcome.metrics["pool/reward"], outcome.metrics["kept/reward"]
+        pool = outcome.metrics["pool/reward"]
+        kept = outcome.metrics["kept/reward"]
         print(f"{i}: calmness of the pool {pool:.3f}, of the kept candidates {kept:.3f}")
 
 

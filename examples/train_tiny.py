@@ -15,7 +15,8 @@ def main(*overrides: str) -> None:
     for i in range(1, experiment.config.train.iterations + 1):
         state, outcome = solrl.iterate(experiment, state, i)
         row = outcome.metrics
-        pool, kept = row["pool/reward"], row["kept/reward"]
+        pool = row["pool/reward"]
+        kept = row["kept/reward"]
         print(f"{i:3}: pool {pool:.3f}, kept {kept:.3f}, rank {row['fidelity/spearman']:.2f}")
     after = solrl.evaluate(experiment, state.ema)
     rewards = [result.means["reward"] for result in (before, after)]

@@ -101,8 +101,8 @@ def open_policy(
     """Opens a policy to evaluate or rank it: that of a run, or the starting point of training from
     a preset or a model.
 
-    Builds the experiment as `load` does, with the same effects. Of a run, the averaged policy (EMA)
-    is opened.
+    Builds the experiment as `load` does, with the same effects. For a run, the averaged policy
+    (EMA) is opened.
 
     Args:
         target: A run directory; the name of a preset; or a model, that is a directory in the layout

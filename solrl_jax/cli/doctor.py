@@ -252,7 +252,7 @@ def _reward_names(config: Config) -> list[str]:
         config: The configuration.
 
     Returns:
-        The names, e.g. ["hpsv2", "pickscore"]. Of a score such as "judge/style", the name of its
+        The names, e.g. ["hpsv2", "pickscore"]. A score such as "judge/style" gives the name of its
         reward, "judge".
     """
     explored = config.rollout.explore.reward or {}

@@ -87,7 +87,7 @@ def command(
         overrides: Settings `key=value` that differ from those of the target. With `paired`, the
             first one is not a setting, but the run, preset or model to compare with.
         paired: Whether a second policy is evaluated with the same settings and noise, and compared
-            with the first image by image. Of a run, its newest checkpoint is used.
+            with the first image by image. For a run, the newest checkpoint is used.
         rewards: Names of rewards to compute beside the trained ones, separated by commas. None:
             those of the field `reward.eval_only`.
         gallery: A PNG file to write, with the 8 prompts and 4 images each on which the two policies

@@ -88,14 +88,14 @@ def resolve(preset: str, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"unknown preset {brief_repr(preset)}: {suggest(preset, preset_names())}")
     parsed = parse_overrides(overrides)
     if preset in preset_files():
-        own = copy.deepcopy(read_file(preset))
-        composed = own.pop("compose")
+        preset_settings = copy.deepcopy(read_file(preset))
+        composed = preset_settings.pop("compose")
     else:
-        own = {}
+        preset_settings = {}
         composed = _combined_presets()[preset]
     parts = {**DEFAULT_PARTS, **composed, **parsed.choices}
     files = {f"{part}/{parts[part]}": read_file(f"{part}/{parts[part]}") for part in PARTS}
-    files[preset] = {**own, "preset": preset, "family": parts["family"]}
+    files[preset] = {**preset_settings, "preset": preset, "family": parts["family"]}
     tree = to_tree(Config())
     _apply_files(tree, files, parts)
     for key, value in parsed.settings:

@@ -158,7 +158,7 @@ def find_splits(files: Sequence[str], card: Mapping[str, Any]) -> dict[str, list
         for split, patterns in declared.items():
             expressions = [_compile(pattern) for pattern in patterns]
             matches[split] = sorted(f for f in data if any(e.match(f) for e in expressions))
-        return {split: found for split, found in matches.items() if found}
+        return {split: paths for split, paths in matches.items() if paths}
     counts = Counter(PurePosixPath(file).suffix.lower() for file in data)
     if not counts:
         return {}
@@ -167,7 +167,7 @@ def find_splits(files: Sequence[str], card: Mapping[str, Any]) -> dict[str, list
     for file in sorted(data):
         if PurePosixPath(file).suffix.lower() == ending:
             by_split.setdefault(_split_of(file), []).append(file)
-    named = {split: found for split, found in by_split.items() if split is not None}
+    named = {split: paths for split, paths in by_split.items() if split is not None}
     return named or {"train": by_split[None]}
 
 
@@ -207,7 +207,7 @@ def _split_of(file: str) -> str | None:
 def _declared_splits(card: Mapping[str, Any]) -> dict[str, list[str]]:
     """Returns the splits that the card of a data set declares, as patterns of file names.
 
-    A card has a list `configs`. Of its entries with `data_files`, one counts: the first with
+    A card has a list `configs`. Only one of its entries with `data_files` is read: the first with
     `default: true` or the name "default", or else the first. If its `data_files` is a text or a
     list of texts, the files belong to "train"; an object in the list without a split is left out.
 
@@ -282,11 +282,11 @@ def _choose_split(splits: Mapping[str, list[str]], reference: Reference, where: 
     shards = [shard for shard in map(SHARD.search, files) if shard]
     # By the path before the number, because a split may have several series of files.
     series = Counter((shard.string[: shard.end("split")], shard["count"]) for shard in shards)
-    for (path, count), there in series.items():
-        if there < int(count):
+    for (path, count), num_files in series.items():
+        if num_files < int(count):
             raise InputError(
-                f"{where}: only {there} of the {int(count)} files {path}-*-of-{count} of the split "
-                f"{split!r} are there"
+                f"{where}: only {num_files} of the {int(count)} files {path}-*-of-{count} of the "
+                f"split {split!r} are there"
             )
     return files
 

@@ -276,7 +276,7 @@ def _read_table(text: str, ending: str, column: str | None, where: str) -> list[
     Returns:
         One row per row of the table after the header, without blank ones; none for a blank file.
         The metadata are the texts of the other columns, by the names in the header. Values that are
-        missing at the end of a row are "". Of two columns with the same name, the later one is
+        missing at the end of a row are "". If two columns have the same name, the later one is
         read.
 
     Raises:

@@ -85,7 +85,11 @@ def trajectory(
             lambda: next_x + e * _solver_noise(seeds, weights, next_x.shape[1:]),
             lambda: next_x,
         )
-        record = (x, x0) if query_step is not None else x if recorded_steps else None
+        record = None
+        if query_step is not None:
+            record = (x, x0)
+        elif recorded_steps:
+            record = x
         return (next_x, x0, previous_x0), record
 
     carry = (noise, jnp.zeros_like(noise), jnp.zeros_like(noise))

@@ -114,7 +114,8 @@ def unipc_table(sigmas: Sigmas) -> Table:
     rows = []
     correction = (0.0, 0.0, 0.0)  # weights of the last three predictions, the latest first
     for i in range(steps):
-        sigma, next_sigma = sigmas[i], sigmas[i + 1]
+        sigma = sigmas[i]
+        next_sigma = sigmas[i + 1]
         ratio = next_sigma / sigma
         h = _half_log_snr(next_sigma) - _half_log_snr(sigma)
         reach = -(1 - next_sigma) * np.expm1(-h)  # -alpha B(h)

@@ -400,7 +400,7 @@ def fetch(tree: Any) -> Any:
     )
 
 
-def rows_held(where: NamedSharding, count: int) -> list[int]:
+def local_row_indices(where: NamedSharding, count: int) -> list[int]:
     """Returns which rows of a sharded array the devices of this process hold.
 
     Args:
@@ -418,7 +418,7 @@ def rows_held(where: NamedSharding, count: int) -> list[int]:
     return sorted({row for start, stop in slices for row in range(start, stop)})
 
 
-def held(x: jax.Array) -> np.ndarray:
+def local_rows(x: jax.Array) -> np.ndarray:
     """Returns the rows of a sharded array that the devices of this process hold.
 
     Args:

@@ -247,7 +247,7 @@ def shaped(make: Callable[..., Any], *trees: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(trace, *trees)), leaves)
 
 
-def held(tree: Any) -> int:
+def bytes_per_device(tree: Any) -> int:
     """Returns the bytes that a tree of arrays takes in the memory of one device.
 
     Args:

@@ -138,7 +138,7 @@ class Module:
 
         Loops, conditionals and calls are not yielded themselves. The instructions of a loop's body
         are yielded once, with the number of iterations (in nested loops, the product); a loop whose
-        number of iterations is unknown counts as one iteration. Of a conditional, the branch that
+        number of iterations is unknown counts as one iteration. For a conditional, the branch that
         writes most bytes is walked through. A fusion is yielded as one instruction.
 
         Args:

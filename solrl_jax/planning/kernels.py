@@ -155,7 +155,9 @@ def unit(kind: str) -> Unit:
         return "fp8"
     if kind in ("s8", "u8"):
         return "int8"
-    return "tf32" if kind == "tf32" else "fp32" if kind in ("f32", "f64") else "bf16"
+    if kind in ("f32", "f64"):
+        return "fp32"
+    return "tf32" if kind == "tf32" else "bf16"
 
 
 def _kernel(step: Instruction, times: int, memory: "_Memory") -> Kernel:

@@ -21,7 +21,7 @@ from solrl_jax.config.sizes import training_sizes
 from solrl_jax.models.locate import mhla_override
 from solrl_jax.parallel.sharding import row_groups
 from solrl_jax.planning import roofline, topology
-from solrl_jax.planning.abstract import abstract, experiment, held, open_configurations
+from solrl_jax.planning.abstract import abstract, bytes_per_device, experiment, open_configurations
 from solrl_jax.planning.stages import STAGES, Program, Stages
 from solrl_jax.planning.targets import CUDNN, Target
 from solrl_jax.quant.formats import AUTO, DeviceInfo
@@ -257,25 +257,25 @@ class Planner:
             "latents": program.meanwhile
         }
         others = {
-            name: held([x for x in arrays(tree) if id(x) not in distinct])
+            name: bytes_per_device([x for x in arrays(tree) if id(x) not in distinct])
             for name, tree in parts.items()
         }
-        own = {
+        sizes = {
             "temporaries": analysis.temp_size_in_bytes,
             "outputs": analysis.output_size_in_bytes,
             "code": analysis.generated_code_size_in_bytes,
-            "held": held(list(distinct.values())),
-            "padded": max(analysis.argument_size_in_bytes - held(shapes), 0),
+            "held": bytes_per_device(list(distinct.values())),
+            "padded": max(analysis.argument_size_in_bytes - bytes_per_device(shapes), 0),
         }
         aliased = analysis.alias_size_in_bytes
         arguments = analysis.argument_size_in_bytes
-        return own | {
+        return sizes | {
             "arguments": arguments,
             "aliased": aliased,
-            "repeated": held(shapes) - own["held"],
-            "unread": max(held(shapes) - arguments, 0),
+            "repeated": bytes_per_device(shapes) - sizes["held"],
+            "unread": max(bytes_per_device(shapes) - arguments, 0),
             "resident": {name: size for name, size in others.items() if size},
-            "peak": sum(own.values()) - aliased + sum(others.values()),
+            "peak": sum(sizes.values()) - aliased + sum(others.values()),
         }
 
 
@@ -353,7 +353,7 @@ def plan(
         "mesh": dict(planner.stages.mesh.shape),
         "exploration": form.describe(planner.device),
         "remat": planner.pipeline.remat,
-        "parts": {name: held(arrays(tree)) for name, tree in planner.parts().items()},
+        "parts": {name: bytes_per_device(arrays(tree)) for name, tree in planner.parts().items()},
         "stages": stages,
         "largest": largest["name"],
         "peak": largest["peak"],

@@ -136,7 +136,7 @@ def propose(config: Config, machine: Machine, records: Sequence[Record]) -> Prop
 
     Considered are plans of the same model on the same platform (GPU or TPU) for images at least as
     large. They fit if they need no more memory per device than the machine has, and divide its
-    devices evenly. Of those that fit, the one that should be fastest is taken: with the least
+    devices evenly. The one that should be fastest is taken among those that fit: with the least
     tensor parallelism, then without recomputing whole blocks, then with the fewest shards. If none
     fits, the settings are a guess that saves as much memory as possible.
 

@@ -735,7 +735,9 @@ def tpu_kernel(
         column = _column_block(x) if isinstance(x, ColumnView) else 0
 
         def index(b: Any, s: Any) -> tuple[Any, Any, Any]:
-            return (b if x.shape[0] > 1 else 0, s + skipped if has_rows else 0, column)
+            sample = b if x.shape[0] > 1 else 0
+            row_block = s + skipped if has_rows else 0
+            return sample, row_block, column
 
         return pl.BlockSpec((None, block_rows if has_rows else 1, x.shape[2]), index)
 

@@ -33,7 +33,7 @@ class ImageEncoder(nnx.Module):
     the files of a whole CLIP, whose text tensors are not read.
 
     Args:
-        c: The configuration of the CLIP. Of it, `vision_config` (the sizes of the vision tower) and
+        c: The configuration of the CLIP. Only `vision_config` (the sizes of the vision tower) and
             `projection_dim` (the length of an embedding) are used.
         rngs: Random number generators for the initial parameters.
     """

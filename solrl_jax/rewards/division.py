@@ -92,7 +92,7 @@ class DividedScoring:
                 in_chunk = [row - first for row in share.rows if 0 <= row - first < len(images)]
                 share_images = everyones[in_chunk]
             else:
-                share_images = hosts.held(images)
+                share_images = hosts.local_rows(images)
             if self._error is not None:
                 continue
             try:
@@ -172,11 +172,11 @@ def divided_scoring(
     Yields:
         The scoring. The body passes every chunk to `add`, in order, and then calls `finish`.
     """
-    local_rows = hosts.rows_held(placement, chunk)
+    indices = hosts.local_row_indices(placement, chunk)
     rows = [
         start + row
         for start in range(0, len(prompts), chunk)
-        for row in local_rows
+        for row in indices
         if start + row < len(prompts)
     ]
     in_groups = tuple(reward for reward in host.rewards if reward.in_groups)

@@ -10,7 +10,7 @@ from jax import Array
 
 from solrl_jax.config.values import brief_repr
 from solrl_jax.data.prompts import Prompt
-from solrl_jax.rewards.protocol import MAX_REWARD, HostRewards, Reward, Scores, reward_code
+from solrl_jax.rewards.protocol import MAX_REWARD, HostRewards, Inputs, Reward, Scores, reward_code
 
 
 def mixture(
@@ -49,7 +49,9 @@ def mixture(
         ValueError: If there are no parts, no `host` and no `group`.
     """
     kinds = {part.inputs for part in parts.values()}
-    inputs = kinds.pop() if len(kinds) == 1 else "both" if kinds else "images"
+    inputs: Inputs = "both" if kinds else "images"
+    if len(kinds) == 1:
+        (inputs,) = kinds
     checks = {name: part.check for name, part in parts.items()}
     if host is not None:
         checks |= {reward.name: reward.check for reward in host.rewards}

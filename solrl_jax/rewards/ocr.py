@@ -102,10 +102,12 @@ def target(prompt: str, metadata: Metadata) -> str:
     if text is None and len(quoted) > 2:
         text = quoted[1]
     if not isinstance(text, str) or not _without_spaces_and_case(text):
-        shown = "" if metadata.get("text") is None else f", metadata['text']={brief_repr(text)}"
+        given_text = (
+            "" if metadata.get("text") is None else f", metadata['text']={brief_repr(text)}"
+        )
         raise ValueError(
-            f"reward 'ocr': prompt {brief_repr(prompt)}{shown}: expected the words to draw, in "
-            "double quotes or as metadata['text']"
+            f"reward 'ocr': prompt {brief_repr(prompt)}{given_text}: expected the words to draw, "
+            "in double quotes or as metadata['text']"
         )
     return text
 

@@ -364,9 +364,9 @@ def check_prompts(reward: Reward, prompts: Sequence[Prompt], field: str) -> None
             refused.append((prompt, " ".join(str(error).split())))
     if refused:
         prompt, message = refused[0]
-        shown = brief_repr(str(prompt))
-        if shown not in message:
-            message = f"prompt {shown}: {message}"
+        quoted_prompt = brief_repr(str(prompt))
+        if quoted_prompt not in message:
+            message = f"prompt {quoted_prompt}: {message}"
         if len(refused) > 1:
             message += f" ({len(refused)} of {len(prompts)} prompts cannot be scored)"
         raise InputError(f"{field}: {message}")

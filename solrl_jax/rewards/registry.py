@@ -550,10 +550,12 @@ def _check_names(
         raise InputError(
             f"reward.paths: unknown name {_quoted(unknown_paths)}; there are {', '.join(SOURCES)}"
         )
-    own = [name for name in names if name not in REWARDS and not is_judge(name) and ":" not in name]
-    if own:
+    others = [
+        name for name in names if name not in REWARDS and not is_judge(name) and ":" not in name
+    ]
+    if others:
         installed = entry_points()
-        unknown = [name for name in own if name not in installed]
+        unknown = [name for name in others if name not in installed]
         if unknown:
             known = ", ".join((*REWARDS, *installed))
             raise InputError(

@@ -61,10 +61,10 @@ def weighted_advantages(scores: Mapping[str, Values], weights: Mapping[str, floa
         A   = sum over j of w_j A_j
 
     The standard deviation is the population's; where it is 0, A_j is 0. A candidate with a score
-    that is not finite (or above 1e18 in magnitude) is left out of all means and deviations and has
-    no value. Differences that may be rounding count as 0: of a score from its mean up to 4e-6 times
-    the largest magnitude of the score in the prompt, and of A from 0 up to 4e-6 times the sum of
-    |w_j A_j|.
+    that is not finite (or above 1e18 in magnitude) is left out of all means and standard
+    deviations, and has no value. Differences that may be rounding count as 0: of a score from its
+    mean up to 4e-6 times the largest magnitude of the score in the prompt, and of A from 0 up to
+    4e-6 times the sum of |w_j A_j|.
 
     Args:
         scores: Each score by its name, [prompts, candidates]. Names that `weights` lacks are

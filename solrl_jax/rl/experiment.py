@@ -277,7 +277,7 @@ class Experiment:
         )
 
     def for_exploration(self, prompt_batch: PromptBatch) -> PromptBatch:
-        """Returns encoded prompts with what the reward that ranks candidates needs to score them.
+        """Returns encoded prompts, prepared for the reward that ranks candidates.
 
         A reward turns prompts into arrays once (`Reward.prepare`), such as token ids of its own
         text tower. Those of `exploration_reward` take the place of those of `reward`.

@@ -75,7 +75,7 @@ def overlap(
     `within` candidates with the best proxy rewards. The paper's Top-4 match has `top=4` and
     `within=K/2`, where K is the number of kept candidates of a prompt. A candidate whose reward of
     one kind is not finite is not on the list of that kind, so a truly best one without a finite
-    proxy reward counts as missed. Of equal rewards, the one with the lower index counts as the
+    proxy reward counts as missed. If rewards are equal, the one with the lower index counts as the
     better one.
 
     Args:
@@ -100,9 +100,9 @@ def mean_true_rank(
 ) -> Float[np.ndarray, " p"]:
     """The mean true rank of the candidates that the proxy ranks best (or worst), per prompt.
 
-    Rank 1 is the truly best. Of equal rewards, the one with the lower index counts as the better
-    one. With N candidates, a perfect proxy scores (within + 1) / 2 at the best end and N - (within
-    - 1) / 2 at the worst.
+    Rank 1 is the truly best. If rewards are equal, the lower index counts as the better one. With N
+    candidates, a perfect proxy scores (within + 1) / 2 at the best end and N - (within - 1) / 2 at
+    the worst.
 
     Args:
         proxy: The proxy rewards, one row per prompt. A candidate whose proxy reward is not finite
@@ -168,8 +168,8 @@ def _extremes(rewards: Rewards, count: int, best: bool) -> Bool[np.ndarray, "p n
     marked.
 
     Args:
-        rewards: One row per prompt. Of equal rewards, the one with the lower index counts as the
-            better one.
+        rewards: One row per prompt. If rewards are equal, the one with the lower index counts as
+            the better one.
         count: How many candidates of each prompt are marked; all, if fewer have a finite reward.
         best: True marks the best candidates, False the worst.
 

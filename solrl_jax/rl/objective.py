@@ -1,7 +1,7 @@
-"""Objectives: what one is, how it is loaded, and the terms that several of them share.
+"""Objectives: their protocol, how they are loaded, and the terms that several of them share.
 
-An objective is one function. It takes the velocities that three policies predict, what is trained
-on, and the algorithm section of the configuration, and returns one loss and some metrics per
+An objective is one function. It takes the velocities that three policies predict, the training
+target, and the algorithm section of the configuration, and returns one loss and some metrics per
 sample. Each objective of the package is a file in `rl/objectives/`, has a line in
 `config.schema.OBJECTIVES` that says what it trains on, and a file with its settings in
 `configs/objective/`.

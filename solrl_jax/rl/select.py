@@ -37,8 +37,8 @@ def best_and_worst(rewards: Rewards) -> tuple[Int[np.ndarray, " pairs"], Int[np.
     filled up with padding: pairs that name one sample twice.
 
     Args:
-        rewards: One row of n rewards per prompt. Of equal rewards, the lower index counts as the
-            better one.
+        rewards: One row of n rewards per prompt. If rewards are equal, the lower index counts as
+            the better one.
 
     Returns:
         Two arrays of indices into the flattened rewards: the better sample of each pair, and the

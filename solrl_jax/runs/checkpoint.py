@@ -134,7 +134,7 @@ def rank_by_reward(root: RunPath) -> list[RunPath]:
         root: The directory of checkpoints. It need not exist.
 
     Returns:
-        The paths. Of checkpoints with equal rewards the newest comes first.
+        The paths. If rewards are equal, the newer checkpoint comes first.
 
     Raises:
         RunError: If the directory cannot be read.

@@ -93,7 +93,7 @@ def save_grid(
 ) -> None:
     """Writes images in rows with captions as PNG, one pixel of the file per pixel of an image.
 
-    Of clips, the PNG shows the first frames, and the moving grid is written beside it as animated
+    For clips, the PNG shows the first frames, and the moving grid is written beside it as animated
     WebP.
 
     Args:

@@ -71,7 +71,7 @@ def by_iteration(rows: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, Any]]
 
     Returns:
         One new row per iteration by its number, in the order of their first rows, with "iteration".
-        Of several values of one name the last one counts, even if it is None.
+        If a name has several values, the last one counts, even if it is None.
     """
     merged: dict[int, dict[str, Any]] = {}
     for row in rows:

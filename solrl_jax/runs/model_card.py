@@ -378,18 +378,20 @@ def _scores(run: Path, config: Config, iteration: int) -> str:
     rows = [row for row in rows if row["iteration"] <= iteration]
     if not rows:
         return "The run was not evaluated."
-    shown = [rows[0]] if len(rows) == 1 else [rows[0], rows[-1]]
-    heads = [f"after iteration {row['iteration']}" for row in shown]
-    if shown[0]["iteration"] == 0:
+    evaluations = [rows[0]] if len(rows) == 1 else [rows[0], rows[-1]]
+    heads = [f"after iteration {row['iteration']}" for row in evaluations]
+    if evaluations[0]["iteration"] == 0:
         heads[0] = "before training"
     suffix = "/standard_error"
     names = [
-        key.removeprefix("eval/").removesuffix(suffix) for key in shown[-1] if key.endswith(suffix)
+        key.removeprefix("eval/").removesuffix(suffix)
+        for key in evaluations[-1]
+        if key.endswith(suffix)
     ]
     lines = [f"| score | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
     for name in names:
         watched = name in config.reward.eval_only
-        values = [_with_error(row, f"eval/{name}") for row in shown]
+        values = [_with_error(row, f"eval/{name}") for row in evaluations]
         label = f"{name} (not trained on)" if watched else name
         lines.append(f"| {label} | {' | '.join(values)} |")
     facts = _run_facts(run)

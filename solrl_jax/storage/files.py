@@ -200,8 +200,8 @@ def atomic_directory(path: RunPath) -> Iterator[Path]:
 
     Args:
         path: The directory to write. An existing directory or file is replaced, and missing parent
-            directories are created. Of a link, only the link is replaced. In a store, which has no
-            rename, the old content is removed before the new one is uploaded file by file.
+            directories are created. If it is a link, only the link is replaced. In a store, which
+            has no rename, the old content is removed before the new one is uploaded file by file.
 
     Yields:
         The path of the temporary directory, `.partial-NAME`, which is empty.
@@ -571,8 +571,8 @@ def remove_directory(path: RunPath) -> None:
     """Removes a directory with its content, in such a way that a kill leaves no part of it under
     its name.
 
-    The directory is renamed to `.removing-NAME` first, in place of an older one of that name. Of a
-    link, only the link is removed.
+    The directory is renamed to `.removing-NAME` first, in place of an older one of that name. If
+    it is a link, only the link is removed.
 
     Args:
         path: The directory, which must exist. It may have the name `.removing-NAME` already, and

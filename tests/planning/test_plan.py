@@ -13,7 +13,7 @@ from solrl_jax.config.presets import override, resolve
 from solrl_jax.parallel import sharding
 from solrl_jax.planning import plan as planning
 from solrl_jax.planning import topology
-from solrl_jax.planning.abstract import abstract, held
+from solrl_jax.planning.abstract import abstract, bytes_per_device
 from solrl_jax.planning.plan import Devices, Planner, arrays
 from solrl_jax.planning.stages import STAGES
 from solrl_jax.planning.targets import TARGETS
@@ -130,7 +130,7 @@ def test_parts_agree_with_a_count_by_hand(preset):
     for fsdp in (1, 4):
         planner = Planner(override(config, (f"mesh.fsdp={fsdp}",)), Devices(TARGETS["h100"], fsdp))
         planner.codes = by_rule(planner.stages.mesh, planner.codes)
-        got = {name: held(arrays(tree)) for name, tree in planner.parts().items()}
+        got = {name: bytes_per_device(arrays(tree)) for name, tree in planner.parts().items()}
         assert got.keys() == {*wanted, "conditioning"}
         for name, size in wanted.items():
             assert math.isclose(got[name], size / fsdp, rel_tol=0.02), name
@@ -180,7 +180,7 @@ def test_parts_are_what_arrays_hold():
     planner = Planner(config, Devices(TARGETS["h100"], 8))
     (sync,) = planner.stages.programs("sync", {})
     planner.place(planner.lowered(sync).compile())
-    planned = {name: held(arrays(tree)) for name, tree in planner.parts().items()}
+    planned = {name: bytes_per_device(arrays(tree)) for name, tree in planner.parts().items()}
 
     def on(tree, device):
         return sum(
@@ -404,7 +404,8 @@ def test_a_plan_adds_seconds_up(small):
     assert summary["rollout"] == pytest.approx(
         sum(stages[name]["seconds"] for name in ("sync", "explore", "regenerate"))
     )
-    (explore,), (regenerate,) = stages["explore"]["programs"], stages["regenerate"]["programs"]
+    (explore,) = stages["explore"]["programs"]
+    (regenerate,) = stages["regenerate"]["programs"]
     naive = summary["naive_scaling"]
     assert naive["rollout"] == pytest.approx(explore["calls"] * regenerate["roofline"]["seconds"])
     others = stages["encode"]["seconds"] + stages["update"]["seconds"]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from bench.gpu.record import Task
 from bench.timing import timed
-from solrl_jax.planning.abstract import held
+from solrl_jax.planning.abstract import bytes_per_device
 from solrl_jax.planning.hlo import parse
 from solrl_jax.planning.kernels import kernels, native, unit
 from solrl_jax.planning.roofline import roofline
@@ -155,7 +155,7 @@ class Gauge:
             A function to call after the program has run. It returns bytes by name.
         """
         device = jax.devices()[0]
-        there = held([x for x in jax.live_arrays() if device in x.sharding.device_set])
+        there = bytes_per_device([x for x in jax.live_arrays() if device in x.sharding.device_set])
         of_program = (
             analysis.temp_size_in_bytes
             + analysis.output_size_in_bytes

@@ -61,7 +61,7 @@ class Linear(nnx.Module):
     def lazy(self, x: Activation) -> LazyActivation:
         """Applies the layer, and returns `x W + b` as a lazy activation.
 
-        The matmul is computed now. The addition of the bias and the scales of a quantized product
+        The matmul is computed now. The addition of the bias and the scales of a quantized matmul
         are left to the layer that reads the result, whose kernel does them on the fly.
 
         Args:

@@ -88,10 +88,10 @@ class Cache:
         """
         try:
             row = self._database.execute("SELECT scores FROM scores WHERE key = ?", [key])
-            found = row.fetchone()
-            if found is None:
+            entry = row.fetchone()
+            if entry is None:
                 return None
-            return {str(name): float(score) for name, score in parse_json(found[0]).items()}
+            return {str(name): float(score) for name, score in parse_json(entry[0]).items()}
         except (sqlite3.Error, ValueError, AttributeError, TypeError, OverflowError) as error:
             raise self._failure(error) from None
 

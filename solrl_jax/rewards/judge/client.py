@@ -355,8 +355,8 @@ def _describe_status(error: openai.APIStatusError) -> str:
         if isinstance(content, dict):
             content = content.get("message") or content.get("detail")
         message = content if isinstance(content, str) else message
-    shown = one_line(" ".join(message.split()))[:MOST_MESSAGE] or "no message"
-    return f"status {error.status_code} ({shown})"
+    reason = one_line(" ".join(message.split()))[:MOST_MESSAGE] or "no message"
+    return f"status {error.status_code} ({reason})"
 
 
 def _root_cause(error: BaseException) -> str:

@@ -165,5 +165,5 @@ def describe(support: Support) -> str:
             return "yes"
         return "no" if value is False else str(value)
 
-    shown = [f"{name} {word(value)}" for name, value in facts.items() if value is not None]
-    return f"answers {support.answer!r} in {support.seconds:.2g} s; {', '.join(shown)}"
+    answers = [f"{name} {word(value)}" for name, value in facts.items() if value is not None]
+    return f"answers {support.answer!r} in {support.seconds:.2g} s; {', '.join(answers)}"

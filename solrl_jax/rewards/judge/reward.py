@@ -276,14 +276,14 @@ class Service:
                 tasks[key] = asyncio.create_task(self._score(key, images, str(prompt), deadline))
         await asyncio.gather(*tasks.values(), return_exceptions=True)
         results: list[dict[str, float] | Failure | None] = []
-        for made in keys:
-            if made is None:
+        for task_key in keys:
+            if task_key is None:
                 results.append(None)
                 continue
-            error = tasks[made].exception()
+            error = tasks[task_key].exception()
             if error is not None and not isinstance(error, Failure):
                 raise error
-            results.append(error if isinstance(error, Failure) else tasks[made].result())
+            results.append(error if isinstance(error, Failure) else tasks[task_key].result())
         return results
 
     async def _score(

@@ -31,7 +31,7 @@ class Preview(ExplorationOption):
     """Replaces the schedule of exploration by the first sigmas of the full one and long fitted
     steps.
 
-    Of n exploration steps, the first n / 2 (rounded down) are those of the full schedule. The
+    The first n / 2 of n exploration steps (rounded down) are those of the full schedule. The
     others divide the rest of it, and their solver coefficients are fitted to samples of the base.
     It applies to all formats.
     """
