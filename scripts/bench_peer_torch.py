@@ -55,7 +55,8 @@ def inputs(
     def draw(*shape):
         return torch.randn(rows, *shape, dtype=torch.bfloat16, device=device)
 
-    (height, width, channels), time = latent, torch.full((rows,), 500.0, device=device)
+    height, width, channels = latent
+    time = torch.full((rows,), 500.0, device=device)
     text = {"encoder_hidden_states": draw(*encodings["text"])}
     if stored["_class_name"] == "FluxTransformer2DModel":  # a token is 2 x 2 latents
         tokens = height // 2 * (width // 2)

@@ -43,13 +43,16 @@ class ObjectStore:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def _answer(self, environ: dict[str, Any], start: Callable[..., Any]) -> Any:
-        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
+        method = environ["REQUEST_METHOD"]
+        path = environ["PATH_INFO"]
         self.requests.append((method, path))
         code = message = None
         if f"Credential={KEY}/" not in environ.get("HTTP_AUTHORIZATION", ""):
-            code, message = "InvalidAccessKeyId", "The access key does not exist."
+            code = "InvalidAccessKeyId"
+            message = "The access key does not exist."
         elif self.refuses(method, path):
-            code, message = "AccessDenied", "Access Denied"
+            code = "AccessDenied"
+            message = "Access Denied"
         if code is None:
             return self._moto(environ, start)
         environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))

@@ -31,7 +31,9 @@ def pools():
     rng = np.random.default_rng(0)
     true = np.round(rng.standard_normal((6, 24)), 1).astype(np.float32)
     proxy = np.round(true + 0.4 * rng.standard_normal((6, 24)), 1).astype(np.float32)
-    proxy[0, 3], proxy[1, 5], true[2, 7] = np.nan, np.inf, -np.inf
+    proxy[0, 3] = np.nan
+    proxy[1, 5] = np.inf
+    true[2, 7] = -np.inf
     return proxy, true
 
 
@@ -64,7 +66,8 @@ def test_the_figures_are_scipys_to_a_hair(pools):
 def test_the_regret_of_few_finite_rewards_is_that_of_numpy(left):
     rng = np.random.default_rng(5)
     proxy, true = np.round(rng.standard_normal((2, 4, 8)), 1).astype(np.float32)
-    proxy[1, left:], true[2, left:] = np.nan, -np.inf
+    proxy[1, left:] = np.nan
+    true[2, left:] = -np.inf
     true[3] = 2.0  # nothing to lose
     want = float(np.nanmean(regret(proxy, true, 4, 5)))
     assert want > 10 * HAIR

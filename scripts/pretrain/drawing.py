@@ -188,7 +188,8 @@ def _layout(
         # The corners of both sides: [side of the line, (x, y)].
         low = np.zeros((2, 2))
         high = np.full((2, 2), float(size))
-        high[0, axis], low[1, axis] = line, line + scale * GAP
+        high[0, axis] = line
+        low[1, axis] = line + scale * GAP
         sides = [
             _place(scene.groups[i].count, diameters[i], low[j], high[j], scale * GAP, rng)
             for j, i in enumerate(order)

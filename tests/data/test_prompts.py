@@ -158,7 +158,8 @@ def test_the_general_sets_are_varied_and_none_resembles_another():
         assert 40 <= lengths[-1] <= 60
     for prompt in test:
         for other in train:
-            shared, together = words(prompt) & words(other), words(prompt) | words(other)
+            shared = words(prompt) & words(other)
+            together = words(prompt) | words(other)
             assert len(shared) <= len(together) / 2, (prompt, other)
 
 

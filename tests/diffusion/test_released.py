@@ -205,7 +205,8 @@ def test_unipc_equals_diffusers(shift):
         np.testing.assert_array_equal(times, theirs.timesteps)
         want = torch.from_numpy(noise)
         x = noise.astype(np.float64)
-        previous, second_previous = np.zeros_like(x), np.zeros_like(x)
+        previous = np.zeros_like(x)
+        second_previous = np.zeros_like(x)
         for time, sigma, (a, b, c, d, e) in zip(theirs.timesteps, sigmas, table, strict=False):
             v = torch.from_numpy(field(want.numpy(), sigma)).float()
             want = theirs.step(v, time, want, return_dict=False)[0]

@@ -235,7 +235,8 @@ def dance_grpo_step(x, v, s, t, eta, second):
 def cps_step(x, v, s, t, level, second):
     """Mean and deviation as in the released code of Flow-CPS."""
     std = t * np.sin(level * np.pi / 2)
-    image, noise = x - s * v, x + (1 - s) * v
+    image = x - s * v
+    noise = x + (1 - s) * v
     return (1 - t) * image + np.sqrt(t**2 - std**2) * noise, std
 
 

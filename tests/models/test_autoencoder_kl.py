@@ -370,7 +370,9 @@ def test_neighbours_fade_into_each_other_linearly_and_bilinearly_at_corners():
         return jnp.broadcast_to(latent[:, :1, :1], latent.shape).repeat(2, axis=1).repeat(2, axis=2)
 
     latent = np.zeros((1, 6, 6, 1), np.float32)
-    latent[0, 0, 2, 0], latent[0, 2, 0, 0], latent[0, 2, 2, 0] = 1, 2, 3
+    latent[0, 0, 2, 0] = 1
+    latent[0, 2, 0, 0] = 2
+    latent[0, 2, 2, 0] = 3
     tiled = jax.jit(partial(decode_tiled, paint, tile=4, overlap=2, compression=2))(latent)[
         0, :, :, 0
     ]

@@ -87,7 +87,9 @@ def abstract(fields: dict):
 
 def inputs(overrides: dict, sizes: tuple[int, int, int], rows: int = 2) -> dict:
     """Our arguments; the times are float32 products with 1000, as diffusers takes them itself."""
-    (height, width, length), c, rng = sizes, BASE | overrides, np.random.default_rng(1)
+    height, width, length = sizes
+    c = BASE | overrides
+    rng = np.random.default_rng(1)
 
     def draw(*shape):
         return rng.standard_normal(shape).astype(np.float32)

@@ -170,7 +170,8 @@ def encoders(folders):
 
 @pytest.mark.parametrize("max_tokens", first_is_quick([48, 96]))
 def test_tokens_and_conditioning_equal_those_of_diffusers(max_tokens, encoders, folders):
-    (pipeline, params, encode), reference = encoders, folders["distilled"][1]
+    pipeline, params, encode = encoders
+    reference = folders["distilled"][1]
     asked = {}
     hook = reference.text_encoder.register_forward_pre_hook(
         lambda _, args, given: asked.update(given), with_kwargs=True

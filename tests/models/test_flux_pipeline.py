@@ -186,7 +186,8 @@ def encoders(folders):
 
 @pytest.mark.parametrize("max_tokens", first_is_quick([5, 16]))
 def test_tokens_and_conditioning_equal_those_of_diffusers(max_tokens, encoders, folders):
-    (pipeline, params, encode), reference = encoders, folders["dev"][1]
+    pipeline, params, encode = encoders
+    reference = folders["dev"][1]
     asked: dict[str, np.ndarray] = {}
     hooks = [
         getattr(reference, name).register_forward_pre_hook(
@@ -221,7 +222,8 @@ def diffusers_images(
     reference, latents, steps, guidance, scheduler=None, prompts=PROMPTS, max_tokens=12, **more
 ):
     reference.scheduler = scheduler or reference.scheduler
-    (n, channels, h, w), noise = latents.shape, torch.from_numpy(latents)
+    n, channels, h, w = latents.shape
+    noise = torch.from_numpy(latents)
     return reference(
         prompts,
         height=h * KL_COMPRESSION,

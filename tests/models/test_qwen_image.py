@@ -90,7 +90,8 @@ def pack(x: torch.Tensor) -> torch.Tensor:
 def run_torch(theirs: TorchQwenImage, x: dict, cotangent: np.ndarray | None = None) -> np.ndarray:
     """The velocity, or with a `cotangent` the gradient of the latent."""
     _, height, width, _ = x["latent"].shape
-    rows, columns = height // 2, width // 2
+    rows = height // 2
+    columns = width // 2
     latent = torch.from_numpy(x["latent"].transpose(0, 3, 1, 2).copy())
     latent.requires_grad_(cotangent is not None)
     with torch.set_grad_enabled(cotangent is not None):

@@ -44,7 +44,8 @@ def nvfp4(x, w):
             jnp.float4_e2m1fn
         )[None], scales[None]
 
-    (a, scales), (b, others) = codes(x), codes(w)
+    a, scales = codes(x)
+    b, others = codes(w)
     return jax.nn.scaled_matmul(a, b, scales, others, preferred_element_type=BF16)
 
 

@@ -76,7 +76,8 @@ def test_a_product_is_the_same_to_the_bit(kind, operands):
     def product(params, x):
         return matmul(x, params["kernel"])
 
-    (one, _), (four, text) = on_mesh(1, params, x, product), on_mesh(4, params, x, product)
+    one, _ = on_mesh(1, params, x, product)
+    four, text = on_mesh(4, params, x, product)
     np.testing.assert_array_equal(four, one)
     assert np.abs(np.asarray(one, np.float32)).max() > 10
     columns = [int(n) for n in re.findall(r"= \w+\[\d+,(\d+)\]\S* (?:dot|custom-call)\(", text)]
@@ -98,7 +99,8 @@ def test_gradients_are_the_same_to_the_bit(operands):
 
         return jax.grad(loss, argnums=(0, 1))((params["kernel"].a, params["kernel"].b), x)
 
-    (one, _), (four, _) = on_mesh(1, params, x, gradients), on_mesh(4, params, x, gradients)
+    one, _ = on_mesh(1, params, x, gradients)
+    four, _ = on_mesh(4, params, x, gradients)
     chex.assert_trees_all_equal(four, one)
 
 

@@ -249,7 +249,8 @@ def with_reward(built, weights, options=None, skip=False):
 def with_config(built, config):
     """The result of `experiments.build`, without loading anything again."""
     loaded = open_rewards(config.reward).load(built.backbone.mesh)
-    trained, evaluated = loaded.trained, loaded.evaluated
+    trained = loaded.trained
+    evaluated = loaded.evaluated
     return dataclasses.replace(built, config=config, reward=trained, evaluation_reward=evaluated)
 
 

@@ -42,7 +42,8 @@ def test_the_plainer_the_picture_the_less_it_weighs():
 
 def test_a_picture_with_values_that_are_not_finite_has_no_score_and_changes_no_other():
     images = pictures()
-    images[1, 0, 0, 0], images[3, 5, 5, 1] = np.nan, np.inf
+    images[1, 0, 0, 0] = np.nan
+    images[3, 5, 5, 1] = np.inf
     scores = jpeg_compressibility(images, ["p"] * 5, [{}] * 5)
     assert np.isnan(scores).tolist() == [False, True, False, True, False]
     np.testing.assert_array_equal(

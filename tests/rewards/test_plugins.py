@@ -73,7 +73,8 @@ def test_where_all_is_outside_jax_nothing_is_scored_in_it():
 def test_what_is_watched_is_scored_at_evaluations_alone():
     watched = ("tests.outside:in_jax", "jpeg_compressibility")
     loaded = opened({"shapes": 1.0, "tests.outside:mean": 1.0}, eval_only=watched)
-    trained, evaluated = loaded.trained, loaded.evaluated
+    trained = loaded.trained
+    evaluated = loaded.evaluated
     assert set(trained.params) == {"shapes"}
     assert set(evaluated.params) == {"shapes", "tests.outside:in_jax"}
     assert [r.name for r in trained.host.rewards] == ["tests.outside:mean"]

@@ -224,7 +224,8 @@ def test_a_prompt_that_a_reward_cannot_score_is_found_wherever_it_is(name, good,
 
 def test_watched_rewards_check_their_prompts_in_evaluations_alone():
     loaded = open_reward({"tiny-clip": 1.0}, {}, eval_only=("shapes", "ocr")).load(None)
-    trained, evaluated = loaded.trained, loaded.evaluated
+    trained = loaded.trained
+    evaluated = loaded.evaluated
     check_prompts(trained, [Prompt("a red dog")], "prompts.train")
     with pytest.raises(InputError, match=r"^prompts.test: reward 'shapes': cannot parse"):
         check_prompts(evaluated, [Prompt("a red dog")], "prompts.test")

@@ -77,7 +77,8 @@ def test_a_tie_is_no_advantage(height, global_std, mode):
 def test_a_reward_whose_square_overflows_counts_as_not_finite(large, mode):
     r = rewards()
     without = rewards()
-    r[1, 3], without[1, 3] = large, np.nan
+    r[1, 3] = large
+    without[1, 3] = np.nan
     for global_std in (True, False):
         got = ours(r, global_std=global_std, mode=mode)
         np.testing.assert_array_equal(got, ours(without, global_std=global_std, mode=mode))
@@ -86,7 +87,10 @@ def test_a_reward_whose_square_overflows_counts_as_not_finite(large, mode):
 
 def with_holes():
     r = rewards()
-    r[0, 2], r[1, 0], r[1, 5], r[3, :5] = np.nan, np.inf, -np.inf, np.nan
+    r[0, 2] = np.nan
+    r[1, 0] = np.inf
+    r[1, 5] = -np.inf
+    r[3, :5] = np.nan
     return r
 
 

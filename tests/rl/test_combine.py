@@ -102,7 +102,8 @@ def test_the_scale_of_a_score_changes_nothing(name, factor):
     """To the last bit for powers of two. For others float32 rounds the scores themselves."""
     data = with_holes()
     scaled = {**data, name: data[name] * np.float32(factor)}
-    before, after = weighted_advantages(data, WEIGHTS), weighted_advantages(scaled, WEIGHTS)
+    before = weighted_advantages(data, WEIGHTS)
+    after = weighted_advantages(scaled, WEIGHTS)
     if math.log2(factor).is_integer():
         np.testing.assert_array_equal(after, before)
     else:
@@ -265,7 +266,8 @@ def test_pairs_are_ordered_by_the_combined_advantages(spied):
     pools, batches = spied
     toy = experiment_of(100.0, "objective=dpo")
     iterate(toy, fresh_state(toy), 1)
-    kept, batch = pools[1], batches[0]
+    kept = pools[1]
+    batch = batches[0]
     values = values_of(kept, 4).reshape(-1)
     rows = [
         int(np.flatnonzero((kept.latents == x).all((1, 2, 3)))[0])

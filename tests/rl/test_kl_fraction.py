@@ -53,7 +53,8 @@ def test_the_update_is_the_loop_over_terms_with_the_drawn_ones_scaled_up(mesh):
     _, metrics = run(backbone, batch, config_of(1 / 3))
     one = toy_backbone()
     state = state_of(one)
-    losses, gradients = [], []
+    losses = []
+    gradients = []
     for start in range(0, TERMS, MICRO):
         numbers = start + np.arange(MICRO)
         draws = normal(
@@ -62,7 +63,8 @@ def test_the_update_is_the_loop_over_terms_with_the_drawn_ones_scaled_up(mesh):
         drawn = set(np.argsort(np.asarray(draws))[:2])
         for place, number in enumerate(numbers):
             weight = 3.0 if place in drawn else 0.0
-            row, slot = int(number) % ROWS, int(number) // ROWS
+            row = int(number) % ROWS
+            slot = int(number) // ROWS
             loss, gradient = term(one, state, batch_of(one), row, slot, weight)
             losses.append(float(loss))
             gradients.append(gradient)

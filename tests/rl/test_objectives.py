@@ -338,7 +338,8 @@ def test_awm_is_finite_where_the_policy_fits_much_better_than_the_old_one():
     """The error of the trained velocity is 1e-10 of the old one's, below the rounding of their
     difference.
     """
-    rows, width = 200, 1024
+    rows = 200
+    width = 1024
     rng = np.random.default_rng(0)
     x0, noise, apart = rng.standard_normal((3, rows, width)).astype(np.float32)
     x = np.float32(0.5) * (x0 + noise)

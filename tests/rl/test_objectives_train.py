@@ -172,7 +172,8 @@ def test_trajectories_are_those_of_the_regeneration(spied):
     batches, pools = spied
     toy = toy_experiment(*settings("flow_grpo", "sol_rl"))
     iterate(toy, fresh_state(toy), 1)
-    (explored, regenerated), (batch,) = pools, batches
+    explored, regenerated = pools
+    (batch,) = batches
     assert explored.states is None
     assert batch.states.shape == (8, 3, *batch.latents.shape[1:])  # two of three steps add noise
     np.testing.assert_array_equal(batch.states, regenerated.states)
@@ -186,7 +187,8 @@ def test_without_regeneration_the_kept_trajectories_are_those_explored(spied):
     batches, pools = spied
     toy = toy_experiment(*settings("dance_grpo", "naive_scaling"))
     _, outcome = iterate(toy, fresh_state(toy), 1)
-    (pool,), (batch,) = pools, batches
+    (pool,) = pools
+    (batch,) = batches
     assert pool.states.shape[0] == 16
     np.testing.assert_array_equal(batch.states, pool.states[outcome.ledger["kept"]])
 
@@ -250,7 +252,8 @@ def test_pairs_are_best_and_worst_at_the_same_noise(spied):
     batches, pools = spied
     toy = toy_experiment(*settings("dpo", "sol_rl"))
     iterate(toy, fresh_state(toy), 1)
-    (_, regenerated), (batch,) = pools, batches
+    _, regenerated = pools
+    (batch,) = batches
     rewards = regenerated.reward.reshape(2, 4)
     rows = [
         int(np.flatnonzero((regenerated.latents == x).all((1, 2, 3)))[0])

@@ -102,7 +102,8 @@ def test_a_preview_changes_the_schedule_alone(paper, adapters):
     explorer = with_options(paper, "preview").explorer
     sampler = explorer.sampler(adapters, FORMAT)
     plain = paper.explorer.sampler(adapters, FORMAT)
-    (segment,), (own,) = sampler.segments, plain.segments
+    (segment,) = sampler.segments
+    (own,) = plain.segments
     full = paper.schedule(6)
     np.testing.assert_array_equal(segment.schedule.sigmas, full.sigmas[[0, 1, 2, 4]])
     np.testing.assert_array_equal(segment.schedule.timesteps, full.timesteps[[0, 1, 2, 4]])
@@ -165,7 +166,8 @@ def test_attention_marks_the_segments_of_a_format_alone(paper, adapters):
 def test_a_correction_changes_the_leaves_alone(paper, adapters):
     sampler = with_options(paper, "correction").explorer.sampler(adapters, FORMAT)
     plain = paper.explorer.sampler(adapters, FORMAT)
-    (segment,), (own,) = sampler.segments, plain.segments
+    (segment,) = sampler.segments
+    (own,) = plain.segments
     assert same(segment.schedule, own.schedule)
     flat = flatten(segment.policy)
     base = flatten(paper.backbone.transformer)

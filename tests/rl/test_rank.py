@@ -130,7 +130,8 @@ def test_figures_by_hand():
 def test_rewards_that_are_not_finite_are_left_out():
     proxy = TRUE.copy()
     true = TRUE.copy()
-    proxy[0, 0], true[0, 1] = NAN, np.inf
+    proxy[0, 0] = NAN
+    true[0, 1] = np.inf
     true[1] = NAN
     got = figures(proxy, true)
     first, second = got["per_prompt"]

@@ -205,7 +205,8 @@ def test_families_that_do_not_regenerate_train_on_what_they_explored(family, mon
     assert outcome.metrics["grad_norm"] > 0
     assert int(state.step) == 1
     assert outcome.ledger["precision"] == precision
-    (pool,), (batch,) = pools, batches  # nothing else is sampled
+    (pool,) = pools
+    (batch,) = batches  # nothing else is sampled
     np.testing.assert_array_equal(batch.latents, pool.latents[outcome.ledger["kept"]])
     assert "images_per_second/regenerate" not in outcome.metrics
 
@@ -223,7 +224,8 @@ def test_what_is_regenerated_is_trained_on(toy, monkeypatch):
         iterations, "policy_batch", lambda *a: batches.append(make(*a)) or batches[-1]
     )
     _, outcome = iterate(toy, fresh_state(toy), 1)
-    (explored, regenerated), (batch,) = pools, batches
+    explored, regenerated = pools
+    (batch,) = batches
     np.testing.assert_array_equal(batch.latents, regenerated.latents)
     kept = outcome.ledger["kept"]
     np.testing.assert_array_equal(

@@ -301,7 +301,8 @@ def test_a_row_of_weight_0_changes_nothing_whatever_it_holds(backbones, bad, mic
     for position in range(ROWS):
         weight = np.ones(ROWS)
         latents = np.array(whole.latents)
-        weight[position], latents[position] = 0, 0.0
+        weight[position] = 0
+        latents[position] = 0.0
         want, told = run(backbone, batch_of(backbone, weight, latents), config)
         latents[position] = BAD[bad]
         got, metrics = run(backbone, batch_of(backbone, weight, latents), config)

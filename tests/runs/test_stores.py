@@ -111,7 +111,8 @@ def test_a_checkpoint_counts_while_its_manifest_is_there(root, object_store):
 @pytest.mark.parametrize("killed_in", ["copy", "removal", "upload", "end"])
 def test_while_a_checkpoint_is_replaced_one_of_the_two_counts(root, killed_in):
     save(root, 1, 1.0)
-    old, copy = root / "000001", root / "000001.replaced"
+    old = root / "000001"
+    copy = root / "000001.replaced"
     old.copy_all(copy, last=files.MANIFEST)
     if killed_in == "copy":
         (copy / files.MANIFEST).unlink()

@@ -102,7 +102,8 @@ def rollout(task: Task) -> Figures:
     if len(scored) < len(programs):
         raise Skipped("without decoding and scoring there is no phase to add up")
     stages = Stages(shapes)
-    (drafts, _), (most, _) = stages.chunks(row_groups(stages.mesh)), stages.chunks(stages.mesh.size)
+    drafts, _ = stages.chunks(row_groups(stages.mesh))
+    most, _ = stages.chunks(stages.mesh.size)
     naive = phase(
         [(chunks["regenerate"], drafts), *((figures, most) for figures in scored.values())]
     )
