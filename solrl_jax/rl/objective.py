@@ -414,13 +414,18 @@ def clipped_policy(
     Returns:
         One loss per sample, and as metrics per sample the loss ("loss/policy"), the ratio R
         ("ratio", without gradient), and 1 or 0 for whether R differs from 1 by more than c
-        ("ratio/clipped").
+        ("ratio/clipped"). An R that overflows to infinity leaves loss and gradient finite, unless A
+        is below 0: only then is the loss not bounded by the clip.
     """
     advantage = scale * (2 * target.optimality - 1)
-    ratio = jnp.exp(log_r)
+    ratio = jax.lax.stop_gradient(jnp.exp(log_r))
     c = algorithm.clip_range
-    loss = jnp.maximum(-advantage * ratio, -advantage * jnp.clip(ratio, 1 - c, 1 + c))
-    ratio = jax.lax.stop_gradient(ratio)
+    # Where the upper end of the clip decides, the ratio may have overflowed. It must not reach the
+    # gradient, where 0 * inf is NaN.
+    capped = (advantage >= 0) & (ratio > 1 + c)
+    bounded = jnp.exp(jnp.where(capped, 0.0, log_r))
+    loss = jnp.maximum(-advantage * bounded, -advantage * jnp.clip(bounded, 1 - c, 1 + c))
+    loss = jnp.where(capped, -advantage * (1 + c), loss)
     return loss, {
         "loss/policy": loss,
         "ratio": ratio,

@@ -16,6 +16,7 @@ from solrl_jax.rl.objective import (
     Step,
     TrainingTarget,
     Velocities,
+    clipped_policy,
     load_objective,
     log_ratio,
 )
@@ -374,9 +375,53 @@ def test_the_grpo_recipes_divide_by_the_deviation_that_their_code_divides_by():
     assert deviations["awm"]
 
 
+@pytest.mark.parametrize(
+    ("q", "log_ratio", "loss", "slope"),
+    [
+        (1.0, 500.0, -1.1, 0.0),  # the ratio overflows past the clip, and where A is 0
+        (0.75, np.inf, -0.55, 0.0),
+        (0.5, 500.0, 0.0, 0.0),
+        (0.0, -500.0, 0.9, 0.0),  # it underflows to 0
+        (1.0, -500.0, 0.0, 0.0),
+        (1.0, 0.05, -np.exp(0.05), -np.exp(0.05)),  # the clip does not decide
+        (0.0, 0.5, np.exp(0.5), np.exp(0.5)),
+        (0.0, 500.0, np.inf, np.inf),  # not bounded by the clip
+    ],
+)
+def test_a_clipped_ratio_that_overflows_leaves_loss_and_gradient_finite(q, log_ratio, loss, slope):
+    algorithm = policy_of("flow_grpo", clip_range=0.1)
+    one = jnp.ones(1)
+    target = TrainingTarget(one, one, one, jnp.float32([q]))
+
+    def total(log_r):
+        return clipped_policy(log_r, target, algorithm, 1.0)[0].sum()
+
+    got = jax.jit(jax.value_and_grad(total))(jnp.float32([log_ratio]))
+    np.testing.assert_allclose(np.hstack(got), [loss, slope], rtol=1e-6)
+
+
+def test_the_clipped_loss_has_the_bits_of_its_formula_for_ratios_that_are_finite():
+    algorithm = policy_of("flow_grpo", clip_range=0.1)
+    rng = np.random.default_rng(0)
+    log_r = jnp.asarray(np.concatenate([rng.normal(0, 0.2, 500), rng.normal(0, 20, 100), [0.0]]))
+    q = jnp.asarray(rng.random(601).round(2), jnp.float32)
+    target = TrainingTarget(log_r, log_r, log_r, q)
+
+    def formula(log_r):
+        advantage = 5 * (2 * q - 1)
+        ratio = jnp.exp(log_r)
+        return jnp.maximum(-advantage * ratio, -advantage * jnp.clip(ratio, 1 - 0.1, 1 + 0.1))
+
+    def ours(log_r):
+        return clipped_policy(log_r, target, algorithm, 5.0)[0]
+
+    for function in (lambda f: f, lambda f: jax.grad(lambda x: f(x).sum())):
+        np.testing.assert_array_equal(function(ours)(log_r), function(formula)(log_r))
+
+
 def test_a_masked_ratio_that_overflows_reaches_neither_loss_nor_gradient():
     data, _ = inputs()
-    data["q"] = np.full(ROWS, 1.0, np.float32)
+    data["q"] = np.array([1.0] * (ROWS - 1) + [0.5], np.float32)  # the last has no advantage
     # The step ends far beyond the trained policy's mean, as seen from the old one's.
     far = data["b"] * data["sigma"] / data["std"] ** 2
     ahead = (data["v_old"] - data["v"]) * (3e3 / far).reshape(-1, 1, 1, 1)
@@ -384,7 +429,8 @@ def test_a_masked_ratio_that_overflows_reaches_neither_loss_nor_gradient():
     algorithm = policy_of("flow_dppo", kl_coef=0.0, kl_mask_threshold=1e-6)
     loss, metrics, gradient = ours("flow_dppo", data, algorithm)
     assert np.isinf(metrics["ratio"]).any()
-    np.testing.assert_array_equal(metrics["ratio/masked"], 1.0)
+    assert np.isinf(metrics["ratio"][-1])
+    np.testing.assert_array_equal(metrics["ratio/masked"], [1.0] * (ROWS - 1) + [0.0])
     np.testing.assert_array_equal(loss, 0.0)
     assert not gradient.trained.any()
 

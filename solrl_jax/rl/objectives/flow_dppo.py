@@ -63,8 +63,10 @@ def flow_dppo(
     log_r = log_ratio(v, v_old, target)
     outwards = ((advantage > 0) & (log_r > 0)) | ((advantage < 0) & (log_r < 0))
     masked = (divergence >= algorithm.kl_mask_threshold) & outwards
-    # The ratio of a masked term may overflow. It must not reach the gradient, where 0 * inf is NaN.
-    policy = jnp.where(masked, 0.0, -advantage * jnp.exp(jnp.where(masked, 0.0, log_r)))
+    # The ratio of a term without a gradient may overflow. It must not reach the loss and its
+    # gradient, where 0 * inf is NaN.
+    left_out = masked | (advantage == 0)
+    policy = jnp.where(left_out, 0.0, -advantage * jnp.exp(jnp.where(left_out, 0.0, log_r)))
     # Eq. 17 divides by the whole variance of the step, and not by that per unit of sigma as
     # Flow-GRPO does.
     kl = step_divergence(distance_to_reference(velocities), target)
