@@ -48,9 +48,9 @@ def command(
 ) -> None:
     """Train the arms of PLAN with several seeds, and compare them. The same command resumes.
 
-    PLAN is paper, objectives, exploration, proxy, or a YAML file like those in configs/study/. Cost
-    is counted work at the prices of a released model on a device (`solrl plan`), not the time that
-    this machine took.
+    PLAN is paper, objectives, learning, exploration, proxy, or a YAML file like those in
+    configs/study/. Cost is counted work at the prices of a released model on a device (`solrl
+    plan`), not the time that this machine took.
 
     \b
     solrl study objectives --quick

@@ -27,6 +27,7 @@ from solrl_jax.quant.formats import DeviceInfo, resolve_format, scoring_dtypes
 from solrl_jax.rewards.host import trial
 from solrl_jax.rewards.protocol import Reward, check_prompts
 from solrl_jax.rewards.registry import open_rewards
+from solrl_jax.rl.explore.continuation import find_query_step
 from solrl_jax.rl.explore.explorer import Explorer
 from solrl_jax.rl.explore.option import Calibration
 from solrl_jax.rl.explore.quantized_layers import quantized_paths
@@ -204,11 +205,7 @@ class Experiment:
         It is the index of the step of the full schedule that starts nearest to
         `algorithm.query_sigma`.
         """
-        algorithm = self.config.algorithm
-        if algorithm.trains_on != "reward_gradients":
-            return None
-        schedule = self.schedule(self.config.rollout.num_steps)
-        return int(schedule.nearest_step(algorithm.query_sigma))
+        return find_query_step(self.config, self.backbone.pipeline, self.size)
 
     def sampler(
         self, name: str, trained: Trainable, steps: int, noise_start: int | None = 0

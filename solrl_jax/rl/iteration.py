@@ -59,9 +59,9 @@ class IterationResult:
         metrics: Figures of the iteration by name: of the update ("loss", "loss/policy" and other
             terms of the objective, "grad_norm", "skipped_micro_batches", "old_decay"), of the
             rewards (`reward_metrics`, e.g. "kept/reward"), the wall times in seconds (e.g.
-            "seconds/explore"), the images per second ("images_per_second/explore"), and
-            "fidelity/level", the index of the exploration setting. Figures that are not defined are
-            NaN.
+            "seconds/explore"), the images per second ("images_per_second/explore"),
+            "fidelity/level", the index of the exploration setting, and "continued_steps", how many
+            steps the regeneration took over from exploration. Figures that are not defined are NaN.
         ledger: The record of all candidates, by column: "prompt", "prompt_uid", "candidate",
             "seed", "proxy_reward", "rank", "kept", "regenerated_reward" (None if nothing is
             regenerated) and "advantage" have one entry per candidate, prompt by prompt;
@@ -191,9 +191,11 @@ def iterate(
     # exploration may have taken the first ones already.
     timer.start("regenerate")
     places = chosen + rollout.candidates * np.arange(len(prompts))[:, None]
+    continued = 0
     if rollout.regenerate:
         start = None
         if explored.intermediate is not None:
+            continued = rollout.explore.exact_steps
             start = explored.intermediate[places.reshape(-1)]
             explored = dataclasses.replace(explored, intermediate=None)  # frees the others
         kept_seeds = SeedBatch.from_seeds(selection.kept_seeds)
@@ -245,6 +247,7 @@ def iterate(
 
     metrics |= reward_metrics(experiment, selection, rewards, values, kept, explored)
     metrics["fidelity/level"] = float(setting)
+    metrics["continued_steps"] = float(continued)
     metrics |= timer.report(explored, kept if rollout.regenerate else None)
     ledger = ledger_columns(experiment, selection, exploration, rewards, advantage, iteration)
     return state, IterationResult(metrics, ledger)

@@ -48,6 +48,8 @@ class Course:
             "best" and "worst": the mean rank by the regenerated reward (1 is the best) of the
             better and the worse half of the kept candidates by the explored one. Empty for a run
             that does not regenerate.
+        watched: The names in `scores` of those that the configuration names in `reward.eval_only`,
+            which are not trained on.
     """
 
     seed: int
@@ -56,6 +58,7 @@ class Course:
     scores: Mapping[str, Evaluated]
     network_evaluations: int
     fidelity: Mapping[str, Float[np.ndarray, " i"]]
+    watched: Sequence[str] = ()
 
     @property
     def reward(self) -> Evaluated:
@@ -111,8 +114,11 @@ def read_course(run: Run, prices: Prices) -> Course:
             )
         precision = table["precision"][0].as_py()
         steps = table["steps"][0].as_py()
-        costs.append(costs[-1] + prices.of_iteration(config, precision, steps))
-        network_evaluations += evaluations(config, precision, steps)
+        continued = rows.get(iteration, {}).get("continued_steps")
+        if continued is not None:  # runs of older versions did not record it
+            continued = int(continued)
+        costs.append(costs[-1] + prices.of_iteration(config, precision, steps, continued))
+        network_evaluations += evaluations(config, precision, steps, continued)
         ranks.append(true_ranks(table, config.rollout.candidates, config.rollout.kept))
     fidelity = {}
     if config.rollout.regenerate:
@@ -129,6 +135,7 @@ def read_course(run: Run, prices: Prices) -> Course:
         scores=scores,
         network_evaluations=network_evaluations,
         fidelity=fidelity,
+        watched=[name for name in config.reward.eval_only if name in scores],
     )
 
 

@@ -47,23 +47,27 @@ class Prices:
     synced: float
     differentiated: float | None = None
 
-    def of_iteration(self, config: Config, precision: str, steps: int) -> float:
+    def of_iteration(
+        self, config: Config, precision: str, steps: int, continued: int | None = None
+    ) -> float:
         """Returns the price of one iteration in seconds: the sum of its counted work.
 
         Counted are exploration, regeneration, the decoding and scoring of both, the gradients of
         the reward (for objectives that train on them), the update (of adapters) and, if exploration
         has a precision of its own, the sync. Exploring steps in the training precision
-        (`rollout.explore.exact_steps`) have its price, regeneration does not take those again that
-        it continues from (`continued_steps`), and `algorithm.kl_fraction` below 1 saves predictions
-        of the reference. Left out are text encoders, classifier-free guidance,
-        `rollout.explore.correction_rank`, attention in FP8 and `rollout.explore.reward`. The image
-        size is that of the plan which the prices come from.
+        (`rollout.explore.exact_steps`) have its price, and regeneration does not take those again
+        that it continues from. `algorithm.kl_fraction` below 1 saves predictions of the reference,
+        and an objective on reward gradients with `algorithm.kl_coef` 0 needs none. Left out are
+        text encoders, classifier-free guidance, `rollout.explore.correction_rank`, attention in FP8
+        and `rollout.explore.reward`. The image size is that of the plan which the prices come from.
 
         Args:
             config: The configuration, from which the numbers of prompts, candidates, kept
                 candidates, regeneration steps and training terms are read.
             precision: The number format that the iteration explores in, a key of `network`.
             steps: The number of its exploring steps per candidate.
+            continued: The number of steps that regeneration took over from exploration. None: that
+                which the configuration gives (`continued_steps`), as if no state were recorded.
 
         Returns:
             The seconds; NaN if a number format of the iteration has no price.
@@ -77,10 +81,11 @@ class Prices:
         kept = prompts * rollout.kept
         redone = kept * rollout.regenerate
         explored = pool * ((steps - exact) * self.network.get(precision, nan) + exact * full)
-        continued = continued_steps(rollout, precision, steps)
+        if continued is None:
+            continued = continued_steps(rollout, precision, steps)
         synced = 0.0 if precision == rollout.precision else self.synced
         # One of the three predictions of a term is the reference's.
-        skipped = (1 - config.algorithm.kl_fraction) * full
+        skipped = full if _skips_reference(config) else (1 - config.algorithm.kl_fraction) * full
         update = kept * config.num_train_sigmas * (self.trained - skipped)
         targets = 0.0
         if config.algorithm.trains_on == "reward_gradients":
@@ -97,7 +102,18 @@ class Prices:
         )
 
 
-def evaluations(config: Config, precision: str, steps: int) -> int:
+def _skips_reference(config: Config) -> bool:
+    """Whether the update needs no prediction of the reference policy.
+
+    Args:
+        config: The configuration. Of the objectives, those on reward gradients do not read the
+            reference if `algorithm.kl_coef` is 0; the others report the distance to it.
+    """
+    algorithm = config.algorithm
+    return algorithm.trains_on == "reward_gradients" and algorithm.kl_coef == 0
+
+
+def evaluations(config: Config, precision: str, steps: int, continued: int | None = None) -> int:
     """Returns the number of network evaluations for an iteration's exploration and regeneration.
 
     Those of the update, and the second evaluation of classifier-free guidance, are not counted.
@@ -107,9 +123,13 @@ def evaluations(config: Config, precision: str, steps: int) -> int:
             and regeneration steps are read. Without regeneration only exploration counts.
         precision: The format that the iteration explores in, a key of `quant.formats.FORMATS`.
         steps: The number of exploring steps per candidate.
+        continued: The number of steps that regeneration took over from exploration. None: that
+            which the configuration gives (`continued_steps`), as if no state were recorded.
     """
     rollout = config.rollout
-    regenerated = rollout.num_steps - continued_steps(rollout, precision, steps)
+    if continued is None:
+        continued = continued_steps(rollout, precision, steps)
+    regenerated = rollout.num_steps - continued
     return config.train.num_prompts * (
         rollout.candidates * steps + rollout.kept * rollout.regenerate * regenerated
     )
@@ -142,19 +162,22 @@ def prices_of(plan: Mapping[str, Any]) -> Prices:
     prompts = config.train.num_prompts
     pool = prompts * rollout.candidates
     kept = prompts * rollout.kept
-    differentiated = None
-    if takes_gradients:
-        _, gradients = try_targets(config.algorithm)
-        differentiated = seconds["targets"] / (kept * gradients)
     network = {
         plan["exploration"].split()[0]: seconds["explore"] / (pool * rollout.explore.num_steps),
         rollout.precision: seconds["regenerate"] / (kept * rollout.num_steps),
     }
+    trained = seconds["update"] / (kept * config.num_train_sigmas)
+    differentiated = None
+    if takes_gradients:
+        _, gradients = try_targets(config.algorithm)
+        differentiated = seconds["targets"] / (kept * gradients)
+    if _skips_reference(config):  # `trained` has a prediction of the reference
+        trained += network[rollout.precision]
     return Prices(
         f"{config.model.name}-{plan['device']}",
         network,
         seconds["score"] / (pool + kept),
-        seconds["update"] / (kept * config.num_train_sigmas),
+        trained,
         seconds.get("sync", 0.0),
         differentiated,
     )

@@ -230,10 +230,10 @@ def number(value: float) -> str:
 def draw(path: Path, courses: Mapping[str, Sequence[Course]], sweeps: Sweeps, setting: str) -> None:
     """Draws the curves of a study as one figure.
 
-    It has panels of reward over cost and over iterations, of rank fidelity (if an arm regenerates),
-    and of each swept setting (if an arm of it is finished). Curves are means over seeds, with a
-    band of one standard error if there are several; a curve over cost takes the costs of the arm's
-    first run.
+    It has panels of reward over cost and over iterations, of each watched score over cost, of rank
+    fidelity (if an arm regenerates), and of each swept setting (if an arm of it is finished).
+    Curves are means over seeds, with a band of one standard error if there are several; a curve
+    over cost takes the costs of the arm's first run.
 
     Args:
         path: The PNG file to write. It is replaced if it exists.
@@ -252,7 +252,8 @@ def draw(path: Path, courses: Mapping[str, Sequence[Course]], sweeps: Sweeps, se
         for setting, points in sweeps.items()
         if any(arm in arms for _, arm in points)
     }
-    panels = 2 + bool(faithful) + len(swept)
+    watched = dict.fromkeys(name for of in arms.values() for name in of[0].watched)
+    panels = 2 + len(watched) + bool(faithful) + len(swept)
     figure = new_figure(9.0, 0.3 + 3.4 * -(-panels // 2))
     figure.suptitle(f"held-out reward: {setting}", fontsize=7, x=0.01, ha="left", wrap=True)
     axes = iter(figure.subplots(-(-panels // 2), 2).flat)
@@ -275,6 +276,13 @@ def draw(path: Path, courses: Mapping[str, Sequence[Course]], sweeps: Sweeps, se
         figure.axes[0].legend(
             frameon=False, fontsize=8 if len(arms) <= 6 else 6, ncols=-(-len(arms) // 6)
         )
+    for name in watched:
+        panel = next(axes)
+        for arm, of in arms.items():
+            if name in of[0].scores:
+                scores = np.array([course.scores[name] for course in of])
+                _band(panel, of[0].cost, scores, looks[arm], arm)
+        panel.set(xlabel="counted seconds", ylabel=f"held-out {name} (watched)")
     if faithful:
         panel = next(axes)
         for arm, of in faithful.items():

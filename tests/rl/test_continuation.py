@@ -46,6 +46,8 @@ def iterated(monkeypatch, *overrides, mesh=(1, 1)):
         patch.setattr(loop, "generate", recorded)
         patch.setattr(loop, "update", not_updated)
         _, outcome = loop.iterate(experiment, state, 1)
+    regenerated = sum(segment.schedule.steps for segment in samplers[1].segments)
+    assert outcome.metrics["continued_steps"] == 6 - regenerated
     return batches[0], outcome.ledger, samplers
 
 
@@ -154,14 +156,25 @@ def test_regeneration_starts_from_noise_where_it_cannot_continue(overrides, prec
     assert continued_steps(rollout, precision, steps, query_step=exact - 1) == 0
 
 
-def test_the_host_must_hold_the_latents_between_both_phases():
+@pytest.mark.parametrize(
+    ("objective", "factor"),
+    [
+        ((), 2),
+        (("objective=opsd", "algorithm.query_sigma=0.278"), 2),
+        (("objective=opsd", "algorithm.query_sigma=1.0"), 1),  # trains at the noise
+    ],
+)
+def test_the_host_must_hold_the_latents_between_both_phases(objective, factor):
+    """Not where the objective needs a state before the exact steps end."""
+
     def candidate_bytes(*overrides):
+        overrides += objective
         experiment = toy_experiment(*STEPS, *overrides, "rollout.explore.precision=nvfp4")
         pipeline = experiment.backbone.pipeline
         requests = memory_check._requests(experiment.config, pipeline, Targets(()), {}, 1e9)
         return requests[0].unit
 
-    assert candidate_bytes("rollout.explore.exact_steps=1") == 2 * candidate_bytes()
+    assert candidate_bytes("rollout.explore.exact_steps=1") == factor * candidate_bytes()
 
 
 def test_steps_that_are_continued_from_cost_nothing_a_second_time():
@@ -174,3 +187,6 @@ def test_steps_that_are_continued_from_cost_nothing_a_second_time():
     assert evaluations(config, "nvfp4", 4) == pool * 4 + kept * 5
     assert prices.of_iteration(config, "bf16", 4) == pool * 4 + kept * 6
     assert evaluations(config, "bf16", 4) == pool * 4 + kept * 6
+    # An iteration that recorded a state before that has regenerated all steps.
+    assert prices.of_iteration(config, "nvfp4", 4, 0) == pool * (3 * 0.5 + 1) + kept * 6
+    assert evaluations(config, "nvfp4", 4, 0) == pool * 4 + kept * 6

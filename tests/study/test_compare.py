@@ -1,6 +1,7 @@
 """The tables of a study against what hand-made runs must give."""
 
 import dataclasses
+import json
 import math
 import shutil
 
@@ -134,6 +135,35 @@ def test_a_run_is_priced_with_the_training_prompts_that_there_are(tmp_path):
     write_run(trained, REWARDS["sol"][0])
     assert finished(run)
     assert read_course(run, PRICES).cost.tolist() == [0, 2 * SOL, 4 * SOL]
+
+
+def test_steps_that_a_run_took_again_are_priced(tmp_path):
+    """The metric decides, because an objective may need a state of the steps that others skip."""
+    arm = ("rollout.explore.exact_steps=1", "rollout.explore.sigmas=first", "train.iterations=4")
+    (run,) = runs_of(plan_of({"sol": arm}, seeds=(0,)), tmp_path, False, ())
+    write_run(run, REWARDS["sol"][0])
+    before = read_course(run, PRICES)
+    path = run.folder / "metrics.jsonl"
+    rows = [json.loads(line) | {"continued_steps": 0.0} for line in path.open()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    after = read_course(run, PRICES)
+    kept = 2 * 2  # of 2 prompts
+    np.testing.assert_allclose(after.cost - before.cost, np.array([0, 2, 4]) * kept * 2)
+    assert after.network_evaluations - before.network_evaluations == 4 * kept
+
+
+def test_a_watched_score_has_a_panel(tmp_path, monkeypatch):
+    watching = ("reward=tiny-clip", "reward.eval_only=[shapes]")
+    arms = {"sol": (*ARMS["sol"], *watching), "plain": ARMS["plain"]}
+    *_, courses = made(tmp_path, arms=arms)
+    figures = []
+    monkeypatch.setattr(page, "save_figure", lambda path, figure: figures.append(figure))
+    page.draw(tmp_path / "study.png", courses, {}, "")
+    panels = {panel.get_ylabel(): panel for panel in figures[0].axes}
+    (line,) = panels["held-out shapes (watched)"].lines  # the other arm trains on it
+    assert line.get_label() == "sol"
+    np.testing.assert_array_equal(line.get_xdata(), [0, 2 * SOL, 4 * SOL])
+    np.testing.assert_allclose(line.get_ydata(), [0.5, 0.65, 0.8])
 
 
 def test_an_arm_that_starts_there_is_infinitely_faster(tmp_path):

@@ -115,7 +115,7 @@ def test_a_wrong_arm_is_refused_before_anything_trains(tmp_path):
 def test_a_plan_that_cannot_be_read_is_refused(tmp_path):
     with pytest.raises(
         InputError,
-        match=r"'none': no file, and no plan of the package \(exploration, objectives, paper, proxy\)",
+        match=r"'none': no file, and no plan of the package \(exploration, learning, objectives, paper, proxy\)",
     ):
         read_plan("none")
     (tmp_path / "broken.yaml").write_text("a: [")
@@ -150,16 +150,18 @@ def test_prices_multiply_up_to_the_plan():
     assert prices.of_iteration(naive, "bf16", 10) == pytest.approx(
         plan["naive_scaling"]["seconds"] - seconds["encode"]
     )
-    opsd = resolve("flux1_sol_rl_pickscore", ["objective=opsd"])  # one sigma, and three gradients
-    gradients = 48 * 24 * (3 * 4 * prices.scored - 3 * prices.trained)
+    # One sigma, at which the reference predicts nothing, and three gradients.
+    opsd = resolve("flux1_sol_rl_pickscore", ["objective=opsd"])
+    reference = prices.network["bf16"]
+    gradients = 48 * 24 * (3 * 4 * prices.scored - 3 * prices.trained - reference)
     assert prices.of_iteration(opsd, "nvfp4", 6) == pytest.approx(whole + gradients)
     stage = {"name": "targets", "seconds": 48 * 24 * 3 * 0.5}
-    update = {"name": "update", "seconds": 48 * 24 * prices.trained}
+    update = {"name": "update", "seconds": 48 * 24 * (prices.trained - reference)}
     others = [stage for stage in plan["stages"] if stage["name"] != "update"]
     planned = prices_of({**plan, "stages": [*others, stage, update]})
     assert planned.differentiated == pytest.approx(0.5)
     assert planned.trained == pytest.approx(prices.trained)
-    gradients = 48 * 24 * (3 * 0.5 - 3 * prices.trained)
+    gradients = 48 * 24 * (3 * 0.5 - 3 * prices.trained - reference)
     assert planned.of_iteration(opsd, "nvfp4", 6) == pytest.approx(whole + gradients)
     exact = dataclasses.replace(config.rollout.explore, exact_steps=1)
     mixed = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, explore=exact))

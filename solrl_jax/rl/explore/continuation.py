@@ -4,8 +4,38 @@ Where the first steps of exploration are those of the regeneration, with the sam
 latents are the regeneration's own. Those of the kept candidates are then not computed again.
 """
 
-from solrl_jax.config.schema import Rollout
+from solrl_jax.config.schema import Config, Rollout
+from solrl_jax.config.values import Size
+from solrl_jax.diffusion.schedule import Schedule
+from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.quant.formats import FORMATS
+
+
+def find_query_step(config: Config, pipeline: Pipeline, size: Size) -> int | None:
+    """Returns the step at whose beginning an objective that trains on reward gradients is trained.
+
+    Args:
+        config: The configuration. `algorithm.query_sigma` is the noise level that is asked for, and
+            `rollout` gives the sigmas.
+        pipeline: The model, whose shift some schedules take.
+        size: Height and width of the images in pixels, or of clips also the number of frames, from
+            which some schedules derive their shift.
+
+    Returns:
+        The index of the step of the full schedule that starts nearest to the noise level. None if
+        the objective trains on anything else.
+    """
+    if config.algorithm.trains_on != "reward_gradients":
+        return None
+    schedule = Schedule.from_config(
+        config.rollout,
+        config.rollout.num_steps,
+        pipeline.image_tokens(*size),
+        pipeline.embedded_guidance,
+        mu=pipeline.mu,
+        shift_terminal=pipeline.shift_terminal,
+    )
+    return int(schedule.nearest_step(config.algorithm.query_sigma))
 
 
 def continued_steps(
