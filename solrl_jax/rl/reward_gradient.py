@@ -2,8 +2,9 @@
 
 Decoder and reward networks are functions of JAX, so the gradient is one `jax.grad`. It is a program
 of its own between regeneration and update, so that its memory does not add to that of the update:
-one image (or one tile of it) and `network.IMAGES_PER_DEVICE` images of a reward network are
-differentiated at a time, and evaluated again for it.
+one image of 512 x 512 pixels (or one tile, or up to four smaller images) and
+`network.IMAGES_PER_DEVICE` images of a reward network are differentiated at a time, and evaluated
+again for it.
 """
 
 import dataclasses
@@ -27,6 +28,9 @@ from solrl_jax.rl.objective import load_objective, targets_of
 # The reward is multiplied by this before, and its gradient divided by it after the differentiation.
 # Without it, small gradients in reward networks would be lost in FP16.
 SCALE = 2.0**10
+# The most pixels that a device decodes at once for a gradient, which takes several times the memory
+# of decoding them: one image of 512 x 512.
+MAX_PIXELS = 2**18
 
 
 def add_targets(
@@ -80,7 +84,8 @@ def add_targets(
 
 
 def gradient_decoder(decoder: Decoder) -> Decoder:
-    """The decoder as it is differentiated: a device decodes one image at a time.
+    """The decoder as it is differentiated: a device decodes up to `MAX_PIXELS` (2^18) at a time,
+    and one image or tile if that has more.
 
     Args:
         decoder: The decoder that images are scored with. Tiles stay tiles.
@@ -88,7 +93,7 @@ def gradient_decoder(decoder: Decoder) -> Decoder:
     Returns:
         The same decoder with the same parameters, which decodes the same images in smaller batches.
     """
-    return dataclasses.replace(decoder, max_images=1)
+    return dataclasses.replace(decoder, max_pixels=MAX_PIXELS)
 
 
 @partial(sharding.jit, static_argnums=0)

@@ -12,6 +12,7 @@ import pytest
 from solrl_jax.config.presets import resolve
 from solrl_jax.config.values import ConfigError
 from solrl_jax.errors import InputError
+from solrl_jax.models.decoder import Decoder
 from solrl_jax.models.vision.image_resize import Preprocessing
 from solrl_jax.parallel import sharding
 from solrl_jax.rewards.protocol import Reward
@@ -101,6 +102,30 @@ def test_the_gradient_of_an_embedded_decoder_and_tower_equals_differences(preset
                 slope = (gradient * unit).sum((1, 2, 3))
                 error = np.abs(difference(rewards, latents, unit, 1e-3) - slope)
                 assert error.max() < 0.01 * norm.max(), (tile, error, slope)
+
+
+class Recorder:
+    """A pipeline whose decoder notes how many latents it decodes at once."""
+
+    compression = 8
+
+    def __init__(self):
+        self.counts = set()
+
+    def decode(self, params, latents):
+        self.counts.add(len(latents))
+        return latents.repeat(8, 1).repeat(8, 2)[..., :3]
+
+
+@pytest.mark.parametrize(
+    ("side", "tile", "count"),
+    [(32, None, 4), (256, None, 4), (512, None, 1), (1024, None, 1), (1024, 256, 4)],
+)
+def test_small_images_are_differentiated_together_and_large_ones_alone(side, tile, count):
+    recorder = Recorder()
+    decoder = gradient_decoder(Decoder({}, recorder, jnp.dtype("float32"), tile))
+    jax.eval_shape(decoder, jax.ShapeDtypeStruct((8, side // 8, side // 8, 4), jnp.float32))
+    assert recorder.counts == {count}
 
 
 def test_pillows_rounding_has_the_gradient_of_the_resize_without_it():
