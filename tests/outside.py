@@ -18,6 +18,14 @@ def several(images, prompts, metadata):
     return {"reward": images[..., 0].mean((1, 2)), "green": images[..., 1].mean((1, 2))}
 
 
+def motion(clips, prompts, metadata):
+    """How much the red channel changes from the first frame to the last."""
+    return (clips[:, -1] - clips[:, 0])[..., 0].mean((1, 2))
+
+
+motion.clips = True
+
+
 def told(images, prompts, metadata):
     return [m.get("score", -1) for m in metadata]
 

@@ -20,6 +20,7 @@ from solrl_jax import api
 from solrl_jax.cli.options import finish, json_option, overrides_argument
 from solrl_jax.config.presets import resolve
 from solrl_jax.config.schema import Config
+from solrl_jax.config.sizes import evaluation_size, training_sizes
 from solrl_jax.config.values import ConfigError
 from solrl_jax.data.prompts import load_prompts
 from solrl_jax.errors import InputError, in_one_line, one_line
@@ -219,7 +220,8 @@ def needs(config: Config) -> dict[str, Any]:
                 find(key, config.reward.paths)
     if not missing and not downloads:
         with noted():
-            open_rewards(config.reward, explore=config.rollout.explore.reward)
+            opened_rewards = open_rewards(config.reward, explore=config.rollout.explore.reward)
+            opened_rewards.check_sizes((*training_sizes(config), evaluation_size(config)))
     judges: dict[str, str] = {}
     for name in filter(is_judge, _reward_names(config)):
         with noted():

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from solrl_jax.config.schema import Config
-from solrl_jax.config.sizes import largest_training_size
+from solrl_jax.config.sizes import largest_training_size, training_sizes
 from solrl_jax.data.prompts import Prompt
 from solrl_jax.errors import InputError
 from solrl_jax.models.backbone import DTYPES, Backbone
@@ -170,11 +170,14 @@ def reward(config: Config, mesh: Mesh, products: DTypeLike) -> Reward:
         compiled, but not computed.
 
     Raises:
-        InputError: If a reward does not exist, cannot be imported or refuses its options.
+        InputError: If a reward does not exist, cannot be imported, refuses its options, or scores
+            whole clips while the model makes images.
     """
     settings = dataclasses.replace(config.reward, paths=CARRIED, eval_only=())
     gradients_for = reward_gradients_for(config)
-    trained = open_rewards(settings, products, None, gradients_for).load(mesh).trained
+    opened_rewards = open_rewards(settings, products, None, gradients_for)
+    opened_rewards.check_sizes(training_sizes(config))
+    trained = opened_rewards.load(mesh).trained
     return dataclasses.replace(trained, params=abstract(trained.params, mesh))
 
 

@@ -1,7 +1,8 @@
 """Rewards outside JAX on several hosts: each host scores the images of its own devices.
 
 Then all hosts share all scores. Rewards that compare images need all images of a group: each host
-gets the images of all, and scores every so-many-th group.
+gets the images of all, and scores every so-many-th group. Rewards of clips get whole clips, and the
+others some frames of each as images.
 """
 
 import collections
@@ -17,6 +18,7 @@ from jaxtyping import Array, Float
 
 from solrl_jax.data.prompts import Prompt
 from solrl_jax.parallel import hosts
+from solrl_jax.rewards.frames import mean_over_frames, sample_frames_on_mesh
 from solrl_jax.rewards.groups import group_slices
 from solrl_jax.rewards.host import RewardError, Scoring, scoring
 from solrl_jax.rewards.protocol import HostRewards
@@ -67,7 +69,7 @@ class DividedScoring:
         self._num_added = 0
         self._error: RewardError | None = None
 
-    def add(self, images: Float[Array, "b H W 3"]) -> None:
+    def add(self, images: Float[Array, "b ... 3"]) -> None:
         """Starts the scoring of this host's part of the next chunk. Every host must call it.
 
         It may first wait for the scores of an earlier chunk.
@@ -75,7 +77,7 @@ class DividedScoring:
         Args:
             images: The next chunk [chunk, H, W, 3] in [0, 1], a global array whose rows are divided
                 over the devices of all hosts. Rows beyond the last prompt are padding and are not
-                scored.
+                scored. For rewards of clips, clips [chunk, T, H, W, 3].
 
         Raises:
             RewardError: With a single host, if an earlier call of a reward failed and
@@ -151,6 +153,107 @@ class DividedScoring:
                     all_scores[name] = np.full(self._count, np.nan, np.float32)
                 all_scores[name][result["rows"]] = values
         return all_scores, dict(failed), dict(usage)
+
+
+class SampleScoring:
+    """Scores a series of samples, images or clips, with the rewards outside JAX.
+
+    Rewards of clips get whole clips. The others get some frames of each clip as images, and the
+    score of the clip is the mean over them. `sample_scoring` makes it.
+    """
+
+    def __init__(self, parts: list[tuple[DividedScoring, int | None]]) -> None:
+        """Keeps the parts.
+
+        Args:
+            parts: One pair per kind of rewards: their scoring, and the number of frames of each
+                sample that it gets as images, 1 for samples that are images; None: whole clips.
+        """
+        self._parts = parts
+
+    def select(self, samples: Float[Array, "b ... 3"]) -> list[Float[Array, "images ... 3"]]:
+        """Returns what the rewards get of a chunk of samples, on the devices. Nothing waits.
+
+        Args:
+            samples: The next chunk of images [chunk, H, W, 3] or clips [chunk, T, H, W, 3] in
+                [0, 1], on the ambient mesh.
+
+        Returns:
+            The argument of `add`: for each kind of rewards, frames as images or the clips.
+        """
+        return [
+            samples
+            if frames is None or samples.ndim == 4
+            else sample_frames_on_mesh(samples, frames)
+            for _, frames in self._parts
+        ]
+
+    def add(self, selected: list[Float[Array, "images ... 3"]]) -> None:
+        """Starts the scoring of this host's part of the next chunk. Every host must call it.
+
+        Args:
+            selected: The result of `select` for the chunk.
+
+        Raises:
+            RewardError: As `DividedScoring.add` does.
+        """
+        for (part, _), images in zip(self._parts, selected, strict=True):
+            part.add(images)
+
+    def finish(self) -> tuple[Scores, dict[str, int], dict[str, float]]:
+        """Waits for the scores of all hosts. Every host must call it, once.
+
+        Returns:
+            A tuple of three dicts, as those of `DividedScoring.finish`, with one score per sample.
+
+        Raises:
+            RewardError: As `DividedScoring.finish` does.
+            RunError: If another host does not answer.
+        """
+        scores: Scores = {}
+        failed: dict[str, int] = {}
+        usage: dict[str, float] = {}
+        for part, frames in self._parts:
+            part_scores, part_failed, part_usage = part.finish()
+            scores |= mean_over_frames(part_scores, frames or 1)
+            failed |= part_failed
+            usage |= part_usage
+        return scores, failed, usage
+
+
+@contextlib.contextmanager
+def sample_scoring(
+    host: HostRewards, prompts: Sequence[Prompt], chunk: int, frames: int, placement: NamedSharding
+) -> Iterator[SampleScoring]:
+    """A context manager that yields a `SampleScoring` for one series of samples.
+
+    Every host of the run must enter it. If the body raises, the running calls of this host are
+    dropped and its worker processes end.
+
+    Args:
+        host: The rewards outside JAX, and how their worker processes run.
+        prompts: The prompt of each sample of the whole series, in order, the same on every host.
+        chunk: The number of samples per call of `SampleScoring.add`. The last chunk is padded to
+            it.
+        frames: The number of frames of a sample that rewards of images get, at most those that it
+            has; 1 for images.
+        placement: The sharding of a chunk, which divides its rows over the devices of all hosts.
+
+    Yields:
+        The scoring.
+    """
+    parts: list[tuple[DividedScoring, int | None]] = []
+    with contextlib.ExitStack() as stack:
+        of_images = host.select(clips=False)
+        if of_images is not None:
+            repeated = [prompt for prompt in prompts for _ in range(frames)]
+            scoring = divided_scoring(of_images, repeated, chunk * frames, placement)
+            parts.append((stack.enter_context(scoring), frames))
+        of_clips = host.select(clips=True)
+        if of_clips is not None:
+            scoring = divided_scoring(of_clips, prompts, chunk, placement)
+            parts.append((stack.enter_context(scoring), None))
+        yield SampleScoring(parts)
 
 
 @contextlib.contextmanager

@@ -46,7 +46,8 @@ DEFAULT_SECONDS = 120.0
 # A run that skips failures stops after this many failed calls of one reward in a row.
 MOST_FAILURES = 32
 
-Images = Float[np.ndarray, "n H W 3"]
+# Images [n, H, W, 3], or clips [n, T, H, W, 3] for rewards of whole clips.
+Images = Float[np.ndarray, "n ... 3"]
 # Scores by name.
 Answer = dict[str, Float[np.ndarray, " n"]]
 
@@ -137,8 +138,8 @@ class Workers:
 
         Args:
             reward: The reward. Its function `target` is called with its `options`.
-            images: The images, float32 [n, H, W, 3] in [0, 1]; exactly one group if the reward
-                compares images.
+            images: The images, float32 [n, H, W, 3] in [0, 1], or clips [n, T, H, W, 3] if the
+                reward gets whole clips; exactly one group if the reward compares images.
             prompts: The prompt of each image, with its metadata.
 
         Returns:
@@ -327,8 +328,9 @@ class Scoring:
         incomplete group are kept.
 
         Args:
-            images: The images [b, H, W, 3] in [0, 1]; they are cast to float32. Those beyond the
-                last prompt are padding and are not scored.
+            images: The images [b, H, W, 3] in [0, 1], or clips [b, T, H, W, 3] if the rewards get
+                whole clips; they are cast to float32. Those beyond the last prompt are padding and
+                are not scored.
 
         Raises:
             RewardError: If a call of the older chunk failed and failed calls are not skipped, or 32
@@ -358,7 +360,7 @@ class Scoring:
         Also keeps the images of an incomplete group until its last image comes.
 
         Args:
-            images: The next images, without padding, float32 [b, H, W, 3].
+            images: The next images or clips, without padding, float32.
 
         Returns:
             For each call: the reward, the range of the group among all images, and the function
@@ -539,7 +541,8 @@ def trial(host: HostRewards, prompts: Sequence[Prompt], size: Sequence[int]) -> 
             worker processes.
         prompts: The prompts. Each gets one gray image (all values 0.5), or two if any reward
             compares images. All of them are held in memory at once.
-        size: Height and width of the images in pixels; a number of frames after them is ignored.
+        size: Height and width of the images in pixels, and the number of frames of clips. Rewards
+            of whole clips get such clips, the others their first frames.
 
     Raises:
         RewardError: If a call failed and failures are not skipped, or if 32 calls of one reward in
@@ -547,9 +550,13 @@ def trial(host: HostRewards, prompts: Sequence[Prompt], size: Sequence[int]) -> 
     """
     if any(reward.in_groups for reward in host.rewards):
         prompts = [prompt for prompt in prompts for _ in range(2)]
-    with scoring(host, prompts) as attempt:
-        attempt.add(np.full((len(prompts), *size[:2], 3), 0.5, np.float32))
-        attempt.finish()
+    for clips, shape in ((False, size[:2]), (True, (*size[2:], *size[:2]))):
+        part = host.select(clips=clips)
+        if part is None:
+            continue
+        with scoring(part, prompts) as attempt:
+            attempt.add(np.full((len(prompts), *shape, 3), 0.5, np.float32))
+            attempt.finish()
 
 
 @functools.cache
@@ -642,7 +649,7 @@ def _call(
         timeout: Seconds after which the system kills this process with SIGALRM, even inside C code.
         target: The function, as "module:function".
         options: Its keyword arguments.
-        images: The images, float32 [n, H, W, 3] in [0, 1].
+        images: The images, float32 [n, H, W, 3] in [0, 1], or clips [n, T, H, W, 3].
         prompts: The text of the prompt of each image.
         metadata: The metadata of the prompt of each image.
         pairs_at_once: 0: the function scores images. Above 0: it compares pairs; the images are one
@@ -699,8 +706,8 @@ def _compare_pairs(
         function: The user's function with its options bound: (first, second, prompts, metadata) ->
             one preference in [0, 1] per pair for the image of `first`, or a mapping with these as
             "reward".
-        images: The images of the group, float32 [n, H, W, 3]. One with a non-finite value is not
-            compared.
+        images: The images of the group, float32 [n, H, W, 3], or its clips [n, T, H, W, 3]. One
+            with a non-finite value is not compared.
         prompts: The prompt of each image, which are equal.
         metadata: The metadata of the prompt of each image.
         pairs_at_once: The most pairs in one call, at least 1.

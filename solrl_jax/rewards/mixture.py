@@ -10,7 +10,16 @@ from jax import Array
 
 from solrl_jax.config.values import brief_repr
 from solrl_jax.data.prompts import Prompt
-from solrl_jax.rewards.protocol import MAX_REWARD, HostRewards, Inputs, Reward, Scores, reward_code
+from solrl_jax.rewards.frames import mean_over_frames
+from solrl_jax.rewards.protocol import (
+    MAX_REWARD,
+    HostRewards,
+    Inputs,
+    Reward,
+    Scores,
+    reward_code,
+    sample_inputs,
+)
 
 
 def mixture(
@@ -18,6 +27,7 @@ def mixture(
     parts: Mapping[str, Reward],
     host: HostRewards | None,
     group: Reward | None = None,
+    frames: int = 1,
 ) -> Reward:
     """Makes one reward of several: its "reward" is the weighted sum of their scores.
 
@@ -37,13 +47,16 @@ def mixture(
             `group`; the result's `score` is None then.
         host: Rewards outside JAX with their own weights, or None.
         group: The `mixture` of groupwise rewards inside JAX, with its own weights, or None.
+        frames: The number of frames of a clip that parts which score images get, each as an image;
+            the score of the clip is the mean over them.
 
     Returns:
         A reward. Its `params` and what its `prepare` returns are dicts by the name of the part (for
         `prepare` also of the parts of `group`). Its `inputs` are those of the parts if they agree,
-        "both" if they differ, and "images" without parts. Its `check` also calls the checks of
-        `host` and `group`. Its `check`, `prepare` and `score` raise InputError with the name of the
-        part if that of a part raises or returns arrays of a wrong form.
+        "both" if they differ, and "images" without parts. It has `clips` set if a part has. Its
+        `check` also calls the checks of `host` and `group`. Its `check`, `prepare` and `score`
+        raise InputError with the name of the part if that of a part raises or returns arrays of a
+        wrong form.
 
     Raises:
         ValueError: If there are no parts, no `host` and no `group`.
@@ -86,9 +99,13 @@ def mixture(
         for name, part in parts.items():
             assert part.score is not None
             with reward_code(name):
-                part_inputs = part.select_inputs(images, latents)
-                part_scores = part.score(params[name], part_inputs, prepared[name])
-                _check_scores(part_scores, part.others, len(is_finite))
+                # If any part gets whole clips, frames are sampled here for the others.
+                part_inputs, rows, count = sample_inputs(
+                    part, part.select_inputs(images, latents), prepared[name], frames
+                )
+                part_scores = part.score(params[name], part_inputs, rows)
+                _check_scores(part_scores, part.others, count * len(is_finite))
+            part_scores = mean_over_frames(part_scores, count)
             for key, value in part_scores.items():
                 full_name = name if key == "reward" else f"{name}/{key}"
                 scores[full_name] = jnp.where(is_finite, value, jnp.nan)
@@ -102,6 +119,8 @@ def mixture(
         check=check,
         inputs=inputs,
         group=group,
+        frames=frames,
+        clips=any(part.clips for part in parts.values()),
     )
 
 

@@ -66,6 +66,9 @@ class HostReward:
       - If `pairwise`, it is called as f(first, second, prompts, metadata, **options) with n pairs
         of images of a group, and returns n preferences in [0, 1] for the images in `first`.
 
+    If `clips`, it gets whole clips [n, T, H, W, 3] in place of images, in each of the three kinds.
+    Otherwise it gets frames of clips as images.
+
     Images with a non-finite value score NaN, whatever the function returns. The constructor checks
     nothing.
 
@@ -83,6 +86,8 @@ class HostReward:
         pairwise: Whether it compares two images. Each image of a group then scores its win rate:
             the mean preference over the other images, both orders averaged. It wins over
             `groupwise`.
+        clips: Whether the function gets whole clips, float32 [n, T, H, W, 3] in [0, 1] with T
+            frames each. `batch` is then a number of clips, or of pairs of them.
     """
 
     name: str
@@ -93,6 +98,7 @@ class HostReward:
     check: Check = accept
     groupwise: bool = False
     pairwise: bool = False
+    clips: bool = False
 
     @property
     def in_groups(self) -> bool:
@@ -125,6 +131,15 @@ class HostRewards:
     skip: bool
     group_size: int = GROUP_SIZE
 
+    def select(self, *, clips: bool) -> "HostRewards | None":
+        """Returns the rewards of one kind, with all other settings; None if there are none.
+
+        Args:
+            clips: True selects the rewards that get whole clips, False those that get images.
+        """
+        rewards = tuple(reward for reward in self.rewards if reward.clips == clips)
+        return dataclasses.replace(self, rewards=rewards) if rewards else None
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Reward:
@@ -149,6 +164,9 @@ class Reward:
             cannot score it. By default every prompt is accepted.
         inputs: What `score` gets. "images": images [b, H, W, 3] in [0, 1]. "latents": the clean
             latents [b, h, w, c] in float32 before decoding. "both": a pair (images, latents).
+        clips: Whether `score` gets whole clips [b, T, H, W, 3] in [0, 1], with T frames each, where
+            `inputs` says images. False: it gets frames of clips as images. In a weighted sum: True
+            if any part gets whole clips.
         groupwise: Whether `score` is called with a whole group, the candidates of one prompt, on
             every device alike. The scores of a group may depend on each other, such as ranks or win
             rates (`rewards.groups.round_robin`).
@@ -161,12 +179,13 @@ class Reward:
             gradient of zero. False by default.
         frames: Only for weighted sums: the number of frames that are scored of a clip
             (`reward.frames` of the configuration), 1 by default. `score` gets each as an image, and
-            the score of the clip is the mean over them.
+            the score of the clip is the mean over them. No effect if `clips`.
 
     Raises:
         ValueError: If a field is not as described: another value of `inputs`, `others` no tuple of
-            strings, `groupwise` or `differentiable` no bool, `prepare` or `check` no function, or
-            `score` no function while `host` and `group` are None.
+            strings, `groupwise`, `differentiable` or `clips` no bool, `clips` with the inputs
+            "latents", `prepare` or `check` no function, or `score` no function while `host` and
+            `group` are None.
     """
 
     params: Any
@@ -181,15 +200,16 @@ class Reward:
     group_size: int = GROUP_SIZE
     differentiable: bool = False
     frames: int = 1
+    clips: bool = False
 
     def __post_init__(self) -> None:
         """Checks the fields.
 
         Raises:
             ValueError: If `inputs` is none of "images", "latents" and "both"; if `others` is not
-                a tuple of strings; if `groupwise` or `differentiable` is not a bool; if `prepare`
-                or `check` cannot be called; or if `score` cannot be called and both `host` and
-                `group` are None.
+                a tuple of strings; if `groupwise`, `differentiable` or `clips` is not a bool; if
+                `clips` is set and `inputs` is "latents"; if `prepare` or `check` cannot be called;
+                or if `score` cannot be called and both `host` and `group` are None.
         """
         if self.inputs not in get_args(Inputs):
             raise ValueError(
@@ -200,10 +220,12 @@ class Reward:
         )
         if not are_names:
             raise ValueError(f"others={brief_repr(self.others)}: expected a tuple of names")
-        for name in ("groupwise", "differentiable"):
+        for name in ("groupwise", "differentiable", "clips"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ValueError(f"{name}={brief_repr(value)}: expected True or False")
+        if self.clips and self.inputs == "latents":
+            raise ValueError("clips=True: must be False with inputs='latents', which has no frames")
         scores_somewhere = callable(self.score) or self.host is not None or self.group is not None
         if not (callable(self.prepare) and callable(self.check) and scores_somewhere):
             raise ValueError("prepare, score, check: expected functions")
@@ -223,8 +245,8 @@ class Reward:
         """Returns the input of `score` that the field `inputs` asks for, without a copy.
 
         Args:
-            images: The decoded images [b, H, W, 3] in [0, 1]. Any value, such as None, if `inputs`
-                is "latents".
+            images: The decoded images [b, H, W, 3] or clips [b, T, H, W, 3] in [0, 1]. Any value,
+                such as None, if `inputs` is "latents".
             latents: The latents of the images, [b, h, w, c]. Any value if `inputs` is "images".
 
         Returns:
@@ -258,7 +280,8 @@ def score_samples(reward: Reward, params: Any, inputs: Any, prepared: Any, index
     """Scores images or clips, each against one prompt. For use under jit.
 
     The score of a clip is the mean over `reward.frames` of its frames (or all, if there are fewer),
-    each scored as an image. A reward that reads latents alone gets those of the clip once.
+    each scored as an image. A reward with `clips` set gets whole clips, and one that reads latents
+    alone gets those of the clip once.
 
     Args:
         reward: A reward whose `score` is not None.
@@ -273,22 +296,53 @@ def score_samples(reward: Reward, params: Any, inputs: Any, prepared: Any, index
         Arrays [b] by the name of the score, as `reward.score` names them.
 
     Raises:
-        ValueError: If the images are not of the shape [b, H, W, 3] or [b, T, H, W, 3]. Latents are
-            not checked.
+        ValueError: If the images are not of the shape [b, H, W, 3] or [b, T, H, W, 3], or if they
+            are not clips and `reward.clips` is set. Latents are not checked.
         InputError: If `reward` is a weighted sum (`mixture`) and the function `score` of a part
             raises or returns no scores.
     """
     assert reward.score is not None
-    count = 1
-    if reward.inputs != "latents":
-        images, latents = inputs if reward.inputs == "both" else (inputs, None)
-        if images.ndim == 5:
-            count = min(images.shape[1], reward.frames)
-            images = sample_frames(images, count)
-        check_rgb(images.shape)
-        inputs = reward.select_inputs(images, repeat_rows(latents, count))
-    rows = jax.tree.map(lambda x: jnp.asarray(x)[repeat_rows(index, count)], prepared)
+    inputs, index, count = sample_inputs(reward, inputs, index, reward.frames)
+    rows = jax.tree.map(lambda x: jnp.asarray(x)[index], prepared)
     return mean_over_frames(reward.score(params, inputs, rows), count)
+
+
+def sample_inputs(reward: Reward, inputs: Any, rows: Any, frames: int) -> tuple[Any, Any, int]:
+    """Replaces clips by some of their frames, unless the reward gets whole clips. For use under
+    jit.
+
+    Args:
+        reward: The reward, whose `inputs` and `clips` say what its `score` gets.
+        inputs: The images [b, H, W, 3] or clips [b, T, H, W, 3] in [0, 1], their latents, or the
+            pair of both, as `reward.select_inputs` returns them.
+        rows: A tree of arrays with one row per sample.
+        frames: The number of frames that are scored of a clip, at least 1. All are, if a clip has
+            fewer.
+
+    Returns:
+        A tuple: the inputs of `reward.score`; `rows` with one row for each image, clip or latent of
+        these inputs; and the number of images that a sample became, 1 unless frames were sampled.
+
+    Raises:
+        ValueError: If the images are not of the shape [b, H, W, 3] or [b, T, H, W, 3], or if they
+            are not clips and `reward.clips` is set. Latents are not checked.
+    """
+    if reward.inputs == "latents":
+        return inputs, rows, 1
+    images, latents = inputs if reward.inputs == "both" else (inputs, None)
+    if reward.clips:
+        if images.ndim != 5 or images.shape[-1] != 3:
+            raise ValueError(
+                f"images of shape {images.shape}; expected clips [n, frames, height, width, 3]"
+            )
+        return inputs, rows, 1
+    count = 1
+    if images.ndim == 5:
+        count = min(images.shape[1], frames)
+        images = sample_frames(images, count)
+    check_rgb(images.shape)
+    selected = reward.select_inputs(images, repeat_rows(latents, count))
+    return selected, repeat_rows(rows, count), count
 
 
 @partial(sharding.jit, static_argnums=0)
@@ -416,15 +470,15 @@ def check_rgb(shape: tuple[int, ...]) -> None:
     raise ValueError(message)
 
 
-def finite_images(images: Float[np.ndarray, "n H W 3"]) -> Bool[np.ndarray, " n"]:
+def finite_images(images: Float[np.ndarray, "n ... 3"]) -> Bool[np.ndarray, " n"]:
     """Returns which images have only finite values.
 
     The others score NaN, as inside JAX, and are not trained on.
 
     Args:
-        images: Any number n of images, also 0.
+        images: Any number n of images [n, H, W, 3] or clips [n, T, H, W, 3], also 0.
 
     Returns:
-        Bool [n], false for an image with a NaN or an infinity anywhere.
+        Bool [n], false for an image or clip with a NaN or an infinity anywhere.
     """
-    return np.isfinite(images).all((1, 2, 3))
+    return np.isfinite(images).all(tuple(range(1, images.ndim)))

@@ -20,7 +20,8 @@ from jax.typing import DTypeLike
 
 from solrl_jax.config import schema as config
 from solrl_jax.config.overrides import ENTRY_POINTS
-from solrl_jax.config.values import brief_repr
+from solrl_jax.config.sizes import describe_size
+from solrl_jax.config.values import Size, brief_repr
 from solrl_jax.data.prompts import Prompt
 from solrl_jax.errors import InputError, first_line, in_one_line
 from solrl_jax.rewards.aesthetic import aesthetic
@@ -180,6 +181,24 @@ class OpenedRewards:
         explored = None if self.explore is None else self._sum(loaded, self.explore)
         return Rewards(trained, evaluated, explored)
 
+    def check_sizes(self, sizes: Iterable[Size]) -> None:
+        """Checks that rewards of clips get clips, whatever the model is.
+
+        Args:
+            sizes: The sizes that are scored: (height, width) of images in pixels, or (height,
+                width, number of frames) of clips.
+
+        Raises:
+            InputError: If a reward gets whole clips and a size is one of images.
+        """
+        clip_rewards = [name for name, reward in self.rewards.items() if reward.clips]
+        images = [size for size in sizes if len(size) == 2]
+        if clip_rewards and images:
+            raise InputError(
+                f"reward '{clip_rewards[0]}': scores whole clips, not {describe_size(images[0])}; "
+                "expected a video model, with model.frames=N"
+            )
+
     def _sum(
         self,
         rewards: Mapping[str, Reward | HostReward],
@@ -241,9 +260,7 @@ class OpenedRewards:
                 skip=settings.on_failure == "skip",
                 group_size=settings.group_size,
             )
-        return dataclasses.replace(
-            mixture(part_weights(inside), inside, host, group), frames=settings.frames
-        )
+        return mixture(part_weights(inside), inside, host, group, settings.frames)
 
 
 def open_rewards(
@@ -282,7 +299,8 @@ def open_rewards(
             package that a reward needs is not installed; if the address of a service is no URL; if
             a reward in `reward.weights` has no gradient and must have one; if files of a network
             are missing or do not fit its configuration; if `reward.frames` is above 1 with a reward
-            that compares candidates; or if the question of a judge cannot be used.
+            of images that compares candidates, or if all rewards get whole clips; or if the
+            question of a judge cannot be used.
     """
     fields = {
         "reward.weights": tuple(settings.weights),
@@ -323,11 +341,16 @@ def open_rewards(
     if settings.frames > 1:
         for name, reward in rewards.items():
             compares = reward.groupwise if isinstance(reward, Reward) else reward.in_groups
-            if compares:
+            if compares and not reward.clips:
                 raise InputError(
                     f"reward.frames={settings.frames}: must be 1 with the reward '{name}', which "
                     "compares the candidates of a prompt"
                 )
+        if all(reward.clips for reward in rewards.values()):
+            raise InputError(
+                f"reward.frames={settings.frames}: must be 1 with {_quoted(names)}, which scores "
+                "whole clips"
+            )
     return OpenedRewards(settings, dtype, {name: rewards[name] for name in names}, explore)
 
 
@@ -338,9 +361,9 @@ def open_function(
 
     The function may have an attribute `check`, which is called as check(prompt, metadata,
     **options) and raises ValueError for a prompt that the function cannot score. A true attribute
-    `groupwise` says that it scores the candidates of a prompt relative to each other, and a true
-    `pairwise` that it compares two images. The working directory is appended to `sys.path` unless
-    it is there.
+    `groupwise` says that it scores the candidates of a prompt relative to each other, a true
+    `pairwise` that it compares two images, and a true `clips` that it gets whole clips in place of
+    images. The working directory is appended to `sys.path` unless it is there.
 
     Args:
         name: The name of the reward in the configuration, which the result gets.
@@ -368,6 +391,7 @@ def open_function(
         check=_bind_check(function, options),
         groupwise=bool(getattr(function, "groupwise", False)),
         pairwise=pairwise,
+        clips=bool(getattr(function, "clips", False)),
     )
 
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import UInt32
 
 from solrl_jax.config.schema import Config
-from solrl_jax.config.sizes import evaluation_size, training_sizes
+from solrl_jax.config.sizes import evaluation_size, pixel_shape, training_sizes
 from solrl_jax.config.values import ConfigError, Size
 from solrl_jax.data.prompts import Prompt, load_instruction, load_prompts
 from solrl_jax.diffusion.schedule import Schedule
@@ -25,7 +25,7 @@ from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.parallel import hosts, sharding
 from solrl_jax.quant.formats import DeviceInfo, resolve_format, scoring_dtypes
 from solrl_jax.rewards.host import trial
-from solrl_jax.rewards.protocol import Reward, check_prompts
+from solrl_jax.rewards.protocol import Reward, check_prompts, score_samples
 from solrl_jax.rewards.registry import open_rewards
 from solrl_jax.rl.explore.continuation import find_query_step
 from solrl_jax.rl.explore.explorer import Explorer
@@ -395,6 +395,7 @@ def build(config: Config, *, force: bool = False) -> Experiment:
     opened_rewards = open_rewards(
         config.reward, reward_dtype, rollout.explore.reward, reward_gradients_for(config)
     )
+    opened_rewards.check_sizes((*training_sizes(config), evaluation_size(config)))
     train_prompts, test_prompts = load_prompt_sets(config)
     config, notes = fit_prompt_counts(config, len(train_prompts), len(test_prompts))
     if reward_gradients_for(config) is not None and not config.reward.eval_only:
@@ -539,9 +540,9 @@ def _check_scoring(
 ) -> None:
     """Checks that a reward can score images of a size, by trying it.
 
-    The parts of the reward inside JAX are only traced, for a batch of two images, or of the scored
-    frames of two clips. The part outside JAX scores one grey image per prompt, for which its worker
-    processes are started.
+    The parts of the reward inside JAX are only traced, for a batch of two images or clips. The part
+    outside JAX scores one grey image or clip per prompt, for which its worker processes are
+    started.
 
     Args:
         reward: The reward, with its parameters loaded.
@@ -556,14 +557,15 @@ def _check_scoring(
     for part in filter(None, (reward, reward.group)):
         if part.score is None:
             continue
-        # two samples, of whose clips the frames are scored as images
-        count = 2 * (min(part.frames, size[2]) if len(size) == 3 else 1)
-        prepared = part.prepare([*prompts, *prompts] * (count // 2))
-        images = jax.ShapeDtypeStruct((count, *size[:2], 3), np.float32)
-        latents = jax.ShapeDtypeStruct((count, *pipeline.latent_shape(*size)), np.float32)
+        prepared = part.prepare([*prompts, *prompts])
+        images = jax.ShapeDtypeStruct((2, *pixel_shape(size)), np.float32)
+        latents = jax.ShapeDtypeStruct((2, *pipeline.latent_shape(*size)), np.float32)
+        inputs = part.select_inputs(images, latents)
         head = f"images of {size[0]} x {size[1]} pixels (model, rollout.size or eval.size): {{}}"
         with in_one_line(head.format):
-            jax.eval_shape(part.score, part.params, part.select_inputs(images, latents), prepared)
+            jax.eval_shape(
+                partial(score_samples, part), part.params, inputs, prepared, np.arange(2)
+            )
     if reward.host is not None:
         trial(reward.host, prompts, size)
 

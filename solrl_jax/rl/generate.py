@@ -24,8 +24,7 @@ from solrl_jax.models.backbone import Backbone
 from solrl_jax.models.decoder import Decoder
 from solrl_jax.models.pipeline import Conditioning
 from solrl_jax.parallel import hosts, sharding
-from solrl_jax.rewards.division import DividedScoring, divided_scoring
-from solrl_jax.rewards.frames import mean_over_frames, sample_frames_on_mesh
+from solrl_jax.rewards.division import SampleScoring, sample_scoring
 from solrl_jax.rewards.group_scoring import GroupScoring
 from solrl_jax.rewards.mixture import add_total
 from solrl_jax.rewards.protocol import Reward, score_images
@@ -266,15 +265,15 @@ def generate(
     segments = _place_schedules(sampler.segments, backbone.mesh)
     prepared = hosts.put(prompt_batch.prepared, sharding.replicated(scoring_mesh))
     host = None if reward is None else reward.host
-    frames = 1 if reward is None else min(sampler.frames, reward.frames)
     chunks: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
         scoring = None
-        if host is not None:
-            prompts = [prompt_batch.prompts[i] for i in seed_batch.prompt for _ in range(frames)]
+        if reward is not None and host is not None:
+            prompts = [prompt_batch.prompts[i] for i in seed_batch.prompt]
+            frames = min(sampler.frames, reward.frames)
             placement = sharding.rows(scoring_mesh)
             scoring = stack.enter_context(
-                divided_scoring(host, prompts, samples_per_chunk * frames, placement)
+                sample_scoring(host, prompts, samples_per_chunk, frames, placement)
             )
         groups = None
         if reward is not None and reward.group is not None:
@@ -295,9 +294,7 @@ def generate(
                 if keep_images or (reward is not None and reward.needs_images):
                     chunk["images"] = decode_chunk(sampler.decoder, latents)
                 if scoring is not None:
-                    chunk["scored"] = chunk["images"]
-                    if chunk["images"].ndim == 5:
-                        chunk["scored"] = sample_frames_on_mesh(chunk["images"], frames)
+                    chunk["scored"] = scoring.select(chunk["images"])
                 if reward is not None and reward.score is not None:
                     index = place_samples(
                         seed_batch.prompt[start:stop], samples_per_chunk, scoring_mesh
@@ -314,7 +311,6 @@ def generate(
             progress(stop - start)
         chunks[-1] = _fetch_chunk(chunks[-1], scoring, groups, keep_images)
         scores, failed, usage = ({}, {}, {}) if scoring is None else scoring.finish()
-        scores = mean_over_frames(scores, frames)
 
     def join(name: str) -> np.ndarray:
         return np.concatenate([chunk[name] for chunk in chunks])[: len(seed_batch)]
@@ -457,7 +453,7 @@ def _join_parts(parts: list[Any], scoring_mesh: jax.sharding.Mesh) -> Any:
 
 def _fetch_chunk(
     chunk: dict[str, Any],
-    scoring: DividedScoring | None,
+    scoring: SampleScoring | None,
     groups: GroupScoring | None,
     keep_images: bool,
 ) -> dict[str, Any]:
@@ -469,10 +465,10 @@ def _fetch_chunk(
     Args:
         chunk: The arrays of the chunk on the devices: "latents", "states" if steps are recorded,
             "intermediate" if the latents after the first segment are kept, "images" if they were
-            decoded, "scored", the images for rewards outside JAX, if there are such rewards, and
-            one array of scores by the name of each score. "scored" is removed from this dict, and
-            so is "images" if the host does not need them.
-        scoring: Collects images for the rewards outside JAX; the chunk must then have "scored".
+            decoded, "scored", the list of images or clips for rewards outside JAX, if there are
+            such rewards, and one array of scores by the name of each score. "scored" is removed
+            from this dict, and so is "images" if the host does not need them.
+        scoring: Collects samples for the rewards outside JAX; the chunk must then have "scored".
             None: there are none.
         groups: Collects samples for rewards inside JAX that compare candidates. None: there are
             none.

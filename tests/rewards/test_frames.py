@@ -1,13 +1,16 @@
-"""Rewards of images on the frames of clips."""
+"""Rewards of images on the frames of clips, and rewards of whole clips."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from solrl_jax.config.schema import Reward as Settings
+from solrl_jax.data.prompts import Prompt
 from solrl_jax.errors import InputError
 from solrl_jax.rewards.frames import sample_frames
-from solrl_jax.rewards.protocol import Reward, score_images
+from solrl_jax.rewards.host import scoring, trial, workers
+from solrl_jax.rewards.mixture import mixture
+from solrl_jax.rewards.protocol import HostReward, HostRewards, Reward, score_images
 from solrl_jax.rewards.registry import open_rewards
 
 T = 9
@@ -65,6 +68,116 @@ def test_one_broken_frame_breaks_the_score_of_its_clip_alone():
     got = score_images(reward, None, jnp.asarray(clips), np.zeros(1), jnp.zeros(2, int))["reward"]
     assert np.isnan(got[0])
     assert np.isfinite(got[1])
+
+
+def last_frame(inputs="images"):
+    """The mean of the last frame of a clip, and of its latents if they are read."""
+
+    def score(params, clips, prepared):
+        latents = np.zeros(2)
+        if inputs == "both":
+            clips, latents = clips
+            latents = latents.mean((1, 2, 3, 4))
+        return {"reward": clips[:, -1].mean((1, 2, 3)) + latents + prepared}
+
+    return Reward(None, brightness().prepare, score, inputs=inputs, clips=True)
+
+
+@pytest.mark.parametrize("inputs", ["images", "both"])
+def test_a_reward_of_clips_gets_whole_ones(inputs):
+    reward = last_frame(inputs)
+    given = reward.select_inputs(jnp.asarray(CLIPS), jnp.asarray(LATENTS))
+    index = jnp.array([1, 0])
+    got = score_images(reward, None, given, np.array([10.0, 20.0]), index)["reward"]
+    latents = LATENTS.mean((1, 2, 3, 4)) if inputs == "both" else 0
+    want = CLIPS[:, -1].mean((1, 2, 3)) + np.array([20, 10]) + latents
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    images = reward.select_inputs(jnp.asarray(CLIPS[:, 0]), jnp.asarray(LATENTS))
+    with pytest.raises(ValueError, match=r"\(2, 4, 6, 3\); expected clips \[n, frames, height"):
+        score_images(reward, None, images, np.zeros(1), jnp.zeros(2, int))
+
+
+def test_a_sum_gives_each_reward_what_it_reads():
+    """Whole clips, frames and latents in one sum; a broken frame breaks all scores of its clip."""
+
+    def of_latents(params, latents, prepared):
+        return {"reward": latents.mean((1, 2, 3, 4))}
+
+    parts = {
+        "last": last_frame(),
+        "frames": brightness(),
+        "latents": Reward(None, brightness().prepare, of_latents, inputs="latents"),
+    }
+    summed = mixture({"last": 1.0, "frames": 2.0, "latents": 4.0}, parts, None, frames=3)
+    assert (summed.inputs, summed.clips, summed.frames) == ("both", True, 3)
+    clips = CLIPS.copy()
+    clips[1, 1] = np.nan
+    inputs = summed.select_inputs(jnp.asarray(clips), jnp.asarray(LATENTS))
+    prepared = summed.prepare(["a", "b"])
+    got = score_images(summed, summed.params, inputs, prepared, jnp.array([1, 0]))
+    want = {
+        "last": CLIPS[0, -1].mean() + 1,
+        "frames": CLIPS[0, [0, 4, 8]].mean() + 1,
+        "latents": LATENTS[0].mean(),
+    }
+    for name, score in want.items():
+        np.testing.assert_allclose(got[name], [score, np.nan], rtol=1e-6)
+    total = want["last"] + 2 * want["frames"] + 4 * want["latents"]
+    np.testing.assert_allclose(got["reward"], [total, np.nan], rtol=1e-6)
+
+
+def pairs(first, second, prompts, metadata):
+    """Prefers the clip with the brighter last frame."""
+    return first[:, -1].mean((1, 2, 3)) > second[:, -1].mean((1, 2, 3))
+
+
+pairs.pairwise = True
+pairs.clips = True
+
+
+def test_workers_get_clips_for_the_rewards_of_clips():
+    opened = open_rewards(
+        Settings(weights={f"{__name__}:pairs": 1.0, "tests.outside:motion": 1.0})
+    ).rewards
+    host = HostRewards(tuple(opened.values()), {}, 1, 20.0, skip=False)
+    assert host.select(clips=False) is None
+    assert host.select(clips=True) == host or host.select(clips=True).rewards == host.rewards
+    clips = CLIPS.copy()
+    prompts = [Prompt("a")] * 2
+    try:
+        with scoring(host, prompts) as outside_jax:
+            outside_jax.add(clips)
+            got = outside_jax.finish()
+        several = HostReward("some", "tests.outside:several", {}, ("green",))
+        both = HostRewards((several, *host.rewards), {}, 1, 20.0, skip=False)
+        trial(both, prompts[:1], (4, 6, T))
+    finally:
+        workers(1, 20.0).close()
+    motion = (CLIPS[:, -1] - CLIPS[:, 0])[..., 0].mean((1, 2))
+    np.testing.assert_allclose(got["tests.outside:motion"], motion, rtol=1e-5)
+    ends = CLIPS[:, -1].mean((1, 2, 3))
+    np.testing.assert_array_equal(got[f"{__name__}:pairs"], ends > ends[::-1])
+
+
+def test_frames_are_for_rewards_of_images():
+    name = "tests.outside:motion"
+    with pytest.raises(
+        InputError, match=r"^reward\.frames=2: must be 1 with 'tests\.outside:motio"
+    ):
+        open_rewards(Settings(weights={name: 1.0}, frames=2))
+    open_rewards(Settings(weights={name: 1.0, "shapes": 1.0}, frames=2))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"clips": 1}, "clips=1: expected True or False"),
+        ({"clips": True, "inputs": "latents"}, "clips=True: must be False with inputs='latents'"),
+    ],
+)
+def test_impossible_rewards_of_clips_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Reward(None, list, lambda *arguments: {}, **fields)
 
 
 def groupwise(images, prompts, metadata):

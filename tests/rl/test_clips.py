@@ -1,5 +1,5 @@
 """Clips through the functions that serve images: noise, sampling, decoding, rewards inside and
-outside JAX on sampled frames, an evaluation's grid, and the files of a run.
+outside JAX on sampled frames and on whole clips, an evaluation's grid, and the files of a run.
 """
 
 import numpy as np
@@ -17,6 +17,7 @@ from tests.small import small_config
 
 FRAMES = 9
 HOST = "tests.outside:several"  # the mean of the red channel, of images with four axes
+MOTION = "tests.outside:motion"  # how much it changes, of clips
 
 
 def redness(images):
@@ -30,16 +31,26 @@ def in_jax() -> Reward:
     return Reward(None, lambda prompts: np.zeros(len(prompts), np.float32), score)
 
 
+def spread() -> Reward:
+    """Of clips: the largest change of a pixel, which no frame shows."""
+
+    def score(params, clips, prepared):
+        return {"reward": (clips.max(1) - clips.min(1)).max((1, 2, 3))}
+
+    return Reward(None, lambda prompts: np.zeros(len(prompts), np.float32), score, clips=True)
+
+
 def build(folder, *overrides):
     settings = (
         *("model=wan-2.1-1.3b", f"model.path={folder}", "model.height=16", "model.width=8"),
         *(f"model.frames={FRAMES}", "eval.size=null", "model.max_sequence_length=12"),
         *("rollout.candidates=4", "rollout.kept=2", "rollout.per_device_batch_size=2"),
         *("rollout.num_steps=2", "rollout.explore.num_steps=1", "eval.num_steps=2"),
-        f"reward.weights={{redness: 2, '{HOST}': 1}}",
+        f"reward.weights={{redness: 2, '{HOST}': 1, spread: -1, '{MOTION}': 3}}",
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(rewards.REWARDS, "redness", rewards.InJax(lambda paths: in_jax()))
+        patch.setitem(rewards.REWARDS, "spread", rewards.InJax(lambda paths: spread()))
         return experiments.build(small_config("unused", *settings, *overrides))
 
 
@@ -54,7 +65,7 @@ def folder(tmp_path_factory):
     ("frames", "places"),
     [(3, [0, 4, 8]), pytest.param(1, [0], marks=pytest.mark.exhaustive)],
 )
-def test_rewards_inside_and_outside_jax_score_sampled_frames(folder, frames, places, tmp_path):
+def test_rewards_inside_and_outside_jax_score_frames_and_clips(folder, frames, places, tmp_path):
     experiment = build(folder, f"reward.frames={frames}")
     assert experiment.size == (16, 8, FRAMES)
     prompts = experiment.test_prompts[:2]
@@ -75,10 +86,13 @@ def test_rewards_inside_and_outside_jax_score_sampled_frames(folder, frames, pla
     sampled = samples.images[:, places].reshape(-1, 16, 8, 3)
     wanted = {"redness": redness(sampled), HOST: sampled[..., 0].mean((1, 2))}
     wanted = {name: scores.reshape(4, frames).mean(1) for name, scores in wanted.items()}
+    wanted["spread"] = np.ptp(samples.images, axis=1).max((1, 2, 3))
+    wanted[MOTION] = (samples.images[:, -1] - samples.images[:, 0])[..., 0].mean((1, 2))
     for name, scores in wanted.items():
         np.testing.assert_allclose(samples.scores[name], scores, atol=1e-5)
         assert np.ptp(scores) > 1e-3
-    total = 2 * wanted["redness"] + wanted[HOST]
+    assert samples.failed == {HOST: 0, MOTION: 0}
+    total = 2 * wanted["redness"] + wanted[HOST] - wanted["spread"] + 3 * wanted[MOTION]
     np.testing.assert_allclose(samples.reward, total, atol=1e-5)
 
     grid = evaluate.ImageGrid.from_samples(prompts, samples)
@@ -105,3 +119,11 @@ def test_sizes_that_do_not_fit_the_model_are_refused_before_weights_load(folder,
     extra = ["model.height=32", "model.width=32"] if "tiny" in override else []
     with pytest.raises(InputError, match=message):
         build(folder, override, *extra, f"reward.weights={{'{HOST}': 1}}")
+
+
+@pytest.mark.parametrize("name", ["spread", MOTION])
+def test_rewards_of_clips_need_clips(folder, name):
+    message = f"^reward '{name}': scores whole clips, not images of 8 x 16; expected a video model"
+    with pytest.raises(InputError, match=message) as refused:
+        build(folder, "model.frames=null", f"reward.weights={{'{name}': 1}}")
+    assert "\n" not in str(refused.value)
