@@ -8,10 +8,11 @@ window.
 """
 
 import bisect
+import contextlib
 import json
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -162,6 +163,62 @@ def read_grid(path: RunPath) -> list[tuple["Image", dict[str, Any]]]:
         InputError: If the file is missing, is no PNG or is damaged, also if the stored positions of
             the images are not within the grid.
     """
+    with _open_image(path, "PNG") as sheet:
+        boxes, cells = _boxes_and_facts(sheet)
+        return [(sheet.crop(box), cell) for box, cell in zip(boxes, cells, strict=True)]
+
+
+def read_moving_grid(
+    path: RunPath, most_frames: int, most_pixels: int
+) -> tuple[list[list["Image"]], float]:
+    """Reads the clips of a moving grid that `save_grid` wrote, shrunk and with fewer frames.
+
+    Args:
+        path: The PNG file. The moving grid is beside it, with the ending ".webp".
+        most_frames: The most frames that are kept of a clip, at least 1. If it has more, equally
+            spaced ones are, the first and the last among them.
+        most_pixels: The longest side of a frame. Larger frames are shrunk.
+
+    Returns:
+        A pair. First the clips in the order of the grid, each a list of RGB images of Pillow; []
+        if there is no moving grid. Then the seconds for which each of these frames is shown.
+
+    Raises:
+        InputError: If either file is damaged, or they do not belong together.
+    """
+    moving_path = path.with_suffix(".webp")
+    if not moving_path.exists():
+        return [], 0.0
+    with _open_image(path, "PNG") as still:
+        boxes, _ = _boxes_and_facts(still)
+    clips: list[list[Image]] = [[] for _ in boxes]
+    with _open_image(moving_path, "WEBP") as sheet:
+        count = getattr(sheet, "n_frames", 1)
+        places = np.unique(np.linspace(0, count - 1, min(count, most_frames)).round().astype(int))
+        for place in places:
+            sheet.seek(int(place))
+            frame = sheet.convert("RGB")
+            _check_boxes(frame, boxes)
+            for clip, box in zip(clips, boxes, strict=True):
+                image = frame.crop(box)
+                image.thumbnail((most_pixels, most_pixels))
+                clip.append(image)
+    return clips, count / FRAMES_PER_SECOND / len(places)
+
+
+@contextlib.contextmanager
+def _open_image(path: RunPath, kind: str) -> Iterator["Image"]:
+    """A context manager that yields an image file as an image of Pillow, whose pixels are read when
+    they are needed.
+
+    Args:
+        path: The file.
+        kind: The only format that is accepted, "PNG" or "WEBP".
+
+    Raises:
+        InputError: If the file is missing, has another format or is damaged, also if the body
+            raises an error of a damaged file.
+    """
     from PIL import Image
 
     damaged = (
@@ -180,16 +237,35 @@ def read_grid(path: RunPath) -> list[tuple["Image", dict[str, Any]]]:
             with warnings.catch_warnings():
                 # The grid of a run may be as large as Pillow's limit.
                 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-                sheet = Image.open(file, formats=["PNG"])
-            cells = parse_json(getattr(sheet, "text", {}).get(_CELLS, "[]"))
-            boxes = []
-            for cell in cells:
-                left, top, right, bottom = map(int, cell.pop("box"))
-                boxes.append((left, top, right, bottom))
-            _check_boxes(sheet, boxes)
-            return [(sheet.crop(box), cell) for box, cell in zip(boxes, cells, strict=True)]
+                image = Image.open(file, formats=[kind])
+            yield image
     except damaged as error:
         raise InputError(f"{path}: not a whole image ({first_line(error)})") from error
+
+
+def _boxes_and_facts(
+    sheet: "Image",
+) -> tuple[list[tuple[int, int, int, int]], list[dict[str, Any]]]:
+    """Returns the boxes of the images of a grid and the facts about them, from its metadata.
+
+    Args:
+        sheet: The whole grid, an open PNG file of Pillow.
+
+    Returns:
+        Two lists of equal length: left, top, right and bottom of every image in pixels, and its
+        facts. Both are empty if the file has none.
+
+    Raises:
+        ValueError: If a box does not lie within the grid. Damaged metadata also raises TypeError,
+            KeyError or AttributeError.
+    """
+    cells = parse_json(getattr(sheet, "text", {}).get(_CELLS, "[]"))
+    boxes = []
+    for cell in cells:
+        left, top, right, bottom = map(int, cell.pop("box"))
+        boxes.append((left, top, right, bottom))
+    _check_boxes(sheet, boxes)
+    return boxes, cells
 
 
 def _check_boxes(sheet: "Image", boxes: Sequence[tuple[int, int, int, int]]) -> None:

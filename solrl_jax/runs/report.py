@@ -24,7 +24,7 @@ from solrl_jax.config.values import MAX_NUMBER, ConfigError, brief_repr
 from solrl_jax.errors import InputError, RunError, first_line
 from solrl_jax.runs import ledger, metrics
 from solrl_jax.runs.directory import read_run
-from solrl_jax.runs.image_files import read_grid
+from solrl_jax.runs.image_files import read_grid, read_moving_grid
 from solrl_jax.runs.report_figures import Line, curves
 from solrl_jax.storage.files import atomic_write, disk_reason
 from solrl_jax.storage.readers import MOST_TEXT, parse_json, read_bytes
@@ -38,6 +38,7 @@ MAX_VALUES = 2**23  # values of a record that are accepted: 800 metrics in 10 00
 MAX_ROWS = 20_000  # candidates of all ledgers that are shown, those of the newest iterations
 MAX_ITERATIONS_WITH_IMAGES = 12  # iterations of a run whose images are shown, evenly spaced
 MAX_PIXELS = 160  # the longer side of an image
+MAX_FRAMES = 24  # frames of a clip that are shown, evenly spaced
 MAX_TIME_FRACTION = 0.01  # the fraction of the time of a run that `HtmlReport` may take
 _LEDGER = (
     "iteration",
@@ -484,29 +485,47 @@ def _read_cells(path: RunPath) -> dict[str, Any]:
     Returns:
         A dict. "size": height and width of an image in pixels as text, e.g. "512 x 768". "cells":
         for each image a dict of the facts that `save_grid` stored about it (e.g. "prompt") and,
-        under "src", the shrunken image as a `data:` URL. "" and [] if the file has no facts.
+        under "src", the shrunken image as a `data:` URL; that of a clip is animated and has at most
+        24 of its frames (`MAX_FRAMES`). "" and [] if the file has no facts.
 
     Raises:
-        InputError: If the file is damaged.
+        InputError: If the file, or that of the moving grid beside it, is damaged.
     """
     grid = read_grid(path)
     size = ""
     if grid:
         first, _ = grid[0]
         size = f"{first.height} x {first.width}"  # before `_data_url` shrinks the image
-    return {"size": size, "cells": [{**facts, "src": _data_url(image)} for image, facts in grid]}
+    clips, seconds = read_moving_grid(path, MAX_FRAMES, MAX_PIXELS)
+    shown = clips or [[image] for image, _ in grid]
+    return {
+        "size": size,
+        "cells": [
+            {**facts, "src": _data_url(frames, seconds)}
+            for frames, (_, facts) in zip(shown, grid, strict=True)
+        ],
+    }
 
 
-def _data_url(image: "Image") -> str:
-    """Shrinks an image and returns it as a `data:` URL in WebP.
+def _data_url(frames: Sequence["Image"], seconds: float) -> str:
+    """Shrinks an image or the frames of a clip, and returns it as a `data:` URL in WebP.
 
     Args:
-        image: The image of Pillow, in RGB. It is shrunk in place until its longer side has at most
-            160 pixels (`MAX_PIXELS`). Images of at most 64 pixels are stored without loss.
+        frames: The image of Pillow, in RGB, or the frames of a clip, which repeats forever. Each is
+            shrunk in place until its longer side has at most 160 pixels (`MAX_PIXELS`). Images of
+            at most 64 pixels are stored without loss.
+        seconds: The time for which each frame of a clip is shown.
     """
-    image.thumbnail((MAX_PIXELS, MAX_PIXELS))
+    for frame in frames:
+        frame.thumbnail((MAX_PIXELS, MAX_PIXELS))
+    first, *others = frames
+    moving: dict[str, Any] = {}
+    if others:
+        moving = {"save_all": True, "append_images": others, "loop": 0}
+        moving["duration"] = round(1000 * seconds)
     data = io.BytesIO()
-    image.save(data, format="WEBP", lossless=max(image.size) <= 64, quality=80)
+    lossless = max(first.size) <= 64
+    first.save(data, format="WEBP", lossless=lossless, quality=80, **moving)
     return "data:image/webp;base64," + base64.b64encode(data.getvalue()).decode()
 
 

@@ -2,6 +2,8 @@
 and a browser shows it.
 """
 
+import base64
+import io
 import json
 import re
 import shutil
@@ -191,15 +193,12 @@ def test_the_numbers_are_the_ledgers_and_the_records(run):
 
 
 def test_a_picture_is_the_one_that_was_saved(run):
-    import base64
-    import io
-
     (shown,) = Page(run / report.NAME).data["runs"]
     assert [grid["iteration"] for grid in shown["grids"]] == [0, 3]
     sheet = np.asarray(Image.open(run / "pictures" / "iteration-000003.png"))
     cell = shown["grids"][1]["cells"][1]
     assert (cell["prompt"], cell["right"]) == (PROMPTS[0], True)
-    pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(cell["src"].partition(",")[2]))))
+    pixels = np.asarray(image_of(cell))
     assert (pixels == sheet[4:20, 24:40]).all()
     assert [cell["stage"] for cell in shown["pools"][0]["cells"]] == [
         "explored",
@@ -207,6 +206,36 @@ def test_a_picture_is_the_one_that_was_saved(run):
         "regenerated",
         "regenerated",
     ] * 2
+
+
+def test_clips_move(run, tmp_path):
+    """Each shows 24 of its 40 frames in the time of all; images beside them stay still."""
+    folder = shutil.copytree(run, tmp_path / "clips")
+    brightness = np.linspace(0, 1, 40)
+    clips = np.stack([brightness, 1 - brightness])[..., None, None, None] * np.ones((16, 200, 3))
+    path = folder / "pictures" / "iteration-000003.png"
+    image_files.save_grid(path, clips, 2, ["a", "b"], [{"prompt": "a"}, {"prompt": "b"}])
+    report.write([folder], folder / report.NAME)
+    (shown,) = Page(folder / report.NAME).data["runs"]
+    still, moving = shown["grids"]
+    assert moving["size"] == "16 x 200"
+    with image_of(still["cells"][0]) as image:
+        assert not image.is_animated
+    for cell, ends in zip(moving["cells"], [(0, 255), (255, 0)], strict=True):
+        with image_of(cell) as image:
+            assert (image.n_frames, image.size, image.info["loop"]) == (24, (160, 13), 0)
+            for frame, value in zip((0, 23), ends, strict=True):
+                image.seek(frame)
+                pixels = np.asarray(image.convert("RGB")).astype(int)
+                assert abs(pixels - value).max() <= 4  # twice lossy
+                assert image.info["duration"] == round(1000 * 40 / 16 / 24)
+    path.with_suffix(".webp").write_bytes(b"RIFF")
+    with pytest.raises(InputError, match=r"iteration-000003\.webp: not a whole image"):
+        report.write([folder], folder / report.NAME)
+
+
+def image_of(cell: dict) -> Image.Image:
+    return Image.open(io.BytesIO(base64.b64decode(cell["src"].partition(",")[2])))
 
 
 def test_what_a_run_says_never_becomes_markup(run):
