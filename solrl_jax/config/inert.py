@@ -2,18 +2,18 @@
 
 from solrl_jax.config.schema import OBJECTIVES, Config, is_plugin
 
+_ON_GRADIENTS = tuple(name for name, kind in OBJECTIVES.items() if kind == "reward_gradients")
 # Built-in objectives that read a field of `algorithm`.
 _READERS = {
     "beta": ("nft", "opsd", "dpo"),
     "clip_range": ("awm", "flow_grpo", "mix_grpo", "dance_grpo", "flow_cps", "grpo_guard"),
     "kl_mask_threshold": ("flow_dppo",),
-    "query_sigma": ("opsd",),
+    "query_sigma": _ON_GRADIENTS,
+    "last_steps": _ON_GRADIENTS,
     "target_radius": ("opsd",),
     "target_steps": ("opsd",),
     # Reward gradients are taken at one sigma.
-    "timestep_fraction": tuple(
-        name for name, kind in OBJECTIVES.items() if kind != "reward_gradients"
-    ),
+    "timestep_fraction": tuple(name for name in OBJECTIVES if name not in _ON_GRADIENTS),
 }
 _UNQUANTIZED = ("bf16", "fp32")  # values of `rollout.explore.precision`
 
@@ -47,6 +47,8 @@ def inert_fields(config: Config) -> set[str]:
         for field, objectives in _READERS.items():
             if config.algorithm.objective not in objectives:
                 inert.add(f"algorithm.{field}")
+    if config.algorithm.last_steps is not None:
+        inert.add("algorithm.query_sigma")
     if config.train.parameters == "all":
         inert.add("lora")
     return inert

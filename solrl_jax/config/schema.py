@@ -59,6 +59,8 @@ OBJECTIVES = {
     "nft": "samples",
     "awm": "samples",
     "opsd": "reward_gradients",
+    "refl": "reward_gradients",
+    "draft": "reward_gradients",
     "dpo": "pairs",
     "flow_grpo": "transitions",
     "mix_grpo": "transitions",
@@ -521,8 +523,9 @@ class Algorithm(Section):
     and exported.
 
     Attributes:
-        objective: The loss: "nft", "awm", "opsd", "dpo", "flow_grpo", "mix_grpo", "dance_grpo",
-            "flow_cps", "grpo_guard" or "flow_dppo", or a function of yours as `module:function`.
+        objective: The loss: "nft", "awm", "opsd", "refl", "draft", "dpo", "flow_grpo", "mix_grpo",
+            "dance_grpo", "flow_cps", "grpo_guard" or "flow_dppo", or a function of yours as
+            `module:function`.
         beta: Above 0, for three objectives. nft and opsd: how far the implicit positive policy lies
             from the old policy towards the trained one. dpo: the strength of the preference.
         kl_coef: The weight in the loss, at least 0, of the distance to the base model (usually the
@@ -535,7 +538,12 @@ class Algorithm(Section):
         kl_mask_threshold: Above 0, for flow_dppo: terms that increase the divergence of the trained
             from the old policy are left out where it exceeds this.
         query_sigma: Above 0 and at most 1, for opsd and objectives of yours on reward gradients:
-            each sample is trained at the state of its trajectory with the nearest noise level.
+            each sample is trained at the state of its trajectory with the nearest noise level. Not
+            read unless `last_steps` is None.
+        last_steps: At least 1 and at most `rollout.num_steps`, for refl, draft and objectives of
+            yours on reward gradients: each sample is trained at the beginning of one of this many
+            last steps of its trajectory, drawn at random. Must be 1 for draft. None: at the state
+            that `query_sigma` names.
         target_radius: Above 0, for opsd: how far the targets lie from the clean latents that the
             old policy predicts, as a fraction of their norm.
         target_steps: At least 1, for opsd: the number of steps along the gradient of the reward in
@@ -548,7 +556,7 @@ class Algorithm(Section):
         global_std: Whether rewards are divided by their standard deviation over the whole iteration
             (True) or over the samples of their own prompt (False).
         timestep_fraction: The share of the schedule's sigmas at which each sample is trained, above
-            0 and at most 1. At least one sigma must result. opsd does not read it.
+            0 and at most 1. At least one sigma must result. opsd, refl and draft do not read it.
         decay_type: How slowly the old policy follows the trained one. 0: at once. 1: its decay rate
             grows by 0.001 per optimizer step up to 0.5. 2: it is 0 up to step 75 and then grows by
             0.0075 per step up to 0.999. 3: as 1, but up to 0.3.
@@ -566,6 +574,7 @@ class Algorithm(Section):
     clip_range: Positive = 1e-4
     kl_mask_threshold: Positive = 1e-5
     query_sigma: Annotated[Number, Field(gt=0, le=1)] = 0.278
+    last_steps: PositiveInt | None = None
     target_radius: Positive = 0.1
     target_steps: PositiveInt = 2
     adv_clip_max: Positive = 5.0
@@ -974,7 +983,8 @@ class Config(Section):
         Raises:
             ConfigError: If samples are not regenerated and `rollout.explore.precision` is not
                 "bf16" or "fp32"; if `reward.combine` is not "sum", whose gradient is the one that
-                is taken; or if an objective `module:function` trains at more than one sigma.
+                is taken; if `algorithm.last_steps` exceeds `rollout.num_steps`, or is not 1 for
+                draft; or if an objective `module:function` trains at more than one sigma.
         """
         purpose = f"for the reward gradients of algorithm.objective={self.algorithm.objective}"
         self._check_recording(purpose)
@@ -982,6 +992,16 @@ class Config(Section):
             raise ConfigError.of_field(
                 "reward.combine", self.reward.combine, f"must be sum {purpose}"
             )
+        last_steps = self.algorithm.last_steps
+        if self.algorithm.objective == "draft" and last_steps != 1:
+            accepted = (
+                "must be 1 with algorithm.objective=draft, whose gradient goes through the last "
+                "step alone; refl draws from several last steps"
+            )
+            raise ConfigError.of_field("algorithm.last_steps", last_steps, accepted)
+        if last_steps is not None and last_steps > self.rollout.num_steps:
+            accepted = f"must be at most rollout.num_steps={self.rollout.num_steps} {purpose}"
+            raise ConfigError.of_field("algorithm.last_steps", last_steps, accepted)
         if self.num_train_sigmas != 1:
             accepted = f"must be {1 / self.rollout.num_steps:.3g} {purpose}, taken at one sigma"
             raise ConfigError.of_field(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
 from solrl_jax.diffusion.schedule import Schedule
-from solrl_jax.diffusion.seeds import normal
+from solrl_jax.diffusion.seeds import draw_steps, normal
 
 # (latents [b, ...] float32, timestep [] in 0 to 1000) -> velocities [b, ...]
 Velocity = Callable[[Float[Array, " b *latent"], Float[Array, ""]], Float[Array, " b *latent"]]
@@ -40,7 +40,7 @@ def trajectory(
     noise: Float[Array, " b *latent"],
     seeds: UInt32[Array, "b 2"],
     recorded_steps: int,
-    query_step: int | None = None,
+    query_steps: range | None = None,
 ) -> tuple[
     Float[Array, " b *latent"],
     Float[Array, " b states *latent"] | None,
@@ -63,21 +63,27 @@ def trajectory(
         recorded_steps: How many steps to record, from the first step that adds noise on (from step
             0 if none does), at most as many as follow. If above 0, the latents of all steps are
             kept in memory until the end.
-        query_step: The index of a step, counted over all segments, whose beginning is returned in
-            place of recorded steps. Then the latents and the predictions of all steps are kept in
-            memory until the end. None: there is none.
+        query_steps: Consecutive steps, counted over all segments, one of which is drawn for each
+            sample from the stream "query" of its seed (`draw_steps`). The beginning of that step is
+            returned in place of recorded steps. None: there are none.
 
     Returns:
         The clean latents, float32, of the shape of `noise`; the latents before the first recorded
-        step and after each recorded step, float32, in that order, or with `query_step` the latents
-        before it and the clean latents that are predicted there, or None if nothing is recorded;
+        step and after each recorded step, float32, in that order, or with `query_steps` the latents
+        before the drawn step and the clean latents that are predicted there, or None if nothing is
+        recorded;
         and the latents after the first segment, float32. Velocities that are not finite make the
         latents of their sample non-finite.
     """
 
+    queried = None
+    if query_steps is not None:
+        queried = draw_steps(seeds, query_steps.start, len(query_steps))
+        queried = queried.reshape(-1, *(1,) * (noise.ndim - 1))
+
     def step(velocity, carry, inputs):
-        x, previous_x0, second_previous_x0 = carry
-        sigma, timestep, (a, b, c, d, e), weights = inputs
+        (x, previous_x0, second_previous_x0), found = carry
+        number, sigma, timestep, (a, b, c, d, e), weights = inputs
         x0 = x - sigma * velocity(x, timestep).astype(jnp.float32)
         next_x = a * x + b * x0 + c * previous_x0 + d * second_previous_x0
         next_x = jax.lax.cond(
@@ -85,18 +91,21 @@ def trajectory(
             lambda: next_x + e * _solver_noise(seeds, weights, next_x.shape[1:]),
             lambda: next_x,
         )
-        record = None
-        if query_step is not None:
-            record = (x, x0)
-        elif recorded_steps:
-            record = x
-        return (next_x, x0, previous_x0), record
+        if found is not None:
+            found = tuple(
+                jnp.where(number == queried, new, old)
+                for new, old in zip((x, x0), found, strict=True)
+            )
+        return ((next_x, x0, previous_x0), found), x if recorded_steps else None
 
-    carry = (noise, jnp.zeros_like(noise), jnp.zeros_like(noise))
+    zeros = jnp.zeros_like(noise)
+    carry = ((noise, zeros, zeros), None if queried is None else (zeros, zeros))
     path = []
     ends = []
+    taken = 0
     for velocity, schedule in segments:
         inputs = (
+            taken + jnp.arange(schedule.steps),
             schedule.sigmas,
             schedule.timesteps,
             tuple(jnp.asarray(schedule.table).T),
@@ -104,11 +113,12 @@ def trajectory(
         )
         carry, states = jax.lax.scan(partial(step, velocity), carry, inputs)
         path.append(states)
-        ends.append(carry[0])
+        ends.append(carry[0][0])
+        taken += schedule.steps
     latents = ends[-1]
-    if query_step is not None:
-        states, predictions = (jnp.concatenate(parts) for parts in zip(*path, strict=True))
-        return latents, jnp.stack([states[query_step], predictions[query_step]], axis=1), ends[0]
+    found = carry[1]
+    if found is not None:
+        return latents, jnp.stack(found, axis=1), ends[0]
     if not recorded_steps:
         return latents, None, ends[0]
     std = jnp.concatenate([jnp.asarray(schedule.table)[:, 4] for _, schedule in segments])

@@ -170,6 +170,20 @@ class Schedule:
         """
         return jnp.argmin(jnp.abs(jnp.asarray(self.sigmas) - sigma))
 
+    def query_steps(self, last: int | None, sigma: float) -> tuple[int | Array, int]:
+        """The consecutive steps among which objectives on reward gradients draw one per sample.
+
+        Args:
+            last: The number of last steps that are drawn from, at most `steps`. None: there is one
+                step, the one that starts nearest to `sigma`.
+            sigma: The noise level in (0, 1]. Not read unless `last` is None.
+
+        Returns:
+            The index of the first of these steps (an int, or an int32 scalar if `last` is None),
+            and their number.
+        """
+        return (self.nearest_step(sigma), 1) if last is None else (self.steps - last, last)
+
     def with_sigmas(self, sigmas: Sigmas, table: Table) -> "Schedule":
         """Returns a schedule with other sigmas and coefficients, and the guidance of this one.
 

@@ -28,6 +28,7 @@ STREAMS = {
     "sizes": 10,
     # Streams of a candidate.
     "initial": 1, "solver": 2, "sigmas": 3, "training": 4, "calibration": 5, "reference": 11,
+    "query": 12,
 }  # fmt: skip
 
 Seeds = UInt32[Array | np.ndarray, "b 2"]  # one threefry key, which is two words, per row
@@ -152,7 +153,7 @@ def permutations(seeds: Seeds, name: str, count: int) -> Int[Array, "b {count}"]
     Args:
         seeds: The b seeds, the two words of a threefry key per row.
         name: The use, usually "sigmas"; or another stream of a seed ("initial", "solver",
-            "training", "calibration" or "reference").
+            "training", "calibration", "reference" or "query").
         count: How many numbers are put in order.
 
     Returns:
@@ -166,6 +167,21 @@ def permutations(seeds: Seeds, name: str, count: int) -> Int[Array, "b {count}"]
         return jax.random.permutation(stream(jax.random.wrap_key_data(seed), name), count)
 
     return jax.vmap(permutation)(seeds)
+
+
+def draw_steps(seeds: Seeds, first: int | Int[Array, ""], count: int) -> Int[Array, " b"]:
+    """Draws one of several consecutive steps for each seed, all with the same probability.
+
+    Args:
+        seeds: The b seeds, whose stream "query" it draws from.
+        first: The index of the first of these steps.
+        count: The number of these steps, at least 1. With 1, nothing is random.
+
+    Returns:
+        The index of one step per seed, int32, from `first` to `first + count - 1`. It depends on
+        its own seed and the arguments alone.
+    """
+    return first + permutations(seeds, "query", count)[:, 0]
 
 
 def seed_numbers(seeds: UInt32[np.ndarray, "*shape 2"]) -> UInt64[np.ndarray, "*shape"]:

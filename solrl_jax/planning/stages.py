@@ -26,7 +26,7 @@ from solrl_jax.rl.reward_gradient import (
     rows_per_call,
     try_targets,
 )
-from solrl_jax.rl.sampler import Sampler, Segment
+from solrl_jax.rl.sampler import Sampler, Segment, shift_steps
 from solrl_jax.rl.trainable.trainable import attach, flatten
 from solrl_jax.rl.update import PolicyBatch, update
 
@@ -146,7 +146,7 @@ class Stages:
             rollout,
             self.experiment.explorer.format.name,
             rollout.explore.num_steps,
-            self.experiment.query_step,
+            self.experiment.query_steps,
         )
 
     def chunks(self, groups: int) -> tuple[int, int]:
@@ -353,9 +353,8 @@ class Stages:
             for segment in segments
         )
         config = self.experiment.config
-        query_step = self.experiment.query_step
-        if query_step is not None:  # counted from the first step that is not continued from
-            query_step -= self.continued
+        # counted from the first step that is not continued from
+        query_steps = shift_steps(self.experiment.query_steps, -self.continued)
         arguments = (
             self.experiment.backbone,
             segments,
@@ -363,7 +362,7 @@ class Stages:
             rows,
             config.num_recorded_steps if recorded else 0,
             keep_intermediate,
-            query_step if recorded else None,
+            query_steps if recorded else None,
         )
         return Program(self.mesh, sample_chunk, arguments, calls)
 

@@ -27,7 +27,7 @@ from solrl_jax.quant.formats import DeviceInfo, resolve_format, scoring_dtypes
 from solrl_jax.rewards.host import trial
 from solrl_jax.rewards.protocol import Reward, check_prompts, score_samples
 from solrl_jax.rewards.registry import open_rewards
-from solrl_jax.rl.explore.continuation import find_query_step
+from solrl_jax.rl.explore.continuation import find_query_steps
 from solrl_jax.rl.explore.explorer import Explorer
 from solrl_jax.rl.explore.option import Calibration
 from solrl_jax.rl.explore.quantized_layers import quantized_paths
@@ -198,14 +198,14 @@ class Experiment:
         )
 
     @property
-    def query_step(self) -> int | None:
-        """The step at whose beginning samples are trained, if the objective trains on reward
-        gradients; else None.
+    def query_steps(self) -> range | None:
+        """The steps at whose beginning samples are trained, if the objective trains on reward
+        gradients; else None. One of them is drawn for each sample.
 
-        It is the index of the step of the full schedule that starts nearest to
-        `algorithm.query_sigma`.
+        They are the `algorithm.last_steps` last steps of the full schedule, or without these the
+        one that starts nearest to `algorithm.query_sigma`.
         """
-        return find_query_step(self.config, self.backbone.pipeline, self.size)
+        return find_query_steps(self.config, self.backbone.pipeline, self.size)
 
     def sampler(
         self, name: str, trained: Trainable, steps: int, noise_start: int | None = 0

@@ -123,7 +123,7 @@ class Samples:
         states: The intermediate latents for objectives that train on solver steps, float32: those
             before the first recorded step and after each recorded step (`Sampler.recorded`); or
             those before the query step and the clean latents that were predicted there
-            (`Sampler.query_step`). None if no step was recorded.
+            (`Sampler.query_steps`). None if no step was recorded.
         intermediate: The latents after the first segment of the sampler, float32. None unless the
             sampler keeps them (`Sampler.keep_intermediate`).
         targets: The latents that the objective has made from the gradient of the reward, by name,
@@ -388,7 +388,7 @@ def _sample_parts(
     Args:
         backbone: The networks, and the mesh that they sample on.
         sampler: Gives the shape of one latent, the number of samples per device, which steps are
-            recorded (`recorded` and `query_step`), and whether the latents after the first segment
+            recorded (`recorded` and `query_steps`), and whether the latents after the first segment
             are returned. Its segments are not used.
         segments: The segments of `sampler`, with their schedules placed on the mesh.
         conditions: The embeddings of the prompts that `seed_batch.prompt` points to, and of the
@@ -426,7 +426,7 @@ def _sample_parts(
                     batch,
                     sampler.recorded,
                     sampler.keep_intermediate,
-                    sampler.query_step,
+                    sampler.query_steps,
                 )
             )
     parts_per_chunk = sampler.chunk * sharding.rows_only(mesh).size // samples_per_part
@@ -517,7 +517,7 @@ def sample_chunk(
     seed_batch: SeedBatch,
     recorded_steps: int = 0,
     keep_intermediate: bool = False,
-    query_step: int | None = None,
+    query_steps: range | None = None,
 ) -> SampledChunk:
     """Samples one chunk of latents from noise, on the ambient mesh (`jax.set_mesh`).
 
@@ -534,14 +534,14 @@ def sample_chunk(
         recorded_steps: How many steps to record, from the first step that adds noise on; static.
             All of them must add noise. 0 records nothing.
         keep_intermediate: Whether to return the latents after the first segment; static.
-        query_step: The index of a step whose beginning is returned in place of recorded steps;
-            static. None: there is none.
+        query_steps: Consecutive steps, one of which is drawn for each sample, to return its
+            beginning in place of recorded steps; static. None: there are none.
 
     Returns:
         The clean latents; the latents before the first recorded step and after each recorded step,
-        or with `query_step` the latents before it and the clean latents that are predicted there,
-        or None if nothing is recorded; and the latents after the first segment, or None without
-        `keep_intermediate`. All are float32.
+        or with `query_steps` the latents before the drawn step and the clean latents that are
+        predicted there, or None if nothing is recorded; and the latents after the first segment, or
+        None without `keep_intermediate`. All are float32.
 
     Raises:
         ValueError: While tracing, if the network does not support the size of the latents, or has
@@ -571,7 +571,7 @@ def sample_chunk(
     noise = sharding.split_rows(jnp.asarray(seed_batch.noise))
     fields = [(partial(velocity, segment), segment.schedule) for segment in segments]
     latents, states, intermediate = trajectory(
-        fields, noise, jnp.asarray(seed_batch.seeds), recorded_steps, query_step
+        fields, noise, jnp.asarray(seed_batch.seeds), recorded_steps, query_steps
     )
     return latents, states, intermediate if keep_intermediate else None
 

@@ -287,13 +287,13 @@ def make_samplers(
 
     def with_recording(sampler: Sampler) -> Sampler:
         return dataclasses.replace(
-            sampler, recorded=config.num_recorded_steps, query_step=experiment.query_step
+            sampler, recorded=config.num_recorded_steps, query_steps=experiment.query_steps
         )
 
     if not rollout.regenerate:
         return with_recording(explore_sampler), full_sampler
     full_sampler = with_recording(full_sampler)
-    continued = continued_steps(rollout, setting.precision, setting.steps, full_sampler.query_step)
+    continued = continued_steps(rollout, setting.precision, setting.steps, full_sampler.query_steps)
     if continued:
         explore_sampler = dataclasses.replace(explore_sampler, keep_intermediate=True)
         full_sampler = full_sampler.skip_steps(continued)

@@ -19,7 +19,7 @@ from solrl_jax.errors import InputError
 from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.parallel import hosts
 from solrl_jax.quant.formats import DeviceInfo, resolve_format
-from solrl_jax.rl.explore.continuation import continued_steps, find_query_step
+from solrl_jax.rl.explore.continuation import continued_steps, find_query_steps
 from solrl_jax.rl.trainable.trainable import Targets, flatten
 
 # Bytes of a float32.
@@ -136,8 +136,8 @@ def _requests(
     device_info = DeviceInfo.from_jax(jax.local_devices()[0])
     format_name = resolve_format(rollout.explore.precision, device_info).name
     # Where the regeneration continues from them, the latents in between are stored as well.
-    query_step = find_query_step(config, pipeline, trained_size)
-    continued = continued_steps(rollout, format_name, rollout.explore.num_steps, query_step)
+    query_steps = find_query_steps(config, pipeline, trained_size)
+    continued = continued_steps(rollout, format_name, rollout.explore.num_steps, query_steps)
     latents_per_candidate = 2 if continued else 1
     larger_size = max(trained_size, evaluated_size, key=math.prod)
     adapter_values_per_rank = 0

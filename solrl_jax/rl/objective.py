@@ -183,10 +183,11 @@ def load_objective(name: str) -> Objective:
 def reward_gradients(targets: Targets) -> Callable[[F], F]:
     """Decorates an objective that trains on the gradient of the reward.
 
-    Each kept sample is trained at one state of its trajectory, whose noise level is nearest to
-    `algorithm.query_sigma`. Before the update, `targets` makes latents from the clean latents that
-    the old policy predicts there. The update passes them to the objective, without a gradient, as
-    `target.targets`.
+    Each kept sample is trained at one state of its trajectory: the one whose noise level is nearest
+    to `algorithm.query_sigma`, or with `algorithm.last_steps` the beginning of one of the last
+    steps, drawn from its seed. Before the update, `targets` makes latents from the clean latents
+    that the old policy predicts there. The update passes them to the objective, without a gradient,
+    as `target.targets`.
 
     Args:
         targets: A function (gradient, anchor, algorithm) -> latents by name. `anchor` are the

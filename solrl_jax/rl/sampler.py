@@ -54,9 +54,9 @@ class Sampler:
             nothing.
         keep_intermediate: Whether the latents after the first segment are returned with the
             samples.
-        query_step: The index of a step, counted over all segments. The latents before it and the
-            clean latents that are predicted there are returned with the samples, to be trained on.
-            None: there is none.
+        query_steps: Consecutive steps, counted over all segments, one of which is drawn for each
+            sample. The latents before it and the clean latents that are predicted there are
+            returned with the samples, to be trained on. None: there are none.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Sampler:
     chunk: int
     recorded: int = 0
     keep_intermediate: bool = False
-    query_step: int | None = None
+    query_steps: range | None = None
 
     def skip_steps(self, count: int) -> "Sampler":
         """Returns the sampler of the steps after the first ones. It starts at the latents that
@@ -75,12 +75,12 @@ class Sampler:
 
         Args:
             count: The number of steps that are left out, less than those of the first segment, and
-                not more than `query_step`.
+                not more than the first of `query_steps`.
         """
         first, *others = self.segments
         first = dataclasses.replace(first, schedule=first.schedule.slice_steps(count))
-        query_step = None if self.query_step is None else self.query_step - count
-        return dataclasses.replace(self, segments=(first, *others), query_step=query_step)
+        query_steps = shift_steps(self.query_steps, -count)
+        return dataclasses.replace(self, segments=(first, *others), query_steps=query_steps)
 
     @property
     def frames(self) -> int:
@@ -88,3 +88,13 @@ class Sampler:
         if len(self.shape) == 3:
             return 1
         return 1 + (self.shape[0] - 1) * (self.decoder.pipeline.temporal_compression or 1)
+
+
+def shift_steps(steps: range | None, shift: int) -> range | None:
+    """The steps whose indices are larger by `shift`.
+
+    Args:
+        steps: Consecutive steps. None gives None.
+        shift: What is added to each index. It may be negative.
+    """
+    return None if steps is None else range(steps.start + shift, steps.stop + shift)

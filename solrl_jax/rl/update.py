@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from solrl_jax.config.schema import Config
 from solrl_jax.diffusion.sampler import interpolate
 from solrl_jax.diffusion.schedule import Schedule
-from solrl_jax.diffusion.seeds import normal, permutations
+from solrl_jax.diffusion.seeds import draw_steps, normal, permutations
 from solrl_jax.models.backbone import Backbone
 from solrl_jax.models.loading.weights import Params
 from solrl_jax.models.pipeline import Conditioning
@@ -159,8 +159,9 @@ def update(
     slots = config.num_train_sigmas
     chosen = permutations(batch.seeds, "sigmas", schedule.steps)
     if batch.targets is not None:
-        query_step = schedule.nearest_step(config.algorithm.query_sigma)
-        chosen = jnp.full_like(chosen, query_step)
+        algorithm = config.algorithm
+        first, count = schedule.query_steps(algorithm.last_steps, algorithm.query_sigma)
+        chosen = draw_steps(batch.seeds, first, count)[:, None]
     elif batch.states is not None:  # only steps that add noise are recorded, so they come first
         deterministic = jnp.asarray(schedule.table)[chosen, 4] == 0
         chosen = jnp.take_along_axis(chosen, jnp.argsort(deterministic, axis=1), axis=1)

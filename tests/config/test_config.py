@@ -117,7 +117,7 @@ BAD = [
     ("reward.frames=0", "reward.frames=0: .*"),
     (
         "algorithm.objective=ppo",
-        "algorithm.objective='ppo': expected one of nft, awm, opsd, dpo, .*, or module:function",
+        "algorithm.objective='ppo': expected one of nft, awm, opsd, refl, draft, dpo, .*, or module:function",
     ),
     (
         "reward=http://me:secret@localhost:1/",
@@ -285,12 +285,18 @@ def test_inert_fields_are_those_of_what_is_switched_off():
         "algorithm.clip_range",
         "algorithm.kl_mask_threshold",
         "algorithm.query_sigma",
+        "algorithm.last_steps",
         "algorithm.target_radius",
         "algorithm.target_steps",
     }
     opsd = inert_fields(resolve("tiny", ["objective=opsd"]))
     assert "algorithm.timestep_fraction" in opsd
     assert not {"algorithm.beta", "algorithm.query_sigma", "algorithm.target_steps"} & opsd
+    refl = inert_fields(resolve("tiny", ["objective=refl"]))
+    assert {"algorithm.beta", "algorithm.query_sigma", "algorithm.target_steps"} < refl
+    assert "algorithm.last_steps" not in refl
+    at_sigma = inert_fields(resolve("tiny", ["objective=refl", "algorithm.last_steps=null"]))
+    assert "algorithm.query_sigma" not in at_sigma
     grpo = inert_fields(resolve("flux1_sol_rl_hpsv2", ["objective=mix_grpo"]))
     assert {"rollout.shift", "algorithm.beta"} < grpo
     assert not {"rollout.sde_window_size", "algorithm.clip_range"} & grpo

@@ -126,6 +126,7 @@ def test_streams_are_distinct():
         "adapters": 9,
         "sizes": 10,
         "reference": 11,
+        "query": 12,
     }
     assert {**old, **new} == STREAMS
     root = jax.random.wrap_key_data(seeds()[0, 0])

@@ -99,6 +99,12 @@ def opsd(v, r, p):
     return policy + p.kl_coef * np.mean((v - r["v_ref"]) ** 2)
 
 
+def refl(v, r, p):
+    """The reward rises by its gradient times the change of the predicted clean latents."""
+    moved = (r["x"] - r["sigma"] * v) - (r["x"] - r["sigma"] * r["v_old"])
+    return -np.sum(r["g"] * moved) + p.kl_coef * np.mean((v - r["v_ref"]) ** 2)
+
+
 def drift_of_means(v, r):
     return np.mean((step_mean(v, r) - step_mean(r["v_old"], r)) ** 2) / (2 * r["std"] ** 2)
 
@@ -153,6 +159,8 @@ REFERENCES = {
     "awm": awm,
     "dpo": dpo,
     "opsd": opsd,
+    "refl": refl,
+    "draft": refl,
 }
 POLICIES = {
     "flow_grpo": {"kl_coef": 0.3, "clip_range": WIDE_CLIP},
@@ -164,6 +172,8 @@ POLICIES = {
     "awm": {"kl_coef": 0.2},
     "dpo": {"kl_coef": 0.2, "beta": 7.0},
     "opsd": {"kl_coef": 0.2, "beta": 0.7},
+    "refl": {"kl_coef": 0.2},
+    "draft": {"kl_coef": 0.2},
 }
 
 
@@ -194,6 +204,7 @@ def inputs(seed=0, apart=0.3):
     given = {"v": v, "v_old": v_old, "v_ref": v_ref, "x": x, "x0": x0, "after": after} | per_row
     for name in ("y_pos", "y_neg"):
         given[name] = x - along(sigma) * v_old + 0.1 * rng.standard_normal(v.shape)
+    given["g"] = rng.standard_normal(v.shape)
     rounded = {name: value.astype(np.float32) for name, value in given.items()}
     # noise that float32 latents stand for
     exact = {name: value.astype(np.float64) for name, value in rounded.items()}
@@ -207,7 +218,8 @@ def target_of(name, data):
     if OBJECTIVES[name] == "transitions":
         return target._replace(step=step)
     if OBJECTIVES[name] == "reward_gradients":
-        return target._replace(targets={"positive": data["y_pos"], "negative": data["y_neg"]})
+        names = {"positive": "y_pos", "negative": "y_neg", "gradient": "g"}
+        return target._replace(targets={name: data[field] for name, field in names.items()})
     return target
 
 
@@ -433,6 +445,19 @@ def test_a_masked_ratio_that_overflows_reaches_neither_loss_nor_gradient():
     np.testing.assert_array_equal(metrics["ratio/masked"], [1.0] * (ROWS - 1) + [0.0])
     np.testing.assert_array_equal(loss, 0.0)
     assert not gradient.trained.any()
+
+
+def test_a_gradient_of_zero_trains_nothing_and_at_the_old_policy_the_loss_of_refl_is_zero():
+    data, _ = inputs()
+    data["g"][0] = 0.0
+    loss, metrics, gradient = ours("refl", data, policy_of("refl"))
+    assert loss[0] == metrics["gradient/norm"][0] == 0
+    assert not gradient.trained[0].any()
+    assert all(gradient.trained[row].any() for row in range(1, ROWS))
+    data["v_old"] = data["v"]
+    loss, _, there = ours("refl", data, policy_of("refl"))
+    np.testing.assert_array_equal(loss, 0.0)
+    np.testing.assert_array_equal(there.trained, gradient.trained)
 
 
 @pytest.mark.parametrize("name", ["flow_grpo", "dance_grpo", "flow_cps", "grpo_guard", "flow_dppo"])

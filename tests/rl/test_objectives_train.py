@@ -117,6 +117,8 @@ def test_every_objective_trains_the_embedded_pipeline_and_recompiles_nothing(obj
 
 RESUMED = {
     "opsd": (),
+    "refl": (),
+    "draft": (),
     "flow_dppo": (),
     "grpo_guard": (),
     "flow_cps": (),
@@ -215,7 +217,7 @@ def test_a_query_is_the_nearest_state_of_the_trajectory_and_what_was_predicted_t
     toy = toy_experiment(*settings("opsd", family))
     _, outcome = iterate(toy, fresh_state(toy), 1)
     (batch,) = batches
-    assert toy.query_step == 2
+    assert toy.query_steps == range(2, 3)
     kept = (
         pools[-1] if family == "sol_rl" else pools[0].take(np.flatnonzero(outcome.ledger["kept"]))
     )
@@ -233,10 +235,11 @@ def test_a_query_is_the_nearest_state_of_the_trajectory_and_what_was_predicted_t
     np.testing.assert_allclose(batch.states[:, 0] - v / 3, batch.states[:, 1], atol=1e-5)
 
 
-def test_a_sample_whose_target_is_not_finite_does_not_count(spied):
+@pytest.mark.parametrize("objective", first_is_quick(["opsd", "refl"]))
+def test_a_sample_whose_target_is_not_finite_does_not_count(spied, objective):
     """A reward that is finite, but whose gradient is not, as that of a root at 0."""
     batches, _ = spied
-    toy = toy_experiment(*settings("opsd", "sol_rl"))
+    toy = toy_experiment(*settings(objective, "sol_rl"))
 
     def score(params, images, wanted):
         flat = jnp.where(images.mean((1, 2, 3)) > wanted, 0.0, 1.0)
@@ -347,4 +350,6 @@ def test_every_preset_takes_every_objective(preset, objective):
         "dance_grpo": 5,
         "awm": 6,
         "opsd": 1,
+        "refl": 1,
+        "draft": 1,
     }.get(objective, 4 if preset.startswith("flux1") else 6)

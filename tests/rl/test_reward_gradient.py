@@ -1,5 +1,5 @@
 """The gradient of the reward by the clean latents: against differences; on other meshes; of rewards
-that have none; and the targets that opsd makes of it.
+that have none; the targets that opsd makes of it; and refl and draft, which follow it.
 """
 
 import dataclasses
@@ -7,26 +7,32 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from solrl_jax.config.presets import resolve
 from solrl_jax.config.values import ConfigError
+from solrl_jax.diffusion.seeds import draw_steps, normal
 from solrl_jax.errors import InputError
 from solrl_jax.models.decoder import Decoder
 from solrl_jax.models.vision.image_resize import Preprocessing
 from solrl_jax.parallel import sharding
-from solrl_jax.rewards.protocol import Reward
+from solrl_jax.rewards.protocol import Reward, score_samples
 from solrl_jax.rl import experiment as experiments
+from solrl_jax.rl import iteration as iterations
+from solrl_jax.rl import update as updates
 from solrl_jax.rl.experiment import fresh_state
 from solrl_jax.rl.iteration import iterate
+from solrl_jax.rl.objective import TrainingTarget, Velocities, load_objective, targets_of
 from solrl_jax.rl.objectives import opsd
 from solrl_jax.rl.reward_gradient import gradient_decoder, reward_gradient, try_targets
 from tests.cases import first_is_quick
 from tests.small import small_config
-from tests.toys import SHAPE, toy_backbone, toy_experiment, toy_reward
+from tests.toys import HIDDEN, SHAPE, toy_backbone, toy_experiment, toy_grid, toy_reward
 
 PROMPTS = ("a red circle", "two blue squares")
-OPSD = ("objective=opsd", "reward=tiny-clip", "reward.eval_only=[shapes]")
+WATCHED = ("reward=tiny-clip", "reward.eval_only=[shapes]")
+OPSD = ("objective=opsd", *WATCHED)
 ALGORITHM = resolve("tiny", ["objective=opsd"]).algorithm
 
 
@@ -143,15 +149,18 @@ def test_pillows_rounding_has_the_gradient_of_the_resize_without_it():
     np.testing.assert_array_equal(*gradients)
 
 
-def test_on_eight_devices_targets_and_update_are_those_of_one():
+@pytest.mark.parametrize("objective", first_is_quick(["opsd", "refl", "draft"]))
+def test_on_eight_devices_targets_and_update_are_those_of_one(objective):
     ends = []
     for mesh in ((1, 1), (2, 2, 2)):
-        toy = toy_experiment(*OPSD, "rollout.candidates=8", mesh=mesh)
+        toy = toy_experiment(f"objective={objective}", *WATCHED, mesh=mesh)
         state, outcome = iterate(toy, fresh_state(toy), 1)
         ends.append((jax.device_get(state), outcome))
     (one, outcome), (eight, on_eight) = ends
-    assert on_eight.metrics["loss"] == pytest.approx(outcome.metrics["loss"], rel=1e-5)
-    assert outcome.metrics["target/distance"] == pytest.approx(ALGORITHM.target_radius, abs=0.03)
+    assert on_eight.metrics["loss"] == pytest.approx(outcome.metrics["loss"], rel=1e-5, abs=1e-9)
+    if objective == "opsd":
+        radius = pytest.approx(ALGORITHM.target_radius, abs=0.03)
+        assert outcome.metrics["target/distance"] == radius
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(eight), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)
 
@@ -244,6 +253,179 @@ def test_one_sample_and_any_scale_of_the_reward_give_the_same_targets():
             np.testing.assert_allclose(latents, other[name], rtol=1e-6, atol=1e-6)
 
 
+# --- refl and draft ---
+
+
+def sampled(name, steps, schedule, velocity, noise):
+    """The clean latents whose reward the released objective differentiates, by plain steps of the
+    solver: those predicted at `steps`, or the end of the sampler. No other step has a gradient.
+    """
+    last = schedule.steps - 1
+    x = noise
+    before = jnp.zeros_like(noise)
+    predicted = jnp.zeros_like(noise)
+    for i in range(schedule.steps):
+        x = jax.lax.stop_gradient(x)
+        a, b, c, _, _ = schedule.table[i]
+        x0 = x - schedule.sigmas[i] * velocity(x, schedule.timesteps[i])
+        here = jnp.asarray(steps == i).reshape(-1, *(1,) * (noise.ndim - 1))
+        x = a * x + b * x0 + c * jax.lax.stop_gradient(before)
+        predicted = jnp.where(here, x if name == "draft" and i == last else x0, predicted)
+        before = x0
+    return predicted
+
+
+@pytest.mark.parametrize("name", ["refl", "draft"])
+def test_the_parameters_get_the_gradient_of_the_released_objective_in_float64(name):
+    """Of minus the reward, through network, solver, decoder and reward at once, to 1e-10 of the
+    largest number. Only with the policy that sampled: another one has the linear approximation.
+    """
+    reward = smooth_reward()
+    backbone = toy_backbone()
+    rng = np.random.default_rng(0)
+    schedule = toy_grid(5, solver="dpm2")
+    steps = {"refl": np.array([2, 4, 3]), "draft": np.array([4, 4, 4])}[name]
+    index = np.array([0, 1, 0])
+    with jax.enable_x64(True), jax.set_mesh(backbone.mesh):
+        kernels = jax.tree.map(lambda w: jnp.asarray(w, jnp.float64), backbone.transformer)
+        decoder = dataclasses.replace(backbone.decoder, params=jnp.float64(0.7))
+        backbone = dataclasses.replace(backbone, dtype=jnp.dtype("float64"))
+        text = {"text": jnp.asarray(rng.standard_normal((3, HIDDEN)))}
+        noise = jnp.asarray(rng.standard_normal((3, *SHAPE)))
+        prepared = reward.prepare(PROMPTS).astype(np.float64)
+
+        def velocity(params, x, time):
+            return backbone.velocity(params, x, text, jnp.float64(time), jnp.float64(1))
+
+        def released(params):
+            fields = (schedule, lambda x, time: velocity(params, x, time), noise)
+            images = decoder(sampled(name, steps, *fields))
+            return -reward.score(jnp.float64(3), images, prepared[index])["reward"].sum()
+
+        states = []
+        sampled(
+            name, steps, schedule, lambda x, t: states.append(x) or velocity(kernels, x, t), noise
+        )
+        x = jnp.stack(states)[steps, np.arange(3)]
+        sigma = schedule.sigmas[steps].astype(np.float64)
+        time = jnp.float64(schedule.timesteps[steps])
+        algorithm = resolve("tiny", [f"objective={name}"]).algorithm
+        objective = load_objective(name)
+
+        def gradient(latents):
+            return reward_gradient(reward, decoder, jnp.float64(3), latents, prepared, index)
+
+        def predict(params):
+            return backbone.velocity(params, x, text, time, jnp.float64(1))
+
+        v_old = predict(kernels)
+        made = targets_of(objective)(gradient, x - sigma.reshape(-1, 1, 1, 1) * v_old, algorithm)
+        target = TrainingTarget(x, x, sigma, np.full(3, 0.5), targets=made)
+
+        def split(params):
+            velocities = Velocities(predict(params), v_old, v_old)
+            return objective(velocities, target, algorithm)[0].sum()
+
+        moved = jax.tree.map(lambda w: 1.1 * w, kernels)
+        for params, bound in ((kernels, 1e-10), (moved, None)):
+            wanted, got = (jax.tree.leaves(jax.grad(f)(params)) for f in (released, split))
+            scale = max(np.abs(x).max() for x in wanted)
+            error = max(np.abs(a - b).max() for a, b in zip(wanted, got, strict=True)) / scale
+            assert error > 1e-3 if bound is None else error < bound
+
+
+FLOAT32 = ("rollout.precision=fp32", "rollout.explore.precision=fp32")
+
+
+def built_toy(*overrides):
+    return toy_experiment(*overrides, *FLOAT32)
+
+
+def built_tiny(*overrides):
+    return experiments.build(small_config("unused", *overrides, *FLOAT32))
+
+
+@pytest.mark.parametrize(
+    ("build", "name"),
+    [
+        (built_toy, "refl"),
+        (built_toy, "draft"),
+        pytest.param(built_tiny, "refl", marks=pytest.mark.exhaustive),
+        pytest.param(built_tiny, "draft", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_an_iteration_takes_the_gradient_of_the_released_objective(build, name, monkeypatch):
+    """The update after exploration, regeneration and the gradient of the reward, against one
+    `jax.grad` through network, solver, decoder and reward from the seeds of the kept samples; in
+    float32, to 1e-4 of the largest number.
+    """
+    batches = []
+    make = iterations.policy_batch
+    monkeypatch.setattr(
+        iterations, "policy_batch", lambda *a: batches.append(make(*a)) or batches[-1]
+    )
+    descent = optax.sgd(2.0**10)  # so large that the difference of the parameters has all digits
+    monkeypatch.setattr(updates, "make_optimizer", lambda config: descent)
+    built = build(f"objective={name}", *WATCHED, "rollout.solver=dpm2")
+    fresh = fresh_state(built)
+    rng = np.random.default_rng(0)
+    trained = jax.tree.map(
+        lambda x: np.asarray(x + 0.1 * rng.standard_normal(x.shape), np.float32), fresh.adapters
+    )
+    copies = (jax.tree.map(jnp.array, trained) for _ in range(2))
+    state = dataclasses.replace(
+        fresh, adapters=next(copies), old=next(copies), opt_state=descent.init(trained)
+    )
+    new, outcome = iterate(built, state, 1)
+    got = jax.tree.map(lambda a, b: (a - np.asarray(b)) / 2**10, trained, new.adapters)
+    assert outcome.metrics["loss"] == outcome.metrics["loss/drift"] == 0
+
+    (batch,) = batches
+    assert np.asarray(batch.weight).all()
+    steps = built.config.rollout.num_steps
+    schedule = built.schedule(steps)
+    count = {"refl": 3, "draft": 1}[name]
+    drawn = np.asarray(draw_steps(batch.seeds, steps - count, count))
+    assert len(set(drawn.tolist())) > 1 or name == "draft"
+    text = jax.tree.map(lambda c: c[batch.prompt], batch.conditioning)
+    noise = normal(batch.seeds, "initial", batch.latents.shape[1:])
+    reward = built.reward
+    prompts = iterations.draw_prompts(
+        built.train_prompts, built.config.seed, 0, built.config.train.num_prompts
+    )
+    prepared = reward.prepare(prompts)
+
+    @jax.grad
+    def released(adapters):
+        def velocity(x, time):
+            guidance = jnp.asarray(schedule.embedded_guidance)
+            times = jnp.full(len(x), time)
+            return built.backbone.velocity(built.policy(adapters), x, text, times, guidance)
+
+        images = built.backbone.decoder(sampled(name, drawn, schedule, velocity, noise))
+        return -score_samples(reward, reward.params, images, prepared, batch.prompt)[
+            "reward"
+        ].mean()
+
+    with jax.set_mesh(built.backbone.mesh):
+        wanted = jax.device_get(jax.jit(released)(trained))
+    scale = max(np.abs(x).max() for x in jax.tree.leaves(wanted))
+    for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True):
+        np.testing.assert_allclose(b, a, atol=1e-4 * scale, rtol=0)
+
+
+def test_refl_and_draft_take_one_gradient_and_steps_are_drawn_evenly():
+    for name in ("refl", "draft"):
+        algorithm = resolve("tiny", [f"objective={name}"]).algorithm
+        assert try_targets(algorithm) == (("gradient",), 1)
+    seeds = np.random.default_rng(0).integers(0, 2**32, (3000, 2), dtype=np.uint32)
+    drawn = np.asarray(draw_steps(seeds, 7, 3))
+    assert (np.abs(np.bincount(drawn, minlength=10)[7:] - 1000) < 130).all()  # five deviations
+    assert len(drawn) == np.bincount(drawn)[7:].sum()
+    np.testing.assert_array_equal(draw_steps(seeds, 9, 1), 9)
+    np.testing.assert_array_equal(draw_steps(seeds[5:9], 7, 3), drawn[5:9])
+
+
 # --- what has no gradient ---
 
 
@@ -315,6 +497,12 @@ no_targets.trains_on = "reward_gradients"
             "trains on reward gradients and has no function",
         ),
         (("rollout.guidance_scale=4.5",), "rollout.guidance_scale=4.5: must be 1 with"),
+        (
+            ("objective=refl", "algorithm.last_steps=4"),
+            "algorithm.last_steps=4: must be at most rollout.num_steps=3 for the reward gradients",
+        ),
+        (("objective=draft", "algorithm.last_steps=2"), "algorithm.last_steps=2: must be 1 with"),
+        (("objective=draft", "algorithm.last_steps=null"), "algorithm.last_steps=None: must be 1"),
     ],
 )
 def test_settings_that_have_no_gradient_are_one_line(overrides, message):

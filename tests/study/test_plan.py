@@ -155,6 +155,9 @@ def test_prices_multiply_up_to_the_plan():
     reference = prices.network["bf16"]
     gradients = 48 * 24 * (3 * 4 * prices.scored - 3 * prices.trained - reference)
     assert prices.of_iteration(opsd, "nvfp4", 6) == pytest.approx(whole + gradients)
+    draft = resolve("flux1_sol_rl_pickscore", ["objective=draft"])  # one gradient
+    gradients = 48 * 24 * (4 * prices.scored - 3 * prices.trained - reference)
+    assert prices.of_iteration(draft, "nvfp4", 6) == pytest.approx(whole + gradients)
     stage = {"name": "targets", "seconds": 48 * 24 * 3 * 0.5}
     update = {"name": "update", "seconds": 48 * 24 * (prices.trained - reference)}
     others = [stage for stage in plan["stages"] if stage["name"] != "update"]

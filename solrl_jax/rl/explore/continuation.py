@@ -11,19 +11,21 @@ from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.quant.formats import FORMATS
 
 
-def find_query_step(config: Config, pipeline: Pipeline, size: Size) -> int | None:
-    """Returns the step at whose beginning an objective that trains on reward gradients is trained.
+def find_query_steps(config: Config, pipeline: Pipeline, size: Size) -> range | None:
+    """Returns the steps at whose beginning an objective that trains on reward gradients is trained.
+    One of them is drawn for each sample.
 
     Args:
-        config: The configuration. `algorithm.query_sigma` is the noise level that is asked for, and
-            `rollout` gives the sigmas.
+        config: The configuration. `algorithm.last_steps` is the number of last steps, or if it is
+            None, `algorithm.query_sigma` the noise level that is asked for. `rollout` gives the
+            sigmas.
         pipeline: The model, whose shift some schedules take.
         size: Height and width of the images in pixels, or of clips also the number of frames, from
             which some schedules derive their shift.
 
     Returns:
-        The index of the step of the full schedule that starts nearest to the noise level. None if
-        the objective trains on anything else.
+        Indices of consecutive steps of the full schedule: the last ones, or the one that starts
+        nearest to the noise level. None if the objective trains on anything else.
     """
     if config.algorithm.trains_on != "reward_gradients":
         return None
@@ -35,11 +37,13 @@ def find_query_step(config: Config, pipeline: Pipeline, size: Size) -> int | Non
         mu=pipeline.mu,
         shift_terminal=pipeline.shift_terminal,
     )
-    return int(schedule.nearest_step(config.algorithm.query_sigma))
+    algorithm = config.algorithm
+    first, count = schedule.query_steps(algorithm.last_steps, algorithm.query_sigma)
+    return range(int(first), int(first) + count)
 
 
 def continued_steps(
-    rollout: Rollout, precision: str, steps: int, query_step: int | None = None
+    rollout: Rollout, precision: str, steps: int, query_steps: range | None = None
 ) -> int:
     """Returns the number of steps that regeneration takes over from exploration.
 
@@ -55,14 +59,14 @@ def continued_steps(
       steps too.
     * `solver` is "dpm2" and there are several exact steps. Its steps also use the prediction before
       them, except the first two: from sigma 1 no slope can be extrapolated.
-    * A state before the end of these steps is recorded (`query_step`).
+    * A state before the end of these steps may be recorded (`query_steps`).
 
     Args:
         rollout: The configuration of the rollout.
         precision: The format that is explored in, a key of `quant.formats.FORMATS`.
         steps: The number of exploring steps, above `explore.exact_steps`.
-        query_step: The index of the regenerating step whose beginning is recorded. None: there is
-            none.
+        query_steps: The indices of the regenerating steps of which the beginning of one is recorded
+            for each sample. None: there are none.
 
     Raises:
         KeyError: If there is no such format.
@@ -80,6 +84,6 @@ def continued_steps(
         and explore.exact_steps <= shared
         and rollout.noise_level == 0
         and (rollout.solver != "dpm2" or explore.exact_steps == 1)
-        and (query_step is None or query_step >= explore.exact_steps)
+        and (query_steps is None or query_steps.start >= explore.exact_steps)
     )
     return explore.exact_steps if applies else 0
