@@ -427,6 +427,24 @@ def test_a_larger_pool():
             check(signed(cell), estimate, first)
 
 
+def test_the_gradient_of_the_reward():
+    runs = record("study-learning")["runs"]
+    page = DOCS / "study.md"
+    nft, opsd = (runs[f"{arm}-0"] for arm in ("nft", "opsd"))
+    assert len(runs) == 2  # else the page gives means over seeds
+    table = rows(page, "after iteration | `nft`")
+    assert [int(iteration) for iteration, *_ in table] == nft["iterations"] == opsd["iterations"]
+    for i, (_, *cells) in enumerate(table):
+        values = [run[key][i] for run in (nft, opsd) for key in ("cost", "reward", "shapes")]
+        check(cells, values, i)
+    last = nft["iterations"][-1]
+    each = [run["cost"][-1] / last for run in (nft, opsd)]
+    said = (
+        f"of `opsd` counts {each[1]:.1f} s, {each[1] / each[0]:.2f} of the {each[0]:.1f} s of `nft`"
+    )
+    assert said in " ".join(page.read_text().split())
+
+
 def test_a_proxy_reward():
     found = record("study-proxy")
     page = DOCS / "judges.md"
