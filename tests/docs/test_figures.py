@@ -488,6 +488,22 @@ def test_more_devices():
             check(printed, [told["seconds"], busy][: len(printed)], (first, stage))
 
 
+def test_pool_sizes_by_prompt():
+    found = record("exploration-tried")["pools"]
+    equal = found["equal"]["spread"]
+    first, *others = rows(DOCS / "exploration.md", "pool sizes")
+    check(numbers(first[1]), found["equal"].values(), "equal pools")
+    names = ("proportional", "inverse", "random")
+    for (name, spread, against), key in zip(others, names, strict=True):
+        values = found["differences"][key]
+        check(numbers(spread), [equal + values["difference"]], name)
+        check(signed(against), values.values(), name)
+    text = " ".join((DOCS / "exploration.md").read_text().split())
+    said = re.search(r"the best 6 of 48 have (\S+) on average and the worst (\S+)\. ", text)
+    assert said is not None
+    check(said.groups(), [found["widest third"][end] for end in ("best", "worst")], "widest")
+
+
 def test_the_monitor():
     runs = record("monitor")["runs"]
     text = " ".join((DOCS / "exploration.md").read_text().split())
