@@ -159,7 +159,7 @@ def hpsv2(paths: Mapping[str, str], config: CLIPConfig = HPS) -> NetworkReward:
 def tiny_clip(paths: Mapping[str, str]) -> NetworkReward:
     """Opens the small CLIP that the package contains, for tests and trials without downloads.
 
-    The score of an image and its prompt is the cosine of their embeddings, about -0.2 to 0.6.
+    The score of an image and its prompt is the cosine of their embeddings.
     Images must have 32 x 32 pixels; scoring others raises ValueError. Prompts are cut after 24
     tokens.
 
