@@ -504,6 +504,31 @@ def test_pool_sizes_by_prompt():
     check(said.groups(), [found["widest third"][end] for end in ("best", "worst")], "widest")
 
 
+def test_rungs_of_exploration():
+    found = record("exploration-tried")["rungs"]
+    page = DOCS / "exploration.md"
+    prices = ("flux1-b200", "sana-b200")
+    for (name, spread, *against), row in zip(
+        rows(page, "candidates and steps"), found["rows"], strict=True
+    ):
+        assert numbers(name) == [str(number) for rung in row["rungs"] for number in rung]
+        first = row["flux1-b200"]
+        check(numbers(spread), [first[key] for key in ("spread", *RANKS)], name)
+        for cell, price in zip(against, prices, strict=True):
+            values = row[price]
+            pool = min(values["pool"], 96)
+            check(signed(cell), [pool, values["difference"], values["standard_error"]], name)
+            assert ("*" in cell) == (values["pool"] > 96)
+    text = " ".join(page.read_text().split())
+    said = re.search(r"rungs of 96 and 36 add (\S+) ± (\S+) to it", text)
+    assert said is not None
+    check(said.groups(), found["[[96, 3], [36, 3]] minus [[96, 4]]"].values(), "rungs")
+    said = re.search(r"ranks at (\S+), (\S+) and (\S+), and after all six at (\S+) \(S", text)
+    assert said is not None
+    correlations = [row["spearman"] for row in found["spearman after steps"].values()]
+    check(said.groups(), correlations, "Spearman")
+
+
 def test_the_monitor():
     runs = record("monitor")["runs"]
     text = " ".join((DOCS / "exploration.md").read_text().split())
