@@ -26,6 +26,15 @@ def motion(clips, prompts, metadata):
 motion.clips = True
 
 
+def brighter_end(first, second, prompts, metadata):
+    """Prefers the clip whose last frame is brighter."""
+    return first[:, -1].mean((1, 2, 3)) > second[:, -1].mean((1, 2, 3))
+
+
+brighter_end.pairwise = True
+brighter_end.clips = True
+
+
 def told(images, prompts, metadata):
     return [m.get("score", -1) for m in metadata]
 
