@@ -171,7 +171,7 @@ class SampleScoring:
         """
         self._parts = parts
 
-    def select(self, samples: Float[Array, "b ... 3"]) -> list[Float[Array, "images ... 3"]]:
+    def select(self, samples: Float[Array, "b ... 3"]) -> list[Float[Array, "_ ... 3"]]:
         """Returns what the rewards get of a chunk of samples, on the devices. Nothing waits.
 
         Args:
@@ -188,7 +188,7 @@ class SampleScoring:
             for _, frames in self._parts
         ]
 
-    def add(self, selected: list[Float[Array, "images ... 3"]]) -> None:
+    def add(self, selected: list[Float[Array, "_ ... 3"]]) -> None:
         """Starts the scoring of this host's part of the next chunk. Every host must call it.
 
         Args:

@@ -195,7 +195,8 @@ def iterate(
     if rollout.regenerate:
         start = None
         if explored.intermediate is not None:
-            continued = rollout.explore.exact_steps
+            steps = sum(segment.schedule.steps for segment in full_sampler.segments)
+            continued = rollout.num_steps - steps
             start = explored.intermediate[places.reshape(-1)]
             explored = dataclasses.replace(explored, intermediate=None)  # frees the others
         kept_seeds = SeedBatch.from_seeds(selection.kept_seeds)

@@ -55,7 +55,6 @@ def study(folder: Path, *arguments: str) -> tuple[int, list[dict], str]:
     return done.returncode, [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 
 
-@pytest.mark.exhaustive
 def test_a_failed_arm_is_reported_and_stops_no_other(folder):
     code, (found,), said = study(folder, "--quick", "--processes", "1")
     assert (code, found["exit_code"]) == (1, 1)
