@@ -84,7 +84,7 @@ class ToyBackbone(Backbone):
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["params"],
-    meta_fields=["pipeline", "dtype", "tile", "max_images", "max_pixels"],
+    meta_fields=["pipeline", "dtype", "tile", "max_pixels"],
 )
 @dataclasses.dataclass(frozen=True)
 class ToyDecoder(Decoder):

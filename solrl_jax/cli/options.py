@@ -19,9 +19,8 @@ overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE].
 class _Path(click.Path):
     """The click type of an option that is a path. A leading `~` is expanded.
 
-    It differs from `click.Path` in that, in that it refuses an empty path, and in what it does with
-    the URL of a directory in an object store: for a run directory the value is a `StorePath`, and
-    for other paths the URL is refused.
+    Unlike `click.Path`, it also refuses an empty path. The URL of a directory in an object store
+    becomes a `StorePath` if the option is a run directory, and is refused otherwise.
     """
 
     def __init__(self, *, is_run: bool = False) -> None:

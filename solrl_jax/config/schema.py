@@ -537,13 +537,13 @@ class Algorithm(Section):
             probability ratio of the trained to the old policy is clipped to 1 +- this.
         kl_mask_threshold: Above 0, for flow_dppo: terms that increase the divergence of the trained
             from the old policy are left out where it exceeds this.
-        query_sigma: Above 0 and at most 1, for opsd and objectives of yours on reward gradients:
-            each sample is trained at the state of its trajectory with the nearest noise level. Not
-            read unless `last_steps` is None.
-        last_steps: At least 1 and at most `rollout.num_steps`, for refl, draft and objectives of
-            yours on reward gradients: each sample is trained at the beginning of one of this many
-            last steps of its trajectory, drawn at random. Must be 1 for draft. None: at the state
-            that `query_sigma` names.
+        query_sigma: Above 0 and at most 1, for objectives on reward gradients (opsd, refl, or
+            yours): each sample is trained at the state of its trajectory with the nearest noise
+            level. Ignored if `last_steps` is set.
+        last_steps: At least 1 and at most `rollout.num_steps`, for objectives on reward gradients
+            (opsd, refl, draft, or yours): each sample is trained at the beginning of one of this
+            many last steps of its trajectory, drawn at random. Must be 1 for draft. None: at the
+            state that `query_sigma` selects.
         target_radius: Above 0, for opsd: how far the targets lie from the clean latents that the
             old policy predicts, as a fraction of their norm.
         target_steps: At least 1, for opsd: the number of steps along the gradient of the reward in

@@ -68,21 +68,20 @@ def trajectory(
             returned in place of recorded steps. None: there are none.
 
     Returns:
-        The clean latents, float32, of the shape of `noise`; the latents before the first recorded
-        step and after each recorded step, float32, in that order, or with `query_steps` the latents
-        before the drawn step and the clean latents that are predicted there, or None if nothing is
-        recorded;
-        and the latents after the first segment, float32. Velocities that are not finite make the
-        latents of their sample non-finite.
+        A tuple: the clean latents, float32, in the shape of `noise`; the recorded latents, float32;
+        and the latents after the first segment, float32. Recorded are the latents before the first
+        recorded step and after each recorded step, or with `query_steps` the latents before the
+        drawn step and the clean latents that are predicted there. They are None if nothing is
+        recorded. Velocities that are not finite make the latents of their sample non-finite.
     """
 
-    queried = None
+    drawn_steps = None
     if query_steps is not None:
-        queried = draw_steps(seeds, query_steps.start, len(query_steps))
-        queried = queried.reshape(-1, *(1,) * (noise.ndim - 1))
+        drawn_steps = draw_steps(seeds, query_steps.start, len(query_steps))
+        drawn_steps = drawn_steps.reshape(-1, *(1,) * (noise.ndim - 1))
 
     def step(velocity, carry, inputs):
-        (x, previous_x0, second_previous_x0), found = carry
+        (x, previous_x0, second_previous_x0), query_states = carry
         number, sigma, timestep, (a, b, c, d, e), weights = inputs
         x0 = x - sigma * velocity(x, timestep).astype(jnp.float32)
         next_x = a * x + b * x0 + c * previous_x0 + d * second_previous_x0
@@ -91,21 +90,21 @@ def trajectory(
             lambda: next_x + e * _solver_noise(seeds, weights, next_x.shape[1:]),
             lambda: next_x,
         )
-        if found is not None:
-            found = tuple(
-                jnp.where(number == queried, new, old)
-                for new, old in zip((x, x0), found, strict=True)
+        if query_states is not None:
+            query_states = tuple(
+                jnp.where(number == drawn_steps, new, old)
+                for new, old in zip((x, x0), query_states, strict=True)
             )
-        return ((next_x, x0, previous_x0), found), x if recorded_steps else None
+        return ((next_x, x0, previous_x0), query_states), x if recorded_steps else None
 
     zeros = jnp.zeros_like(noise)
-    carry = ((noise, zeros, zeros), None if queried is None else (zeros, zeros))
+    carry = ((noise, zeros, zeros), None if drawn_steps is None else (zeros, zeros))
     path = []
     ends = []
-    taken = 0
+    first_step = 0
     for velocity, schedule in segments:
         inputs = (
-            taken + jnp.arange(schedule.steps),
+            first_step + jnp.arange(schedule.steps),
             schedule.sigmas,
             schedule.timesteps,
             tuple(jnp.asarray(schedule.table).T),
@@ -114,11 +113,11 @@ def trajectory(
         carry, states = jax.lax.scan(partial(step, velocity), carry, inputs)
         path.append(states)
         ends.append(carry[0][0])
-        taken += schedule.steps
+        first_step += schedule.steps
     latents = ends[-1]
-    found = carry[1]
-    if found is not None:
-        return latents, jnp.stack(found, axis=1), ends[0]
+    query_states = carry[1]
+    if query_states is not None:
+        return latents, jnp.stack(query_states, axis=1), ends[0]
     if not recorded_steps:
         return latents, None, ends[0]
     std = jnp.concatenate([jnp.asarray(schedule.table)[:, 4] for _, schedule in segments])

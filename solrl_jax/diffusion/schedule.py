@@ -170,7 +170,7 @@ class Schedule:
         """
         return jnp.argmin(jnp.abs(jnp.asarray(self.sigmas) - sigma))
 
-    def query_steps(self, last: int | None, sigma: float) -> tuple[int | Array, int]:
+    def locate_query_steps(self, last: int | None, sigma: float) -> tuple[int | Array, int]:
         """The consecutive steps among which objectives on reward gradients draw one per sample.
 
         Args:

@@ -153,7 +153,7 @@ def permutations(seeds: Seeds, name: str, count: int) -> Int[Array, "b {count}"]
     Args:
         seeds: The b seeds, the two words of a threefry key per row.
         name: The use, usually "sigmas"; or another stream of a seed ("initial", "solver",
-            "training", "calibration", "reference" or "query").
+            "training", "calibration" or "reference").
         count: How many numbers are put in order.
 
     Returns:
@@ -181,7 +181,11 @@ def draw_steps(seeds: Seeds, first: int | Int[Array, ""], count: int) -> Int[Arr
         The index of one step per seed, int32, from `first` to `first + count - 1`. It depends on
         its own seed and the arguments alone.
     """
-    return first + permutations(seeds, "query", count)[:, 0]
+
+    def draw(seed: Any) -> Array:
+        return jax.random.randint(stream(jax.random.wrap_key_data(seed), "query"), (), 0, count)
+
+    return first + jax.vmap(draw)(seeds)
 
 
 def seed_numbers(seeds: UInt32[np.ndarray, "*shape 2"]) -> UInt64[np.ndarray, "*shape"]:

@@ -24,7 +24,7 @@ MAX_PIXELS = 2**21
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["params"],
-    meta_fields=["pipeline", "dtype", "tile", "max_images", "max_pixels"],
+    meta_fields=["pipeline", "dtype", "tile", "max_pixels"],
 )
 @dataclasses.dataclass(frozen=True)
 class Decoder:
@@ -42,7 +42,6 @@ class Decoder:
         tile: side, in pixels, of the square tiles that are decoded one after another to save
             memory: a multiple of `pipeline.compression`. None: images are decoded whole, as are
             images that fit into one tile.
-        max_images: the most images that a device decodes at once, at least 1.
         max_pixels: the most pixels that a device decodes at once. One image, or one tile of it, is
             decoded even if it has more.
     """
@@ -51,13 +50,12 @@ class Decoder:
     pipeline: Pipeline
     dtype: jnp.dtype
     tile: int | None = None
-    max_images: int = MAX_IMAGES
     max_pixels: int = MAX_PIXELS
 
     def __call__(self, latents: Float[Array, "b ... c"]) -> Float[Array, "b ... 3"]:
         """Decodes latents to images or clips in [0, 1], float32. For use under jit.
 
-        Each device decodes a few images at a time: up to `max_images`, or fewer if together they
+        Each device decodes a few images at a time: up to four, or fewer if together they
         would have more than `max_pixels` (with tiles: if that many tiles would; all frames count),
         but at least one. If `tile` is set, images that exceed a tile are decoded in tiles, which
         overlap by a quarter of a tile or more.
@@ -85,5 +83,5 @@ class Decoder:
         if latents.ndim == 5:
             frames = latents.shape[1] * (self.pipeline.temporal_compression or 1)
         pixels = frames * height * width * compression**2
-        batch_size = max(1, min(self.max_images, self.max_pixels // pixels))
+        batch_size = max(1, min(MAX_IMAGES, self.max_pixels // pixels))
         return sharding.map_rows(decode, latents.astype(self.dtype), batch_size)

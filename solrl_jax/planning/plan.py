@@ -315,9 +315,9 @@ def plan(
         * "faster": settings `key=value` that may save time, by the name of the stage.
         * "parts": bytes of the arrays that stay in memory, e.g. "base" and "adapters".
         * "assumptions": a list of sentences.
-        * "preset", "device", "devices" (per host), "hosts", "size" (height and width in pixels),
-          "mesh" (the sizes of its axes by name), "exploration" (its format, as a sentence) and
-          "remat" (what the backward pass computes again): what was planned.
+        * "preset", "objective", "device", "devices" (per host), "hosts", "size" (height and width
+          in pixels), "mesh" (the sizes of its axes by name), "exploration" (its format, as a
+          sentence) and "remat" (what the backward pass computes again): what was planned.
 
     Raises:
         InputError: If the devices do not exist or do not match the mesh of the configuration, if
@@ -345,6 +345,7 @@ def plan(
     form = planner.stages.experiment.explorer.format
     return {
         "preset": config.preset,
+        "objective": config.algorithm.objective,
         "device": where.target.name,
         "devices": where.count,
         "hosts": where.hosts,

@@ -159,9 +159,8 @@ def hpsv2(paths: Mapping[str, str], config: CLIPConfig = HPS) -> NetworkReward:
 def tiny_clip(paths: Mapping[str, str]) -> NetworkReward:
     """Opens the small CLIP that the package contains, for tests and trials without downloads.
 
-    The score of an image and its prompt is the cosine of their embeddings.
-    Images must have 32 x 32 pixels; scoring others raises ValueError. Prompts are cut after 24
-    tokens.
+    The score of an image and its prompt is the cosine of their embeddings. Images must have
+    32 x 32 pixels; scoring others raises ValueError. Prompts are cut after 24 tokens.
 
     Args:
         paths: Not read, because the package contains the CLIP.

@@ -1,8 +1,8 @@
 """Rewards outside JAX on several hosts: each host scores the images of its own devices.
 
 Then all hosts share all scores. Rewards that compare images need all images of a group: each host
-gets the images of all, and scores every so-many-th group. Rewards of clips get whole clips, and the
-others some frames of each as images.
+gets the images of all, and scores every n-th group, with n hosts. Rewards of clips get whole clips,
+and the others some frames of each as images.
 """
 
 import collections
@@ -172,7 +172,7 @@ class SampleScoring:
         self._parts = parts
 
     def select(self, samples: Float[Array, "b ... 3"]) -> list[Float[Array, "_ ... 3"]]:
-        """Returns what the rewards get of a chunk of samples, on the devices. Nothing waits.
+        """Returns the inputs of each kind of rewards for a chunk, on the devices, without waiting.
 
         Args:
             samples: The next chunk of images [chunk, H, W, 3] or clips [chunk, T, H, W, 3] in
@@ -244,14 +244,14 @@ def sample_scoring(
     """
     parts: list[tuple[DividedScoring, int | None]] = []
     with contextlib.ExitStack() as stack:
-        of_images = host.select(clips=False)
-        if of_images is not None:
+        image_rewards = host.select(clips=False)
+        if image_rewards is not None:
             repeated = [prompt for prompt in prompts for _ in range(frames)]
-            scoring = divided_scoring(of_images, repeated, chunk * frames, placement)
+            scoring = divided_scoring(image_rewards, repeated, chunk * frames, placement)
             parts.append((stack.enter_context(scoring), frames))
-        of_clips = host.select(clips=True)
-        if of_clips is not None:
-            scoring = divided_scoring(of_clips, prompts, chunk, placement)
+        clip_rewards = host.select(clips=True)
+        if clip_rewards is not None:
+            scoring = divided_scoring(clip_rewards, prompts, chunk, placement)
             parts.append((stack.enter_context(scoring), None))
         yield SampleScoring(parts)
 

@@ -162,8 +162,9 @@ class Reward:
         host: Only for weighted sums: the rewards outside JAX that belong to the sum, or None.
         check: Is called with every prompt of a run (`Prompt`), and raises ValueError if the reward
             cannot score it. By default every prompt is accepted.
-        inputs: What `score` gets. "images": images [b, H, W, 3] in [0, 1]. "latents": the clean
-            latents [b, h, w, c] in float32 before decoding. "both": a pair (images, latents).
+        inputs: What `score` gets. "images": images [b, H, W, 3] in [0, 1], or whole clips, see
+            `clips`. "latents": the clean latents [b, h, w, c], of clips [b, t, h, w, c], in float32
+            before decoding. "both": a pair (images, latents).
         clips: Whether `score` gets whole clips [b, T, H, W, 3] in [0, 1], with T frames each, where
             `inputs` says images. False: it gets frames of clips as images. In a weighted sum: True
             if any part gets whole clips.
@@ -175,8 +176,8 @@ class Reward:
         group_size: Only for the weighted sum in a field `group`: the most candidates of a prompt in
             a group (`reward.group_size` of the configuration), 24 (`GROUP_SIZE`) by default.
         differentiable: Whether the gradient of `score` with respect to its inputs may be trained
-            on, as the objective "opsd" does. It is a promise: a score that counts or rounds has a
-            gradient of zero. False by default.
+            on, as the objectives "opsd", "refl" and "draft" do. It is a promise: a score that
+            counts or rounds has a gradient of zero. False by default.
         frames: Only for weighted sums: the number of frames that are scored of a clip
             (`reward.frames` of the configuration), 1 by default. `score` gets each as an image, and
             the score of the clip is the mean over them. No effect if `clips`.
@@ -225,7 +226,7 @@ class Reward:
             if not isinstance(value, bool):
                 raise ValueError(f"{name}={brief_repr(value)}: expected True or False")
         if self.clips and self.inputs == "latents":
-            raise ValueError("clips=True: must be False with inputs='latents', which has no frames")
+            raise ValueError("clips=True: must be False with inputs='latents', which are no images")
         scores_somewhere = callable(self.score) or self.host is not None or self.group is not None
         if not (callable(self.prepare) and callable(self.check) and scores_somewhere):
             raise ValueError("prepare, score, check: expected functions")

@@ -182,7 +182,7 @@ class OpenedRewards:
         return Rewards(trained, evaluated, explored)
 
     def check_sizes(self, sizes: Iterable[Size]) -> None:
-        """Checks that rewards of clips get clips, whatever the model is.
+        """Checks that no reward of whole clips is used with a size of images.
 
         Args:
             sizes: The sizes that are scored: (height, width) of images in pixels, or (height,

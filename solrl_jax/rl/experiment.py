@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import UInt32
 
 from solrl_jax.config.schema import Config
-from solrl_jax.config.sizes import evaluation_size, pixel_shape, training_sizes
+from solrl_jax.config.sizes import describe_size, evaluation_size, pixel_shape, training_sizes
 from solrl_jax.config.values import ConfigError, Size
 from solrl_jax.data.prompts import Prompt, load_instruction, load_prompts
 from solrl_jax.diffusion.schedule import Schedule
@@ -35,7 +35,7 @@ from solrl_jax.rl.generate import PromptBatch, SeedBatch, prepare
 from solrl_jax.rl.gradient_checkpointing import open_for_training
 from solrl_jax.rl.memory_check import device_memory, refuse_what_cannot_fit
 from solrl_jax.rl.objective import load_objective, targets_of
-from solrl_jax.rl.sampler import Sampler, Segment
+from solrl_jax.rl.sampler import Sampler, Segment, make_schedule
 from solrl_jax.rl.state import TrainState, abstract_state, init_state, read_start
 from solrl_jax.rl.trainable.trainable import Targets, Trainable, attach, find_targets
 
@@ -169,33 +169,19 @@ class Experiment:
         return attach(self.backbone.transformer, trained, self.scale)
 
     def schedule(self, steps: int, noise_start: int | None = 0) -> Schedule:
-        """The configured sigmas, solver and guidance with any number of steps, for images of
-        `self.size`.
+        """The schedule of this experiment's model and size: `rl.sampler.make_schedule`.
 
         Args:
             steps: The number of solver steps, at least 1. The full schedule has
                 `rollout.num_steps`.
-            noise_start: Where noise is added, if `rollout.noise_level` is above 0: at
-                `rollout.sde_window_size` steps of the full schedule from step `noise_start`
-                (counted from 0) on; without a window size, at all steps from there on. The last
-                step never adds noise. None: no step does.
+            noise_start: The first step of the full schedule, counted from 0, that adds noise, if
+                `rollout.noise_level` is above 0. None: no step does.
 
         Returns:
-            The schedule, as arrays on the host. One with fewer steps than the full schedule adds
-            the noise that a seed has on the full one between the same sigmas. One with more steps
-            draws other noise.
+            The schedule, as arrays on the host.
         """
         pipeline = self.backbone.pipeline
-        tokens = pipeline.image_tokens(*self.size)
-        return Schedule.from_config(
-            self.config.rollout,
-            steps,
-            tokens,
-            pipeline.embedded_guidance,
-            noise_start,
-            pipeline.mu,
-            pipeline.shift_terminal,
-        )
+        return make_schedule(self.config.rollout, pipeline, self.size, steps, noise_start)
 
     @property
     def query_steps(self) -> range | None:
@@ -541,7 +527,7 @@ def _check_scoring(
     """Checks that a reward can score images of a size, by trying it.
 
     The parts of the reward inside JAX are only traced, for a batch of two images or clips. The part
-    outside JAX scores one grey image or clip per prompt, for which its worker processes are
+    outside JAX scores one gray image or clip per prompt, for which its worker processes are
     started.
 
     Args:
@@ -561,7 +547,7 @@ def _check_scoring(
         images = jax.ShapeDtypeStruct((2, *pixel_shape(size)), np.float32)
         latents = jax.ShapeDtypeStruct((2, *pipeline.latent_shape(*size)), np.float32)
         inputs = part.select_inputs(images, latents)
-        head = f"images of {size[0]} x {size[1]} pixels (model, rollout.size or eval.size): {{}}"
+        head = f"{describe_size(size)} pixels (model, rollout.size or eval.size): {{}}"
         with in_one_line(head.format):
             jax.eval_shape(
                 partial(score_samples, part), part.params, inputs, prepared, np.arange(2)

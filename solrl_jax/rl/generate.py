@@ -128,8 +128,8 @@ class Samples:
             sampler keeps them (`Sampler.keep_intermediate`).
         targets: The latents that the objective has made from the gradient of the reward, by name,
             float32. None unless it trains on reward gradients.
-        failed: For each reward outside JAX by its name, the number of samples that it could not
-            score, also 0. Empty without such rewards.
+        failed: For each reward outside JAX by its name, the number of images that it could not
+            score, also 0; of clips, each scored frame counts. Empty without such rewards.
         usage: What rewards outside JAX cost, by "REWARD/COUNTER": the sum of each counter that a
             reward reports, such as requests or tokens, and for these rewards also
             "REWARD/seconds_waited", the seconds that the run waited for it. Empty if no reward

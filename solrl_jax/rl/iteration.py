@@ -191,12 +191,9 @@ def iterate(
     # exploration may have taken the first ones already.
     timer.start("regenerate")
     places = chosen + rollout.candidates * np.arange(len(prompts))[:, None]
-    continued = 0
     if rollout.regenerate:
         start = None
         if explored.intermediate is not None:
-            steps = sum(segment.schedule.steps for segment in full_sampler.segments)
-            continued = rollout.num_steps - steps
             start = explored.intermediate[places.reshape(-1)]
             explored = dataclasses.replace(explored, intermediate=None)  # frees the others
         kept_seeds = SeedBatch.from_seeds(selection.kept_seeds)
@@ -248,7 +245,8 @@ def iterate(
 
     metrics |= reward_metrics(experiment, selection, rewards, values, kept, explored)
     metrics["fidelity/level"] = float(setting)
-    metrics["continued_steps"] = float(continued)
+    regenerated_steps = sum(segment.schedule.steps for segment in full_sampler.segments)
+    metrics["continued_steps"] = float(rollout.num_steps - regenerated_steps)
     metrics |= timer.report(explored, kept if rollout.regenerate else None)
     ledger = ledger_columns(experiment, selection, exploration, rewards, advantage, iteration)
     return state, IterationResult(metrics, ledger)
@@ -402,8 +400,8 @@ def reward_metrics(
           of frames, for clips.
         * "nonfinite_rewards": The number of non-finite rewards of the candidates and, if they were
           generated anew, of all samples in `kept`.
-        * "reward_failures/NAME": For each reward outside JAX, the number of samples that it could
-          not score in exploration and regeneration together.
+        * "reward_failures/NAME": For each reward outside JAX, the number of images that it could
+          not score in exploration and regeneration together; of clips, each scored frame counts.
         * "reward_cost/NAME/COUNTER": For each reward outside JAX that counts what it costs, such as
           requests or tokens, the sum over exploration and regeneration (`Samples.usage`).
         * "fidelity/spearman", "fidelity/kendall": The rank correlations between what ordered the

@@ -2,9 +2,9 @@
 
 Decoder and reward networks are functions of JAX, so the gradient is one `jax.grad`. It is a program
 of its own between regeneration and update, so that its memory does not add to that of the update:
-one image of 512 x 512 pixels (or one tile, or up to four smaller images) and
-`network.IMAGES_PER_DEVICE` images of a reward network are differentiated at a time, and evaluated
-again for it.
+a device differentiates up to four images (or tiles) at a time if together they have at most
+`MAX_PIXELS` pixels, otherwise one, and `network.IMAGES_PER_DEVICE` images of a reward network. Both
+are evaluated again for it.
 """
 
 import dataclasses
@@ -84,8 +84,8 @@ def add_targets(
 
 
 def gradient_decoder(decoder: Decoder) -> Decoder:
-    """The decoder as it is differentiated: a device decodes up to `MAX_PIXELS` (2^18) at a time,
-    and one image or tile if that has more.
+    """Returns a copy of the decoder for differentiation. A device decodes at most `MAX_PIXELS`
+    (2^18) pixels at a time with it, or one image or tile if that has more.
 
     Args:
         decoder: The decoder that images are scored with. Tiles stay tiles.
@@ -153,8 +153,8 @@ def rows_per_call(config: Config, count: int, devices: int) -> int:
 
 
 def try_targets(algorithm: AlgorithmConfig) -> tuple[tuple[str, ...], int]:
-    """What an objective makes from the gradient of the reward, found by a call of its `targets`
-    with latents of one zero.
+    """Returns the names of an objective's targets and the number of gradients that it takes, by
+    calling its `targets` once with a latent of shape [1, 1, 1, 1].
 
     Args:
         algorithm: The algorithm section of the configuration. Its objective must train on reward

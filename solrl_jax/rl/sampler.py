@@ -7,9 +7,44 @@ import dataclasses
 
 import jax
 
+from solrl_jax.config.schema import Rollout
+from solrl_jax.config.values import Size
 from solrl_jax.diffusion.schedule import Schedule
 from solrl_jax.models.decoder import Decoder
 from solrl_jax.models.loading.weights import Params
+from solrl_jax.models.pipeline import Pipeline
+
+
+def make_schedule(
+    rollout: Rollout, pipeline: Pipeline, size: Size, steps: int, noise_start: int | None = None
+) -> Schedule:
+    """The configured sigmas, solver and guidance with any number of steps, for a model and a size.
+
+    Args:
+        rollout: The configuration of the rollout.
+        pipeline: The model, whose shift and embedded guidance some schedules take.
+        size: Height and width of the images in pixels, or of clips also the number of frames, from
+            which some schedules derive their shift.
+        steps: The number of solver steps, at least 1. The full schedule has `rollout.num_steps`.
+        noise_start: Where noise is added, if `rollout.noise_level` is above 0: at
+            `rollout.sde_window_size` steps of the full schedule from step `noise_start` (counted
+            from 0) on; without a window size, at all steps from there on. The last step never adds
+            noise. None: no step does.
+
+    Returns:
+        The schedule, as arrays on the host. One with fewer steps than the full schedule adds the
+        noise that a seed has on the full one between the same sigmas. One with more steps draws
+        other noise.
+    """
+    return Schedule.from_config(
+        rollout,
+        steps,
+        pipeline.image_tokens(*size),
+        pipeline.embedded_guidance,
+        noise_start,
+        pipeline.mu,
+        pipeline.shift_terminal,
+    )
 
 
 @jax.tree_util.register_dataclass

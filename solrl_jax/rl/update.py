@@ -160,7 +160,7 @@ def update(
     chosen = permutations(batch.seeds, "sigmas", schedule.steps)
     if batch.targets is not None:
         algorithm = config.algorithm
-        first, count = schedule.query_steps(algorithm.last_steps, algorithm.query_sigma)
+        first, count = schedule.locate_query_steps(algorithm.last_steps, algorithm.query_sigma)
         chosen = draw_steps(batch.seeds, first, count)[:, None]
     elif batch.states is not None:  # only steps that add noise are recorded, so they come first
         deterministic = jnp.asarray(schedule.table)[chosen, 4] == 0

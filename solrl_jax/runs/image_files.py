@@ -50,6 +50,7 @@ _CELLS = "Cells"
 # `eval.num_grid_images`.
 _MAX_CELLS = 2**11
 FRAMES_PER_SECOND = 16  # of clips, as those of Wan 2.1
+FRAME_MILLISECONDS = round(1000 / FRAMES_PER_SECOND)  # how WebP stores it
 _FRAME = 4  # pixels of the frame around an image of `save_before_after`
 _MARK = 20  # pixels of the tick or cross in its corner
 
@@ -169,15 +170,15 @@ def read_grid(path: RunPath) -> list[tuple["Image", dict[str, Any]]]:
 
 
 def read_moving_grid(
-    path: RunPath, most_frames: int, most_pixels: int
+    path: RunPath, most_frames: int, longest_side: int
 ) -> tuple[list[list["Image"]], float]:
     """Reads the clips of a moving grid that `save_grid` wrote, shrunk and with fewer frames.
 
     Args:
         path: The PNG file. The moving grid is beside it, with the ending ".webp".
-        most_frames: The most frames that are kept of a clip, at least 1. If it has more, equally
-            spaced ones are, the first and the last among them.
-        most_pixels: The longest side of a frame. Larger frames are shrunk.
+        most_frames: The most frames that are kept of a clip, at least 1. Longer clips keep this
+            many equally spaced frames, including the first and the last.
+        longest_side: The longest side of a frame in pixels. Larger frames are shrunk.
 
     Returns:
         A pair. First the clips in the order of the grid, each a list of RGB images of Pillow; []
@@ -191,29 +192,37 @@ def read_moving_grid(
         return [], 0.0
     with _open_image(path, "PNG") as still:
         boxes, _ = _boxes_and_facts(still)
-    clips: list[list[Image]] = [[] for _ in boxes]
+    stored: list[list[Image]] = []
+    milliseconds = []
     with _open_image(moving_path, "WEBP") as sheet:
-        count = getattr(sheet, "n_frames", 1)
-        places = np.unique(np.linspace(0, count - 1, min(count, most_frames)).round().astype(int))
-        for place in places:
-            sheet.seek(int(place))
+        for number in range(getattr(sheet, "n_frames", 1)):
+            sheet.seek(number)
             frame = sheet.convert("RGB")
             _check_boxes(frame, boxes)
-            for clip, box in zip(clips, boxes, strict=True):
-                image = frame.crop(box)
-                image.thumbnail((most_pixels, most_pixels))
-                clip.append(image)
+            images = [frame.crop(box) for box in boxes]
+            for image in images:
+                image.thumbnail((longest_side, longest_side))
+            stored.append(images)
+            milliseconds.append(sheet.info.get("duration", FRAME_MILLISECONDS))
+    # Equal frames in a row are stored as one that is shown for longer.
+    ends = np.cumsum(milliseconds)
+    count = max(1, round(ends[-1] / FRAME_MILLISECONDS))
+    shown = np.linspace(0, count - 1, min(count, most_frames)).round() * FRAME_MILLISECONDS
+    places = np.minimum(np.searchsorted(ends, shown, side="right"), len(stored) - 1)
+    clips = [[stored[place][clip] for place in places] for clip in range(len(boxes))]
     return clips, count / FRAMES_PER_SECOND / len(places)
 
 
 @contextlib.contextmanager
 def _open_image(path: RunPath, kind: str) -> Iterator["Image"]:
-    """A context manager that yields an image file as an image of Pillow, whose pixels are read when
-    they are needed.
+    """A context manager that opens an image file.
 
     Args:
         path: The file.
         kind: The only format that is accepted, "PNG" or "WEBP".
+
+    Yields:
+        The image of Pillow, whose pixels are read when they are needed.
 
     Raises:
         InputError: If the file is missing, has another format or is damaged, also if the body
@@ -471,7 +480,7 @@ def _save_animation(path: str | RunPath, frames: Iterable["Image"]) -> None:
             format="WEBP",
             save_all=True,
             append_images=others,
-            duration=round(1000 / FRAMES_PER_SECOND),
+            duration=FRAME_MILLISECONDS,
             loop=0,
             quality=90,
         )

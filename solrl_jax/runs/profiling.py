@@ -4,8 +4,8 @@
         *.xplane.pb                 for TensorBoard
         perfetto_trace.json.gz      for ui.perfetto.dev
 
-A trace names the stages of the iteration (`rl.phase_timer.PhaseTimer`). If there are
-several processes, only the first writes one, of itself.
+A trace names the stages of the iteration (`rl.phase_timer.PhaseTimer`). If there are several
+processes, only the first writes one, of itself.
 """
 
 import contextlib

@@ -106,8 +106,9 @@ def _skips_reference(config: Config) -> bool:
     """Whether the update needs no prediction of the reference policy.
 
     Args:
-        config: The configuration. Of the objectives, those on reward gradients do not read the
-            reference if `algorithm.kl_coef` is 0; the others report the distance to it.
+        config: The configuration. The package's objectives on reward gradients do not read the
+            reference if `algorithm.kl_coef` is 0, and those of users are priced as if they did not.
+            The others report the distance to it.
     """
     algorithm = config.algorithm
     return algorithm.trains_on == "reward_gradients" and algorithm.kl_coef == 0
@@ -140,14 +141,15 @@ def prices_of(plan: Mapping[str, Any]) -> Prices:
 
     A plan has the seconds of each stage of an iteration of a preset. They are divided by the
     preset's numbers of samples, steps and training terms, so the plan must not have been made with
-    overrides of these numbers. The only exception is `objective=opsd`, whose stage "targets" gives
-    the price of a gradient of the reward.
+    overrides of these numbers. The only exceptions are the objectives on reward gradients, whose
+    stage "targets" gives the price of a gradient of the reward.
 
     Args:
         plan: The plan, as `solrl plan` prints it in JSON, with the keys "preset" (its name),
-            "device", "exploration" (a text whose first word is the number format) and "stages" (a
-            list of dicts with "name" and "seconds"). Without a stage "sync" its price is 0. If
-            exploration has the training precision, its price is that of regeneration.
+            "device", "objective" (its name), "exploration" (a text whose first word is the number
+            format) and "stages" (a list of dicts with "name" and "seconds"). Without a stage "sync"
+            its price is 0. If exploration has the training precision, its price is that of
+            regeneration.
 
     Raises:
         ConfigError: If there is no such preset.
@@ -157,7 +159,8 @@ def prices_of(plan: Mapping[str, Any]) -> Prices:
     """
     seconds = {stage["name"]: stage["seconds"] for stage in plan["stages"]}
     takes_gradients = "targets" in seconds
-    config = resolve(plan["preset"], ("objective=opsd",) if takes_gradients else ())
+    objective = plan.get("objective", "opsd")  # plans of older versions do not name it
+    config = resolve(plan["preset"], (f"objective={objective}",) if takes_gradients else ())
     rollout = config.rollout
     prompts = config.train.num_prompts
     pool = prompts * rollout.candidates

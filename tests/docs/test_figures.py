@@ -520,7 +520,7 @@ def test_rungs_of_exploration():
             check(signed(cell), [pool, values["difference"], values["standard_error"]], name)
             assert ("*" in cell) == (values["pool"] > 96)
     text = " ".join(page.read_text().split())
-    said = re.search(r"rungs of 96 and 36 add (\S+) ± (\S+) to it", text)
+    said = re.search(r"rounds of 96 and 36 add (\S+) ± (\S+) to it", text)
     assert said is not None
     check(said.groups(), found["[[96, 3], [36, 3]] minus [[96, 4]]"].values(), "rungs")
     said = re.search(r"ranks at (\S+), (\S+) and (\S+), and after all six at (\S+) \(S", text)

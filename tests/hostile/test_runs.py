@@ -71,7 +71,6 @@ def test_a_run_without_a_finite_reward_fails_after_three_iterations_or_at_its_en
     )
 
 
-@pytest.mark.exhaustive
 def test_the_last_finite_checkpoint_is_kept_and_named(run, tmp_path):
     """A finished run goes on, and its reward is finite no more."""
     whole = train(

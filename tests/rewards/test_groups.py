@@ -137,7 +137,6 @@ def test_a_reward_of_yours_that_compares_candidates_trains(name, tmp_path):
         assert (np.ptp(rewards, axis=-1) > 0.2).all()
 
 
-@pytest.mark.exhaustive
 def test_a_weighted_sum_of_rewards_that_compare_and_that_do_not(tmp_path):
     weights = (
         "reward.weights={'tests.comparing:ranks': 1, 'tests.comparing:ranks_inside': 2,"

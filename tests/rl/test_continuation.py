@@ -46,8 +46,9 @@ def iterated(monkeypatch, *overrides, mesh=(1, 1)):
         patch.setattr(loop, "generate", recorded)
         patch.setattr(loop, "update", not_updated)
         _, outcome = loop.iterate(experiment, state, 1)
-    regenerated = sum(segment.schedule.steps for segment in samplers[1].segments)
-    assert outcome.metrics["continued_steps"] == 6 - regenerated
+    exploring = samplers[0]
+    kept = exploring.segments[0].schedule.steps if exploring.keep_intermediate else 0
+    assert outcome.metrics["continued_steps"] == kept
     return batches[0], outcome.ledger, samplers
 
 

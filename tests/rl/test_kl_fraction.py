@@ -92,7 +92,6 @@ def test_every_term_is_drawn_equally_often_even_if_terms_share_a_seed():
     assert abs(counts / draws - 1 / 3).max() < 4.5 * np.sqrt(1 / 3 * 2 / 3 / draws)
 
 
-@pytest.mark.exhaustive
 def test_the_reference_costs_its_fraction():
     """Operations by XLA's count, between those without a KL term and those with all of it.
 

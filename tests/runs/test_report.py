@@ -234,6 +234,26 @@ def test_clips_move(run, tmp_path):
         report.write([folder], folder / report.NAME)
 
 
+def test_a_clip_that_stands_still_takes_its_time(run, tmp_path):
+    """Equal frames in a row are one frame of the file."""
+    folder = shutil.copytree(run, tmp_path / "clips")
+    clips = np.zeros((1, 32, 16, 16, 3))
+    clips[:, 24:] = 1
+    path = folder / "pictures" / "iteration-000003.png"
+    image_files.save_grid(path, clips, 1, ["a"], [{"prompt": "a"}])
+    report.write([folder], folder / report.NAME)
+    (shown,) = Page(folder / report.NAME).data["runs"]
+    durations = []
+    with image_of(shown["grids"][1]["cells"][0]) as image:
+        for number in range(image.n_frames):
+            image.seek(number)
+            image.load()
+            durations.append(image.info["duration"])
+    assert len(durations) == 2
+    assert sum(durations) == pytest.approx(2000, rel=0.02)
+    assert durations[0] / sum(durations) == pytest.approx(0.75, abs=0.05)
+
+
 def image_of(cell: dict) -> Image.Image:
     return Image.open(io.BytesIO(base64.b64decode(cell["src"].partition(",")[2])))
 

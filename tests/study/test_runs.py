@@ -33,6 +33,12 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def first_study(folder) -> tuple[int, list[dict], str]:
+    """What the first quick study ended with, said and printed; its runs are in `folder`."""
+    return study(folder, "--quick", "--processes", "1")
+
+
 def command(folder: Path, *arguments: str) -> list[str]:
     return [
         sys.executable,
@@ -55,8 +61,8 @@ def study(folder: Path, *arguments: str) -> tuple[int, list[dict], str]:
     return done.returncode, [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 
 
-def test_a_failed_arm_is_reported_and_stops_no_other(folder):
-    code, (found,), said = study(folder, "--quick", "--processes", "1")
+def test_a_failed_arm_is_reported_and_stops_no_other(folder, first_study):
+    code, (found,), said = first_study
     assert (code, found["exit_code"]) == (1, 1)
     assert found["error"].startswith("1 of 2 runs failed, e.g. bad-3: prompts.train='none.txt'")
     assert said.splitlines()[-1] == f"solrl: {found['error']}"
@@ -69,6 +75,7 @@ def test_a_failed_arm_is_reported_and_stops_no_other(folder):
     assert "prompts (sha256" in found["setting"]["evaluation"]
 
 
+@pytest.mark.usefixtures("first_study")
 def test_what_is_finished_is_not_repeated(folder):
     before = (folder / "out" / "good-3" / "run.json").stat().st_mtime_ns
     code, _, said = study(folder, "--quick")
@@ -93,6 +100,7 @@ def test_what_is_finished_is_not_repeated(folder):
         ),
     ],
 )
+@pytest.mark.usefixtures("first_study")
 def test_a_run_json_of_other_types_is_one_line_at_worst(folder, written, code):
     path = folder / "out" / "good-3" / "run.json"
     before = path.read_text()
@@ -104,6 +112,7 @@ def test_a_run_json_of_other_types_is_one_line_at_worst(folder, written, code):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("first_study")
 def test_a_longer_study_goes_on_and_one_that_is_stopped_saves(folder):
     first = ledger.path_of(folder / "out" / "good-3" / "ledger", 1)
     before = first.stat().st_mtime_ns

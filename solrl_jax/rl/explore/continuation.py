@@ -6,9 +6,9 @@ latents are the regeneration's own. Those of the kept candidates are then not co
 
 from solrl_jax.config.schema import Config, Rollout
 from solrl_jax.config.values import Size
-from solrl_jax.diffusion.schedule import Schedule
 from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.quant.formats import FORMATS
+from solrl_jax.rl.sampler import make_schedule
 
 
 def find_query_steps(config: Config, pipeline: Pipeline, size: Size) -> range | None:
@@ -29,16 +29,9 @@ def find_query_steps(config: Config, pipeline: Pipeline, size: Size) -> range | 
     """
     if config.algorithm.trains_on != "reward_gradients":
         return None
-    schedule = Schedule.from_config(
-        config.rollout,
-        config.rollout.num_steps,
-        pipeline.image_tokens(*size),
-        pipeline.embedded_guidance,
-        mu=pipeline.mu,
-        shift_terminal=pipeline.shift_terminal,
-    )
+    schedule = make_schedule(config.rollout, pipeline, size, config.rollout.num_steps)
     algorithm = config.algorithm
-    first, count = schedule.query_steps(algorithm.last_steps, algorithm.query_sigma)
+    first, count = schedule.locate_query_steps(algorithm.last_steps, algorithm.query_sigma)
     return range(int(first), int(first) + count)
 
 

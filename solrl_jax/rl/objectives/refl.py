@@ -32,7 +32,7 @@ def targets(
         algorithm: Not read.
 
     Returns:
-        "gradient": one number per number of the latents.
+        "gradient": the gradient, in the shape of `anchor`.
     """
     return {"gradient": gradient(anchor)[1]}
 
@@ -48,11 +48,11 @@ def refl(
              = sigma <g, v - v_old> + kl_coef mean((v - v_ref)^2)
 
     <,> sums the products over the dimensions of a sample, so the first term is the change of -R to
-    first order. Where v equals v_old it is 0, and its gradient by the parameters is that of -R(y)
-    as one `jax.grad` through network, decoder and reward would give it. That is so in the first
-    optimizer step of an iteration with `decay_type` 0. In further steps, or with an old policy that
-    follows slowly, g still is the gradient at y_old. All samples count alike, whatever their reward
-    is.
+    first order. Where v equals v_old it is 0, and its gradient with respect to the parameters is
+    that of -R(y) as one `jax.grad` through network, decoder and reward would give it. That is so in
+    the first optimizer step of an iteration with `decay_type` 0. In further steps, or with an old
+    policy that follows slowly, g is still the gradient at y_old. All samples count alike, whatever
+    their reward is.
 
     Args:
         velocities: What the trained (v), the old (v_old) and the reference policy (v_ref) predict.
