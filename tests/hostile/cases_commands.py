@@ -464,7 +464,7 @@ CASES = [
     Case(
         "pictures that a reward cannot read",
         "train tiny reward=tiny-clip model.width=40 run.dir={dir}/run",
-        "images of 32 x 40",
+        "images of 40 x 32",
     ),
     Case("study: out is a file", STUDY, "is a file", files=GOOD | {"{dir}/out": "mine"}, kept=OUT),
     Case(
