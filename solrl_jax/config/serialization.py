@@ -30,7 +30,21 @@ def to_tree(config: Config) -> dict[str, Any]:
     Args:
         config: The configuration. Its tuples become lists.
     """
-    return yaml.safe_load(to_yaml(config))
+    return _plain(dataclasses.asdict(config))
+
+
+def _plain(value: Any) -> Any:
+    """Returns a field's value as YAML reads it back: with dicts for mappings and lists for
+    sequences.
+
+    Args:
+        value: A mapping, list or tuple of such values, or a scalar, which is returned as it is.
+    """
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
 
 
 def from_yaml(text: str) -> Config:

@@ -12,10 +12,8 @@ import json
 import operator
 from typing import Any
 
-import yaml
-
 from solrl_jax.config.schema import Config
-from solrl_jax.config.serialization import drop_defaults, to_yaml
+from solrl_jax.config.serialization import drop_defaults, to_tree, to_yaml
 from solrl_jax.errors import InputError
 from solrl_jax.quant.formats import AUTO, resolve_format
 from solrl_jax.rewards.judge.settings import FREE as JUDGE_FREE
@@ -215,7 +213,7 @@ def _bound_settings(config: Config) -> dict[str, Any]:
     Returns:
         New nested dicts of plain values, e.g. {"rollout": {"kept": 24, ...}, ...}.
     """
-    settings = yaml.safe_load(to_yaml(config))
+    settings = to_tree(config)
     for name in FREE:
         *sections, field = name.split(".")
         section = functools.reduce(operator.getitem, sections, settings)

@@ -46,6 +46,7 @@ def test_text_round_trip_is_exact(seed, rate, weights, path):
         prompts=dataclasses.replace(TINY.prompts, train=path),
     )
     assert from_yaml(to_yaml(config)) == config
+    assert to_tree(config) == yaml.safe_load(to_yaml(config))
 
 
 @pytest.mark.parametrize(
