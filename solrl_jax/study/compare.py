@@ -8,7 +8,7 @@ do not say how other images would score.
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -50,6 +50,8 @@ class Course:
             that does not regenerate.
         watched: The names in `scores` of those that the configuration names in `reward.eval_only`,
             which are not trained on.
+        trained: The held-out scores that the run trains on, at each evaluation by name. That of a
+            single one is not in `scores`.
     """
 
     seed: int
@@ -59,11 +61,23 @@ class Course:
     network_evaluations: int
     fidelity: Mapping[str, Float[np.ndarray, " i"]]
     watched: Sequence[str] = ()
+    trained: Mapping[str, Evaluated] = dataclasses.field(default_factory=dict)
 
     @property
     def reward(self) -> Evaluated:
         """The held-out reward at each evaluation, `scores["reward"]`."""
         return self.scores["reward"]
+
+    def score(self, name: str) -> Evaluated | None:
+        """Returns a held-out score at each evaluation, whether it is trained on or watched.
+
+        Args:
+            name: The name of the score.
+
+        Returns:
+            The scores; None if the run did not record them.
+        """
+        return self.scores.get(name, self.trained.get(name))
 
 
 def read_course(run: Run, prices: Prices) -> Course:
@@ -98,10 +112,14 @@ def read_course(run: Run, prices: Prices) -> Course:
                 f"{run.folder}: has no held-out reward after iteration {iteration}; remove the "
                 "directory, and the run is trained again"
             )
-    scores = {
-        name: np.array([rows[i].get(f"eval/{name}") for i in evaluated], float)
-        for name in _score_names(rows[last], config.reward.weights)
-    }
+
+    def read_scores(names: Iterable[str]) -> dict[str, Evaluated]:
+        return {
+            name: np.array([rows[i].get(f"eval/{name}") for i in evaluated], float)
+            for name in names
+        }
+
+    scores = read_scores(_score_names(rows[last], config.reward.weights))
     costs = [0.0]
     network_evaluations = 0
     ranks = []
@@ -136,6 +154,7 @@ def read_course(run: Run, prices: Prices) -> Course:
         network_evaluations=network_evaluations,
         fidelity=fidelity,
         watched=[name for name in config.reward.eval_only if name in scores],
+        trained=read_scores(config.reward.weights),
     )
 
 

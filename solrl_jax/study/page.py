@@ -230,10 +230,10 @@ def number(value: float) -> str:
 def draw(path: Path, courses: Mapping[str, Sequence[Course]], sweeps: Sweeps, setting: str) -> None:
     """Draws the curves of a study as one figure.
 
-    It has panels of reward over cost and over iterations, of each watched score over cost, of rank
-    fidelity (if an arm regenerates), and of each swept setting (if an arm of it is finished).
-    Curves are means over seeds, with a band of one standard error if there are several; a curve
-    over cost takes the costs of the arm's first run.
+    It has panels of reward over cost and over iterations, of each watched score over cost (also of
+    arms that train on it), of rank fidelity (if an arm regenerates), and of each swept setting (if
+    an arm of it is finished). Curves are means over seeds, with a band of one standard error if
+    there are several; a curve over cost takes the costs of the arm's first run.
 
     Args:
         path: The PNG file to write. It is replaced if it exists.
@@ -279,9 +279,9 @@ def draw(path: Path, courses: Mapping[str, Sequence[Course]], sweeps: Sweeps, se
     for name in watched:
         panel = next(axes)
         for arm, of in arms.items():
-            if name in of[0].scores:
-                scores = np.array([course.scores[name] for course in of])
-                _band(panel, of[0].cost, scores, looks[arm], arm)
+            scores = [course.score(name) for course in of]
+            if all(score is not None for score in scores):
+                _band(panel, of[0].cost, np.array(scores), looks[arm], arm)
         panel.set(xlabel="counted seconds", ylabel=f"held-out {name} (watched)")
     if faithful:
         panel = next(axes)

@@ -160,10 +160,12 @@ def test_a_watched_score_has_a_panel(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "save_figure", lambda path, figure: figures.append(figure))
     page.draw(tmp_path / "study.png", courses, {}, "")
     panels = {panel.get_ylabel(): panel for panel in figures[0].axes}
-    (line,) = panels["held-out shapes (watched)"].lines  # the other arm trains on it
-    assert line.get_label() == "sol"
-    np.testing.assert_array_equal(line.get_xdata(), [0, 2 * SOL, 4 * SOL])
-    np.testing.assert_allclose(line.get_ydata(), [0.5, 0.65, 0.8])
+    watched_line, trained_line = panels["held-out shapes (watched)"].lines
+    assert (watched_line.get_label(), trained_line.get_label()) == ("sol", "plain")
+    np.testing.assert_array_equal(watched_line.get_xdata(), [0, 2 * SOL, 4 * SOL])
+    np.testing.assert_allclose(watched_line.get_ydata(), [0.5, 0.65, 0.8])
+    np.testing.assert_array_equal(trained_line.get_xdata(), [0, 2 * PLAIN, 4 * PLAIN])
+    np.testing.assert_allclose(trained_line.get_ydata(), [0.5, 0.55, 0.7])
 
 
 def test_an_arm_that_starts_there_is_infinitely_faster(tmp_path):
