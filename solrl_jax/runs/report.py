@@ -27,7 +27,7 @@ from solrl_jax.runs.directory import read_run
 from solrl_jax.runs.image_files import read_grid, read_moving_grid
 from solrl_jax.runs.report_figures import Line, curves
 from solrl_jax.storage.files import atomic_write, disk_reason
-from solrl_jax.storage.readers import MOST_TEXT, parse_json, read_bytes
+from solrl_jax.storage.readers import MOST_TEXT, parse_json, read_bytes, read_start
 from solrl_jax.storage.stores import RunPath
 
 if TYPE_CHECKING:
@@ -149,8 +149,7 @@ def is_page(path: RunPath) -> bool:
     """
     if not path.is_file():
         return False
-    with path.open("rb") as stream:
-        return b"<title>solrl report</title>" in stream.read(1000)
+    return b"<title>solrl report</title>" in read_start(path, 1000)
 
 
 class HtmlReport:

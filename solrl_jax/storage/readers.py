@@ -64,6 +64,25 @@ def read_bytes(path: str | RunPath, most: int = MOST_TEXT) -> bytes:
     return data
 
 
+def read_start(path: RunPath, count: int) -> bytes:
+    """Reads the beginning of a regular file.
+
+    Args:
+        path: The file, here or in a store. Links are followed.
+        count: The number of bytes, at least 1.
+
+    Returns:
+        The first `count` bytes, or all if the file has fewer.
+
+    Raises:
+        OSError: If the file does not exist or cannot be read.
+    """
+    if isinstance(path, StorePath):
+        return path.read_start(count)
+    with path.open("rb") as stream:
+        return stream.read(count)
+
+
 def read_text(path: str | RunPath, most: int = MOST_TEXT) -> str:
     r"""Reads a whole file as UTF-8 text, up to a maximum size. It does not block on a pipe.
 

@@ -187,6 +187,21 @@ class StorePath:
         with self._requests():
             return _client(self.scheme).cat_file(str(self.key))
 
+    def read_start(self, count: int) -> bytes:
+        """Returns the first bytes of the object, or all if it has fewer. No others are downloaded.
+
+        Args:
+            count: The number of bytes, at least 1.
+
+        Raises:
+            FileNotFoundError: If there is no such object.
+        """
+        count = min(count, self.size())
+        if count == 0:  # stores refuse a range of an empty object
+            return b""
+        with self._requests():
+            return _client(self.scheme).cat_file(str(self.key), start=0, end=count)
+
     def open(self, mode: str = "rb") -> io.BytesIO:
         """Reads the whole object, and returns its content as a binary stream.
 

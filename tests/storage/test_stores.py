@@ -9,6 +9,7 @@ import pytest
 from solrl_jax.config.presets import resolve
 from solrl_jax.config.values import ConfigError
 from solrl_jax.errors import InputError, RunError
+from solrl_jax.runs.report import is_page
 from solrl_jax.storage import files, readers
 from solrl_jax.storage.stores import StoreError, StorePath, run_path
 
@@ -72,6 +73,25 @@ def test_files_are_written_listed_read_and_removed(stored, tmp_path):
     (stored / "a.txt").unlink()
     files.remove_directory(stored / "folder")
     assert stored.files() == {"b.bin": 3}
+
+
+def test_the_beginning_of_an_object_is_read_without_the_rest(stored, tmp_path, monkeypatch):
+    page = b"<title>solrl report</title>" + b"x" * 10_000
+    (stored / "report.html").write_bytes(page)
+    (stored / "other.html").write_bytes(b"x" * 1000 + page)
+    (stored / "empty").write_bytes(b"")
+    (tmp_path / "report.html").write_bytes(page)
+    monkeypatch.setattr(StorePath, "read_bytes", lambda path: pytest.fail("read as a whole"))
+    assert [is_page(stored / name) for name in ("report.html", "other.html", "empty", "none")] == [
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert is_page(tmp_path / "report.html")
+    for path in (stored, tmp_path):
+        assert readers.read_start(path / "report.html", 12) == page[:12]
+        assert readers.read_start(path / "report.html", 20_000) == page
 
 
 def test_a_sealed_directory_is_compared_with_its_manifest(stored, tmp_path):
