@@ -6,9 +6,11 @@ Finished runs are not repeated, and interrupted runs continue.
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import IO
 
 from solrl_jax.config.schema import Config
 from solrl_jax.rl.experiment import fit_prompt_counts, load_prompt_sets
@@ -95,17 +97,17 @@ def train(
             whose directory has another configuration, cannot be read.
         ConfigError: If the configuration of an existing run directory is invalid, or if no number
             of prompts that there are agrees with the other settings of its run.
-        RunError: If the output of a run cannot be written to the disk. The other runs are stopped.
-        KeyboardInterrupt: After Ctrl-C. The running processes are stopped, and save their last
-            complete iteration.
+        RunError: If the output of a run cannot be written to the disk. No other run is started,
+            and those that train are stopped, and save their last complete iteration.
+        KeyboardInterrupt: After Ctrl-C. The runs are stopped in the same way.
     """
     waiting = [run for run in runs if not finished(run)]
     if len(waiting) < len(runs):
         say(f"{len(runs) - len(waiting)} of {len(runs)} runs are finished")
     failed: dict[str, str] = {}
-    started: list[subprocess.Popen[bytes]] = []
+    children = _Children()
     with ThreadPoolExecutor(processes) as threads:
-        ending = {threads.submit(_train, run, out, processes, started): run for run in waiting}
+        ending = {threads.submit(_train, run, out, processes, children): run for run in waiting}
         try:
             for number, future in enumerate(as_completed(ending), 1):
                 run = ending[future]
@@ -115,31 +117,70 @@ def train(
                 say(f"{number}/{len(waiting)} {run.name}: {problem or _gain(run)}")
         except BaseException:
             threads.shutdown(wait=False, cancel_futures=True)
-            for child in started:
-                child.terminate()  # the run saves its last complete iteration
+            children.stop()
             raise
     return failed
 
 
-def _train(
-    run: Run, out: Path, processes: int, started: list[subprocess.Popen[bytes]]
-) -> str | None:
+class _Children:
+    """The processes of the runs, which threads start and which can be stopped all at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._is_stopped = False
+
+    def start(
+        self, command: Sequence[str], output: IO[bytes], environment: Mapping[str, str]
+    ) -> subprocess.Popen[bytes] | None:
+        """Starts a process, which does not get a Ctrl-C of the terminal.
+
+        Args:
+            command: The program and its arguments.
+            output: The file for standard output and standard error.
+            environment: Its environment variables.
+
+        Returns:
+            The process; None if `stop` has been called. Then none is started.
+        """
+        with self._lock:
+            if self._is_stopped:
+                return None
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment,
+                # Ctrl-C reaches the process once, through `stop`. A second signal would stop it
+                # without saving.
+                start_new_session=True,
+            )  # fmt: skip
+            self._processes.append(process)
+            return process
+
+    def stop(self) -> None:
+        """Asks all processes to end. A run then saves its last complete iteration. Nothing is
+        waited for.
+        """
+        with self._lock:
+            self._is_stopped = True
+            for process in self._processes:
+                process.terminate()
+
+
+def _train(run: Run, out: Path, processes: int, children: _Children) -> str | None:
     """Trains one run in a process of its own, and waits for it.
 
-    Its output replaces the file `ARM-SEED.log`. The process does not get a Ctrl-C of the terminal;
-    the caller ends it. It gets an equal part of the CPU's threads, and a directory of compiled
-    programs, unless this process's environment has the variables for them (NPROC, OMP_NUM_THREADS,
-    JAX_COMPILATION_CACHE_DIR).
+    Its output replaces the file `ARM-SEED.log`. The process gets an equal part of the CPU's
+    threads, and a directory of compiled programs, unless this process's environment has the
+    variables for them (NPROC, OMP_NUM_THREADS, JAX_COMPILATION_CACHE_DIR).
 
     Args:
         run: The run, whose arguments `solrl train` is called with.
         out: The directory of the study. All runs share the compiled programs in `out/programs`.
         processes: The number of runs that train at once and share the CPU cores.
-        started: A list that the process is appended to, so that the caller can end it.
+        children: Starts the process, and lets the caller end it.
 
     Returns:
-        None if it succeeded. Otherwise why the run failed: the signal that ended it, or the last
-        line of its output.
+        None if it succeeded. Otherwise why the run failed: the signal that ended it, the last line
+        of its output, or that the study was stopped before it was started.
 
     Raises:
         RunError: If the disk refuses the output.
@@ -154,14 +195,10 @@ def _train(
     with writing(log):
         log.unlink(missing_ok=True)  # also a link or a pipe
     with writing(log), log.open("wb") as lines:
-        child = subprocess.Popen(
-            (sys.executable, "-m", "solrl_jax", "train", *run.arguments),
-            stdin=subprocess.DEVNULL, stdout=lines, stderr=lines, env=environment | os.environ,
-            # Ctrl-C reaches the process once, through `train`. A second signal would stop it
-            # without saving.
-            start_new_session=True,
-        )  # fmt: skip
-        started.append(child)
+        command = (sys.executable, "-m", "solrl_jax", "train", *run.arguments)
+        child = children.start(command, lines, environment | os.environ)
+        if child is None:
+            return "not started, because the study was stopped"
         code = child.wait()
     if code == 0:
         return None
