@@ -550,8 +550,8 @@ def export(
         )
     folder = directory / "hub" if out is None else Path(expand_home(str(out)))
     config = read_run(directory)
-    files.refuse_existing("out", [folder], force, folders=True)
     check_replaceable(folder)
+    files.refuse_existing("out", [folder], force, folders=True)
     if not dry_run:
         check_login(hub)
     folder = folder.absolute()
@@ -625,10 +625,12 @@ def _export_files(
         transformer_files.check_directory(out)
     else:
         lora_files.check_target(out, form)
+    is_directory = whole or form == "peft"
+    if out.is_symlink() and is_directory:
+        missing = "" if out.exists() else ", to nothing"
+        raise InputError(f"out={out}: is a link{missing}; name the directory itself")
     existing = list(out.iterdir()) if out.is_dir() else [out]
     files.refuse_existing("out", existing, force, folders=True)
-    if out.is_symlink() and out.is_dir():
-        raise InputError(f"out={out}: is a link; name the directory itself")
     path = find_checkpoint(run, checkpoint)
     files.writable_directory(out.absolute().parent, "out")
 

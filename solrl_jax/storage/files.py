@@ -466,19 +466,19 @@ def publish(temporary: Path, target: Path, *, replaced: Path) -> None:
 
     Args:
         temporary: The complete directory.
-        target: Its final path, on the same file system. An older directory there is replaced; for a
-            moment, neither has the name.
-        replaced: A path beside `target` to which the older directory is moved before it is removed.
+        target: Its final path, on the same file system. An older directory there is replaced, or a
+            link (not what it leads to, which may be missing); for a moment, neither has the name.
+        replaced: A path beside `target` to which the older one is moved before it is removed.
 
     Raises:
         OSError: If a rename or the sync fails.
         RunError: If the older directory cannot be removed.
     """
-    if target.exists():
+    if exists(target):
         os.replace(target, replaced)
     os.replace(temporary, target)
     sync(target.parent)
-    if replaced.exists():
+    if exists(replaced):
         remove_directory(replaced)
 
 

@@ -368,6 +368,18 @@ CASES = [
         files={"{dir}/d": folder, "{dir}/l": link("d")},
     ),
     Case(
+        "export: out is a link to nothing",
+        "export {run} --format peft --out {dir}/l --force",
+        "is a link, to nothing; name the directory itself",
+        files={"{dir}/l": link("none")},
+    ),
+    Case(
+        "export: the folder to publish is a link to nothing",
+        "export {run} --hub me/lora --dry-run --out {dir}/l --force",
+        "is a link, to nothing; name the directory itself",
+        files={"{dir}/l": link("none")},
+    ),
+    Case(
         "rank: the run has somebody's rank.json",
         "rank {run}",
         "--force",

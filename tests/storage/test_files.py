@@ -32,3 +32,17 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
         stop_half_way()
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_directory_replaces_a_link_and_not_what_it_leads_to(tmp_path):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "thesis.tex").write_text("years")
+    for target in ("theirs", "missing"):
+        link = tmp_path / f"to-{target}"
+        link.symlink_to(target)
+        with files.atomic_directory(link) as partial:
+            (partial / "a").write_text("ours")
+        assert not link.is_symlink()
+        assert (link / "a").read_text() == "ours"
+    assert (tmp_path / "theirs" / "thesis.tex").read_text() == "years"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["theirs", "to-missing", "to-theirs"]
