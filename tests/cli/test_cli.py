@@ -368,6 +368,26 @@ def test_a_home_directory_is_expanded_where_options_are_read(trained, call, tmp_
     assert (code, "no home directory of ~nobody-at-all is known" in error) == (2, True)
 
 
+def test_the_old_names_of_generate_and_of_its_options_still_work():
+    from solrl_jax.cli.generate import command
+
+    old = "m --prompts p --out o --steps 4 --guidance 1.5 --true-cfg 2 --negative blur --tile 64"
+    context = command.make_context("generate", [*old.split(), "--chunk", "8", "--max-tokens", "10"])
+    expected = {
+        "num_steps": 4,
+        "guidance_scale": 1.5,
+        "true_cfg_scale": 2.0,
+        "negative_prompt": "blur",
+        "vae_tile_size": 64,
+        "batch_size": 8,
+        "max_sequence_length": 10,
+    }
+    assert {name: context.params[name] for name in expected} == expected
+    result = CliRunner().invoke(main.cli, ["sample", "--help"])
+    assert result.exit_code == 0
+    assert result.stderr.splitlines() == ["solrl sample is now solrl generate"]
+
+
 @pytest.mark.exhaustive  # tests/cli/test_generate.py has it for a model directory
 def test_guidance_up_to_1_is_none_for_a_run_too(trained, call, tmp_path):
     """Scale 0 would be classifier-free guidance that ignores the prompt."""

@@ -10,9 +10,10 @@ from jax.ad_checkpoint import print_saved_residuals
 from solrl_jax.models.flux.transformer import FluxConfig, FluxTransformer2DModel
 from solrl_jax.models.flux2.transformer import Flux2Config, Flux2Transformer2DModel
 from solrl_jax.models.layers.norm import rms_norm
-from solrl_jax.models.layers.stack import REMAT
+from solrl_jax.models.layers.stack import REMAT, scan_blocks, stack
 from solrl_jax.models.sana.transformer import SanaConfig, SanaTransformer2DModel
 from solrl_jax.models.sd3.transformer import SD3Config, SD3Transformer2DModel
+from solrl_jax.quant.matmul import matmul
 from tests.cases import first_is_quick
 
 TOLERANCE = 1e-6  # of the largest gradient: other fusions, the same sums
@@ -87,6 +88,42 @@ NETWORKS = {
         (draw(7, 12), np.ones((ROWS, 7), bool), TIME),
     ),
 }
+
+
+WIDTH = 32
+
+
+class Block(nnx.Module):
+    """Two matmuls with a function between them that a gradient needs the input of."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = nnx.Param(jax.random.normal(rngs(), (WIDTH, 2 * WIDTH)) / WIDTH)
+        self.down = nnx.Param(jax.random.normal(rngs(), (2 * WIDTH, WIDTH)) / WIDTH)
+
+    def __call__(self, x):
+        return x + matmul(jax.nn.gelu(matmul(x, self.up[...])), self.down[...])
+
+
+def test_a_further_block_keeps_its_input_and_what_is_not_computed_again():
+    """By the memory of compiled gradients of six and of two blocks, in float32."""
+
+    def needed(remat, blocks):
+        graphdef, params = nnx.split(stack(blocks, lambda r: Block(r), nnx.Rngs(0)))
+
+        def loss(x, params):
+            return scan_blocks(
+                nnx.merge(graphdef, params), lambda block, x: block(x), x, remat=remat
+            ).sum()
+
+        compiled = jax.jit(jax.grad(loss)).lower(draw(64, WIDTH), params).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    an_input = 4 * ROWS * 64 * WIDTH
+    further = {remat: (needed(remat, 6) - needed(remat, 2)) / 4 / an_input for remat in REMAT}
+    assert further["blocks"] == pytest.approx(1, abs=0.1)
+    # the output of the first matmul, which is twice as wide
+    assert further["matmuls"] == pytest.approx(2, abs=0.1)
+    assert further["none"] > 4
 
 
 @pytest.mark.parametrize("name", first_is_quick(NETWORKS))

@@ -110,6 +110,44 @@ def test_the_gradient_of_an_embedded_decoder_and_tower_equals_differences(preset
                 assert error.max() < 0.01 * norm.max(), (tile, error, slope)
 
 
+class Painter:
+    """A pipeline whose decoder paints eight pixels each way for a latent, whatever is beside it."""
+
+    compression = 8
+
+    def decode(self, params, latents):
+        images = jax.nn.sigmoid(params * latents[..., :3] ** 2)
+        return images.repeat(8, 1).repeat(8, 2)
+
+
+def test_tiles_have_the_gradient_of_the_whole_image_also_through_a_tower():
+    """Of images of 64 pixels, in tiles of 32 that overlap and are blended; to 1e-5 of the largest
+    slope, in float32.
+    """
+    resize = Preprocessing(16, "bicubic", eight_bit=True, fit="crop")
+
+    def score(params, images, wanted):
+        return smooth_reward().score(params, resize(images), wanted)
+
+    reward = dataclasses.replace(toy_reward(), score=score)
+    pipeline = Painter()
+    latents = np.random.default_rng(0).standard_normal((2, 8, 8, 4)).astype(np.float32)
+
+    def both(tile):
+        decoder = gradient_decoder(Decoder(jnp.float32(0.7), pipeline, jnp.dtype("float32"), tile))
+        prepared = reward.prepare(PROMPTS)
+        return reward_gradient(
+            reward, decoder, jnp.float32(3.0), latents, prepared, np.array([0, 1])
+        )
+
+    with jax.set_mesh(toy_backbone().mesh):
+        rewards, gradient = both(None)
+        tiled_rewards, tiled_gradient = both(32)
+    np.testing.assert_allclose(tiled_rewards, rewards, rtol=1e-5)
+    assert (np.abs(gradient[..., :3]).max((1, 2, 3)) > 0).all()
+    np.testing.assert_allclose(tiled_gradient, gradient, atol=1e-5 * np.abs(gradient).max())
+
+
 class Recorder:
     """A pipeline whose decoder notes how many latents it decodes at once."""
 
