@@ -529,6 +529,25 @@ def test_rungs_of_exploration():
     check(said.groups(), correlations, "Spearman")
 
 
+def test_sizes_of_exploration():
+    found = record("exploration-tried")["sizes"]
+    page = DOCS / "exploration.md"
+    pipelines = [found["pipelines"][name] for name in ("tiny-sana", "tiny-flux", "tiny-sd3")]
+    shown = 0
+    for name, cost, *cells in rows(page, "exploration in BF16"):
+        steps, side, _ = map(int, numbers(name))
+        check([cost], [steps / 10 * (side / 32) ** 2], name)
+        for cell, pipeline in zip(cells, pipelines, strict=True):
+            values = pipeline[name]
+            check(signed(cell), [values["spearman"], values["standard_error"]], name)
+        shown += 1
+    assert shown == 6
+    text = " ".join(page.read_text().split())
+    said = re.search(r"averaged down to 16 x 16, rank at (\d\.\d+)\. ", text)
+    assert said is not None
+    check(said.groups(), [found["averaged down"]["16 x 16"]["spearman"]], "averaged down")
+
+
 def test_the_monitor():
     runs = record("monitor")["runs"]
     text = " ".join((DOCS / "exploration.md").read_text().split())
