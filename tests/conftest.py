@@ -3,9 +3,14 @@
 The variables are set before JAX is imported. Processes that a test starts inherit them.
 """
 
+import contextlib
+import fcntl
 import gc
+import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 os.environ["XLA_FLAGS"] = (
@@ -45,6 +50,51 @@ def _release_compiled_programs():
     yield
     jax.clear_caches()
     gc.collect()
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory, worker_id) -> tuple[Path, dict, str]:
+    """A finished run of two iterations of `tiny`, made by the command in a process of its own.
+
+    All processes of the tests share it, so nothing may be written to its directory.
+
+    Returns:
+        The directory, the summary that the command printed, and its standard error.
+    """
+    from tests.small import SMALL, one_run_at_a_time
+
+    root = tmp_path_factory.getbasetemp()
+    shared = (root if worker_id == "master" else root.parent) / "tiny-run"
+    shared.mkdir(exist_ok=True)
+    folder = shared / "cli:seed1"  # pyarrow takes it for a URI
+    # The schedule is the one that the model directory itself names, so that both can make the same
+    # images.
+    options = ("train.iterations=2", "eval.every=1", "run.tensorboard=true")
+    options += ("rollout.schedule=sd3", f"run.dir={folder}", "--profile", "2", "--report", "--json")
+    with contextlib.ExitStack() as stack:
+        lock = stack.enter_context((shared / "lock").open("w"))
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (shared / "finished.json").exists():
+            stack.enter_context(one_run_at_a_time(root))
+            done = subprocess.run(
+                [sys.executable, "-m", "solrl_jax", "train", "tiny", *SMALL, *options],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert done.returncode == 0, done.stderr
+            (shared / "finished.json").write_text(json.dumps([done.stdout, done.stderr]))
+    out, error = json.loads((shared / "finished.json").read_text())
+    return folder, json.loads(out.strip().splitlines()[-1]), error
+
+
+@pytest.fixture
+def toy_model():
+    """Lets runs open a toy in place of the configured model, see `tests.toys.toy_model`."""
+    from tests import toys
+
+    with toys.toy_model():
+        yield
 
 
 @pytest.fixture(scope="session")

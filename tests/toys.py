@@ -1,13 +1,18 @@
 """A network of two linears in place of a pipeline: an iteration of it compiles in seconds."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax.sharding import Mesh
 
-from solrl_jax.config.schema import STOCHASTIC_SOLVERS
+from solrl_jax.config.schema import STOCHASTIC_SOLVERS, Config
 from solrl_jax.config.sizes import training_sizes
 from solrl_jax.data.prompts import Prompt
 from solrl_jax.diffusion.schedule import Schedule
@@ -21,6 +26,7 @@ from solrl_jax.parallel import hosts, sharding
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.quant.matmul import matmul
 from solrl_jax.rewards.protocol import Reward
+from solrl_jax.rl import experiment as experiments
 from solrl_jax.rl.experiment import Experiment, local_device
 from solrl_jax.rl.sampler import Sampler, Segment
 from solrl_jax.rl.trainable.trainable import Targets
@@ -30,10 +36,34 @@ from tests.small import small_config
 SHAPE = (4, 4, 16)
 HIDDEN = 32
 KERNELS = ("block/kernel", "out/kernel")
+# The settings of a run of a toy that name parameters of its model.
+TOY = (
+    "lora.target_modules=['.*/kernel']",
+    "lora.rank=2",
+    "lora.alpha=4",
+    "model.quantization.modules_to_not_convert=[]",
+    "model.quantization.fused=[]",
+)
+
+
+class ToyComponent:
+    """The facts of a network that a run records and checks. No directory holds its weights."""
+
+    source = Path("no-such-directory")
+
+    def __init__(self, **shapes: tuple[int, ...]):
+        self.shapes = shapes
+        self.num_parameters = sum(int(np.prod(shape)) for shape in shapes.values())
+
+    def abstract_params(self, dtype):
+        return {
+            name: {"kernel": jax.ShapeDtypeStruct(shape, dtype)}
+            for name, shape in self.shapes.items()
+        }
 
 
 class ToyPipeline(Pipeline):
-    """A pipeline without components: one latent pixel stands for 8 x 8 image pixels."""
+    """A pipeline without files: one latent pixel stands for 8 x 8 image pixels."""
 
     kind = "ToyPipeline"
     compression = 8
@@ -43,6 +73,9 @@ class ToyPipeline(Pipeline):
 
     def __init__(self):
         """Opens no directory."""
+        self.transformer = ToyComponent(block=(SHAPE[-1], HIDDEN), out=(HIDDEN, SHAPE[-1]))
+        self.vae = ToyComponent()
+        self.text_encoders = {}
 
     def velocity(self, params, latent, conditioning, timestep, guidance, fp8_attention=False):
         raise NotImplementedError
@@ -88,14 +121,25 @@ class ToyBackbone(Backbone):
 )
 @dataclasses.dataclass(frozen=True)
 class ToyDecoder(Decoder):
-    """Pictures of twice the size."""
+    """Images of two pixels per latent each way."""
 
     def __call__(self, latents):
         return jax.nn.sigmoid(self.params * latents[..., :3]).repeat(2, 1).repeat(2, 2)
 
 
-def toy_backbone(*mesh: int, dtype: str = "float32", seed: int = 0) -> ToyBackbone:
-    """mesh: sizes of the axes data, fsdp and tensor; one device if none is given."""
+class ToyTextEncoders:
+    """Nothing is encoded ahead, because drawing an embedding takes no time."""
+
+    def encode_ahead(self, prompts, max_tokens, instruction, show):
+        pass
+
+
+def toy_backbone(
+    *mesh: int, dtype: str = "float32", seed: int = 0, devices: Mesh | None = None
+) -> ToyBackbone:
+    """mesh: sizes of the axes data, fsdp and tensor; one device if none is given. devices: a mesh
+    that takes their place.
+    """
     rng = np.random.default_rng(seed)
 
     def weight(*shape):
@@ -105,10 +149,10 @@ def toy_backbone(*mesh: int, dtype: str = "float32", seed: int = 0) -> ToyBackbo
         "block": {"kernel": weight(SHAPE[-1], HIDDEN)},
         "out": {"kernel": weight(HIDDEN, SHAPE[-1])},
     }
-    mesh_ = make_mesh(*(mesh or (1, 1)))
+    mesh_ = devices or make_mesh(*(mesh or (1, 1)))
     pipeline = ToyPipeline()
     decoder = ToyDecoder(jnp.float32(0.7), pipeline, jnp.dtype("float32"))
-    return ToyBackbone(pipeline, mesh_, jnp.dtype(dtype), params, None, decoder)
+    return ToyBackbone(pipeline, mesh_, jnp.dtype(dtype), params, ToyTextEncoders(), decoder)
 
 
 def toy_grid(
@@ -149,13 +193,16 @@ def toy_reward() -> Reward:
     return Reward(jnp.float32(1.0), prepare, score, ("mean",))
 
 
+def toy_config(run_dir: Path | str, *overrides: str) -> Config:
+    """The configuration of a run of a toy, which starts within `toy_model`."""
+    return small_config(run_dir, *TOY, *overrides)
+
+
 def toy_experiment(*overrides: str, mesh: tuple[int, ...] = (1, 1)) -> Experiment:
     """All parts of a run on the smallest settings of `tiny` (`tests.small`) with other
     overrides.
     """
-    config = small_config(
-        "unused", "lora.target_modules=['.*/kernel']", "lora.rank=2", "lora.alpha=4", *overrides
-    )
+    config = toy_config("unused", *overrides)
     backbone = toy_backbone(*mesh)
     reward = toy_reward()
     size = training_sizes(config)[0]
@@ -175,3 +222,21 @@ def toy_experiment(*overrides: str, mesh: tuple[int, ...] = (1, 1)) -> Experimen
         test,
         size,
     )
+
+
+@contextlib.contextmanager
+def toy_model() -> Iterator[None]:
+    """Lets `rl.experiment.build` open a toy in place of the configured model.
+
+    All else is as in a run of a user: the prompts, the rewards and their trial, the loop, and the
+    files. A run of a toy compiles in a tenth of the time of one of `tiny`.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experiments, "open_for_training", lambda *_: ToyPipeline())
+        patch.setattr(experiments, "select_parameters", lambda *_: (Targets(KERNELS), KERNELS))
+        patch.setattr(
+            experiments,
+            "load_backbone",
+            lambda pipeline, precision, mesh, **_: toy_backbone(devices=mesh),
+        )
+        yield

@@ -22,6 +22,7 @@ from solrl_jax.runs import checkpoint, metrics, profiling, trainer
 from tests.hostile.cases_models import not_finite
 from tests.hostile.harness import call
 from tests.small import SMALL
+from tests.toys import TOY
 
 NAN = "tests.hostile.outside:nothing_finite"
 
@@ -71,10 +72,12 @@ def test_a_run_without_a_finite_reward_fails_after_three_iterations_or_at_its_en
     )
 
 
-def test_the_last_finite_checkpoint_is_kept_and_named(run, tmp_path):
+@pytest.mark.usefixtures("toy_model")
+def test_the_last_finite_checkpoint_is_kept_and_named(tmp_path):
     """A finished run goes on, and its reward is finite no more."""
     whole = train(
         tmp_path,
+        *TOY,
         f"reward={NAN}",
         f"reward.options.{NAN}.file={tmp_path / 'broken'}",
         "train.iterations=1",
@@ -82,6 +85,7 @@ def test_the_last_finite_checkpoint_is_kept_and_named(run, tmp_path):
     assert whole.code == 0, whole.error
     (tmp_path / "broken").touch()
     more = [
+        *TOY,
         f"reward={NAN}",
         f"reward.options.{NAN}.file={tmp_path / 'broken'}",
         "train.iterations=9",

@@ -16,7 +16,7 @@ from solrl_jax.runs import trainer
 from solrl_jax.runs.progress import TerminalProgress
 from tests.comparing import ranks
 from tests.rewards.opening import open_reward
-from tests.small import small_config
+from tests.toys import toy_config
 
 PICTURES = np.random.default_rng(0).random((12, 8, 8, 3), np.float32)
 PROMPTS = [Prompt(f"prompt {i // 6}") for i in range(12)]
@@ -112,7 +112,7 @@ def test_an_image_that_is_not_finite_costs_the_others_nothing():
 
 
 def train(tmp_path, *overrides):
-    config = small_config(tmp_path / "run", "train.iterations=1", *overrides)
+    config = toy_config(tmp_path / "run", "train.iterations=1", *overrides)
     with TerminalProgress() as progress:
         trainer.run(config, progress)
     return pq.read_table(tmp_path / "run" / "ledger").to_pydict()
@@ -127,6 +127,7 @@ def train(tmp_path, *overrides):
         pytest.param("ranks_inside", marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.usefixtures("toy_model")
 def test_a_reward_of_yours_that_compares_candidates_trains(name, tmp_path):
     """Two groups of four make a pool, and the kept four are one group."""
     ledger = train(tmp_path, f"reward=tests.comparing:{name}", "reward.group_size=4")
@@ -137,15 +138,16 @@ def test_a_reward_of_yours_that_compares_candidates_trains(name, tmp_path):
         assert (np.ptp(rewards, axis=-1) > 0.2).all()
 
 
+@pytest.mark.usefixtures("toy_model")
 def test_a_weighted_sum_of_rewards_that_compare_and_that_do_not(tmp_path):
     weights = (
         "reward.weights={'tests.comparing:ranks': 1, 'tests.comparing:ranks_inside': 2,"
-        " shapes: 1, 'tests.outside:mean': 1}"
+        " 'tests.outside:in_jax': 1, 'tests.outside:mean': 1}"
     )
     train(tmp_path, weights, "reward.group_size=8")
     row = trainer.read_metrics(tmp_path / "run")[-1]
     assert row["pool/tests.comparing:ranks"] == pytest.approx(0.5)
-    parts = [f"pool/{name}" for name in ("shapes", "tests.outside:mean")]
+    parts = [f"pool/{name}" for name in ("tests.outside:in_jax", "tests.outside:mean")]
     assert row["pool/reward"] == pytest.approx(1.5 + sum(row[part] for part in parts), rel=1e-5)
 
 
@@ -160,6 +162,7 @@ def test_a_weighted_sum_of_rewards_that_compare_and_that_do_not(tmp_path):
         ("brighter_inside", "{shape: wrong}", r"returned shape \(1,\) for 2 pairs"),
     ],
 )
+@pytest.mark.usefixtures("toy_model")
 def test_one_that_is_broken_is_one_line(name, options, message, tmp_path):
     full = f"tests.comparing:{name}"
     with pytest.raises((InputError, RunError), match=message) as error:

@@ -24,10 +24,12 @@ from solrl_jax.config.values import ConfigError
 from solrl_jax.errors import InputError
 from solrl_jax.rl.experiment import build, state_shapes
 from solrl_jax.runs import checkpoint, metrics, report, trainer
+from solrl_jax.runs.identity import fingerprint
 from solrl_jax.runs.progress import TerminalProgress
 from tests.rewards import tiny_vlm
 from tests.rewards.judge_server import completion, reply, serving, yes
 from tests.small import small_config
+from tests.toys import toy_config
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +39,13 @@ def server():
 
 
 def judged(run_dir, url, cache, model, *overrides):
-    """The configuration of a run with a judge."""
+    """The configuration of a run of a toy with a judge, or of `tiny` with a judge that is served."""
     options = f"{{base_url: '{url}', model: '{model}', cache: '{cache}'"
-    if os.sep in model:  # the model with random weights answers with three digits
+    served = os.sep in model
+    if served:  # the model with random weights answers with three digits
         options += ", score: json, scale: [111, 999], max_tokens: 3, concurrency: 2"
-    return small_config(
+    configure = small_config if served else toy_config
+    return configure(
         run_dir,
         "train.iterations=2",
         "eval.num_grid_images=0",
@@ -106,7 +110,19 @@ def check_resume(url, model, tmp_path):
     return halves
 
 
+def test_a_run_may_find_its_judge_elsewhere_but_not_be_asked_something_else(tmp_path):
+    def run(url, *overrides):
+        config = judged(tmp_path, url, tmp_path / "cache", "yes", *overrides)
+        return fingerprint(config, "nvfp4")
+
+    assert run("http://127.0.0.1:9/v1") == run("http://127.0.0.1:8/v1")
+    assert run("http://127.0.0.1:9/v1", "reward.options.judge.prompt=text") != run(
+        "http://127.0.0.1:9/v1"
+    )
+
+
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("toy_model")
 def test_a_run_resumes_from_the_cache(server, tmp_path, capsys):
     config = check_resume(server.url, "yes", tmp_path)
     # The server may move, but the question may not change.
@@ -158,6 +174,7 @@ def test_a_run_resumes_from_the_cache_with_transformers_serve(tmp_path):
             process.terminate()
 
 
+@pytest.mark.usefixtures("toy_model")
 def test_a_pairwise_judge_scores_win_rates(server, tmp_path):
     """Both orders are asked, so what the judge prefers about a position cancels."""
     asked = len(server.bodies)
@@ -193,32 +210,34 @@ def test_a_pairwise_judge_scores_win_rates(server, tmp_path):
 # A reward for exploration alone.
 
 
-@pytest.mark.exhaustive
+@pytest.mark.usefixtures("toy_model")
 def test_a_cheap_reward_ranks_and_the_trained_one_scores_what_is_kept(tmp_path):
-    config = small_config(
+    cheap = "tests.outside:mean"
+    trained = "tests.outside:in_jax"
+    config = toy_config(
         tmp_path / "run",
         "train.iterations=2",
-        "reward=shapes",
-        "rollout.explore.reward={tiny-clip: 1}",
+        f"reward={trained}",
+        f"rollout.explore.reward={{'{cheap}': 1}}",
     )
     train(config)
-    plain = small_config(tmp_path / "plain", "train.iterations=1", "reward=tiny-clip")
-    train(plain)
+    train(toy_config(tmp_path / "plain", "train.iterations=1", f"reward={cheap}"))
     tables = [pq.read_table(tmp_path / name / "ledger").to_pydict() for name in ("run", "plain")]
     ours = np.array(tables[0]["proxy_reward"])[:16]
     # The first iteration ranks as a run would that trains on the proxy.
     np.testing.assert_array_equal(ours, np.array(tables[1]["proxy_reward"]))
     assert tables[0]["kept"][:16] == tables[1]["kept"]
     row = metrics.read(tmp_path / "run")[-1]
-    assert row["kept/reward"] == row["kept/shapes"]
-    assert "pool/shapes" not in row
-    assert row["pool/reward"] == row["pool/tiny-clip"]
-    assert "kept/tiny-clip" not in row
-    assert "eval/shapes" in row
+    assert row["kept/reward"] == row[f"kept/{trained}"]
+    assert f"pool/{trained}" not in row
+    assert row["pool/reward"] == row[f"pool/{cheap}"]
+    assert f"kept/{cheap}" not in row
+    assert f"eval/{trained}" in row
 
 
+@pytest.mark.usefixtures("toy_model")
 def test_a_judge_is_asked_about_the_kept_samples_alone(server, tmp_path):
-    proxy = "rollout.explore.reward={tiny-clip: 1}"
+    proxy = "rollout.explore.reward={'tests.outside:in_jax': 1}"
     config = judged(
         tmp_path / "run", server.url, tmp_path / "cache", "yes", "train.iterations=1", proxy
     )
@@ -227,7 +246,7 @@ def test_a_judge_is_asked_about_the_kept_samples_alone(server, tmp_path):
     assert row["reward_cost/judge/requests"] + row.get("reward_cost/judge/cached", 0) == 8
 
 
-@pytest.mark.exhaustive
+@pytest.mark.usefixtures("toy_model")
 def test_a_second_judge_may_see_small_images(server, tmp_path):
     small = f"{{base_url: '{server.url}', model: 'yes', cache: null, image_size: 4}}"
     config = judged(
@@ -310,6 +329,7 @@ def test_doctor_says_what_an_endpoint_lacks(server):
     assert "did you mean 'model'?" in lines[0]
 
 
+@pytest.mark.usefixtures("toy_model")
 def test_a_server_that_fails_for_a_while_costs_nothing_with_skip(server, tmp_path):
     """Images without a score are not trained on, and a later start asks only for them."""
     count = itertools.count()

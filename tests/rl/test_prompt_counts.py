@@ -9,7 +9,7 @@ from solrl_jax.rl.experiment import build, fit_prompt_counts
 from solrl_jax.runs import trainer
 from solrl_jax.runs.directory import read_run
 from solrl_jax.runs.progress import TerminalProgress
-from tests.small import small_config
+from tests.toys import toy_config
 
 
 def test_enough_prompts_change_nothing():
@@ -47,13 +47,15 @@ def test_every_released_preset_has_its_prompts():
     load_prompts(prompts.test, "prompts.test")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.usefixtures("toy_model")
 def test_a_run_on_one_prompt_records_it_and_goes_on(tmp_path, capsys):
     (tmp_path / "one.txt").write_text("a red circle\n")
     changes = [f"prompts.{part}={tmp_path / 'one.txt'}" for part in ("train", "test")]
     run = tmp_path / "run"
     for iterations in (1, 2):
-        config = small_config(run, *changes, f"train.iterations={iterations}")
+        config = toy_config(
+            run, *changes, "reward=tests.outside:in_jax", f"train.iterations={iterations}"
+        )
         with TerminalProgress(bars=False) as progress:
             assert trainer.run(config, progress)["iterations"] == iterations
         said = capsys.readouterr().err
