@@ -8,9 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from solrl_jax.config.values import brief_repr
 from solrl_jax.data.prompts import Prompt
-from solrl_jax.rewards.frames import mean_over_frames
 from solrl_jax.rewards.protocol import (
     MAX_REWARD,
     HostRewards,
@@ -18,7 +16,7 @@ from solrl_jax.rewards.protocol import (
     Reward,
     Scores,
     reward_code,
-    sample_inputs,
+    score_frames,
 )
 
 
@@ -32,10 +30,10 @@ def mixture(
     """Makes one reward of several: its "reward" is the weighted sum of their scores.
 
     It also returns every score of the parts: the reward of a part under the name of the part,
-    another score as "part/score". An image with a non-finite value (or latent, if a part reads
-    latents) scores NaN throughout. Rewards outside JAX and groupwise rewards cannot be computed in
-    the same program: they are only kept in the fields `host` and `group` of the result, and the
-    caller scores them and adds them with `add_total`.
+    another score as "part/score". The scores of a part are NaN for samples of which it has read a
+    non-finite value, and so is the sum if one of these scores has a weight. Rewards outside JAX and
+    groupwise rewards cannot be computed in the same program: they are only kept in the fields
+    `host` and `group` of the result, and the caller scores them and adds them with `add_total`.
 
     Args:
         weights: The weights of the scores of `parts`, by name ("part" or "part/score"). Scores
@@ -53,7 +51,7 @@ def mixture(
     Returns:
         A reward. Its `params` and what its `prepare` returns are dicts by the name of the part (for
         `prepare` also of the parts of `group`). Its `inputs` are those of the parts if they agree,
-        "both" if they differ, and "images" without parts. It has `clips` set if a part has. Its
+        "both" if they differ, and "images" without parts. Its field `is_sum` is set. Its
         `check` also calls the checks of `host` and `group`. Its `check`, `prepare` and `score`
         raise InputError with the name of the part if that of a part raises or returns arrays of a
         wrong form.
@@ -93,22 +91,13 @@ def mixture(
 
     def score(params: dict[str, Any], mixed_inputs: Any, prepared: dict[str, Any]) -> Scores:
         scores: Scores = {}
-        arrays = jax.tree.leaves(mixed_inputs)
-        is_finite = jnp.stack([jnp.isfinite(x).all(tuple(range(1, x.ndim))) for x in arrays]).all(0)
         images, latents = mixed_inputs if inputs == "both" else (mixed_inputs, mixed_inputs)
         for name, part in parts.items():
-            assert part.score is not None
+            part_inputs = part.select_inputs(images, latents)
             with reward_code(name):
-                # If any part gets whole clips, frames are sampled here for the others.
-                part_inputs, rows, count = sample_inputs(
-                    part, part.select_inputs(images, latents), prepared[name], frames
-                )
-                part_scores = part.score(params[name], part_inputs, rows)
-                _check_scores(part_scores, part.others, count * len(is_finite))
-            part_scores = mean_over_frames(part_scores, count)
+                part_scores = score_frames(part, params[name], part_inputs, prepared[name], frames)
             for key, value in part_scores.items():
-                full_name = name if key == "reward" else f"{name}/{key}"
-                scores[full_name] = jnp.where(is_finite, value, jnp.nan)
+                scores[name if key == "reward" else f"{name}/{key}"] = value
         return add_total(weights, scores)
 
     return Reward(
@@ -120,7 +109,7 @@ def mixture(
         inputs=inputs,
         group=group,
         frames=frames,
-        clips=any(part.clips for part in parts.values()),
+        is_sum=True,
     )
 
 
@@ -150,32 +139,3 @@ def add_total(
     total: Any = sum(terms, scores.get("reward", np.float32(0))).astype(np.float32)
     where = jnp.where if isinstance(total, Array) else np.where
     return {**scores, "reward": where(abs(total) <= MAX_REWARD, total, np.float32("nan"))}
-
-
-def _check_scores(scores: Any, others: Sequence[str], count: int) -> None:
-    """Checks the names and shapes of the scores that the function `score` of a reward returned.
-
-    Values are not checked: NaN and infinities pass.
-
-    Args:
-        scores: The returned value: a mapping of names to arrays [count] of real numbers (integers
-            and Booleans too). Names beyond the required ones pass.
-        others: The names that are required beside "reward".
-        count: The number of images.
-
-    Raises:
-        ValueError: If `scores` is no mapping, lacks "reward" or one of `others`, or has a complex
-            array or one of another shape. The message is one line.
-        TypeError: If a value cannot be converted to an array, such as text.
-    """
-    expected = ("reward", *others)
-    if not isinstance(scores, Mapping) or not {*expected} <= scores.keys():
-        names = ", ".join(map(repr, expected))
-        raise ValueError(f"score returned {brief_repr(scores)}; expected a dict with {names}")
-    for name, value in scores.items():
-        array = jnp.asarray(value)
-        if array.shape != (count,) or jnp.iscomplexobj(array):
-            raise ValueError(
-                f"score returned {array.dtype} of shape {array.shape} as {name!r} for {count} "
-                "images; expected real numbers [b], one for each image"
-            )

@@ -166,8 +166,7 @@ class Reward:
             `clips`. "latents": the clean latents [b, h, w, c], of clips [b, t, h, w, c], in float32
             before decoding. "both": a pair (images, latents).
         clips: Whether `score` gets whole clips [b, T, H, W, 3] in [0, 1], with T frames each, where
-            `inputs` says images. False: it gets frames of clips as images. In a weighted sum: True
-            if any part gets whole clips.
+            `inputs` says images. False: it gets frames of clips as images. No effect if `is_sum`.
         groupwise: Whether `score` is called with a whole group, the candidates of one prompt, on
             every device alike. The scores of a group may depend on each other, such as ranks or win
             rates (`rewards.groups.round_robin`).
@@ -178,9 +177,12 @@ class Reward:
         differentiable: Whether the gradient of `score` with respect to its inputs may be trained
             on, as the objectives "opsd", "refl" and "draft" do. It is a promise: a score that
             counts or rounds has a gradient of zero. False by default.
-        frames: Only for weighted sums: the number of frames that are scored of a clip
-            (`reward.frames` of the configuration), 1 by default. `score` gets each as an image, and
-            the score of the clip is the mean over them. No effect if `clips`.
+        frames: The number of frames that are scored of a clip (`reward.frames` of the
+            configuration), 1 by default. `score`, or each part of a weighted sum that scores
+            images, gets each as an image, and the score of the clip is the mean over them. No
+            effect if `clips`.
+        is_sum: Whether the reward is a weighted sum (`mixture`). Its `score` then gets images or
+            clips as they were decoded, and gives each part what that part reads. False by default.
 
     Raises:
         ValueError: If a field is not as described: another value of `inputs`, `others` no tuple of
@@ -202,6 +204,7 @@ class Reward:
     differentiable: bool = False
     frames: int = 1
     clips: bool = False
+    is_sum: bool = False
 
     def __post_init__(self) -> None:
         """Checks the fields.
@@ -282,7 +285,7 @@ def score_samples(reward: Reward, params: Any, inputs: Any, prepared: Any, index
 
     The score of a clip is the mean over `reward.frames` of its frames (or all, if there are fewer),
     each scored as an image. A reward with `clips` set gets whole clips, and one that reads latents
-    alone gets those of the clip once.
+    alone gets those of the clip once. In a weighted sum, this holds for each part.
 
     Args:
         reward: A reward whose `score` is not None.
@@ -294,21 +297,57 @@ def score_samples(reward: Reward, params: Any, inputs: Any, prepared: Any, index
         index: For each sample, int32 [b], the row of its prompt in `prepared`. It must be in range.
 
     Returns:
-        Arrays [b] by the name of the score, as `reward.score` names them.
+        Arrays [b] by the name of the score, as `reward.score` names them. A sample has NaN where
+        the reward, or the part of a sum, has read a non-finite value.
 
     Raises:
         ValueError: If the images are not of the shape [b, H, W, 3] or [b, T, H, W, 3], or if they
-            are not clips and `reward.clips` is set. Latents are not checked.
-        InputError: If `reward` is a weighted sum (`mixture`) and the function `score` of a part
-            raises or returns no scores.
+            are not clips and `reward.clips` is set (latents are not checked); or if `reward.score`
+            returns no scores of the required names and shapes.
+        InputError: If `reward` is a weighted sum (`mixture`), in place of these errors and of those
+            that the code of a part raises.
     """
     assert reward.score is not None
-    inputs, index, count = sample_inputs(reward, inputs, index, reward.frames)
     rows = jax.tree.map(lambda x: jnp.asarray(x)[index], prepared)
-    return mean_over_frames(reward.score(params, inputs, rows), count)
+    if reward.is_sum:
+        return reward.score(params, inputs, rows)
+    return score_frames(reward, params, inputs, rows, reward.frames)
 
 
-def sample_inputs(reward: Reward, inputs: Any, rows: Any, frames: int) -> tuple[Any, Any, int]:
+def score_frames(reward: Reward, params: Any, inputs: Any, rows: Any, frames: int) -> Scores:
+    """Scores images or clips with one reward that is no weighted sum. For use under jit.
+
+    Args:
+        reward: The reward, whose `inputs` and `clips` say what its `score` gets.
+        params: The parameters for `reward.score`.
+        inputs: The images [b, H, W, 3] or clips [b, T, H, W, 3] in [0, 1], their latents, or the
+            pair of both, as `reward.select_inputs` returns them.
+        rows: What `reward.prepare` returned of the prompts, a tree of arrays with one row per
+            sample.
+        frames: The number of frames that are scored of a clip, at least 1. All are, if a clip has
+            fewer. No effect on images, on latents alone, and if `reward.clips` is set.
+
+    Returns:
+        Arrays [b] by the name of the score, for clips means over the frames. A sample has NaN if a
+        value that `reward.score` got of it is not finite; frames that are not scored may hold
+        anything.
+
+    Raises:
+        ValueError: If the images are not of the shape [b, H, W, 3] or [b, T, H, W, 3], or if they
+            are not clips and `reward.clips` is set (latents are not checked); or if `reward.score`
+            returns no scores of the required names and shapes.
+    """
+    assert reward.score is not None
+    inputs, rows, count = _sample_inputs(reward, inputs, rows, frames)
+    arrays = jax.tree.leaves(inputs)
+    is_finite = jnp.stack([jnp.isfinite(x).all(tuple(range(1, x.ndim))) for x in arrays]).all(0)
+    scores = reward.score(params, inputs, rows)
+    _check_scores(scores, reward.others, len(is_finite))
+    masked = {name: jnp.where(is_finite, value, jnp.nan) for name, value in scores.items()}
+    return mean_over_frames(masked, count)
+
+
+def _sample_inputs(reward: Reward, inputs: Any, rows: Any, frames: int) -> tuple[Any, Any, int]:
     """Replaces clips by some of their frames, unless the reward gets whole clips. For use under
     jit.
 
@@ -344,6 +383,35 @@ def sample_inputs(reward: Reward, inputs: Any, rows: Any, frames: int) -> tuple[
     check_rgb(images.shape)
     selected = reward.select_inputs(images, repeat_rows(latents, count))
     return selected, repeat_rows(rows, count), count
+
+
+def _check_scores(scores: Any, others: Sequence[str], count: int) -> None:
+    """Checks the names and shapes of the scores that the function `score` of a reward returned.
+
+    Values are not checked: NaN and infinities pass.
+
+    Args:
+        scores: The returned value: a mapping of names to arrays [count] of real numbers (integers
+            and Booleans too). Names beyond the required ones pass.
+        others: The names that are required beside "reward".
+        count: The number of images.
+
+    Raises:
+        ValueError: If `scores` is no mapping, lacks "reward" or one of `others`, or has a complex
+            array or one of another shape. The message is one line.
+        TypeError: If a value cannot be converted to an array, such as text.
+    """
+    expected = ("reward", *others)
+    if not isinstance(scores, Mapping) or not {*expected} <= scores.keys():
+        names = ", ".join(map(repr, expected))
+        raise ValueError(f"score returned {brief_repr(scores)}; expected a dict with {names}")
+    for name, value in scores.items():
+        array = jnp.asarray(value)
+        if array.shape != (count,) or jnp.iscomplexobj(array):
+            raise ValueError(
+                f"score returned {array.dtype} of shape {array.shape} as {name!r} for {count} "
+                "images; expected real numbers [b], one for each image"
+            )
 
 
 @partial(sharding.jit, static_argnums=0)

@@ -98,7 +98,7 @@ def test_a_reward_of_clips_gets_whole_ones(inputs):
 
 
 def test_a_sum_gives_each_reward_what_it_reads():
-    """Whole clips, frames and latents in one sum; a broken frame breaks all scores of its clip."""
+    """Whole clips, frames and latents in one sum. A broken frame breaks the scores that read it."""
 
     def of_latents(params, latents, prepared):
         return {"reward": latents.mean((1, 2, 3, 4))}
@@ -109,21 +109,33 @@ def test_a_sum_gives_each_reward_what_it_reads():
         "latents": Reward(None, brightness().prepare, of_latents, inputs="latents"),
     }
     summed = mixture({"last": 1.0, "frames": 2.0, "latents": 4.0}, parts, None, frames=3)
-    assert (summed.inputs, summed.clips, summed.frames) == ("both", True, 3)
+    assert (summed.inputs, summed.frames) == ("both", 3)
     clips = CLIPS.copy()
     clips[1, 1] = np.nan
     inputs = summed.select_inputs(jnp.asarray(clips), jnp.asarray(LATENTS))
     prepared = summed.prepare(["a", "b"])
     got = score_images(summed, summed.params, inputs, prepared, jnp.array([1, 0]))
     want = {
-        "last": CLIPS[0, -1].mean() + 1,
-        "frames": CLIPS[0, [0, 4, 8]].mean() + 1,
-        "latents": LATENTS[0].mean(),
+        "last": [CLIPS[0, -1].mean() + 1, np.nan],
+        "frames": CLIPS[:, [0, 4, 8]].mean((1, 2, 3, 4)) + np.array([1, 0]),
+        "latents": LATENTS.mean((1, 2, 3, 4)),
     }
-    for name, score in want.items():
-        np.testing.assert_allclose(got[name], [score, np.nan], rtol=1e-6)
-    total = want["last"] + 2 * want["frames"] + 4 * want["latents"]
+    for name, scores in want.items():
+        np.testing.assert_allclose(got[name], scores, rtol=1e-6)
+    total = want["last"][0] + 2 * want["frames"][0] + 4 * want["latents"][0]
     np.testing.assert_allclose(got["reward"], [total, np.nan], rtol=1e-6)
+
+
+def test_a_reward_without_weight_does_not_break_the_sum():
+    """It is only recorded, so a frame that it alone reads has no effect on what is trained."""
+    parts = {"last": last_frame(), "frames": brightness()}
+    summed = mixture({"frames": 2.0}, parts, None)
+    clips = CLIPS.copy()
+    clips[1, 1] = np.nan
+    prepared = summed.prepare(["a"])
+    got = score_images(summed, summed.params, jnp.asarray(clips), prepared, jnp.zeros(2, int))
+    np.testing.assert_allclose(got["reward"], 2 * CLIPS[:, 0].mean((1, 2, 3)), rtol=1e-6)
+    np.testing.assert_array_equal(np.isnan(got["last"]), [False, True])
 
 
 def test_workers_get_clips_for_the_rewards_of_clips():

@@ -245,7 +245,7 @@ def test_a_sample_whose_target_is_not_finite_does_not_count(spied, objective):
         flat = jnp.where(images.mean((1, 2, 3)) > wanted, 0.0, 1.0)
         return {"reward": images.mean((1, 2, 3)) + jnp.sqrt(flat * 0 * images[:, 0, 0, 0])}
 
-    rough = dataclasses.replace(toy.reward, score=score)
+    rough = dataclasses.replace(toy.reward, score=score, others=())
     _, outcome = iterate(dataclasses.replace(toy, reward=rough), fresh_state(toy), 1)
     assert not np.asarray(batches[0].weight).any()
     assert outcome.metrics["loss"] == outcome.metrics["skipped_micro_batches"] == 0
@@ -296,7 +296,9 @@ def test_a_pair_without_a_better_one_does_not_count(spied):
     batches, _ = spied
     toy = toy_experiment(*settings("dpo", "sol_rl"))
     flat = dataclasses.replace(
-        toy.reward, score=lambda params, images, prompt: {"reward": 0.0 * images.mean((1, 2, 3))}
+        toy.reward,
+        score=lambda params, images, prompt: {"reward": 0.0 * images.mean((1, 2, 3))},
+        others=(),
     )
     iterate(dataclasses.replace(toy, reward=flat), fresh_state(toy), 1)
     assert not np.asarray(batches[0].weight).any()
@@ -307,7 +309,9 @@ def test_a_pair_that_differs_by_rounding_does_not_count(spied):
     batches, _ = spied
     toy = toy_experiment(*settings("dpo", "sol_rl"))
     flat = dataclasses.replace(
-        toy.reward, score=lambda params, images, _: {"reward": 1 + 1e-6 * images.mean((1, 2, 3))}
+        toy.reward,
+        score=lambda params, images, _: {"reward": 1 + 1e-6 * images.mean((1, 2, 3))},
+        others=(),
     )
     _, outcome = iterate(dataclasses.replace(toy, reward=flat), fresh_state(toy), 1)
     assert outcome.metrics["kept/spread"] > 0
