@@ -38,6 +38,8 @@ OLD_DECAY = {
     2: (75, 0.0075, 0.999),
     3: (0, 0.001, 0.3),
 }
+# The sum of the weights of the terms that count, among the metrics of micro-batches.
+_USED = "used_terms"
 
 Metrics: TypeAlias = dict[str, Float[Array, ""]]
 
@@ -122,9 +124,8 @@ def update(
     transitions) at the recorded step that starts there, where only steps that add noise are drawn;
     or, for objectives that train on reward gradients, at the one recorded state. Each such pair of
     a sample and a sigma is a term of the loss. The terms are divided among the optimizer steps,
-    each of which minimizes their mean. Terms of samples of weight 0 do not count. A micro-batch
-    whose loss or gradient is not finite adds 0 to the sums, but its terms stay in the number that
-    these are divided by.
+    each of which minimizes their mean. Terms of samples of weight 0 do not count, and neither do
+    those of a micro-batch whose loss or gradient is not finite: the mean is over the other terms.
 
     Args:
         backbone: The networks and the mesh, which must also be the ambient mesh; static.
@@ -142,9 +143,8 @@ def update(
     Returns:
         The new state, placed as the old one, and the metrics of the iteration as float32 scalars:
 
-        * "loss" and those of the objective by its names (e.g. "loss/policy"): sums over the terms
-          of an optimizer step, divided by the number of its terms of weight 1 (0 if it has none),
-          mean over the optimizer steps.
+        * "loss" and those of the objective by its names (e.g. "loss/policy"): means over the terms
+          of an optimizer step that count (0 if none does), mean over the optimizer steps.
         * "grad_norm": the norm of the gradient before clipping, mean over the optimizer steps.
         * "skipped_micro_batches": the number of micro-batches whose loss or gradient was not
           finite.
@@ -232,10 +232,10 @@ def _optimizer_step(
 
     Returns:
         The state after the step, whose old policy is unchanged, and the metrics of the step as
-        scalars: "loss" and those of the objective, as means over the terms of weight 1, to which a
-        skipped micro-batch adds 0, "grad_norm" before clipping, and "skipped_micro_batches", the
-        number of micro-batches that contributed nothing. If no term has a sample of weight 1, the
-        gradient is 0, and the step is taken all the same.
+        scalars: "loss" and those of the objective, as means over the terms of weight 1 that are in
+        no skipped micro-batch, "grad_norm" before clipping, and "skipped_micro_batches", the number
+        of micro-batches that contributed nothing. If there are no such terms, the gradient is 0,
+        and the step is taken all the same.
     """
     config = problem.config
     batch = problem.batch
@@ -244,6 +244,14 @@ def _optimizer_step(
     loss = partial(_micro_batch_loss, problem, total=total)
     micro = min(config.optimizer.per_device_batch_size, len(terms))
     gradient, metrics = _accumulate(loss, state.adapters, terms, micro, problem.backbone.mesh)
+    # Terms of skipped micro-batches are left out of the mean, as samples of weight 0 are: they say
+    # nothing about the gradient of the others. Without any, the factor is exactly 1.
+    factor = total / jnp.maximum(metrics.pop(_USED), 1.0)
+    gradient = jax.tree.map(lambda x: factor * x, gradient)
+    metrics = {
+        name: value if name == "skipped_micro_batches" else factor * value
+        for name, value in metrics.items()
+    }
     metrics["grad_norm"] = optax.tree.norm(gradient)
     change, opt_state = make_optimizer(config.optimizer).update(
         gradient, state.opt_state, state.adapters
@@ -272,8 +280,8 @@ def _accumulate(
     (`parallel.sums`), so the gradient does not depend on the mesh.
 
     Args:
-        loss: (trainable, terms, valid) -> (loss, metrics) of one micro-batch. `valid` is 0 for
-            terms that pad the last micro-batches, else 1.
+        loss: (trainable, terms, valid) -> (loss, metrics) of one micro-batch, as sums over its
+            terms. `valid` is 0 for terms that pad the last micro-batches, else 1.
         adapters: The trained parameters, by which the loss is differentiated.
         terms: The numbers of all terms of the optimizer step, which `loss` gets in parts.
         micro: The number of terms of one micro-batch.
@@ -376,7 +384,8 @@ def _micro_batch_loss(
 
     Returns:
         The loss, and the metrics of the objective, each as the sum over the terms of the
-        micro-batch divided by `total`.
+        micro-batch divided by `total`. Among the metrics is also the sum of the terms' weights, by
+        the name `_USED`.
     """
     batch = problem.batch
     config = problem.config
@@ -412,7 +421,8 @@ def _micro_batch_loss(
     def mean(values):
         return jnp.where(weight > 0, values, 0.0).sum() / total
 
-    return mean(losses), {name: mean(values) for name, values in metrics.items()}
+    means = {name: mean(values) for name, values in metrics.items()}
+    return mean(losses), means | {_USED: weight.sum()}
 
 
 def reference_terms(
