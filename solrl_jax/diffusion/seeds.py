@@ -10,6 +10,7 @@ which is how a candidate is regenerated.
 
 import hashlib
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -110,6 +111,31 @@ def candidate_seeds(
         return jax.random.key_data(jax.random.fold_in(jax.random.fold_in(root, uid), index))
 
     return jax.vmap(jax.vmap(seed, (None, 0)), (0, None))(prompt_uids, candidates)
+
+
+def prompt_seeds(
+    run_seed: int, name: str, prompts: Sequence[str], candidates: int, iteration: int = 0
+) -> UInt32[np.ndarray, "p n 2"]:
+    """Returns the seeds of the first candidates of each prompt, on the host.
+
+    Args:
+        run_seed: The root seed, from 0 to 2**31 - 1.
+        name: What the candidates are for: "candidate" (training), "evaluation", "ranking" or
+            "calibration seeds". Each has random numbers of its own.
+        prompts: The texts of the p prompts. Equal ones get equal seeds.
+        candidates: n, the number of candidates of each prompt.
+        iteration: The number of the iteration, from 1; 0 for uses outside the iterations.
+
+    Returns:
+        For each prompt and candidate, the two words of a threefry key. They do not depend on the
+        other prompts, nor on the number of candidates.
+
+    Raises:
+        KeyError: If `STREAMS` has no such name.
+        OverflowError: If the seed or the iteration is beyond the range of an int32.
+    """
+    uids = np.array([prompt_uid(prompt) for prompt in prompts], np.uint32)
+    return np.asarray(candidate_seeds(run_seed, name, iteration, uids, np.arange(candidates)))
 
 
 def normal(

@@ -16,7 +16,7 @@ from solrl_jax.config.sizes import describe_size, evaluation_size, pixel_shape, 
 from solrl_jax.config.values import ConfigError, Size
 from solrl_jax.data.prompts import Prompt, load_instruction, load_prompts
 from solrl_jax.diffusion.schedule import Schedule
-from solrl_jax.diffusion.seeds import candidate_seeds, key, prompt_uid
+from solrl_jax.diffusion.seeds import key, prompt_seeds
 from solrl_jax.errors import InputError, in_one_line
 from solrl_jax.models.backbone import DTYPES, Backbone, load_backbone
 from solrl_jax.models.loading.weights import Params
@@ -338,8 +338,7 @@ class Experiment:
             OverflowError: If the seed or the iteration is beyond the range of an int32.
         """
         root = self.config.seed if seed is None else seed
-        uids = np.array([prompt_uid(prompt) for prompt in prompts], np.uint32)
-        return np.asarray(candidate_seeds(root, stream, iteration, uids, np.arange(candidates)))
+        return prompt_seeds(root, stream, prompts, candidates, iteration)
 
 
 def build(config: Config, *, force: bool = False) -> Experiment:

@@ -38,7 +38,7 @@ from solrl_jax.config.values import (
 from solrl_jax.data.prompts import Prompt, check_text, load_instruction
 from solrl_jax.diffusion.released import read_scheduler
 from solrl_jax.diffusion.schedule import Schedule
-from solrl_jax.diffusion.seeds import candidate_seeds, normal, prompt_uid
+from solrl_jax.diffusion.seeds import normal, prompt_seeds
 from solrl_jax.errors import InputError, RunError, in_one_line
 from solrl_jax.models.backbone import DTYPES, Backbone, load_backbone
 from solrl_jax.models.loading.weights import parameter_table
@@ -560,7 +560,6 @@ def _seeds(prompts: Sequence[str], seed: int) -> np.ndarray:
     """
     candidates = {}
     for prompt, count in Counter(prompts).items():
-        uids = np.array([prompt_uid(prompt)], np.uint32)
-        (drawn,) = candidate_seeds(seed, "candidate", 0, uids, np.arange(count))
-        candidates[prompt] = iter(np.asarray(drawn))
+        (drawn,) = prompt_seeds(seed, "candidate", (prompt,), count)
+        candidates[prompt] = iter(drawn)
     return np.stack([next(candidates[prompt]) for prompt in prompts])
