@@ -393,15 +393,18 @@ def reward_metrics(
     Returns:
         Floats by name:
 
-        * "pool/SCORE", "kept/SCORE": The mean of each score over all candidates, and over all
-          samples in `kept`, also those of prompts that are not usable.
+        * "pool/SCORE", "kept/SCORE": The mean of each score over all candidates, and over the
+          samples in `kept` of usable prompts.
         * "kept/spread": The largest minus the smallest of `rewards` of a prompt, mean over prompts.
         * "size/height", "size/width": The size of the images in pixels; "size/frames": the number
           of frames, for clips.
+        * "unusable_prompts": The number of prompts that are not usable. Their samples in `kept` are
+          padding, which is not trained on.
         * "nonfinite_rewards": The number of non-finite rewards of the candidates and, if they were
-          generated anew, of all samples in `kept`.
+          generated anew, of the samples in `kept` of usable prompts.
         * "reward_failures/NAME": For each reward outside JAX, the number of images that it could
-          not score in exploration and regeneration together; of clips, each scored frame counts.
+          not score in exploration and regeneration together, also of padding; of clips, each
+          scored frame counts.
         * "reward_cost/NAME/COUNTER": For each reward outside JAX that counts what it costs, such as
           requests or tokens, the sum over exploration and regeneration (`Samples.usage`).
         * "fidelity/spearman", "fidelity/kendall": The rank correlations between what ordered the
@@ -422,15 +425,18 @@ def reward_metrics(
     highest = np.nanmax(rewards, 1, initial=-np.inf)
     lowest = np.nanmin(rewards, 1, initial=np.inf)
     metrics = {f"pool/{name}": _finite_mean(scores) for name, scores in explored.scores.items()}
-    metrics |= {f"kept/{name}": _finite_mean(scores) for name, scores in kept.scores.items()}
+    usable = selection.usable
+    for name, scores in kept.scores.items():
+        metrics[f"kept/{name}"] = _finite_mean(scores.reshape(rewards.shape)[usable])
     metrics["kept/spread"] = _finite_mean(highest - lowest)
     metrics["size/height"] = float(experiment.size[0])
     metrics["size/width"] = float(experiment.size[1])
     if len(experiment.size) == 3:
         metrics["size/frames"] = float(experiment.size[2])
+    metrics["unusable_prompts"] = float((~usable).sum())
     nonfinite = (~np.isfinite(proxy)).sum()
     if experiment.config.rollout.regenerate:
-        nonfinite += (~np.isfinite(kept.reward)).sum()
+        nonfinite += (~np.isfinite(rewards[usable])).sum()
     metrics["nonfinite_rewards"] = float(nonfinite)
     for name in {**explored.failed, **kept.failed}:
         count = explored.failed.get(name, 0) + kept.failed.get(name, 0)

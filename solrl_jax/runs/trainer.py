@@ -592,7 +592,8 @@ def _refuse_divergence(this: _Run, row: Row, failures: int) -> None:
     Args:
         this: The run, after the iteration.
         row: The metrics of the iteration by name, from which the message names the first stage
-            without finite values ("kept/spread", "kept/reward" and "pool/reward" may be NaN).
+            without finite values ("kept/spread" and "pool/reward" may be NaN, and
+            "unusable_prompts" may be all).
         failures: The number of iterations in a row, up to this one, from which nothing could be
             learned. Three (`MAX_FAILED_ITERATIONS`) end the run; after its last iteration, one
             does.
@@ -609,12 +610,13 @@ def _refuse_divergence(this: _Run, row: Row, failures: int) -> None:
         return
     elif not math.isnan(row["kept/spread"]):
         problem = f"no finite loss {in_a_row}"
-    elif not math.isnan(row["kept/reward"]):
+    elif math.isnan(row["pool/reward"]):
+        problem = f"no finite reward {in_a_row}, first in stage 'explore'"
+    elif row["unusable_prompts"] == this.config.train.num_prompts:
         kept = this.config.rollout.kept
         problem = f"no prompt with rollout.kept={kept} finite rewards {in_a_row}"
     else:
-        stage = "explore" if math.isnan(row["pool/reward"]) else "regenerate"
-        problem = f"no finite reward {in_a_row}, first in stage '{stage}'"
+        problem = f"no finite reward {in_a_row}, first in stage 'regenerate'"
     last = next(iter(checkpoint.candidates(this.folder / "checkpoints")), None)
     saved = f"the last finite checkpoint is {last}" if last else "nothing is saved"
     raise Diverged(f"iteration {this.done}: {problem}; {saved}")

@@ -282,8 +282,8 @@ def test_a_reward_that_is_not_finite_is_counted_and_never_trained_on():
 
 
 def test_a_prompt_with_too_few_rewards_is_left_out_and_the_others_are_trained_on(monkeypatch):
-    """The first prompt has no reward; its padding has weight 0 and the update is that of the second
-    prompt's samples.
+    """The first prompt has no reward; its padding has weight 0 and no part in the metrics, and the
+    update is that of the second prompt's samples.
     """
     toy = toy_experiment()
     batches = []
@@ -306,11 +306,15 @@ def test_a_prompt_with_too_few_rewards_is_left_out_and_the_others_are_trained_on
     ]
     assert outcome.metrics["grad_norm"] > 0
     assert outcome.metrics["skipped_micro_batches"] == 0
+    assert outcome.metrics["unusable_prompts"] == 1
+    assert outcome.metrics["nonfinite_rewards"] == 8  # all candidates of the first prompt
+    regenerated = outcome.ledger["regenerated_reward"].compressed()
+    assert outcome.metrics["kept/reward"] == pytest.approx(regenerated.mean(), rel=1e-6)
 
 
 @pytest.mark.parametrize(
     ("settings", "count"),
-    [((), 16 + 8), (("rollout.regenerate=false", "rollout.explore.num_steps=3"), 16)],
+    [((), 16), (("rollout.regenerate=false", "rollout.explore.num_steps=3"), 16)],
 )
 def test_if_every_reward_fails_the_policy_stays(settings, count):
     toy = dataclasses.replace(
