@@ -114,12 +114,12 @@ def read_scheduler(
           i; e is 0.
 
     Raises:
-        ValueError: If the scheduler or the value of a setting is not supported (`EULER`, `FLUX_MU`,
-            `DPM` and `UNIPC` list the accepted values); if `shift_terminal` is neither None nor in
-            [0, 1); if `shift` or `flow_shift` is not a finite number of at least 1e-6; if
-            `use_flow_sigmas` or `prediction_type` of a multistep scheduler is absent; or if
-            `use_dynamic_shifting` is set without `pipeline_sigmas`. The message names the setting,
-            its value and the accepted values.
+        ValueError: If the scheduler or the value of a setting is not supported. `EULER`, `FLUX_MU`,
+            `DPM` and `UNIPC` list the accepted values, `shift_terminal` must be None or in [0, 1),
+            and `shift` and `flow_shift` finite numbers of at least 1e-6. Also if `use_flow_sigmas`
+            or `prediction_type` of a multistep scheduler is absent, or if `use_dynamic_shifting` is
+            set without `pipeline_sigmas`. The message names the setting, its value and the accepted
+            values.
     """
     kind = config.get("_class_name")
     match kind:

@@ -11,10 +11,14 @@ neither branches nor divides, and one compiled program serves all solvers. A sto
 from a Gaussian of mean `a x + b x0_hat` and standard deviation e, so the table is also all that the
 probability of a step depends on.
 
-Sources: DDIM, arXiv 2010.02502 (eq. 12, with the noise level of its general form); DPM-Solver++ 2M,
-arXiv 2211.01095 (algorithm 2), midpoint form, in `lambda = ln((1 - sigma) / sigma)`; the SDEs of
-Flow-GRPO (arXiv 2505.05470, eq. 9) and of DanceGRPO (arXiv 2505.07818); coefficients-preserving
-sampling, arXiv 2509.05952; UniPC, arXiv 2302.04867 (algorithms 7 and 8, with B2).
+Sources:
+
+  - DDIM: arXiv 2010.02502 (eq. 12, with the noise level of its general form).
+  - DPM-Solver++ 2M: arXiv 2211.01095 (algorithm 2), midpoint form, in `lambda = ln((1 - sigma) /
+    sigma)`.
+  - The SDEs of Flow-GRPO (arXiv 2505.05470, eq. 9) and of DanceGRPO (arXiv 2505.07818).
+  - Coefficients-preserving sampling: arXiv 2509.05952.
+  - UniPC: arXiv 2302.04867 (algorithms 7 and 8, with B2).
 """
 
 import itertools

@@ -177,10 +177,10 @@ def load_backbone(
         The backbone, with the parameters of transformer and decoder on the devices.
 
     Raises:
-        InputError: the model is missing, incomplete or not supported, or cannot be downloaded; a
-            file cannot be read or has other tensors than the network; `tile` is no multiple of
-            `Pipeline.compression`; the model accepts no instruction; or `cache` cannot be used as a
-            folder.
+        InputError: If the model is missing, incomplete or not supported, or cannot be downloaded,
+            or if one of its files cannot be read or has other tensors than the network. Also if
+            `tile` is no multiple of `Pipeline.compression`, if the model accepts no instruction, or
+            if `cache` cannot be used as a folder.
         PermissionError: a parent of the folder `cache` may not be searched.
         KeyError: `precision` is neither "bf16" nor "fp32".
     """

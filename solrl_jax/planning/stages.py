@@ -62,10 +62,16 @@ class Program:
 class Stages:
     """Builds the programs of a training iteration from an experiment that has shapes for arrays.
 
-    A stage is a part of an iteration: "encode" encodes the prompts; "sync" quantizes the policy;
-    "explore" generates many candidates with it; "regenerate" generates the kept ones again in the
-    training precision; "score" decodes and scores samples; "targets" takes the gradient of the
-    reward; and "update" trains. "evaluate" is no part of an iteration.
+    The stages are:
+
+      - "encode": encodes the prompts.
+      - "sync": quantizes the policy.
+      - "explore": generates many candidates with the quantized policy.
+      - "regenerate": generates the kept ones again in the training precision.
+      - "score": decodes and scores samples.
+      - "targets": takes the gradient of the reward.
+      - "update": trains.
+      - "evaluate": generates the images of an evaluation. It is no part of an iteration.
 
     Attributes:
         experiment: The experiment, as `abstract.experiment` builds it.

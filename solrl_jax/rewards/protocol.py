@@ -210,10 +210,10 @@ class Reward:
         """Checks the fields.
 
         Raises:
-            ValueError: If `inputs` is none of "images", "latents" and "both"; if `others` is not
-                a tuple of strings; if `groupwise`, `differentiable` or `clips` is not a bool; if
-                `clips` is set and `inputs` is "latents"; if `prepare` or `check` cannot be called;
-                or if `score` cannot be called and both `host` and `group` are None.
+            ValueError: Unless `inputs` is "images", "latents" or "both", `others` is a tuple of
+                strings, `groupwise`, `differentiable` and `clips` are bools, and `prepare` and
+                `check` are functions. Also if `clips` is set and `inputs` is "latents", or if
+                `score` cannot be called and both `host` and `group` are None.
         """
         if self.inputs not in get_args(Inputs):
             raise ValueError(

@@ -294,13 +294,12 @@ def open_rewards(
         ("module:function") or an entry point of an installed package.
 
     Raises:
-        InputError: If a setting of `reward` or `rollout.explore.reward` has an unknown name; if
-            options are not accepted; if a function cannot be imported or is not callable, or a
-            package that a reward needs is not installed; if the address of a service is no URL; if
-            a reward in `reward.weights` has no gradient and must have one; if files of a network
-            are missing or do not fit its configuration; if `reward.frames` is above 1 with a reward
-            of images that compares candidates, or if all rewards get whole clips; or if the
-            question of a judge cannot be used.
+        InputError: If a reward cannot be opened: its name is unknown, its options are not accepted,
+            its function cannot be imported or called, a package that it needs is not installed, the
+            address of its service is no URL, files of its network are missing or do not fit its
+            configuration, or the question of a judge cannot be used. Also if a reward in
+            `reward.weights` has no gradient and must have one, or if `reward.frames` is above 1
+            although a reward of images compares candidates or all rewards get whole clips.
     """
     fields = {
         "reward.weights": tuple(settings.weights),

@@ -24,7 +24,7 @@ IMAGE_TOLERANCE = 2e-5  # of images in 0..1, all steps taken
 # outside the autoencoder
 COMPRESSION = 2 * KL_COMPRESSION
 CHANNELS = 4 * KL_CHANNELS
-# an empty one; capitals; spaces; longer than is taken; words and signs not known
+# An empty prompt, capitals, spaces, more tokens than are read, and unknown words and signs.
 PROMPTS = ["", "Red star", " one  happy cat \t", "two small " * 50, "an astronaut's horse, no. 3"]
 LONG = "one happy cat and a small dog left of the red star, " * 27  # about 300 tokens
 

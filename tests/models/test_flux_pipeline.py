@@ -28,8 +28,8 @@ from tests.pipelines import (
 
 TOLERANCE = 1e-5  # largest difference over largest value
 IMAGE_TOLERANCE = 1e-4  # of images in 0..1, all steps taken
-# an empty one; capitals, which T5 sees and CLIP does not; spaces; longer than either takes; words
-# and signs not known
+# An empty prompt, capitals (which T5 tells from small letters and CLIP does not), spaces, more tokens
+# than either encoder reads, and unknown words and signs.
 PROMPTS = ["", "Red star", " one  happy cat \t", "two small " * 9, "an astronaut's horse, no. 3"]
 
 

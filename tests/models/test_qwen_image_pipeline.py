@@ -25,8 +25,9 @@ TOLERANCE = 1e-5  # largest difference over largest value
 IMAGE_TOLERANCE = 1e-4  # of images in 0..1, all steps taken
 COMPRESSION = 2
 TOKENS = 500  # of the longest prompt: the template is 150 tokens of this vocabulary, of which 34 go
-# an empty one; capitals; spaces; 300 tokens; words and signs not known, a mark of the template
-# itself, and braces, which a template must not read
+
+# An empty prompt, capitals, spaces, 300 tokens, unknown words and signs, a mark of the template
+# itself, and braces, which a template must not read.
 PROMPTS = [
     "",
     "Red star",

@@ -1,5 +1,7 @@
-"""The gradient of the reward by the clean latents: against differences; on other meshes; of rewards
-that have none; the targets that opsd makes of it; and refl and draft, which follow it.
+"""The gradient of the reward with respect to the clean latents.
+
+It is compared with differences and between meshes, and refused for rewards that have none. The
+objectives that use it are opsd, which makes targets of it, and refl and draft, which follow it.
 """
 
 import dataclasses

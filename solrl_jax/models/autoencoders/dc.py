@@ -123,10 +123,10 @@ class AutoencoderDCConfig(ReleasedConfig):
         repeats it for every stage. `encoder_block_out_channels` determines the number of stages.
 
         Raises:
-            ValueError: a value is not supported (the message lists the accepted ones); a list has
-                not one entry per stage; a stage has no layers; a kernel size is even; or the
-                numbers of channels of neighbouring stages do not fit each other (`_check_widths`).
-                The message names the field.
+            ValueError: If a value is not supported, such as an even kernel size, a stage without
+                layers or a list that has not one entry per stage, or if the numbers of channels of
+                neighbouring stages do not fit each other (`_check_widths`). The message names the
+                field and what it accepts.
         """
         num_stages = len(self.encoder_block_out_channels)
         self.require(num_stages > 0, "encoder_block_out_channels", "a list with one or more stages")

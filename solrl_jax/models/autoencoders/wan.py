@@ -173,10 +173,11 @@ class AutoencoderKLWanConfig(VideoAutoencoderConfig):
         """Checks the values of the fields.
 
         Raises:
-            ValueError: a common field has an unsupported value (`VideoAutoencoderConfig.check`);
-                `is_residual` is true; `out_channels` is not 3; `patch_size` is not None; or a scale
-                factor is not the compression that follows from `dim_mult` or `temperal_downsample`.
-                The message names the field.
+            ValueError: If a common field has an unsupported value (`VideoAutoencoderConfig.check`),
+                or if a scale factor is not the compression that follows from `dim_mult` or
+                `temperal_downsample`. The only accepted values of other fields are False for
+                `is_residual`, 3 for `out_channels` and None for `patch_size`. The message names
+                the field.
         """
         super().check()
         self.require(not self.is_residual, "is_residual", "False")

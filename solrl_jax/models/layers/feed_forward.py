@@ -119,9 +119,9 @@ class FusedGatedFeedForward(nnx.Module):
 class GLUMBConv(nnx.Module):
     """SANA's gated MLP with a depthwise 3x3 convolution inside (arXiv 2410.10629, section 2.2).
 
-    The steps: a 1x1 convolution to `2 * hidden` channels; SiLU; the depthwise convolution; `first
-    half * silu(second half)` of its channels; and a 1x1 convolution back to d channels, without a
-    bias. The input is not added. The name is that of diffusers.
+    A 1x1 convolution to `2 * hidden` channels is followed by SiLU and the depthwise convolution.
+    The first half of its channels is multiplied by SiLU of the second half, and a 1x1 convolution
+    without a bias leads back to d channels. The input is not added. The name is that of diffusers.
 
     Args:
         d: The number of input and output features.

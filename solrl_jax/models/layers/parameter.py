@@ -23,10 +23,13 @@ def param(
         value: The initial value, with the shape and the order of axes that the parameter has in
             this package.
         torch_name: The last part of the parameter's name in PyTorch, for example "weight".
-        layout: The order of the axes in PyTorch, and here: "same"; "linear", [out, in] there and
-            [in, out] here; "pointwise", [out, in, 1, 1] there and [in, out] here; "conv", [out, in,
-            kh, kw] there and [kh, kw, in, out] here; or "conv3d", [out, in, kt, kh, kw] there and
-            [kt, kh, kw, in, out] here.
+        layout: How the order of the axes in PyTorch differs from that here. One of:
+
+            * "same": not at all.
+            * "linear": [out, in] there, [in, out] here.
+            * "pointwise": [out, in, 1, 1] there, [in, out] here.
+            * "conv": [out, in, kh, kw] there, [kh, kw, in, out] here.
+            * "conv3d": [out, in, kt, kh, kw] there, [kt, kh, kw, in, out] here.
         start: For a parameter that a checkpoint may lack: a tuple `(function, *arguments)`. The
             call `function(*arguments)` then gives its value, broadcast to the parameter's shape.
             None: checkpoints must hold the parameter.

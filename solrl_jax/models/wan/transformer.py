@@ -82,10 +82,10 @@ class WanConfig(TransformerConfig):
         """Rejects configurations that this port does not implement.
 
         Raises:
-            ValueError: `patch_size` is not 1 and twice the same positive number;
-                `attention_head_dim` is odd or below 6; `freq_dim` is not 256; `qk_norm` is not
-                "rms_norm_across_heads"; or `image_dim`, `added_kv_proj_dim` or `pos_embed_seq_len`
-                is set. The message names the field.
+            ValueError: Unless `patch_size` is 1 and twice the same positive number,
+                `attention_head_dim` is even and at least 6, `freq_dim` is 256, and `qk_norm` is
+                "rms_norm_across_heads". Also if `image_dim`,
+                `added_kv_proj_dim` or `pos_embed_seq_len` is set. The message names the field.
         """
         patch = self.patch_size
         self.require(

@@ -86,11 +86,11 @@ class ZImageConfig(ReleasedConfig):
         """Rejects configurations that this port does not implement.
 
         Raises:
-            ValueError: `all_patch_size` is not (2,) or `all_f_patch_size` not (1,); `n_heads` does
-                not divide `dim`, or `n_kv_heads` is not `n_heads`; `siglip_feat_dim` is not None;
-                `axes_dims` is not three positive even numbers whose sum is `dim / n_heads`; or
-                `axes_lens` is not three positive integers, the first one 34 or more. The message
-                names the field.
+            ValueError: Unless `all_patch_size` is (2,), `all_f_patch_size` is (1,),
+                `siglip_feat_dim` is None, `n_heads` divides `dim`, and `n_kv_heads` equals
+                `n_heads`. Also unless `axes_dims` is three positive even numbers whose sum is
+                `dim / n_heads`, and `axes_lens` three positive integers, the first one 34 or more.
+                The message names the field.
         """
         self.require(self.all_patch_size == (PATCH,), "all_patch_size", f"[{PATCH}]")
         self.require(self.all_f_patch_size == (1,), "all_f_patch_size", "[1]")

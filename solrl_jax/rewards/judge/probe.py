@@ -57,9 +57,9 @@ def probe(judge: Judge) -> Support:
 
     First sends the request that the judge would send for a gray square of 64 x 64 pixels (or two of
     them, if the judge compares). While requests are refused with a status of 4xx, sends it again
-    with one thing left out that it has: the seed; the log-probabilities; the JSON schema; the
-    images; and at last without all of them. Nothing is repeated (whatever the option `retries`),
-    and the cache is neither read nor written.
+    with one thing left out, if it has that: first the seed, then the log-probabilities, the JSON
+    schema and the images, and at last all of these. Nothing is repeated (whatever the option
+    `retries`), and the cache is neither read nor written.
 
     Args:
         judge: The judge. The API key comes from ~/.netrc or the environment, as in a run.
