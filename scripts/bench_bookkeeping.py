@@ -33,14 +33,14 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--window", type=int, default=100)
     args = options.parse_args(arguments)
     iterate = trainer.iterate
-    begun = list[float]()
+    starts = list[float]()
     real = list[IterationResult]()
 
     def again(experiment, state, *rest):
         if not real:
             state, outcome = iterate(experiment, state, *rest)
             real.append(outcome)
-        begun.append(time.perf_counter())
+        starts.append(time.perf_counter())
         return state, real[0]
 
     trainer.iterate = again
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
             name: (Path(run) / name).stat().st_size for name in ("metrics.jsonl", "report.html")
         }
         sizes["ledger"] = sum(path.stat().st_size for path in (Path(run) / "ledger").iterdir())
-    took = [1e3 * (after - before) for before, after in itertools.pairwise(begun)]
+    took = [1e3 * (after - before) for before, after in itertools.pairwise(starts)]
     iteration = 1e3 * (real[0].metrics["seconds"] - real[0].metrics["seconds/compile"])
     median = {
         "first": statistics.median(took[: args.window]),

@@ -128,13 +128,13 @@ def sampling(model: str, args: argparse.Namespace) -> dict[str, Any]:
         str(args.steps),
     ]
     environment = os.environ | {"OMP_NUM_THREADS": str(THREADS)}
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, "--repeat", str(args.repeat)],
         stdout=subprocess.PIPE,
         check=True,
         env=environment,
     )
-    theirs = json.loads(done.stdout)
+    theirs = json.loads(process.stdout)
     return {
         "seconds": ours,
         "diffusers_seconds": theirs,
@@ -167,24 +167,26 @@ def peer(model: str, args: argparse.Namespace) -> dict[str, float]:
         with torch.inference_mode():
             if model == "tiny-sana":
                 embeds, mask, *_ = encode(do_classifier_free_guidance=False)
-                given = {
+                conditioning = {
                     "prompt_embeds": embeds,
                     "prompt_attention_mask": mask,
                     "use_resolution_binning": False,
                 }
             elif model == "tiny-flux":
                 embeds, pooled, _ = encode(prompt_2=None)
-                given = {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
+                conditioning = {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
             else:
                 embeds, _, pooled, _ = encode(
                     prompt_2=None, prompt_3=None, do_classifier_free_guidance=False
                 )
-                given = {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
+                conditioning = {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
             guided = {
                 "guidance_scale": config.rollout.guidance_scale,
                 "num_inference_steps": args.steps,
             }
-            took[precision] = seconds(lambda: pipeline(**given, **guided, **size), args.repeat)
+            took[precision] = seconds(
+                lambda: pipeline(**conditioning, **guided, **size), args.repeat
+            )
     return took
 
 

@@ -104,12 +104,12 @@ def parse_tasks(args: argparse.Namespace) -> list[Task]:
     models = listed(args.models)
     steps = listed(args.steps)
     formats = listed(args.formats)
-    for option, given, known in (
+    for option, names, known in (
         ("--models", models, tuple(schedule.PRESETS)),
         ("--steps", steps, schedule.ALL + schedule.EACH),
         ("--formats", formats, schedule.QUANTISED),
     ):
-        if unknown := [name for name in given if name not in known]:
+        if unknown := [name for name in names if name not in known]:
             raise InputError(f"{option} {','.join(unknown)}: expected some of {', '.join(known)}")
     for model in models:
         preset, *chosen = schedule.PRESETS[model]

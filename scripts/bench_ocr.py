@@ -98,12 +98,12 @@ def measure(pool: ProcessPoolExecutor, images: np.ndarray, prompts: list[str]) -
     pieces = [slice(start, start + PIECE) for start in range(0, len(images), PIECE)]
     began = time.perf_counter()
     waiting = [pool.submit(score, images[piece], prompts[piece]) for piece in pieces]
-    done = [piece.result() for piece in waiting]
+    results = [piece.result() for piece in waiting]
     seconds = time.perf_counter() - began
-    scores = np.concatenate([scores for scores, _ in done])
+    scores = np.concatenate([scores for scores, _ in results])
     return {
         "seconds": round(seconds, 1),
-        "cpu_seconds": round(sum(cpu for _, cpu in done), 1),
+        "cpu_seconds": round(sum(cpu for _, cpu in results), 1),
         "images_per_minute": round(60 * len(images) / seconds),
         "mean_score": round(float(scores.mean()), 3),
         "share_of_ones": round(float((scores == 1).mean()), 3),

@@ -111,14 +111,14 @@ def main() -> None:
     run = (
         network if args.mode == "eager" else torch.compile(network, mode=args.mode, fullgraph=True)
     )
-    given = inputs(stored, encodings, latent, args.rows, device)
+    arguments = inputs(stored, encodings, latent, args.rows, device)
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     times = []
     with torch.inference_mode():
         for _ in range(args.repeat + 2):  # the first two calls compile and warm up
             wait()
             began = time.perf_counter()
-            run(**given, return_dict=False)
+            run(**arguments, return_dict=False)
             wait()
             times.append(time.perf_counter() - began)
     versions = {"torch": torch.__version__, "diffusers": diffusers.__version__}

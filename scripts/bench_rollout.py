@@ -140,10 +140,10 @@ class Bench:
 def run_peer(arguments: list[str]) -> dict[str, Any]:
     """Runs scripts/bench_peer_torch.py with the arguments. Returns its report."""
     script = Path(__file__).with_name("bench_peer_torch.py")
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(script), *arguments], stdout=subprocess.PIPE, text=True, check=True
     )
-    return json.loads(done.stdout)
+    return json.loads(process.stdout)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -99,14 +99,14 @@ class Service(http.server.BaseHTTPRequestHandler):
         try:
             if not 0 <= (length := int(self.headers["Content-Length"])) <= MOST_BYTES:
                 raise ValueError(f"a body of {length} bytes; at most {MOST_BYTES} are accepted")
-            if len(asked := self.rfile.read(length)) < length:
+            if len(content := self.rfile.read(length)) < length:
                 raise ValueError(
-                    f"a body of {len(asked)} bytes within {SECONDS} seconds; "
+                    f"a body of {len(content)} bytes within {SECONDS} seconds; "
                     f"{length} were announced"
                 )
             if self.server.turn.acquire(timeout=PATIENCE):
                 try:
-                    answer = score_request(self.server.function, asked)
+                    answer = score_request(self.server.function, content)
                 finally:
                     self.server.turn.release()
                 status = 200
@@ -145,8 +145,8 @@ def score_request(function: Callable[..., Any], body: bytes) -> dict[str, list[f
     """
     if (values := sum(map(body.count, (b",", b"[", b"{")))) > MOST_VALUES:
         raise ValueError(f"JSON of about {values} values; at most {MOST_VALUES} are accepted")
-    asked = json.loads(body)
-    images, prompts, metadata = (asked[name] for name in ("images", "prompts", "metadata"))
+    request = json.loads(body)
+    images, prompts, metadata = (request[name] for name in ("images", "prompts", "metadata"))
     if not 0 < len(images) == len(prompts) == len(metadata):
         raise ValueError(
             f"{len(images)} images, {len(prompts)} prompts, {len(metadata)} metadata; "

@@ -126,13 +126,17 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1, help="devices per host")
     parser.add_argument("--stages", default=",".join(STAGES))
     parser.add_argument("--draw", action="store_true")
-    given = parser.parse_intermixed_args()
-    if given.draw:
+    arguments = parser.parse_intermixed_args()
+    if arguments.draw:
         draw()
     else:
         add(
             compiled(
-                given.device, given.hosts, given.devices, given.overrides, given.stages.split(",")
+                arguments.device,
+                arguments.hosts,
+                arguments.devices,
+                arguments.overrides,
+                arguments.stages.split(","),
             )
         )
 

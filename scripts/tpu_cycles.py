@@ -120,8 +120,10 @@ def step_cycles(
                 raise ValueError(
                     f"{step.name}: the compiler wrote no bundles of this kernel or an identical one"
                 )
-            moved = sum(a.size for a in step.arrays) + sum(o.size for o in step.operands)
-            cycles = max(kernels[identity(step)], CLOCKS[target.name] * moved / target.peaks.memory)
+            num_bytes = sum(a.size for a in step.arrays) + sum(o.size for o in step.operands)
+            cycles = max(
+                kernels[identity(step)], CLOCKS[target.name] * num_bytes / target.peaks.memory
+            )
             in_kernels += times * cycles / steps
             label = f"kernel {step.text('op_name').rsplit('/', 2)[-2]}"
         shape = ",".join(map(str, step.arrays[0].shape)) if step.arrays else ""
@@ -194,8 +196,8 @@ def main() -> None:
     parser.add_argument("preset")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--devices", type=int, default=1)
-    given = parser.parse_intermixed_args()
-    row = measure(given.device, given.preset, given.devices, given.overrides)
+    arguments = parser.parse_intermixed_args()
+    row = measure(arguments.device, arguments.preset, arguments.devices, arguments.overrides)
     print("ratio", row["ratio"])
     record: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else EMPTY
     keys = ("device", "devices", "preset", "overrides")

@@ -107,21 +107,21 @@ def rate(count: int, elapsed: float, best: float) -> dict[str, float]:
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """Returns a parser for the arguments that all benchmarks of a preset share."""
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument(
+    parser.add_argument(
         "preset",
         help="a preset, e.g. `flux1_sol_rl_hpsv2`, or `tiny`, which runs on a CPU",
     )
-    made.add_argument(
+    parser.add_argument(
         "overrides", nargs="*", metavar="KEY=VALUE", help="overrides as in `solrl train`"
     )
-    made.add_argument(
+    parser.add_argument(
         "--repeat", type=int, default=5, help="number of calls whose median is taken (default: 5)"
     )
-    made.add_argument("--out", type=Path, help="JSON file for the result, which is also printed")
-    return made
+    parser.add_argument("--out", type=Path, help="JSON file for the result, which is also printed")
+    return parser
 
 
 def finish(

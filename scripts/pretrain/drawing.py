@@ -169,7 +169,7 @@ def _layout(
     scale = size / BASE
     for _ in range(ROUNDS):
         if scene.relation is None:
-            found = _place(
+            places = _place(
                 scene.groups[0].count,
                 diameters[0],
                 np.zeros(2),
@@ -177,8 +177,8 @@ def _layout(
                 scale * GAP,
                 rng,
             )
-            if len(found):
-                return [found[0]]
+            if len(places):
+                return [places[0]]
             continue
         axis = int(scene.relation in ("above", "below"))  # 0: x; 1: y, downwards
         order = (0, 1) if scene.relation in ("above", "left of") else (1, 0)

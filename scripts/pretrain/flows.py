@@ -69,10 +69,12 @@ def train_pipeline(settings: Settings, name: str, latents: Latents, captions: li
         ).mean()
 
     def batches(step: int) -> tuple[np.ndarray, Any, Any]:
-        rows, asked = draw(step)
+        rows, text_rows = draw(step)
         # With wrong captions the target is the velocity of the images, not the teacher's.
-        lesson = teacher.lesson(asked) if teacher and step not in recipe.curriculum.wrong else None
-        return latents.values[rows], {part: ids[asked] for part, ids in tokens.items()}, lesson
+        lesson = (
+            teacher.lesson(text_rows) if teacher and step not in recipe.curriculum.wrong else None
+        )
+        return latents.values[rows], {part: ids[text_rows] for part, ids in tokens.items()}, lesson
 
     trained = train(name, params, loss, batches, recipe.schedule, settings)
     if recipe.distillation:
@@ -81,8 +83,8 @@ def train_pipeline(settings: Settings, name: str, latents: Latents, captions: li
         before = trained["transformer"]
 
         def guided_batches(step: int) -> tuple[np.ndarray, Any, Any, Params]:
-            x0, asked, _ = batches(recipe.schedule.last + step)
-            return x0, encode(asked), empty, before
+            x0, text_rows, _ = batches(recipe.schedule.last + step)
+            return x0, encode(text_rows), empty, before
 
         trained["transformer"] = train(
             f"{name}-guided",
@@ -142,9 +144,11 @@ def guidance_loss(
         noise_key, scale_key = jax.random.split(key)
         x, sigma, _ = noised(x0, noise_key)
         scale = jax.random.uniform(scale_key, (len(x0),), minval=SCALES[0], maxval=SCALES[1])
-        told = jnp.full_like(scale, PLAIN)
-        without, given = (velocity(before, x, prompts, sigma, told) for prompts in (empty, text))
-        target = without + scale[:, None, None, None] * (given - without)
+        plain_scale = jnp.full_like(scale, PLAIN)
+        without, conditional = (
+            velocity(before, x, prompts, sigma, plain_scale) for prompts in (empty, text)
+        )
+        target = without + scale[:, None, None, None] * (conditional - without)
         return ((velocity(params, x, text, sigma, scale) - target) ** 2).mean()
 
     return loss

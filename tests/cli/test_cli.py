@@ -35,8 +35,8 @@ def solrl(*arguments: str, monkeypatch, capsys) -> tuple[int, str, str]:
         main.main()
     except SystemExit as stop:
         code = int(stop.code or 0)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+    streams = capsys.readouterr()
+    return code, streams.out, streams.err
 
 
 @pytest.fixture
@@ -66,14 +66,14 @@ def trained(tmp_path_factory):
     ]
     arguments += ["--profile", "2", "--report"]
     with one_run_at_a_time(tmp_path_factory.getbasetemp()):
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "solrl_jax", *arguments],
             capture_output=True,
             text=True,
             check=False,
         )
-    assert done.returncode == 0, done.stderr
-    return folder, json.loads(done.stdout.strip().splitlines()[-1]), done.stderr
+    assert process.returncode == 0, process.stderr
+    return folder, json.loads(process.stdout.strip().splitlines()[-1]), process.stderr
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def exported(trained, tmp_path_factory):
     result = CliRunner().invoke(
         main.cli, ["export", str(trained[0]), "--out", str(file), "--json"], catch_exceptions=False
     )
-    said = {
+    expected = {
         "out": str(file),
         "format": "diffusers",
         "dtype": "fp32",
@@ -91,7 +91,7 @@ def exported(trained, tmp_path_factory):
         "rank": 32,
         "alpha": 64.0,
     }
-    assert json.loads(result.stdout) == said
+    assert json.loads(result.stdout) == expected
     return file
 
 
@@ -102,8 +102,8 @@ def test_a_report_is_of_the_whole_run_and_can_be_made_again(trained, call, tmp_p
     def page(path):
         return json.loads(path.read_text().partition('id="data">')[2].partition("</script>")[0])
 
-    code, said, _ = call("report", str(folder), "--out", str(out), "--json")
-    assert (code, json.loads(said)) == (0, {"out": str(out), "runs": [str(folder)]})
+    code, output, _ = call("report", str(folder), "--out", str(out), "--json")
+    assert (code, json.loads(output)) == (0, {"out": str(out), "runs": [str(folder)]})
     ours = page(out)
     live = page(folder / "report.html")
     assert ours["runs"] == live["runs"]  # what training wrote last
@@ -116,7 +116,7 @@ def test_a_report_is_of_the_whole_run_and_can_be_made_again(trained, call, tmp_p
 
 
 def test_train_leaves_everything_a_run_has(trained):
-    folder, summary, said = trained
+    folder, summary, log = trained
     assert summary["iterations"] == 2
     assert not summary["interrupted"]
     assert summary["trained_in_full"] == 0
@@ -135,11 +135,11 @@ def test_train_leaves_everything_a_run_has(trained):
     ):
         assert (folder / name).exists(), name
     assert list((folder / "tensorboard").iterdir())
-    assert "2 prompts x 4 kept x 2 sigmas = 16 terms" in said
+    assert "2 prompts x 4 kept x 2 sigmas = 16 terms" in log
     assert (
-        "exploration in nvfp4 (weights and activations in E2M1, blocks of 16; emulated: cpu" in said
+        "exploration in nvfp4 (weights and activations in E2M1, blocks of 16; emulated: cpu" in log
     )
-    assert "has no units for it)" in said
+    assert "has no units for it)" in log
     rows = metrics.read(folder)
     assert [row["iteration"] for row in rows] == [0, 1, 2]
     assert {"seconds/explore", "images_per_second/explore", "fidelity/spearman", "loss"} <= rows[
@@ -360,9 +360,9 @@ def test_a_home_directory_is_expanded_where_options_are_read(trained, call, tmp_
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "run").symlink_to(trained[0])
     out = ("--out", "~/new page.html", "--json")
-    code, said, error = call("report", "~/run", *out)
+    code, output, error = call("report", "~/run", *out)
     assert code == 0, error
-    assert json.loads(said)["out"] == f"{tmp_path}/new page.html"
+    assert json.loads(output)["out"] == f"{tmp_path}/new page.html"
     assert (tmp_path / "new page.html").exists()
     code, _, error = call("report", "~nobody-at-all/x", *out)
     assert (code, "no home directory of ~nobody-at-all is known" in error) == (2, True)
@@ -437,8 +437,8 @@ def test_sample_from_a_run_is_its_base_with_its_exported_lora(trained, exported,
     for name in (*stale, *mine[:-1]):
         (tmp_path / "run" / name).write_text("of somebody")
     assert call("generate", str(folder), *options, "--out", str(tmp_path / "run"))[0] == 0
-    made = ("00000.png", "00001.png", "grid.png", "images.npy", "latents.npy")
-    assert {p.name for p in (tmp_path / "run").iterdir()} == {*made, *stale, *mine}
+    names = ("00000.png", "00001.png", "grid.png", "images.npy", "latents.npy")
+    assert {p.name for p in (tmp_path / "run").iterdir()} == {*names, *stale, *mine}
     code, _, error = call("generate", str(folder), *options, "--out", str(tmp_path / "run"))
     assert (code, "00000.png: exists; name another one, or replace it with --force" in error) == (
         2,
@@ -462,11 +462,11 @@ def test_sample_from_a_run_is_its_base_with_its_exported_lora(trained, exported,
     assert ours.shape == base.shape == (2, 32, 32, 3)
     assert ours.dtype == np.float32
     assert Image.open(tmp_path / "run" / "00001.png").size == (32, 32)
-    moved = np.abs(ours - base).max(axis=(1, 2, 3))
+    change = np.abs(ours - base).max(axis=(1, 2, 3))
     rounding = np.abs(ours - lora).max()
-    print(f"run and base: {moved.min():.1e}, run and its LoRA: {rounding:.1e}")
+    print(f"run and base: {change.min():.1e}, run and its LoRA: {rounding:.1e}")
     assert rounding < 1e-5
-    assert moved.min() > 1e-3
+    assert change.min() > 1e-3
 
 
 def test_export_writes_the_averaged_adapters_in_every_form(trained, exported, call, tmp_path):
@@ -488,19 +488,21 @@ def test_export_writes_the_averaged_adapters_in_every_form(trained, exported, ca
             else tmp_path / (f"{number}" if "peft" in options else f"{number}.safetensors")
         )
         if options:
-            code, said, _ = call("export", str(trained[0]), "--out", str(out), *options)
-            assert (code, said) == (
+            code, output, _ = call("export", str(trained[0]), "--out", str(out), *options)
+            assert (code, output) == (
                 0,
                 f"the averaged policy after iteration 2, rank 32, alpha {alpha:g}: {out}\n",
             )
-        got, settings = import_lora(out, table)
+        adapters, settings = import_lora(out, table)
         assert settings == LoraSettings(32, alpha)
-        assert got.keys() == ema.keys()
+        assert adapters.keys() == ema.keys()
         for path, ab in ema.items():
             assert np.asarray(ab["b"]).any(), path
             for key, value in (("a", ab["a"]), ("b", factor * ab["b"])):
                 np.testing.assert_array_equal(
-                    got[path][key], value.astype(dtype).astype(jnp.float32), err_msg=f"{path} {key}"
+                    adapters[path][key],
+                    value.astype(dtype).astype(jnp.float32),
+                    err_msg=f"{path} {key}",
                 )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "2.safetensors", "3.safetensors"]
     assert sorted(p.name for p in (tmp_path / "1").iterdir()) == [
@@ -524,7 +526,7 @@ def test_a_run_that_starts_from_an_exported_file(trained, exported, call, tmp_pa
     ]
     command += [f"run.dir={tmp_path / 'run'}", "--json"]
     # what does not fit leaves nothing that would make the directory another run's
-    for change, said in (
+    for change, message in (
         (
             f"lora.path={tmp_path / 'nowhere'}",
             f"lora.path='{tmp_path / 'nowhere'}': {tmp_path / 'nowhere'}: no such file",
@@ -537,7 +539,7 @@ def test_a_run_that_starts_from_an_exported_file(trained, exported, call, tmp_pa
     ):
         code, out, error = call(*command, *change.split())
         assert (code, json.loads(out)["exit_code"], len(error.splitlines())) == (2, 2, 1)
-        assert said in error
+        assert message in error
         assert [p.name for p in (tmp_path / "run").iterdir()] == [".lock"]
 
     code, out, error = call(*command, f"lora.path={start}")
@@ -575,7 +577,7 @@ def test_eval_of_a_model_directory_with_a_lora(trained, exported, call):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (
             ("generate", "{run}", *GENERATE, "--lora", "{file}"),
@@ -668,7 +670,7 @@ def test_eval_of_a_model_directory_with_a_lora(trained, exported, call):
     ],
 )
 def test_a_lora_or_an_output_that_cannot_be_is_one_line_and_nothing_is_written(
-    arguments, said, trained, exported, call, tmp_path
+    arguments, message, trained, exported, call, tmp_path
 ):
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -680,7 +682,7 @@ def test_a_lora_or_an_output_that_cannot_be_is_one_line_and_nothing_is_written(
     code, out, error = call(*(a.format(**names) for a in arguments))
     assert (code, out) == (2, "")
     assert error.startswith("solrl: ")
-    assert said.format(**names) in error
+    assert message.format(**names) in error
     assert len(error.strip().splitlines()) == 1
     assert {
         p: p.stat().st_mtime_ns for p in [*exported.parent.rglob("*"), *trained[0].rglob("*")]
@@ -697,15 +699,15 @@ def test_presets_shows_the_prompt_sets_of_one(call, tmp_path):
     assert code == 0
     sizes = f"2 train prompts ({prompts}), 26 test prompts (embedded:shapes-test), 0 in both;"
     assert f"\ntiny: {sizes}" in out
-    shown = [
+    outputs = [
         json.loads(
             call("presets", "--show", "tiny", f"prompts.train={prompts}", f"seed={s}", "--json")[1]
         )
         for s in (0, 0, 7)
     ]
-    assert shown[0] == shown[1]
-    assert sorted(row["prompt"] for row in shown[2]["first"]) == ["a cat", "a dog"]
-    assert {row["prompt"]: row["metadata"] for row in shown[0]["first"]} == {
+    assert outputs[0] == outputs[1]
+    assert sorted(row["prompt"] for row in outputs[2]["first"]) == ["a cat", "a dog"]
+    assert {row["prompt"]: row["metadata"] for row in outputs[0]["first"]} == {
         "a cat": {},
         "a dog": {"tag": "one"},
     }
@@ -725,7 +727,7 @@ def test_presets_lists_them_all(call):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("train", "tinny"), "did you mean 'tiny'"),
         (("report", "{dir}"), "not a run directory"),
@@ -798,12 +800,12 @@ def test_presets_lists_them_all(call):
         ),
     ],
 )
-def test_bad_input_is_one_line_that_names_it(arguments, said, call, tmp_path, monkeypatch):
+def test_bad_input_is_one_line_that_names_it(arguments, message, call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, out, error = call(*(argument.replace("{dir}", str(tmp_path)) for argument in arguments))
     assert code == 2
     assert out == ""
-    assert said in error
+    assert message in error
     assert error.startswith("solrl: ")
     assert len(error.strip().splitlines()) == 1
 
@@ -847,13 +849,13 @@ def test_a_read_only_run_directory(tmp_path):
     path = (
         "/proc/solrl" if os.geteuid() == 0 else str(folder)
     )  # root cannot write to the former either
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "solrl_jax", "train", "tiny", f"run.dir={path}"],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    assert path in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    assert process.returncode == 2
+    assert "Traceback" not in process.stderr
+    assert path in process.stderr
+    assert len(process.stderr.strip().splitlines()) == 1

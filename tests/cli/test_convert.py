@@ -231,13 +231,13 @@ def test_what_does_not_fit_is_listed_and_nothing_is_written(base, tmp_path):
     torch.save(tensors, tmp_path / "sana.pth")
     with pytest.raises(InputError, match="3 tensor") as error:
         convert(tmp_path / "sana.pth", tmp_path / "out", base[0])
-    for said in (
+    for message in (
         "sana.pth: ",
         "missing blocks.1.attn.qkv.weight (96, 32)",
         "unexpected logvar_linear.bias (1,)",
         "attention_y_norm.weight has shape (3,), expected (32,)",
     ):
-        assert said in str(error.value)
+        assert message in str(error.value)
     assert [p.name for p in tmp_path.iterdir()] == ["sana.pth"]
 
 
@@ -251,7 +251,7 @@ def edit(base, to, file, **fields):
 
 
 @pytest.mark.parametrize(
-    ("file", "fields", "said"),
+    ("file", "fields", "message"),
     [
         (
             "model_index.json",
@@ -276,12 +276,12 @@ def edit(base, to, file, **fields):
         ),
     ],
 )
-def test_a_base_that_does_not_fit(file, fields, said, base, tmp_path):
+def test_a_base_that_does_not_fit(file, fields, message, base, tmp_path):
     other = edit(base[0], tmp_path / "base", file, **fields)
     torch.save(to_native(base[1].state_dict(), "linear"), tmp_path / "sana.pth")
     with pytest.raises(InputError) as error:
         convert(tmp_path / "sana.pth", tmp_path / "out", other)
-    assert said.format(base=other) in str(error.value)
+    assert message.format(base=other) in str(error.value)
     assert "\n" not in str(error.value)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "sana.pth"]
 
@@ -360,7 +360,7 @@ CONTAINERS = {  # the pickle, under what it has its tensors, what is left out
 @pytest.mark.parametrize("case", CONTAINERS)
 @pytest.mark.parametrize("archive", [True, False])
 def test_tensors_are_kept_as_they_are(case, archive, tmp_path):
-    wrap, took, left = CONTAINERS[case]
+    wrap, took, left_out = CONTAINERS[case]
     tensors = plain_tensors()
     if not archive:  # the older format is older than these
         tensors = {name: t for name, t in tensors.items() if "float8" not in name}
@@ -369,7 +369,7 @@ def test_tensors_are_kept_as_they_are(case, archive, tmp_path):
     assert summary == {
         "out": str(tmp_path / "new" / "weights.safetensors"),
         "took": took,
-        "left_out": left,
+        "left_out": left_out,
         "kind": "tensors",
         "tensors": len(tensors),
         "bytes": (tmp_path / "new" / "weights.safetensors").stat().st_size,
@@ -429,12 +429,12 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_holds_more_or_less_than_tensors_is_refused(case, archive, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    content, said = REFUSED[case]
+    content, message = REFUSED[case]
     torch.save(content, "weights.pt", _use_new_zipfile_serialization=archive)
     with pytest.raises(InputError) as error:
         convert(Path("weights.pt"), Path("out.safetensors"))
     assert str(error.value).startswith("weights.pt: ")
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
     assert [p.name for p in tmp_path.iterdir()] == ["weights.pt"]  # no output, and no code ran
 
@@ -478,7 +478,7 @@ def test_paths_that_cannot_be(base, tmp_path):
     torch.save(to_native(base[1].state_dict(), "linear"), native)
     safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / "done.safetensors")
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
-    for source, out, options, said in (
+    for source, out, options, message in (
         (tmp_path / "none", "x.safetensors", {}, "none: no such file"),
         (tmp_path / "done.safetensors", "x.safetensors", {}, "is a safetensors file already"),
         (file, "x", {}, "give it a name that ends in .safetensors"),
@@ -517,7 +517,7 @@ def test_paths_that_cannot_be(base, tmp_path):
     ):
         with pytest.raises(InputError) as error:
             convert(source, tmp_path / out, **options)
-        assert said in str(error.value), out
+        assert message in str(error.value), out
         assert "\n" not in str(error.value)
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
 
@@ -598,12 +598,12 @@ def test_the_whole_is_never_in_memory(tmp_path):
     torch.save(tensors, tmp_path / "weights.pt")
     total = sum(t.nbytes for t in tensors.values())
     del tensors
-    seen = []
-    done = threading.Event()
+    measurements = []
+    is_over = threading.Event()
 
     def watch():
-        while not done.wait(0.001):
-            seen.append(anonymous())
+        while not is_over.wait(0.001):
+            measurements.append(anonymous())
 
     before = anonymous()
     watcher = threading.Thread(target=watch)
@@ -611,12 +611,12 @@ def test_the_whole_is_never_in_memory(tmp_path):
     try:
         convert(tmp_path / "weights.pt", tmp_path / "out.safetensors")
     finally:
-        done.set()
+        is_over.set()
         watcher.join()
     print(
-        f"{total / 1e6:.0f} MB in all, {(max(seen) - before) / 1e6:.1f} MB in memory, seen {len(seen)} times"
+        f"{total / 1e6:.0f} MB in all, {(max(measurements) - before) / 1e6:.1f} MB in memory, seen {len(measurements)} times"
     )
-    assert len(seen) > 5
+    assert len(measurements) > 5
     assert (
-        max(seen) - before < 3 * 2**22
+        max(measurements) - before < 3 * 2**22
     )  # of 16: the one that is not in a row, and room for what Python does meanwhile

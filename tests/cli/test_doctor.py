@@ -48,60 +48,60 @@ def diagnosed(monkeypatch, tmp_path):
 
 
 def test_it_says_what_the_machine_has(diagnosed):
-    code, said = diagnosed()
-    assert (code, said["missing"]) == (0, [])
-    assert said["versions"]["jax"] == jax.__version__
-    assert said["devices"]["count"] == jax.device_count()
-    assert said["devices"]["memory"] == memory_check.device_memory()
-    assert said["formats"] == {
+    code, report = diagnosed()
+    assert (code, report["missing"]) == (0, [])
+    assert report["versions"]["jax"] == jax.__version__
+    assert report["devices"]["count"] == jax.device_count()
+    assert report["devices"]["memory"] == memory_check.device_memory()
+    assert report["formats"] == {
         "fp32": True,
         "bf16": True,
         "fp8": False,
         "int8": False,
         "nvfp4": False,
     }
-    assert (said["auto"], said["cudnn"]) == ("bf16", None)
-    assert (said["checks"], said["warnings"]) == ({}, [])
-    assert "\nchecks     nothing to try on cpu; only GPUs have" in doctor.table(said)
+    assert (report["auto"], report["cudnn"]) == ("bf16", None)
+    assert (report["checks"], report["warnings"]) == ({}, [])
+    assert "\nchecks     nothing to try on cpu; only GPUs have" in doctor.table(report)
 
 
 def test_the_embedded_preset_lacks_nothing(diagnosed):
-    code, said = diagnosed("tiny")
-    assert (code, said["missing"], said["downloads"]) == (0, [], [])
-    assert said["proposal"]["settings"] == []
-    assert said["proposal"]["reason"].startswith("no plan on record of tiny-sana at 32 x 32 for ")
+    code, report = diagnosed("tiny")
+    assert (code, report["missing"], report["downloads"]) == (0, [], [])
+    assert report["proposal"]["settings"] == []
+    assert report["proposal"]["reason"].startswith("no plan on record of tiny-sana at 32 x 32 for ")
     pipeline = doctor.open_configurations("embedded:tiny-sana")
-    assert said["weights"]["transformer"] == 2 * pipeline.transformer.num_parameters
+    assert report["weights"]["transformer"] == 2 * pipeline.transformer.num_parameters
 
 
 def test_all_that_a_released_preset_lacks_is_told_at_once(diagnosed):
-    code, said = diagnosed(
+    code, report = diagnosed(
         "flux1_sol_rl_hpsv2",
         "model.instruction=absent.txt",
         "prompts.train=train.txt",
         "prompts.test=test.txt",
     )
     assert code == 1
-    assert said["downloads"] == [
+    assert report["downloads"] == [
         "black-forest-labs/FLUX.1-dev",
         "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
     ]
     expected = ("prompts.train=", "prompts.test=", "model.instruction=", "reward 'hpsv2'")
     assert [
-        line.startswith(begin) for line, begin in zip(said["missing"], expected, strict=True)
+        line.startswith(begin) for line, begin in zip(report["missing"], expected, strict=True)
     ] == [True] * 4
-    assert said["weights"]["transformer"] == 2 * 11_901_408_320  # FLUX.1-dev's parameters in BF16
-    assert said["weights"]["vae"] == 4 * 49_545_475  # of its decoder, which decodes in float32
+    assert report["weights"]["transformer"] == 2 * 11_901_408_320  # FLUX.1-dev's parameters in BF16
+    assert report["weights"]["vae"] == 4 * 49_545_475  # of its decoder, which decodes in float32
 
 
 @pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
 def test_offline_a_download_is_missing(diagnosed, monkeypatch, variable):
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setenv(variable, "1")
-    code, said = diagnosed("flux1_sol_rl_clipscore", *PROMPTS, "train.num_prompts=4")
+    code, report = diagnosed("flux1_sol_rl_clipscore", *PROMPTS, "train.num_prompts=4")
     assert code == 1
     names = ("black-forest-labs/FLUX.1-dev", "openai/clip-vit-large-patch14")
-    assert said["missing"] == [
+    assert report["missing"] == [
         f"{name}: is not in the hub's cache, and {variable} is set" for name in names
     ]
 
@@ -129,28 +129,28 @@ def test_weights_that_are_not_whole_are_missing(diagnosed, tmp_path):
     shutil.copytree(EMBEDDED_FOLDER / "tiny-sana", tmp_path / "model")
     assert diagnosed("tiny", f"model.path={tmp_path / 'model'}")[0] == 0
     (tmp_path / "model" / "vae" / "diffusion_pytorch_model.safetensors").unlink()
-    code, said = diagnosed("tiny", f"model.path={tmp_path / 'model'}")
+    code, report = diagnosed("tiny", f"model.path={tmp_path / 'model'}")
     assert code == 1
-    (line,) = said["missing"]
+    (line,) = report["missing"]
     assert "vae" in line
     assert ".safetensors" in line
 
 
 def test_few_prompts_are_said_and_an_unknown_reward_is_missing(diagnosed, tmp_path):
     (tmp_path / "few.txt").write_text("a red circle\na blue square\n")
-    code, said = diagnosed("tiny", "prompts.train=few.txt")
-    assert (code, said["missing"]) == (0, [])
-    assert said["adapted"] == [
+    code, report = diagnosed("tiny", "prompts.train=few.txt")
+    assert (code, report["missing"]) == (0, [])
+    assert report["adapted"] == [
         "train.num_prompts=6: prompts.train='few.txt' has 2 distinct prompts, so each iteration "
         "takes 2"
     ]
-    code, said = diagnosed(
+    code, report = diagnosed(
         "tiny", "prompts.train=few.txt", "train.num_prompts=8", "optimizer.steps_per_iteration=576"
     )
     assert code == 1
-    assert "optimizer.steps_per_iteration" in said["missing"][0]
-    _, said = diagnosed("tiny", "reward=nowhere:score")
-    assert "reward 'nowhere:score': cannot be imported" in said["missing"][0]
+    assert "optimizer.steps_per_iteration" in report["missing"][0]
+    _, report = diagnosed("tiny", "reward=nowhere:score")
+    assert "reward 'nowhere:score': cannot be imported" in report["missing"][0]
 
 
 def test_a_model_that_no_device_holds_is_told_of_with_its_size(monkeypatch):
@@ -183,15 +183,15 @@ def test_what_keeps_jax_from_a_gpu_is_missing(
     )
     monkeypatch.setattr(doctor, "cudnn", lambda: dnn)
     monkeypatch.setattr(doctor.device_checks, "checks_for", lambda device: ())
-    found = doctor.machine()
+    report = doctor.machine()
     assert (
-        [line.startswith(missing) for line in found["missing"]] == [True]
+        [line.startswith(missing) for line in report["missing"]] == [True]
         if missing
-        else found["missing"] == []
+        else report["missing"] == []
     )
-    assert found["auto"] == ("nvfp4" if platform == "gpu" else "bf16")
-    assert "NVIDIA B200" in doctor.table(found)
-    assert ("emulated   nothing" in doctor.table(found)) == (platform == "gpu")
+    assert report["auto"] == ("nvfp4" if platform == "gpu" else "bf16")
+    assert "NVIDIA B200" in doctor.table(report)
+    assert ("emulated   nothing" in doctor.table(report)) == (platform == "gpu")
 
 
 def test_a_wrong_kernel_and_a_known_fault_of_cudnn_are_told_in_a_line_each(diagnosed, monkeypatch):
@@ -201,10 +201,10 @@ def test_a_wrong_kernel_and_a_known_fault_of_cudnn_are_told_in_a_line_each(diagn
     monkeypatch.setattr(doctor, "local_device", lambda: DeviceInfo("gpu", "NVIDIA H100", (9, 0)))
     monkeypatch.setattr(doctor, "cudnn", lambda: "9.12.0")
     monkeypatch.setattr(device_checks, "checks_for", lambda device: (zeros, checks[1]))
-    code, said = diagnosed()
-    assert (code, said["missing"]) == (1, [])
-    assert said["checks"] == {"FP8 matmul": "returns zeros", "FP8 attention": None}
-    lines = doctor.table(said).splitlines()
+    code, report = diagnosed()
+    assert (code, report["missing"]) == (1, [])
+    assert report["checks"] == {"FP8 matmul": "returns zeros", "FP8 attention": None}
+    lines = doctor.table(report).splitlines()
     assert "checks     FP8 attention: the same as plain JAX" in lines
     assert "wrong      FP8 matmul: returns zeros" in lines
     (warning,) = (line for line in lines if line.startswith("warning"))
@@ -212,6 +212,6 @@ def test_a_wrong_kernel_and_a_known_fault_of_cudnn_are_told_in_a_line_each(diagn
 
 
 def test_sizes_are_those_of_the_attention_that_is_trained():
-    own = doctor.sizes(resolve("tiny", ()))["transformer"]
+    plain = doctor.sizes(resolve("tiny", ()))["transformer"]
     mhla = doctor.sizes(resolve("tiny", ("model.attention=mhla", "train.parameters=.*lepe.*")))
-    assert mhla["transformer"] > own
+    assert mhla["transformer"] > plain

@@ -132,7 +132,7 @@ def test_images_equal_those_of_diffusers(
     latents = noise(size)
     want = diffusers_images(reference, as_saved(), latents, steps, guidance)
     np.save(tmp_path / "noise.npy", latents)
-    got, _, summary = generate(
+    pictures, _, summary = generate(
         folder / scheduler,
         prompt_file,
         tmp_path / "out",
@@ -145,8 +145,8 @@ def test_images_equal_those_of_diffusers(
         "--guidance-scale",
         guidance,
     )
-    assert got.shape == (len(PROMPTS), *size, 3)
-    difference = np.abs(got - want).max()
+    assert pictures.shape == (len(PROMPTS), *size, 3)
+    difference = np.abs(pictures - want).max()
     print(f"{scheduler}, {steps} steps, guidance {guidance}, {size}: {difference:.1e}")
     assert difference <= TOLERANCE
     assert (summary["height"], summary["width"], summary["steps"]) == (*size, steps)
@@ -160,9 +160,11 @@ def test_images_equal_those_of_diffusers(
         "timestep": dict(timestep_scale=0.99),
     }
     for name, other in others.items():
-        given = dict(scheduler=as_saved(), latents=latents, steps=steps, guidance=guidance) | other
-        moved = np.abs(diffusers_images(reference, **given) - want).max(axis=(1, 2, 3))
-        assert moved.min() > 20 * TOLERANCE, name
+        arguments = (
+            dict(scheduler=as_saved(), latents=latents, steps=steps, guidance=guidance) | other
+        )
+        change = np.abs(diffusers_images(reference, **arguments) - want).max(axis=(1, 2, 3))
+        assert change.min() > 20 * TOLERANCE, name
 
 
 # the text that SANA is released with, as diffusers has it: a list of lines
@@ -175,15 +177,15 @@ def test_an_instruction_and_a_negative_prompt_are_those_of_diffusers(models, pro
     negative = "Two small blue dog "
     run = {}
     for name, lines in (("released", RELEASED), ("short", ["Photo of"]), ("none", None)):
-        given = dict(
+        arguments = dict(
             scheduler=pipelines.euler(), latents=latents, steps=4, guidance=4.5, instruction=lines
         )
-        run[name] = diffusers_images(reference, **given, negative=negative)
-        run[name, "no negative"] = diffusers_images(reference, **given)
+        run[name] = diffusers_images(reference, **arguments, negative=negative)
+        run[name, "no negative"] = diffusers_images(reference, **arguments)
     np.save(tmp_path / "noise.npy", latents)
     for name, lines in (("released", RELEASED), ("short", ["Photo of"])):
         (tmp_path / "instruction.txt").write_text("\n".join(lines) + "\n")  # as editors end a file
-        got, _, _ = generate(
+        pictures, _, _ = generate(
             folder / "euler",
             prompt_file,
             tmp_path / "out",
@@ -200,7 +202,7 @@ def test_an_instruction_and_a_negative_prompt_are_those_of_diffusers(models, pro
             "--instruction",
             tmp_path / "instruction.txt",
         )
-        difference = np.abs(got - run[name]).max()
+        difference = np.abs(pictures - run[name]).max()
         print(f"instruction {name}: {difference:.1e}")
         assert difference <= TOLERANCE
         for other in ("none", "short" if name == "released" else "released", (name, "no negative")):
@@ -281,9 +283,9 @@ def test_the_function_and_the_old_names_of_the_command_give_the_same_images(
     out, _, (images, latents, _) = first
     prompts = ["red star", "blue square", "red star"]
     options = dict(num_steps=4, precision="fp32", max_sequence_length=pipelines.MAX_TOKENS)
-    made = solrl.generate(models[0] / "euler", prompts, seed=3, **options)
-    assert isinstance(made, np.ndarray)
-    np.testing.assert_array_equal(made, images)
+    repeated_images = solrl.generate(models[0] / "euler", prompts, seed=3, **options)
+    assert isinstance(repeated_images, np.ndarray)
+    np.testing.assert_array_equal(repeated_images, images)
     alone = solrl.generate(str(models[0] / "euler"), "red star", latents=latents[:1], **options)
     np.testing.assert_allclose(alone, images[:1], atol=1e-6)
     old = ["sample", models[0] / "euler", "--prompts", out.parent / "prompts.txt", "--seed", 3]
@@ -300,7 +302,7 @@ def test_guidance_up_to_1_is_none_as_in_diffusers(models):
     latents = noise((32, 32), count=1)
     want = diffusers_images(reference, pipelines.euler(), latents, 2, 0.5, prompts=["red star"])
     for scale in (0.0, 0.5, 1.0):
-        got = solrl.generate(
+        pictures = solrl.generate(
             folder / "euler",
             "red star",
             num_steps=2,
@@ -309,7 +311,7 @@ def test_guidance_up_to_1_is_none_as_in_diffusers(models):
             precision="fp32",
             max_sequence_length=pipelines.MAX_TOKENS,
         )
-        assert np.abs(got - want).max() <= TOLERANCE, scale
+        assert np.abs(pictures - want).max() <= TOLERANCE, scale
 
 
 def test_the_seed_makes_the_images(first, tmp_path):
@@ -432,9 +434,9 @@ BROKEN_MODELS = {  # what is done to a copy of the directory, what the line has 
 def run_main(arguments, monkeypatch, capsys):
     """`solrl` in this process: (exit code, standard error)."""
     monkeypatch.setattr(sys, "argv", ["solrl", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as stop:
         main.main()
-    return ended.value.code, capsys.readouterr().err
+    return stop.value.code, capsys.readouterr().err
 
 
 def assert_refused(code, stderr, out, *parts):
@@ -635,8 +637,8 @@ def test_the_program_itself_ends_with_code_2_and_no_traceback(case, models, prom
         "--prompts",
         prompt_file,
     ]
-    ended = subprocess.run(
+    process = subprocess.run(
         [*map(str, command), "--out", str(tmp_path / "out")], capture_output=True, text=True
     )
-    assert_refused(ended.returncode, ended.stderr, tmp_path / "out")
-    assert not ended.stdout
+    assert_refused(process.returncode, process.stderr, tmp_path / "out")
+    assert not process.stdout

@@ -48,13 +48,13 @@ def train(folder: Path, *overrides: str, **environment: str) -> subprocess.Compl
 def test_only_the_download_is_missing(online, tmp_path):
     """The Hub that is asked has no repositories."""
     with serve({}) as (_, environment):
-        done = train(tmp_path, **(environment if online else {"HF_HUB_OFFLINE": "1"}))
-    assert (done.returncode, done.stdout) == (2, "")
-    (error,) = (line for line in done.stderr.splitlines() if line.startswith("solrl: "))
+        process = train(tmp_path, **(environment if online else {"HF_HUB_OFFLINE": "1"}))
+    assert (process.returncode, process.stdout) == (2, "")
+    (error,) = (line for line in process.stderr.splitlines() if line.startswith("solrl: "))
     assert error.startswith(f"solrl: reward 'pickscore': {PICKSCORE}: ")
     assert "cannot be had from the hub" in error
     assert error.endswith(f"of https://huggingface.co/{PICKSCORE}")
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in process.stderr
     assert not list(tmp_path.glob("empty/**/*.yaml"))
 
 
@@ -91,7 +91,7 @@ def test_it_trains_with_the_prompts_of_the_package(tmp_path, tmp_path_factory):
     model, pickscore, tokenizer = folders
     save_networks(model, pickscore, tokenizer)
     with one_run_at_a_time(tmp_path_factory.getbasetemp()):
-        done = train(
+        process = train(
             tmp_path,
             *SMALL,
             "train.iterations=1",
@@ -104,7 +104,7 @@ def test_it_trains_with_the_prompts_of_the_package(tmp_path, tmp_path_factory):
             "run.dir=run",
             HF_HUB_OFFLINE="1",
         )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     assert [path.name for path in (tmp_path / "empty").iterdir()] == ["run"]
     run = tmp_path / "empty" / "run"
     settings = yaml.safe_load((run / "config.yaml").read_text())["prompts"]

@@ -97,13 +97,13 @@ CASES = [
         Case(
             f"convert: {name}, {'archive' if archive else 'old form'}",
             CONVERT,
-            said,
+            message,
             seconds=60,
             kept=("{dir}",),
             files={"{dir}/a.pt": torch_file(make, archive)},
             repeats=not archive and name != "a program",
         )
-        for name, (make, said) in PICKLES.items()
+        for name, (make, message) in PICKLES.items()
         for archive in (True, False)
     ),
     Case(
@@ -371,10 +371,10 @@ CASES = [
         Case(
             f"study: {name}",
             STUDY + " --compare-only",
-            said,
+            message,
             files={"{dir}/p": GOOD["{dir}/p"].replace(old, new)},
         )
-        for name, old, new, said in (
+        for name, old, new, message in (
             (
                 "the plan sets a seed",
                 "overrides: [],",
@@ -522,8 +522,8 @@ CASES = [
         )
     ),
     *(
-        Case(f"rank: {name}", f"rank tiny {given}", said)
-        for name, given, said in (
+        Case(f"rank: {name}", f"rank tiny {options}", message)
+        for name, options, message in (
             ("an empty recipe", "--explore ''", "--explore=: expected"),
             ("a recipe of no name", "--explore paper,", "--explore=paper,: expected"),
             (
@@ -596,9 +596,9 @@ CASES = [
         Case(
             f"hosts: {name}",
             f"train tiny --host 0 --hosts {count} --coordinator localhost:{port}",
-            said,
+            message,
         )
-        for name, count, port, said in (
+        for name, count, port, message in (
             ("10^9 of them", 10**9, 1, "expected a number"),
             ("of many digits", 5000 * "9", 1, "expected a number"),
             ("a port of many digits", 2, 5000 * "9", "--coordinator"),

@@ -225,11 +225,11 @@ CASES = [
             f"{file}: {name}",
             OPEN,
             file.split("/")[-1] if name != "absent" else "",
-            files={f"{{model}}/{file}": made},
+            files={f"{{model}}/{file}": content},
             seconds=30,
         )
         for file in JSON
-        for name, made in CONTENTS.items()
+        for name, content in CONTENTS.items()
         if (name == "absent" and file != "model_index.json") or file == "transformer/config.json"
     ),
     *(
@@ -261,12 +261,12 @@ CASES = [
         )
     ),
     *(
-        Case(f"weights: {name}", LOAD, "transformer", files=P | {WEIGHTS: made})
-        for name, made in SAFETENSORS.items()
+        Case(f"weights: {name}", LOAD, "transformer", files=P | {WEIGHTS: content})
+        for name, content in SAFETENSORS.items()
     ),
     *one_quick(
-        Case(f"a LoRA: {name}", LORA, "x.safetensors", files=P | {"{dir}/x.safetensors": made})
-        for name, made in SAFETENSORS.items()
+        Case(f"a LoRA: {name}", LORA, "x.safetensors", files=P | {"{dir}/x.safetensors": content})
+        for name, content in SAFETENSORS.items()
     ),
     *(
         Case(
@@ -295,10 +295,10 @@ CASES = [
         Case(
             f"tokenizer.json: {name}",
             LOAD,
-            said,
+            message,
             files=P | {"{model}/tokenizer/tokenizer.json": fields},
         )
-        for name, said, fields in (
+        for name, message, fields in (
             (
                 "no token for an unknown word",
                 "tokenizer",
@@ -347,10 +347,10 @@ CASES = [
         Case(
             f"latents: {name}",
             f"{LOAD} --latents {{dir}}/x.npy",
-            said,
+            message,
             files=P | {"{dir}/x.npy": latents(*shape)},
         )
-        for name, said, shape in (
+        for name, message, shape in (
             ("of 3 GB and another model", "have 32 channels", (1, 32, 4000, 4000)),
             ("of 3 GB", "at most 16384 pixels", (1, 8, 10_000, 10_000)),
         )

@@ -62,8 +62,8 @@ OWN = "tests.hostile.inside"
 CASES = [
     Case(
         f"a reward that {name}",
-        f"eval embedded:tiny-sana 'reward={OWN}:{made}' 'reward.options.{OWN}:{made}={options}'",
-        said,
+        f"eval embedded:tiny-sana 'reward={OWN}:{function}' 'reward.options.{OWN}:{function}={options}'",
+        message,
     )
-    for name, (made, options, said) in WRONG.items()
+    for name, (function, options, message) in WRONG.items()
 ]

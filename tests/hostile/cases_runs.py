@@ -115,13 +115,13 @@ CASES = [
         kept=("{dir}",),
     ),
     *one_quick(
-        Case(f"report: run.json is {name}", REPORT, "run.json", files={"{run}/run.json": made})
-        for name, made in BAD.items()
+        Case(f"report: run.json is {name}", REPORT, "run.json", files={"{run}/run.json": content})
+        for name, content in BAD.items()
         if name not in ("absent", "UTF-16")
     ),
     *one_quick(
-        Case(f"report: the ledger is {name}", REPORT, "", files={LEDGER: made})
-        for name, made in BAD.items()
+        Case(f"report: the ledger is {name}", REPORT, "", files={LEDGER: content})
+        for name, content in BAD.items()
         if name != "absent"
     ),
     *one_quick(
@@ -129,13 +129,13 @@ CASES = [
             f"report: metrics.jsonl is {name}",
             REPORT,
             "nothing to report",
-            files={"{run}/metrics.jsonl": made},
+            files={"{run}/metrics.jsonl": content},
         )
-        for name, made in (BAD | {"of 3 GB": sparse(3 * 10**9)}).items()
+        for name, content in (BAD | {"of 3 GB": sparse(3 * 10**9)}).items()
     ),
     *(
-        Case(f"report: a picture is {name}", REPORT, "not a whole image", files={PICTURE: made})
-        for name, made in PICTURES.items()
+        Case(f"report: a picture is {name}", REPORT, "not a whole image", files={PICTURE: content})
+        for name, content in PICTURES.items()
     ),
     *(
         Case(
@@ -143,16 +143,21 @@ CASES = [
             REPORT,
             "x.html",
             0,
-            files={"{run}/metrics.jsonl": made},
+            files={"{run}/metrics.jsonl": content},
         )
-        for name, made in NUMBERS.items()
+        for name, content in NUMBERS.items()
     ),
     # goes on without what it does not need
     *(
         Case(
-            f"run.json is {name}", TRAIN, "gained: ", 0, files={"{run}/run.json": made}, seconds=60
+            f"run.json is {name}",
+            TRAIN,
+            "gained: ",
+            0,
+            files={"{run}/run.json": content},
+            seconds=60,
         )
-        for name, made in BAD.items()
+        for name, content in BAD.items()
         if name not in ("a directory",)
     ),
     *(
@@ -161,10 +166,10 @@ CASES = [
             TRAIN,
             "gained: ",
             0,
-            files={"{run}/metrics.jsonl": made},
+            files={"{run}/metrics.jsonl": content},
             seconds=60,
         )
-        for name, made in BAD.items()
+        for name, content in BAD.items()
         if name not in ("a directory", "a pipe", "/dev/zero")
     ),
     Case(
@@ -261,10 +266,10 @@ CASES = [
             EXPORT,
             "iteration 1" if name != "x" else "",
             0,
-            files={META: made},
+            files={META: content},
             seconds=60,
         )
-        for name, made in BAD.items()
+        for name, content in BAD.items()
         if name not in ("/dev/zero",)
     ),
     *one_quick(
@@ -273,10 +278,10 @@ CASES = [
             EXPORT + " --checkpoint 2",
             "checkpoints/000002",
             1,
-            files={META: made},
+            files={META: content},
             seconds=60,
         )
-        for name, made in BAD.items()
+        for name, content in BAD.items()
         if name not in ("/dev/zero",)
     ),
     *one_quick(
@@ -284,10 +289,10 @@ CASES = [
             f"the best meta.json is {name}",
             EXPORT + " --checkpoint best",
             "no checkpoint in",
-            files={META: made},
+            files={META: content},
             seconds=60,
         )
-        for name, made in BAD.items()
+        for name, content in BAD.items()
         if name not in ("/dev/zero",)
     ),
     *one_quick(
@@ -296,10 +301,10 @@ CASES = [
             EXPORT + " --checkpoint 2",
             "checkpoints/000002",
             1,
-            files={"{run}/checkpoints/000002/manifest.json": made},
+            files={"{run}/checkpoints/000002/manifest.json": content},
             seconds=60,
         )
-        for name, made in BAD.items()
+        for name, content in BAD.items()
     ),
     # rewards that a run directory names
     *(
@@ -352,10 +357,10 @@ CASES = [
             1,
             files={
                 NEWEST + "/manifest.json": {"x": {"size": 0, "sha256": ""}},
-                NEWEST + "/x": made,
+                NEWEST + "/x": content,
             },
         )
-        for name, made in (
+        for name, content in (
             ("a pipe", pipe),
             ("/dev/zero", link("/dev/zero")),
             ("a link", link("meta.json")),

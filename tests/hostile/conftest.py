@@ -23,7 +23,7 @@ def run(tmp_path_factory, worker_id) -> Path:
         if not (shared / "finished").exists():
             arguments = ["train", "tiny", *SMALL, "train.iterations=2", "eval.num_grid_images=0"]
             with one_run_at_a_time(root):
-                ended = call([*arguments, f"run.dir={shared / 'new'}"], 300)
-            assert ended.code == 0, ended.error
+                outcome = call([*arguments, f"run.dir={shared / 'new'}"], 300)
+            assert outcome.code == 0, outcome.error
             (shared / "new").rename(shared / "finished")
     return Path(shutil.copytree(shared / "finished", tmp_path_factory.mktemp("hostile") / "run"))

@@ -28,7 +28,7 @@ Maker = Callable[[Path], object]  # puts something at a path
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call of `solrl`. In `arguments`, `files` and `said`, {dir} is an empty directory, {run} a
+    """One call of `solrl`. In `arguments`, `files` and `message`, {dir} is an empty directory, {run} a
     copy of a small run's directory, {model} a copy of the directory of tiny-sana.
 
     files: by path, its content: text, bytes, or a function that makes it. JSON files of a run or a
@@ -37,7 +37,7 @@ class Case:
 
     name: str
     arguments: str
-    said: str  # a part of the line
+    message: str  # a part of the line
     code: int = 2
     files: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     seconds: float = 20
@@ -49,7 +49,7 @@ class Case:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ended:
+class Outcome:
     """How a call ended."""
 
     code: int
@@ -116,7 +116,7 @@ def at_most(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def call(arguments: list[str], seconds: float) -> Ended:
+def call(arguments: list[str], seconds: float) -> Outcome:
     """Runs the entry point in this process."""
     out = io.StringIO()
     error = io.StringIO()
@@ -137,7 +137,7 @@ def call(arguments: list[str], seconds: float) -> Ended:
         code = int(stop.code or 0)
     finally:
         sys.argv = argv
-    return Ended(
+    return Outcome(
         code, out.getvalue(), error.getvalue(), time.monotonic() - began, memory("VmHWM") - before
     )
 

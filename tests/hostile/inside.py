@@ -34,14 +34,16 @@ def raising_when_prepared(name=""):
 
 def returning(what="", inputs="images"):
     """A reward whose score returns what `what` makes of the mean [b]."""
-    made = {
+    scores_of = {
         "one number": lambda mean: {"reward": mean.mean()},
         "a column": lambda mean: {"reward": mean[:, None]},
         "a complex number": lambda mean: {"reward": mean + 1j},
         "another name": lambda mean: {"other": mean},
         "nothing": lambda mean: None,
     }[what]
-    return Reward(None, _rows, lambda params, seen, rows: made(seen.mean((1, 2, 3))), inputs=inputs)
+    return Reward(
+        None, _rows, lambda params, images, rows: scores_of(images.mean((1, 2, 3))), inputs=inputs
+    )
 
 
 def bright(least=0.0):
@@ -60,8 +62,8 @@ def _where_at_least(mean, least):
 
 
 def preparing(what=""):
-    made = {"one row": np.zeros(1), "objects": [object()]}[what]
-    return Reward(None, lambda prompts: made, _mean)
+    prepared = {"one row": np.zeros(1), "objects": [object()]}[what]
+    return Reward(None, lambda prompts: prepared, _mean)
 
 
 def having(field="", value=None):

@@ -9,9 +9,9 @@ import numpy as np
 
 def hungry(images, prompts, metadata):
     """Takes memory without end."""
-    taken = []
+    arrays = []
     while True:
-        taken.append(np.ones(2**25))
+        arrays.append(np.ones(2**25))
 
 
 def quiet(images, prompts, metadata):

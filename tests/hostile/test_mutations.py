@@ -77,8 +77,8 @@ def copy(source: Path) -> Iterator[Path]:
 
 
 def check(*arguments: str, seconds: float = 60) -> None:
-    ended = call(list(arguments), seconds)
-    assert ended.problem(seconds) is None, ended.problem(seconds)
+    outcome = call(list(arguments), seconds)
+    assert outcome.problem(seconds) is None, outcome.problem(seconds)
 
 
 def examples(count: int) -> Any:
@@ -185,13 +185,15 @@ def test_checkpoints_of_a_run(file, count, run):
     def mutate(content: bytes) -> None:
         with copy(run) as mine:
             (mine / "checkpoints" / "000002" / file).write_bytes(content)
-            ended = call(["export", str(mine), "--out", str(mine / "x.safetensors"), "--json"], 60)
-            assert ended.problem(60) is None, ended.problem(60)
+            outcome = call(
+                ["export", str(mine), "--out", str(mine / "x.safetensors"), "--json"], 60
+            )
+            assert outcome.problem(60) is None, outcome.problem(60)
             # nothing vouches for the manifest's own bytes: one with other spaces says the same
             if content != original and not (
-                file == "manifest.json" and ended.code == 0 and reads_as(content, original)
+                file == "manifest.json" and outcome.code == 0 and reads_as(content, original)
             ):
-                assert json.loads(ended.out)["iteration"] == 1  # the one before
+                assert json.loads(outcome.out)["iteration"] == 1  # the one before
 
     mutate()
 

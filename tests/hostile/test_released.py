@@ -110,14 +110,14 @@ def problem(folder: Path, file: Path, field: str, value: Any) -> str | None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda path: path.name)
 def test_every_wrong_value_of_every_field(pipeline, copies):
-    found = {
+    problems = {
         f"{file}: {field}={value!r}": why
         for owner, file, field in FIELDS
         if owner == pipeline
         for value in WRONG
         if (why := problem(copies[pipeline], file, field, value))
     }
-    assert found == {}
+    assert problems == {}
 
 
 @pytest.mark.exhaustive

@@ -46,16 +46,16 @@ def saved(folder) -> list[int]:
 
 @pytest.mark.exhaustive
 def test_a_run_whose_adapters_are_not_finite_fails_and_saves_nothing(tmp_path):
-    ended = train(
+    result = train(
         tmp_path,
         "optimizer.learning_rate=1e30",
         "optimizer.max_grad_norm=1e30",
         "train.iterations=2",
     )
-    assert (ended.code, saved(tmp_path)) == (1, [])
+    assert (result.code, saved(tmp_path)) == (1, [])
     assert (
         "solrl: iteration 1: the trained parameters are not finite after the update; nothing is saved"
-        in ended.error
+        in result.error
     )
 
 
@@ -64,11 +64,11 @@ def test_a_run_whose_adapters_are_not_finite_fails_and_saves_nothing(tmp_path):
 def test_a_run_without_a_finite_reward_fails_after_three_iterations_or_at_its_end(
     iterations, least, tmp_path
 ):
-    ended = train(tmp_path, f"reward={NAN}", f"train.iterations={iterations}")
-    assert (ended.code, saved(tmp_path)) == (1, [])
+    result = train(tmp_path, f"reward={NAN}", f"train.iterations={iterations}")
+    assert (result.code, saved(tmp_path)) == (1, [])
     assert (
         f"iteration {least}: no finite reward in {least} iteration(s) in a row, first in stage 'explore'"
-        in ended.error
+        in result.error
     )
 
 
@@ -91,11 +91,11 @@ def test_the_last_finite_checkpoint_is_kept_and_named(tmp_path):
         "train.iterations=9",
         "run.keep_checkpoints=1",
     ]
-    ended = train(tmp_path, *more)
-    assert (ended.code, saved(tmp_path)) == (1, [1])
-    assert "iteration 4: no finite reward in 3" in ended.error
-    assert f"the last finite checkpoint is {tmp_path}/checkpoints/000001" in ended.error
-    assert "Traceback" not in ended.error
+    result = train(tmp_path, *more)
+    assert (result.code, saved(tmp_path)) == (1, [1])
+    assert "iteration 4: no finite reward in 3" in result.error
+    assert f"the last finite checkpoint is {tmp_path}/checkpoints/000001" in result.error
+    assert "Traceback" not in result.error
 
 
 @pytest.mark.exhaustive
@@ -104,11 +104,11 @@ def test_prompts_that_changed_are_refused_unless_said(tmp_path):
     prompts.write_text("a red circle\na blue square\ntwo green triangles\n")
     assert train(tmp_path / "run", f"prompts.train={prompts}", "train.iterations=1").code == 0
     prompts.write_text("a red circle\na blue square\ntwo red triangles\n")
-    ended = train(tmp_path / "run", f"prompts.train={prompts}", "train.iterations=2")
-    assert (ended.code, saved(tmp_path / "run")) == (2, [1])
+    result = train(tmp_path / "run", f"prompts.train={prompts}", "train.iterations=2")
+    assert (result.code, saved(tmp_path / "run")) == (2, [1])
     assert (
         f"solrl: prompts.train='{prompts}': its prompts have changed since iteration 1; "
-        in ended.error
+        in result.error
     )
     for _ in range(2):  # once it is said, the new prompts are the run's
         extra = ["--force"] if saved(tmp_path / "run") == [1] else []
@@ -129,13 +129,13 @@ def test_a_run_that_never_has_enough_finite_rewards_to_train_on_fails(tmp_path):
         "rollout.kept=8",
         "train.iterations=2",
     ]
-    ended = train(tmp_path, *settings)
+    result = train(tmp_path, *settings)
     rows = metrics.read(tmp_path)
-    assert (ended.code, saved(tmp_path)) == (1, [])
+    assert (result.code, saved(tmp_path)) == (1, [])
     assert all(row["pool/reward"] is not None and row["kept/spread"] is None for row in rows[1:])
     assert (
         "iteration 2: no prompt with rollout.kept=8 finite rewards in 2 iteration(s) in a row; nothing"
-        in ended.error
+        in result.error
     )
 
 
@@ -148,12 +148,12 @@ def test_adapters_that_are_not_finite_are_not_saved_because_their_evaluation_fai
 
     assert train(tmp_path, "train.iterations=1", "run.keep_checkpoints=1").code == 0
     monkeypatch.setattr(trainer, "evaluate", stopped)
-    monkeypatch.setattr(trainer, "iterate", lambda *given: _not_finite(*iterate(*given)))
-    ended = train(tmp_path, "train.iterations=2", "run.keep_checkpoints=1")
-    assert (ended.code, saved(tmp_path)) == (1, [1])
+    monkeypatch.setattr(trainer, "iterate", lambda *arguments: _not_finite(*iterate(*arguments)))
+    result = train(tmp_path, "train.iterations=2", "run.keep_checkpoints=1")
+    assert (result.code, saved(tmp_path)) == (1, [1])
     assert (
         "iteration 2: the trained parameters are not finite after the update; the last finite checkpoint is"
-        in ended.error
+        in result.error
     )
 
 
@@ -169,8 +169,8 @@ def test_the_record_has_an_iteration_whose_ledger_could_not_be_written(tmp_path,
         raise RunError("disk full")
 
     monkeypatch.setattr(trainer.ledger, "write", full)
-    ended = train(tmp_path, "train.iterations=1")
-    assert (ended.code, saved(tmp_path)) == (1, [1])
+    result = train(tmp_path, "train.iterations=1")
+    assert (result.code, saved(tmp_path)) == (1, [1])
     assert [row["iteration"] for row in metrics.read(tmp_path) if "fidelity/spearman" in row] == [1]
 
 
@@ -181,9 +181,9 @@ def test_a_trace_that_cannot_be_written_costs_no_iteration(tmp_path, monkeypatch
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(profiling, "stop_trace", full)
-    ended = train(tmp_path, "train.iterations=2", "run.checkpoint_every=9", "--profile", "1")
-    assert (ended.code, saved(tmp_path)) == (1, [1])
-    assert "solrl: disk full while writing" in ended.error
+    result = train(tmp_path, "train.iterations=2", "run.checkpoint_every=9", "--profile", "1")
+    assert (result.code, saved(tmp_path)) == (1, [1])
+    assert "solrl: disk full while writing" in result.error
 
 
 @pytest.mark.exhaustive
@@ -193,11 +193,11 @@ def test_an_instruction_that_changed_is_refused_unless_said(tmp_path):
     settings = [f"model.instruction={text}", "model.max_sequence_length=24"]
     assert train(tmp_path / "run", *settings, "train.iterations=1").code == 0
     text.write_text("Draw it.")
-    ended = train(tmp_path / "run", *settings, "train.iterations=2")
-    assert (ended.code, saved(tmp_path / "run")) == (2, [1])
+    result = train(tmp_path / "run", *settings, "train.iterations=2")
+    assert (result.code, saved(tmp_path / "run")) == (2, [1])
     assert (
         f"solrl: model.instruction='{text}': its text has changed since iteration 1; "
-        in ended.error
+        in result.error
     )
     assert train(tmp_path / "run", *settings, "train.iterations=2", "--force").code == 0
 
@@ -211,13 +211,13 @@ def test_weights_that_became_nan_end_a_run_and_its_checkpoint_is_kept(tmp_path):
     refused = train(tmp_path / "run", *settings, "train.iterations=9")
     assert (refused.code, saved(tmp_path / "run")) == (2, [1])
     assert "the weights of transformer have changed since iteration 1; " in refused.error
-    ended = train(tmp_path / "run", *settings, "train.iterations=9", "--force")
-    assert (ended.code, saved(tmp_path / "run")) == (1, [1])
+    result = train(tmp_path / "run", *settings, "train.iterations=9", "--force")
+    assert (result.code, saved(tmp_path / "run")) == (1, [1])
     assert (
         "iteration 4: no finite reward in 3 iteration(s) in a row, first in stage 'explore'; "
-        in ended.error
+        in result.error
     )
-    assert f"the last finite checkpoint is {tmp_path}/run/checkpoints/000001" in ended.error
+    assert f"the last finite checkpoint is {tmp_path}/run/checkpoints/000001" in result.error
 
 
 @pytest.mark.exhaustive
@@ -232,18 +232,18 @@ def test_weights_that_became_nan_end_a_run_and_its_checkpoint_is_kept(tmp_path):
     ],
 )
 def test_what_overflows_ends_a_run_and_is_named(setting, what, tmp_path):
-    ended = train(tmp_path, setting, "train.iterations=1")
-    assert (ended.code, saved(tmp_path)) == (1, [])
-    assert f"iteration 1: no finite {what}" in ended.error
-    assert "; nothing is saved" in ended.error
+    result = train(tmp_path, setting, "train.iterations=1")
+    assert (result.code, saved(tmp_path)) == (1, [])
+    assert f"iteration 1: no finite {what}" in result.error
+    assert "; nothing is saved" in result.error
 
 
 def test_no_secret_of_an_address_is_shown(tmp_path):
     for address in ("http://me:hunter2@localhost:1/", "http://localhost:1/?api_key=hunter2"):
-        ended = train(tmp_path, f"reward={address}")
-        assert ended.code == 2
-        assert "hunter2" not in ended.error
-        assert "netrc" in ended.error
+        result = train(tmp_path, f"reward={address}")
+        assert result.code == 2
+        assert "hunter2" not in result.error
+        assert "netrc" in result.error
         assert [path.name for path in tmp_path.iterdir()] in ([], [".lock"])
 
 
@@ -260,7 +260,7 @@ def test_pictures_of_a_run_are_made_with_its_own_settings(run, tmp_path):
     images = {}
     for name, more in options.items():
         prompts = tmp_path / ("two.txt" if name == "two" else "p.txt")
-        ended = call(
+        result = call(
             [
                 "generate",
                 str(run),
@@ -273,9 +273,9 @@ def test_pictures_of_a_run_are_made_with_its_own_settings(run, tmp_path):
             ],
             120,
         )
-        assert ended.code == 0, ended.error
+        assert result.code == 0, result.error
         images[name] = np.load(tmp_path / name / "images.npy")
-    assert json.loads(ended.out)["steps"] == 3
+    assert json.loads(result.out)["steps"] == 3
     np.testing.assert_array_equal(images["own"], images["said"])
     assert np.abs(images["own"] - images["other"]).max() > 0.01
     np.testing.assert_allclose(

@@ -172,7 +172,7 @@ def test_the_server_refuses_pictures_before_it_unpacks_them(pngs, server):
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         (b"[" + 2**19 * b"[]," + b"1]", "JSON of about 1048577 values"),
         (
@@ -194,14 +194,14 @@ def test_the_server_refuses_pictures_before_it_unpacks_them(pngs, server):
         (b"[" * 10**5, "RecursionError"),
     ],
 )
-def test_the_server_says_what_is_wrong_with_a_request(body, said, server):
+def test_the_server_says_what_is_wrong_with_a_request(body, message, server):
     answer = requests.post(server, body, timeout=20)
     assert (answer.status_code, answer.text.count("\n")) == (500, 0)
-    assert said in answer.text
+    assert message in answer.text
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         ("words", "<U1 of shape (1,)"),
         ("truths", "bool of shape (1,)"),
@@ -212,16 +212,16 @@ def test_the_server_says_what_is_wrong_with_a_request(body, said, server):
         ("mute", "Mute: "),
     ],
 )
-def test_the_server_answers_whatever_its_function_does(how, said, server):
+def test_the_server_answers_whatever_its_function_does(how, message, server):
     answer = requests.post(
         server, json={"images": [PIXEL], "prompts": [how], "metadata": [{}]}, timeout=20
     )
     assert answer.status_code == 500
-    assert said in answer.text
+    assert message in answer.text
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ("nothing:f", "No module named"),
         ("os", "no function"),
@@ -230,20 +230,20 @@ def test_the_server_answers_whatever_its_function_does(how, said, server):
         ("", "required: function"),
     ],
 )
-def test_the_server_does_not_start_and_says_so_in_one_line(arguments, said, monkeypatch, capsys):
+def test_the_server_does_not_start_and_says_so_in_one_line(arguments, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["reward_server.py", *arguments.split()])
     monkeypatch.setattr(sys, "path", [*sys.path])
     with pytest.raises(SystemExit) as stop:
         reward_server.main()
     error = capsys.readouterr().err
     assert (stop.value.code, error.count("\n")) == (2, 1)
-    assert said in error
+    assert message in error
 
 
 def test_a_request_that_trickles_in_or_waits_too_long_is_ended(monkeypatch):
     for name, seconds in (("SECONDS", 0.3), ("PATIENCE", 0.1)):
         monkeypatch.setattr(reward_server, name, seconds)
-    asked = json.dumps({"images": [PIXEL], "prompts": ["a"], "metadata": [{}]}).encode()
+    body = json.dumps({"images": [PIXEL], "prompts": ["a"], "metadata": [{}]}).encode()
     free = threading.Event()
     with reward_server.Server(("127.0.0.1", 0), lambda images, *_: free.wait() and [1.0]) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
@@ -255,11 +255,11 @@ def test_a_request_that_trickles_in_or_waits_too_long_is_ended(monkeypatch):
                     slow.sendall(b"1")
             assert time.monotonic() - began < 5
         url = f"http://127.0.0.1:{server.server_port}/"
-        first = threading.Thread(target=requests.post, args=(url, asked), daemon=True)
+        first = threading.Thread(target=requests.post, args=(url, body), daemon=True)
         first.start()
         while not server.turn.locked():
             time.sleep(0.01)
-        assert (answer := requests.post(url, asked, timeout=5)).status_code == 503, answer.text
+        assert (answer := requests.post(url, body, timeout=5)).status_code == 503, answer.text
         free.set()
         first.join()
         server.shutdown()
@@ -286,7 +286,7 @@ def score(how: str, skip: bool = False, pictures: int = 1, workers=WORKERS):
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         ("hungry", r"reward 'some': out of memory: a worker may take"),
         ("quiet", r"reward 'some': its process ended with exit code 0"),
@@ -294,11 +294,11 @@ def score(how: str, skip: bool = False, pictures: int = 1, workers=WORKERS):
         ("patient", r"reward 'some': no answer within reward.timeout=3 seconds"),
     ],
 )
-def test_a_worker_that_does_not_behave_costs_a_line_in_time(how, said, monkeypatch):
+def test_a_worker_that_does_not_behave_costs_a_line_in_time(how, message, monkeypatch):
     if how == "hungry":
         monkeypatch.setattr("solrl_jax.rewards.host.hosts.memory", lambda: 24 * 10**8)
     began = time.monotonic()
-    with pytest.raises(RewardError, match=said):
+    with pytest.raises(RewardError, match=message):
         score(how, workers=PATIENT if how in ("hungry", "quiet") else WORKERS)
     assert time.monotonic() - began < 90
     for workers in (WORKERS, PATIENT):
@@ -317,10 +317,12 @@ def test_the_wall_clock_ends_no_wait(monkeypatch):
 
 
 def test_failures_in_a_row_stop_a_run_that_skips_them():
-    own = (1, 99.0)  # workers count the failures of all calls
-    assert np.isnan(score("wrong", skip=True, pictures=host.MOST_FAILURES - 1, workers=own)).all()
+    worker_settings = (1, 99.0)  # workers count the failures of all calls
+    assert np.isnan(
+        score("wrong", skip=True, pictures=host.MOST_FAILURES - 1, workers=worker_settings)
+    ).all()
     with pytest.raises(
         RewardError, match=rf"ValueError: never.*; {host.MOST_FAILURES} calls in a row failed"
     ):
-        score("wrong", skip=True, pictures=2, workers=own)
-    host.workers(*own).close()
+        score("wrong", skip=True, pictures=2, workers=worker_settings)
+    host.workers(*worker_settings).close()

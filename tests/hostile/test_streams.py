@@ -15,7 +15,7 @@ from solrl_jax.runs.progress import TerminalProgress
 from solrl_jax.storage import readers
 
 
-def ended(monkeypatch, *arguments: str) -> int:
+def exit_code(monkeypatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["solrl", *arguments])
     with pytest.raises(SystemExit) as stop:
         main.main()
@@ -33,14 +33,14 @@ def ended(monkeypatch, *arguments: str) -> int:
 def test_a_full_disk_under_the_output_is_one_line(arguments, monkeypatch, capsys):
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
-        code = ended(monkeypatch, *arguments)
-    said = capsys.readouterr().err
-    assert said.startswith(
+        code = exit_code(monkeypatch, *arguments)
+    message = capsys.readouterr().err
+    assert message.startswith(
         "solrl: unknown preset 'nope'"
         if code == 2
         else "solrl: the output cannot be written: disk full"
     )
-    assert (code, said.count("\n")) == (2 if "nope" in arguments else 1, 1)
+    assert (code, message.count("\n")) == (2 if "nope" in arguments else 1, 1)
 
 
 def test_streams_that_are_closed_are_no_failure(monkeypatch):
@@ -102,7 +102,7 @@ def test_sigterm_ends_any_command_as_ctrl_c_does(monkeypatch, capsys):
         "solrl_jax.cli.presets.preset_rows", lambda: os.kill(os.getpid(), signal.SIGTERM)
     )
     try:
-        assert ended(monkeypatch, "presets") == main.INTERRUPTED
+        assert exit_code(monkeypatch, "presets") == main.INTERRUPTED
     finally:
         signal.signal(signal.SIGTERM, before)
     assert capsys.readouterr().err == "solrl: interrupted\n"
@@ -136,8 +136,10 @@ sys.argv = ["solrl", "layers", "tiny"]
 from solrl_jax.__main__ import main
 main()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (130, "solrl: interrupted\n")
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert (process.returncode, process.stderr) == (130, "solrl: interrupted\n")
 
 
 def test_a_file_of_the_kernel_that_has_nothing_yet_is_empty(monkeypatch, tmp_path):

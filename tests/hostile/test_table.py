@@ -62,9 +62,9 @@ def test_case(case: Case, run, tmp_path, monkeypatch):
     arguments = [
         fill(part, names) for part in shlex.split(case.arguments.replace("SMALL", " ".join(SMALL)))
     ]
-    kept = {name: content(Path(fill(name, names))) for name in case.kept}
-    ended = call(arguments, case.seconds)
-    assert ended.problem(case.seconds) is None, ended.problem(case.seconds)
-    assert fill(case.said, names) in ended.error + ended.out
-    assert ended.code == case.code, ended.error
-    assert {name: content(Path(fill(name, names))) for name in case.kept} == kept
+    before = {name: content(Path(fill(name, names))) for name in case.kept}
+    outcome = call(arguments, case.seconds)
+    assert outcome.problem(case.seconds) is None, outcome.problem(case.seconds)
+    assert fill(case.message, names) in outcome.error + outcome.out
+    assert outcome.code == case.code, outcome.error
+    assert {name: content(Path(fill(name, names))) for name in case.kept} == before

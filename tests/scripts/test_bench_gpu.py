@@ -32,9 +32,9 @@ def task(folder: Path, of: str, model: str = "") -> Task:
 def ran(of: Task) -> dict:
     """The figures of a step that went well, run in this process."""
     step.run(of)
-    written = json.loads(of.path.read_text())
-    assert (written["state"], written["reason"]) == ("done", "")
-    return written["result"]
+    record = json.loads(of.path.read_text())
+    assert (record["state"], record["reason"]) == ("done", "")
+    return record["result"]
 
 
 def test_no_step_begins_without_time(tmp_path, capsys):
@@ -51,7 +51,7 @@ def test_no_step_begins_without_time(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--models", "huge"], "--models huge"),
         (["--steps", "all"], "--steps all"),
@@ -59,10 +59,10 @@ def test_no_step_begins_without_time(tmp_path, capsys):
         (["rollout.per_device_batch_size=0"], "rollout.per_device_batch_size"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_runs(tmp_path, capsys, arguments, told):
+def test_what_cannot_be_is_refused_before_anything_runs(tmp_path, capsys, arguments, message):
     with pytest.raises(SystemExit):
         bench_gpu.main([*arguments, "--out", str(tmp_path / "out")])
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

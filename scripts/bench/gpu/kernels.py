@@ -296,8 +296,8 @@ def attention_cases(sizes: Sizes) -> Iterator[Case]:
         )  # fmt: skip
 
     def masked(attend: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
-        seen = np.arange(text)[None] < (np.arange(batch)[:, None] % 7 + 1) * text // 8
-        return attend(*arrays, mask=jnp.asarray(seen)[:, None, None])
+        is_visible = np.arange(text)[None] < (np.arange(batch)[:, None] % 7 + 1) * text // 8
+        return attend(*arrays, mask=jnp.asarray(is_visible)[:, None, None])
 
     cross = shape(batch, rows * columns, 20, 112), *[shape(batch, text, 20, 112)] * 2
     ours = partial(masked, softmax.attention)

@@ -32,12 +32,12 @@ _OTHERS = re.compile("PCIe|NVL|Max-Q|MIG", re.IGNORECASE)
 
 def target_of(kind: str) -> Target | None:
     """Returns the planned device for JAX's `device_kind`, or None if its peaks are unknown."""
-    found = [
+    targets = [
         target
         for target in TARGETS.values()
         if re.match(rf"{re.escape(target.kind)}\b", kind) and not _OTHERS.search(kind)
     ]
-    return max(found, key=lambda target: len(target.kind), default=None)
+    return max(targets, key=lambda target: len(target.kind), default=None)
 
 
 def formats(task: Task) -> list[str]:
@@ -92,13 +92,13 @@ class Gauge:
         """
         with jax.set_mesh(program.mesh):
             began = time.perf_counter()
-            made = program.function.lower(*program.arguments).compile()
+            executable = program.function.lower(*program.arguments).compile()
             compiled = time.perf_counter() - began
-            memory = self.memory(made.memory_analysis())
+            memory = self.memory(executable.memory_analysis())
             call = run or (lambda: program.function(*program.arguments))
             finite = all_finite(call())
             seconds, measurements = timed(call, self.repeat)
-        text = made.as_text()
+        text = executable.as_text()
         return {
             "seconds": seconds,
             "measurements": measurements,
@@ -121,10 +121,10 @@ class Gauge:
             The native kernels, the rate, the roofline time, and `ratio`, the measured over the
             roofline time.
         """
-        found = kernels(parse(text))
-        count = sum(kernel.times * kernel.operations for kernel in found)
+        all_kernels = kernels(parse(text))
+        count = sum(kernel.times * kernel.operations for kernel in all_kernels)
         figures: dict[str, Any] = {
-            "native": native(found),
+            "native": native(all_kernels),
             "tflops": count / seconds / 1e12,
             "plan": None,
             "ratio": None,
@@ -155,13 +155,15 @@ class Gauge:
             A function to call after the program has run. It returns bytes by name.
         """
         device = jax.devices()[0]
-        there = bytes_per_device([x for x in jax.live_arrays() if device in x.sharding.device_set])
+        live_bytes = bytes_per_device(
+            [x for x in jax.live_arrays() if device in x.sharding.device_set]
+        )
         of_program = (
             analysis.temp_size_in_bytes
             + analysis.output_size_in_bytes
             + analysis.generated_code_size_in_bytes
         )
-        planned = there + of_program - analysis.alias_size_in_bytes
+        planned = live_bytes + of_program - analysis.alias_size_in_bytes
 
         def mark():
             return (device.memory_stats() or {}).get("peak_bytes_in_use")
@@ -173,7 +175,7 @@ class Gauge:
             peak = mark()
             risen = peak if peak is not None and peak > (before or 0) else None
             return {
-                "held": there,
+                "held": live_bytes,
                 "in_use": in_use,
                 "planned": planned,
                 "peak": risen,

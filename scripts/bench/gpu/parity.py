@@ -67,7 +67,7 @@ def pool(experiment: Experiment, stage: Sampler) -> dict[str, Any]:
     """Generates a pool. Returns its rewards [prompts, candidates] and the native kernels."""
     prompts = experiment.train_prompts[: experiment.config.train.num_prompts]
     seeds = experiment.seeds("candidate", prompts, experiment.config.rollout.candidates)
-    found = generate(
+    candidate_rewards = generate(
         experiment.backbone,
         stage,
         experiment.encode_prompts(prompts, experiment.reward),
@@ -78,7 +78,7 @@ def pool(experiment: Experiment, stage: Sampler) -> dict[str, Any]:
     with jax.set_mesh(program.mesh):
         text = program.function.lower(*program.arguments).compile().as_text()
     return {
-        "rewards": found.reshape(seeds.shape[:2]).tolist(),
+        "rewards": candidate_rewards.reshape(seeds.shape[:2]).tolist(),
         "native": native(kernels(parse(text))),
     }
 
@@ -86,10 +86,10 @@ def pool(experiment: Experiment, stage: Sampler) -> dict[str, Any]:
 def iteration(experiment: Experiment) -> dict[str, Any]:
     """Runs the first iteration. Returns its rewards, its selection and its metrics."""
     _, outcome = iterate(experiment, fresh_state(experiment), 1)
-    own = {
+    results = {
         name: outcome.metrics[name] for name in ("loss", "grad_norm", "seconds", "seconds/compile")
     }
-    return own | {
+    return results | {
         "rewards": [outcome.ledger["proxy_reward"].tolist()],
         "kept": outcome.ledger["kept"].tolist(),
     }
@@ -97,11 +97,11 @@ def iteration(experiment: Experiment) -> dict[str, Any]:
 
 def parity(task: Task) -> Figures:
     """The step `parity`: yields the comparison of each figure of `rewards` with that of the CPU."""
-    for there in schedule.embedded(task):
-        model = there.model.removesuffix(schedule.CPU)
+    for embedded_task in schedule.embedded(task):
+        model = embedded_task.model.removesuffix(schedule.CPU)
         try:
-            for name, find in rewards(dataclasses.replace(there, model=model)):
-                other = partial(wait_for, there, name)
+            for name, find in rewards(dataclasses.replace(embedded_task, model=model)):
+                other = partial(wait_for, embedded_task, name)
                 yield f"{model} {name}", lambda find=find, other=other: compared(find(), other())
         except Exception as error:  # the next pipeline is compared regardless
             yield model, partial(_raise, error)

@@ -61,10 +61,10 @@ class Task:
     @classmethod
     def from_json(cls, text: str) -> "Task":
         """Decodes the result of `to_json`."""
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(text).items()
         }
-        return cls(**found)
+        return cls(**fields)
 
 
 @dataclasses.dataclass

@@ -71,15 +71,15 @@ def run(todo: Sequence[Task], seconds: float, after: Callable[[Record], None]) -
             for task in (task for task in todo if task.step == "parity"):
                 processes.enter_context(references(task))
         for task in todo:
-            left = deadline - time.monotonic()
-            if left < LEAST:
+            remaining = deadline - time.monotonic()
+            if remaining < LEAST:
                 record = Record(
                     task.name,
                     SKIPPED,
-                    f"{max(left, 0):.0f} of {seconds:.0f} s left, a step needs {LEAST:.0f}",
+                    f"{max(remaining, 0):.0f} of {seconds:.0f} s left, a step needs {LEAST:.0f}",
                 )
             else:
-                record = run_one(task, min(left, MOST.get(task.step, 1.0) * seconds))
+                record = run_one(task, min(remaining, MOST.get(task.step, 1.0) * seconds))
             record.write(task.path)
             after(record)
 
@@ -118,15 +118,15 @@ def run_one(task: Task, most: float) -> Record:
         Its record.
     """
     began = time.monotonic()
-    ended = False
+    is_over = False
     task.path.unlink(missing_ok=True)
     with started(task, session=True) as process:
         try:
             process.wait(most)
         except subprocess.TimeoutExpired:
-            ended = True
+            is_over = True
     record = Record.read(task.path) or Record(task.name)
-    if ended and record.state == RUNNING:
+    if is_over and record.state == RUNNING:
         record.state = CUT_OFF
         record.reason = f"ended after the {most:.0f} s that it had"
     elif record.state == RUNNING:
