@@ -131,7 +131,7 @@ def test_tiles_have_the_gradient_of_the_whole_image_also_through_a_tower():
     def score(params, images, wanted):
         return smooth_reward().score(params, resize(images), wanted)
 
-    reward = dataclasses.replace(toy_reward(), score=score)
+    reward = dataclasses.replace(toy_reward(), score=score, others=())
     pipeline = Painter()
     latents = np.random.default_rng(0).standard_normal((2, 8, 8, 4)).astype(np.float32)
 
