@@ -15,6 +15,7 @@ from solrl_jax.rl.generate import SeedBatch, draw_noise, generate
 from solrl_jax.rl.iteration import iterate
 from solrl_jax.rl.trainable.trainable import flatten
 from tests.small import small_config
+from tests.toys import toy_experiment
 
 MESHES = {
     "one": ("mesh.data=1",),
@@ -24,6 +25,12 @@ MESHES = {
     "fsdp=8": ("mesh.data=1", "mesh.fsdp=8"),
 }
 ALL_AXES = "data=2 fsdp=2 tensor=2"
+# Every option of exploration: two are calibrated on each mesh, one explores in two segments.
+OPTIONS = (
+    "rollout.explore.correction_rank=8",
+    "rollout.explore.sigmas=first",
+    "rollout.explore.exact_steps=1",
+)
 DIVIDED = [
     ALL_AXES,
     *(
@@ -41,14 +48,8 @@ def built():
 
     Sixteen terms an iteration: eight micro-batches one after another on one device, two on four groups, one on eight.
     """
-    # every lever: two are calibrated on each mesh, one explores in two segments
-    extra = (
-        "rollout.explore.correction_rank=8",
-        "rollout.explore.sigmas=first",
-        "rollout.explore.exact_steps=1",
-    )
     return functools.cache(
-        lambda name: experiments.build(small_config("unused", *extra, *MESHES[name]))
+        lambda name: experiments.build(small_config("unused", *OPTIONS, *MESHES[name]))
     )
 
 
@@ -154,33 +155,46 @@ def on_one(built):
     return two_iterations(built("one"))
 
 
-@pytest.mark.parametrize("name", DIVIDED)
+def norm(tree):
+    return np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(tree)))
+
+
+def difference(a, b):
+    return norm(jax.tree.map(np.subtract, a, b))
+
+
+def check_same_training(ours, on_one):
+    """The same candidates were kept, and the adapters are the same but for rounding."""
+    start, one, kept_by_one, scored_by_one = on_one
+    _, adapters, kept, scored = ours
+    np.testing.assert_array_equal(kept, kept_by_one)
+    np.testing.assert_allclose(scored, scored_by_one, atol=REWARD_TOLERANCE)
+    # there was something to learn
+    assert difference(one, start) / norm(one) > 1000 * ADAPTER_TOLERANCE
+    assert difference(adapters, one) / norm(one) < ADAPTER_TOLERANCE
+
+
+def test_a_toy_keeps_the_same_candidates_and_ends_with_the_same_adapters():
+    """In float32, exploring in NVFP4, on a mesh with all axes and on one device."""
+    ours, on_one = (two_iterations(toy_experiment(mesh=mesh)) for mesh in ((2, 2, 2), (1, 1)))
+    check_same_training(ours, on_one)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [*MESHES][1:])
 def test_training_keeps_the_same_candidates_and_ends_with_the_same_adapters(
     name, built, on_one, capfd
 ):
     """In BF16, exploring in NVFP4."""
-    start, one, kept_by_one, scored_by_one = on_one
     capfd.readouterr()
-    _, adapters, kept, scored = two_iterations(built(name))
+    ours = two_iterations(built(name))
     # XLA warns if it replicates an array because it knows no way from one division to another. It must not do so to a gradient.
     # It may to a quantized layer, if a share of it is not of whole blocks. (With a warm cache there are no warnings.)
     warnings = [
         line for line in capfd.readouterr().err.splitlines() if "full rematerialization" in line
     ]
     assert not [line for line in warnings if "jit(quantize_policy)" not in line]
-    np.testing.assert_array_equal(kept, kept_by_one)
-    np.testing.assert_allclose(scored, scored_by_one, atol=REWARD_TOLERANCE)
-
-    def norm(tree):
-        return np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(tree)))
-
-    def difference(a, b):
-        return norm(jax.tree.map(np.subtract, a, b))
-
-    assert (
-        difference(one, start) / norm(one) > 1000 * ADAPTER_TOLERANCE
-    )  # there was something to learn
-    assert difference(adapters, one) / norm(one) < ADAPTER_TOLERANCE
+    check_same_training(ours, on_one)
 
 
 @pytest.mark.exhaustive
@@ -199,13 +213,6 @@ def test_training_in_full_ends_with_the_same_parameters_whose_state_is_split_as_
         two_iterations(alone),
     )
     np.testing.assert_array_equal(kept, kept_by_one)
-
-    def norm(tree):
-        return np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(tree)))
-
-    def difference(a, b):
-        return norm(jax.tree.map(np.subtract, a, b))
-
     assert difference(one, start) / norm(one) > 1000 * ADAPTER_TOLERANCE
     assert difference(got, one) / norm(one) < ADAPTER_TOLERANCE
     state = fresh_state(experiment)
