@@ -23,7 +23,6 @@ from solrl_jax.rewards import host
 from solrl_jax.rewards.host import RewardError, scoring, trial
 from solrl_jax.rewards.mixture import add_total
 from solrl_jax.rewards.protocol import HostReward, HostRewards
-from solrl_jax.rewards.registry import open_rewards
 from solrl_jax.rl import experiment as experiments
 from solrl_jax.rl.experiment import fresh_state
 from solrl_jax.rl.generate import SeedBatch, generate, prepare
@@ -34,6 +33,7 @@ from solrl_jax.runs.progress import TerminalProgress
 from tests import outside
 from tests.rewards.opening import open_reward
 from tests.small import small_config
+from tests.toys import toy_config, toy_model
 
 PROMPTS = [Prompt(f"a {'very ' * i}red circle", {"score": i / 4}) for i in range(7)]
 PICTURES = np.random.default_rng(0).random((7, 8, 8, 3), np.float32)
@@ -235,7 +235,8 @@ def is_running(pid: int) -> bool:
 
 @pytest.fixture(scope="module")
 def built():
-    return experiments.build(small_config())
+    with toy_model():
+        return experiments.build(toy_config("unused", "reward=tests.outside:in_jax"))
 
 
 def with_reward(built, weights, options=None, skip=False):
@@ -244,14 +245,6 @@ def with_reward(built, weights, options=None, skip=False):
     run = dict(workers=count, timeout=timeout, on_failure="skip" if skip else "stop")
     opened = open_reward(weights, options=options or {}, **run).load(built.backbone.mesh)
     return dataclasses.replace(built, reward=opened.trained, evaluation_reward=opened.evaluated)
-
-
-def with_config(built, config):
-    """The result of `experiments.build`, without loading anything again."""
-    loaded = open_rewards(config.reward).load(built.backbone.mesh)
-    trained = loaded.trained
-    evaluated = loaded.evaluated
-    return dataclasses.replace(built, config=config, reward=trained, evaluation_reward=evaluated)
 
 
 def test_a_reward_that_scores_nothing_is_found_before_the_weights_are(monkeypatch):
@@ -383,7 +376,8 @@ class Breaking(TerminalProgress):
         super().stage(name, rows, done)
 
 
-def test_a_reward_that_fails_stops_the_run_which_then_goes_on(built, monkeypatch, tmp_path, capsys):
+@pytest.mark.usefixtures("toy_model")
+def test_a_reward_that_fails_stops_the_run_which_then_goes_on(tmp_path, capsys):
     """It fails in the second iteration, and in the evaluation after it. The result equals that of a
     run without failures.
     """
@@ -396,12 +390,11 @@ def test_a_reward_that_fails_stops_the_run_which_then_goes_on(built, monkeypatch
         f"reward={FAILING}",
     ]
     overrides.append(f"reward.options={options}")
-    monkeypatch.setattr(trainer, "build", lambda config, force: with_config(built, config))
 
     def run(stage: str, at: int, *more: str) -> dict:
         broken.unlink(missing_ok=True)
         with Breaking(broken, stage, at) as report:
-            return trainer.run(small_config(tmp_path / "run", *overrides, *more), report)
+            return trainer.run(toy_config(tmp_path / "run", *overrides, *more), report)
 
     run("never", 1)
     (tmp_path / "run").rename(tmp_path / "whole")
@@ -451,13 +444,12 @@ def rows(run_dir: Path, watched: str = "watched") -> dict[int, dict]:
     return merged
 
 
-@pytest.mark.exhaustive
-def test_a_run_says_once_that_equal_rewards_teach_nothing(built, monkeypatch, tmp_path, capsys):
+@pytest.mark.usefixtures("toy_model")
+def test_a_run_says_once_that_equal_rewards_teach_nothing(tmp_path, capsys):
     """The reward is -1 for every prompt without metadata, whatever the image shows."""
-    monkeypatch.setattr(trainer, "build", lambda config, force: with_config(built, config))
     overrides = ["train.iterations=2", "eval.num_grid_images=0", "reward=tests.outside:told"]
     with TerminalProgress(bars=False) as progress:
-        trainer.run(small_config(tmp_path / "run", *overrides), progress)
+        trainer.run(toy_config(tmp_path / "run", *overrides), progress)
     lines = capsys.readouterr().err.splitlines()
     said = [line for line in lines if "all rewards of each prompt are equal" in line]
     assert len(said) == 1

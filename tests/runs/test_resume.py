@@ -2,6 +2,7 @@
 full disk.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -20,18 +21,45 @@ import pytest
 from click.testing import CliRunner
 
 from solrl_jax.cli import main
+from solrl_jax.config.schema import Config
 from solrl_jax.errors import InputError, RunError
 from solrl_jax.rl.experiment import build, state_shapes
 from solrl_jax.rl.trainable.lora_files import import_lora
 from solrl_jax.rl.trainable.trainable import flatten
 from solrl_jax.runs import checkpoint, checkpoint_writer, metrics
 from solrl_jax.runs import trainer as trainer
-from solrl_jax.runs.directory import find_checkpoint
+from solrl_jax.runs.directory import find_checkpoint, read_run
 from solrl_jax.runs.progress import TerminalProgress
 from solrl_jax.storage import files
 from tests.small import SMALL, small_config
+from tests.toys import TOY, toy_model
 
 ITERATIONS = 5
+REWARD = "tests.outside:in_jax"  # of the runs of a toy
+# `solrl` with a toy in place of the model, in a process of its own
+TOY_PROGRAM = """
+from solrl_jax.cli.main import main
+from tests.toys import toy_model
+
+with toy_model():
+    main()
+"""
+
+
+def settings(run_dir: Path, *overrides: str) -> tuple[str, ...]:
+    """The overrides of a run of a toy: five iterations, scored inside JAX."""
+    return (
+        *TOY,
+        f"reward={REWARD}",
+        f"train.iterations={ITERATIONS}",
+        f"run.dir={run_dir}",
+        *overrides,
+    )
+
+
+def toy_command(run_dir: Path, *overrides: str) -> list[str]:
+    options = [*SMALL, *settings(run_dir, *overrides)]
+    return [sys.executable, "-c", TOY_PROGRAM, "train", "tiny", *options, "--json"]
 
 
 def command(run_dir: Path, *overrides: str) -> list[str]:
@@ -39,18 +67,29 @@ def command(run_dir: Path, *overrides: str) -> list[str]:
     return [sys.executable, "-m", "solrl_jax", "train", "tiny", *options, "--json"]
 
 
-def run(run_dir: Path, *overrides: str, **options) -> dict:
-    with TerminalProgress(bars=False) as report:
-        return trainer.run(
-            small_config(run_dir, f"train.iterations={ITERATIONS}", *overrides), report
-        )
+def run(run_dir: Path, *overrides: str) -> dict:
+    """Runs a toy in this process."""
+    with toy_model():
+        return train(small_config(run_dir, *settings(run_dir, *overrides)))
+
+
+def run_tiny(run_dir: Path, *overrides: str) -> dict:
+    return train(small_config(run_dir, f"train.iterations={ITERATIONS}", *overrides))
+
+
+def train(config: Config) -> dict:
+    with TerminalProgress(bars=False) as progress:
+        return trainer.run(config, progress)
 
 
 def arrays(run_dir: Path) -> dict[str, np.ndarray]:
     """The last checkpoint's arrays, by key path, as stored."""
     path = checkpoint.candidates(run_dir / "checkpoints")[0]
     checkpoint.verify(path)
-    state, meta = checkpoint.restore(path, state_shapes(build(small_config(run_dir))))
+    config = read_run(run_dir)
+    is_toy = REWARD in config.reward.weights
+    with toy_model() if is_toy else contextlib.nullcontext():
+        state, meta = checkpoint.restore(path, state_shapes(build(config)))
     assert meta["iteration"] == int(path.name)
     return {
         jax.tree_util.keystr(k): np.asarray(v)
@@ -80,32 +119,38 @@ def assert_same_run(run_dir: Path, reference: Path) -> None:
     assert pq.read_table(run_dir / "ledger").equals(pq.read_table(reference / "ledger"))
 
 
-def test_killed_at_any_moment_and_started_again_ends_bit_identical(tmp_path, uninterrupted):
-    rng = random.Random(0)
-    kills = 0
-    # what the uninterrupted run computed is read, to the bit
-    keeping = f"model.prompt_cache_dir={tmp_path / 'cache'}"
-    for attempt in range(12):
+def kill_and_start_again(arguments: list[str], longest: float) -> None:
+    """Starts a run, kills it within so many seconds of its first line of progress (its saves and
+    writes included), and starts it again.
+    """
+    for kills in (True, False):
         with subprocess.Popen(
-            command(tmp_path, keeping), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            arguments, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as process:
             assert process.stderr is not None
-            if (
-                attempt < 1
-            ):  # somewhere in the iteration after the first line of progress, its saves and writes included
+            if kills:
                 for line in process.stderr:
                     if line.startswith("iteration"):
                         break
-                time.sleep(rng.uniform(0, 1.0))
+                time.sleep(random.Random(0).uniform(0, longest))
                 process.send_signal(signal.SIGKILL)
             _, errors = process.communicate()
-        if process.returncode == 0:
-            break
-        assert process.returncode == -signal.SIGKILL, errors
-        kills += 1
-    assert kills >= 1
-    assert len(list((tmp_path / "cache").glob("*/*.safetensors"))) > ITERATIONS
+        assert process.returncode == (-signal.SIGKILL if kills else 0), errors
+
+
+def test_killed_at_any_moment_and_started_again_ends_bit_identical(tmp_path, uninterrupted):
+    kill_and_start_again(toy_command(tmp_path), 0.1)
     assert_same_run(tmp_path, uninterrupted)
+
+
+@pytest.mark.exhaustive
+def test_a_killed_run_of_tiny_reads_its_prompts_from_the_cache_to_the_bit(tmp_path):
+    run_tiny(tmp_path / "reference")
+    cache = tmp_path / "cache"
+    arguments = command(tmp_path / "run", f"model.prompt_cache_dir={cache}")
+    kill_and_start_again(arguments, 1.0)
+    assert len(list(cache.glob("*/*.safetensors"))) > ITERATIONS
+    assert_same_run(tmp_path / "run", tmp_path / "reference")
 
 
 @pytest.mark.exhaustive
@@ -122,7 +167,7 @@ def test_a_run_that_trains_in_full_goes_on_to_the_bit_and_is_exported_whole(tmp_
     )
     for folder, lengths in (("once", (2,)), ("twice", (1, 2))):
         for last in lengths:
-            summary = run(tmp_path / folder, *some, f"train.iterations={last}")
+            summary = run_tiny(tmp_path / folder, *some, f"train.iterations={last}")
             assert summary["trained_in_full"] == 3
     config = small_config(tmp_path / "once", *some)
     experiment = build(config)
@@ -162,6 +207,7 @@ def test_a_run_that_trains_in_full_goes_on_to_the_bit_and_is_exported_whole(tmp_
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("toy_model")
 def test_an_iteration_is_reported_when_its_checkpoint_is_whole_if_every_one_is_saved(
     tmp_path, monkeypatch
 ):
@@ -187,19 +233,16 @@ def test_an_iteration_is_reported_when_its_checkpoint_is_whole_if_every_one_is_s
     monkeypatch.setattr(files, "seal", slow)
     for every in (1, 2):
         with noting(every) as report:
-            trainer.run(
-                small_config(
-                    tmp_path / str(every), "train.iterations=2", f"run.checkpoint_every={every}"
-                ),
-                report,
-            )
+            folder = tmp_path / str(every)
+            overrides = ("train.iterations=2", f"run.checkpoint_every={every}")
+            trainer.run(small_config(folder, *settings(folder, *overrides)), report)
     assert on_the_disk == {(1, 1): True, (1, 2): True, (2, 1): False, (2, 2): False}
 
 
 @pytest.mark.exhaustive
 def test_ctrl_c_saves_exits_cleanly_and_goes_on(tmp_path, uninterrupted):
     with subprocess.Popen(
-        command(tmp_path, "run.checkpoint_every=5"),
+        toy_command(tmp_path, "run.checkpoint_every=5"),
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
