@@ -748,7 +748,7 @@ class Eval(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mesh(Section):
-    """The device mesh: the number of devices along each of its three axes.
+    """The device mesh: the number of devices along each of its four axes.
 
     Attributes:
         data: The number of devices along the axis whose devices have different samples and the same
@@ -757,6 +757,8 @@ class Mesh(Section):
             the parameters (fully sharded data parallelism), at least 1.
         tensor: The number of devices along the axis whose devices share each matmul (tensor
             parallelism), at least 1.
+        sequence: The number of devices along the axis whose devices share the tokens of each sample
+            (sequence parallelism), at least 1. It must divide the tokens of every size.
 
     Raises:
         ConfigError: If `data` is below 1 and not -1.
@@ -765,6 +767,7 @@ class Mesh(Section):
     data: Integer = -1
     fsdp: PositiveInt = 1
     tensor: PositiveInt = 1
+    sequence: PositiveInt = 1
 
     def __post_init__(self) -> None:
         """Checks `data`, which is the only field with two kinds of values.
@@ -851,11 +854,12 @@ class Config(Section):
         Raises:
             ConfigError: For the first broken rule, in this order: a sigma is trained, and terms
                 divide among the optimizer steps; BF16 does not round the old policy's moves away;
-                and, with an objective of the package, its pairs are whole or its transitions have
-                noise.
+                devices that share tokens train adapters, or in float32; and, with an objective of
+                the package, its pairs are whole or its transitions have noise.
         """
         self._check_terms()
         self._check_old_policy()
+        self._check_sequence()
         if not is_plugin(self.algorithm.objective):
             self.check_objective()
 
@@ -899,6 +903,20 @@ class Config(Section):
                 "must be 0, 1 or 3, or rollout.precision=fp32, where whole parameters are trained"
             )
             raise ConfigError.of_field("algorithm.decay_type", 2, accepted)
+
+    def _check_sequence(self) -> None:
+        """Checks that devices that share tokens train adapters alone, or in float32.
+
+        The gradient of a whole parameter is a sum over tokens in the dtype of the network. In BF16,
+        the part of each device would be rounded before they are added.
+
+        Raises:
+            ConfigError: If `mesh.sequence` is above 1 while parameters are trained in full in BF16.
+        """
+        in_full = self.train.parameters != "adapters"
+        if self.mesh.sequence > 1 and in_full and self.rollout.precision == "bf16":
+            accepted = "must be 1 where whole parameters are trained, or rollout.precision=fp32"
+            raise ConfigError.of_field("mesh.sequence", self.mesh.sequence, accepted)
 
     def check_objective(self) -> None:
         """Checks the settings that the objective requires, by what it trains on

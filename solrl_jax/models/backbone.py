@@ -16,6 +16,7 @@ from solrl_jax.models.pipeline import Conditioning, Pipeline
 from solrl_jax.models.text_encoders.cache import open_cache
 from solrl_jax.models.text_encoders.encode import TextEncoders
 from solrl_jax.parallel import hosts, sharding
+from solrl_jax.quant.sequence_parallel import whole_samples
 
 # The values of `rollout.precision`.
 DTYPES = {"bf16": jnp.dtype(jnp.bfloat16), "fp32": jnp.dtype(jnp.float32)}
@@ -29,9 +30,9 @@ class Backbone:
 
     Attributes:
         pipeline: the model's functions and network structures, which hold no parameters.
-        mesh: mesh of the transformer, with the axes `data`, `fsdp` and `tensor`. Text encoders and
-            decoder use the same devices without tensor parallelism: every device works on its own
-            rows.
+        mesh: mesh of the transformer, with the axes `data`, `fsdp`, `sequence` and `tensor`. Text
+            encoders and decoder use the same devices without sequence and tensor parallelism: every
+            device works on its own rows.
         dtype: dtype in which the transformer computes: bfloat16 or float32.
         transformer: the frozen base parameters of the transformer in this dtype: nested
             dictionaries keyed by module name, sharded over the axes `fsdp` and `tensor`. Training
@@ -89,7 +90,7 @@ class Backbone:
                 `fp8_attention`.
         """
         time = jnp.broadcast_to(time, latent.shape[:1])
-        return self.pipeline.velocity(
+        velocity = self.pipeline.velocity(
             self.pipeline.transformer.gather(params),
             latent.astype(self.dtype),
             conditioning,
@@ -97,6 +98,7 @@ class Backbone:
             guidance,
             fp8_attention,
         )
+        return whole_samples(velocity)
 
     def encode(
         self, prompts: Sequence[str], max_tokens: int, *, negative: bool = False
@@ -161,8 +163,9 @@ def load_backbone(
             which is downloaded if it is not in the hub's cache. A model given by name stores all
             activations for the backward pass (rematerialization "none").
         precision: dtype in which the transformer and the text encoders compute, "bf16" or "fp32".
-        mesh: devices that hold the parameters, with the axes `data`, `fsdp` and `tensor`. The
-            decoder is sharded over the same devices, but without tensor parallelism.
+        mesh: devices that hold the parameters, with the axes `data`, `fsdp`, `sequence` and
+            `tensor`. The decoder is sharded over the same devices, but without sequence and tensor
+            parallelism.
         cache: folder of the cache of encoded prompts (`model.prompt_cache_dir`); "~" is expanded.
             "": the folder `solrl_jax/prompts` in the user's cache directory. None: no cache.
         instruction: text before every prompt but negative ones, for models that accept one; None:

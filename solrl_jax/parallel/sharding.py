@@ -1,9 +1,10 @@
 """The mesh and the shardings of arrays on it. A single device is a mesh of size one.
 
-The mesh has three axes. Samples are split over `data` and `fsdp`. The frozen base and the adapters
-are split over `fsdp` and replicated over `data`. The matmuls of the transformer are split over
-`tensor` by their outputs (`quant.tensor_parallel`). Other computations on samples cannot use the
-axis `tensor`, so its devices take samples as well (`rows_only`).
+The mesh has four axes. Samples are split over `data` and `fsdp`. The frozen base and the adapters
+are split over `fsdp` and replicated over `data`. The tokens of the transformer are split over
+`sequence` (`quant.sequence_parallel`), and its matmuls over `tensor` by their outputs
+(`quant.tensor_parallel`). Other computations on samples cannot use these two axes, so their devices
+take samples as well (`rows_only`).
 """
 
 from collections.abc import Callable, Sequence
@@ -16,10 +17,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from solrl_jax.quant.leaf import Leaf
 from solrl_jax.quant.matmul import output_partition_specs
+from solrl_jax.quant.sharded_kernel import SEQUENCE
 from solrl_jax.quant.tensor_parallel import TENSOR
 
 T = TypeVar("T")
-AXES = ("data", "fsdp", TENSOR)
+AXES = ("data", "fsdp", SEQUENCE, TENSOR)
 AUTO = (jax.sharding.AxisType.Auto,) * len(AXES)
 ROWS = PartitionSpec(AXES[:2])  # for arrays with one row per sample
 # Every stage is compiled with these options, because results would otherwise depend on the mesh. By
@@ -59,14 +61,19 @@ def jit(stage: Callable[..., Any], **options: Any) -> Any:
 
 
 def make_mesh(
-    data: int, fsdp: int, tensor: int = 1, devices: Sequence[jax.Device] | None = None
+    data: int,
+    fsdp: int,
+    tensor: int = 1,
+    sequence: int = 1,
+    devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """Makes a mesh with the axes `data`, `fsdp` and `tensor`.
+    """Makes a mesh with the axes `data`, `fsdp`, `sequence` and `tensor`.
 
     Args:
         data: The size of the axis `data`, at least 1. -1: as large as the number of devices allows.
         fsdp: The size of the axis `fsdp`, at least 1.
         tensor: The size of the axis `tensor`, at least 1.
+        sequence: The size of the axis `sequence`, at least 1.
         devices: The devices to use, from the first one on; those that are not needed stay unused.
             None: `jax.devices()`.
 
@@ -77,38 +84,39 @@ def make_mesh(
         ValueError: If there are too few devices, or if -1 would leave some of them unused.
     """
     devices = list(jax.devices() if devices is None else devices)
-    groups = max(len(devices) // (fsdp * tensor), 1) if data == -1 else data
-    needed = groups * fsdp * tensor
+    group = fsdp * sequence * tensor
+    groups = max(len(devices) // group, 1) if data == -1 else data
+    needed = groups * group
     if needed > len(devices) or (data == -1 and needed < len(devices)):
         raise ValueError(
-            f"mesh.data={data}, mesh.fsdp={fsdp}, mesh.tensor={tensor}: "
+            f"mesh.data={data}, mesh.fsdp={fsdp}, mesh.tensor={tensor}, mesh.sequence={sequence}: "
             f"need {needed} of the {len(devices)} device(s), all of them if data=-1"
         )
-    return jax.make_mesh((groups, fsdp, tensor), AXES, AUTO, devices=devices[:needed])
+    shape = (groups, fsdp, sequence, tensor)
+    return jax.make_mesh(shape, AXES, AUTO, devices=devices[:needed])
 
 
 def rows_only(mesh: Mesh) -> Mesh:
-    """Turns a mesh into one without tensor parallelism, so that samples can be split over all its
-    devices.
+    """Turns a mesh into one without sequence and tensor parallelism, so that samples can be split
+    over all its devices.
 
     Args:
-        mesh: A mesh with the axes `data`, `fsdp` and `tensor`.
+        mesh: A mesh with the axes `data`, `fsdp`, `sequence` and `tensor`.
 
     Returns:
-        A mesh of the same devices and axes, in which `fsdp` is `tensor` times as large and `tensor`
-        is 1.
+        A mesh of the same devices and axes, in which `fsdp` is larger by the sizes of `sequence`
+        and `tensor`, which are 1.
     """
-    data, fsdp, tensor = (mesh.shape[axis] for axis in AXES)
-    return Mesh(mesh.devices.reshape(data, fsdp * tensor, 1), AXES, axis_types=AUTO)
+    return Mesh(mesh.devices.reshape(mesh.shape["data"], -1, 1, 1), AXES, axis_types=AUTO)
 
 
 def row_groups(mesh: Mesh) -> int:
     """Returns into how many parts a batch of samples is split over a mesh: `data` times `fsdp`.
 
-    The devices along the axis `tensor` work on the same samples.
+    The devices along the axes `sequence` and `tensor` work on the same samples.
 
     Args:
-        mesh: The mesh, with the axes `data`, `fsdp` and `tensor`.
+        mesh: The mesh, with the axes `data` and `fsdp`.
     """
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
@@ -123,7 +131,7 @@ def parameter_sharding(mesh: Mesh, tree: Any) -> Any:
     `tensor`, which counts with its size after that split.
 
     Args:
-        mesh: The mesh, with the axes `data`, `fsdp` and `tensor`.
+        mesh: The mesh, with the axes `data`, `fsdp`, `sequence` and `tensor`.
         tree: The parameters by name: arrays, `jax.ShapeDtypeStruct`s or quantized weights.
 
     Returns:
@@ -165,7 +173,7 @@ def placement(mesh: Mesh) -> Callable[[tuple, tuple[int, ...]], NamedSharding]:
     `parameter_sharding`.
 
     Args:
-        mesh: The mesh, with the axes `data`, `fsdp` and `tensor`.
+        mesh: The mesh, with the axes `data`, `fsdp`, `sequence` and `tensor`.
 
     Returns:
         A function `(path, shape)` that returns a `NamedSharding`. The path is a tuple whose last
@@ -194,7 +202,7 @@ def rows(mesh: Mesh) -> NamedSharding:
     `data` and `fsdp`.
 
     Args:
-        mesh: The mesh, with the axes `data`, `fsdp` and `tensor`.
+        mesh: The mesh, with the axes `data`, `fsdp`, `sequence` and `tensor`.
     """
     return NamedSharding(mesh, ROWS)
 
@@ -232,8 +240,8 @@ def map_rows(f: Callable[[Any], Any], tree: Any, count: int) -> Any:
 
     It saves memory, and results do not depend on the size of the batch, because every piece has the
     same number of rows. An incomplete last piece is filled up with copies of a row, whose results
-    are dropped. The mesh that is set must have no tensor parallelism (`rows_only`); without a mesh,
-    there is one device. A gradient evaluates `f` once more for each piece.
+    are dropped. The mesh that is set must have no sequence or tensor parallelism (`rows_only`);
+    without a mesh, there is one device. A gradient evaluates `f` once more for each piece.
 
     Args:
         f: The function. It maps a pytree of arrays to a pytree of arrays, both with one piece as

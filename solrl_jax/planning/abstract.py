@@ -90,7 +90,8 @@ def experiment(config: Config, pipeline: Pipeline, device: DeviceInfo, mesh: Mes
         config: The configuration of the run that is planned.
         pipeline: The opened model, with or without weights, from `open_configurations`.
         device: The kind of device that is planned for. It decides which format "auto" stands for.
-        mesh: The mesh of the planned devices, with the axes `data`, `fsdp` and `tensor`.
+        mesh: The mesh of the planned devices, with the axes `data`, `fsdp`, `sequence` and
+            `tensor`.
 
     Returns:
         The experiment, whose shapes carry the shardings that training gives to the arrays.

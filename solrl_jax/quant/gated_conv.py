@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from solrl_jax.quant import compile_target
 from solrl_jax.quant.lazy import ColumnView, LazyActivation
+from solrl_jax.quant.sequence_parallel import is_divided, neighbor_tokens
 
 
 def gated_conv(
@@ -21,8 +22,9 @@ def gated_conv(
     """Computes `y * silu(g)`, where y and g are the first and the second half of the channels of
     `conv(silu(x)) + bias`, a depthwise 3x3 convolution.
 
-    `silu` and the convolution are computed in float32; results of each are rounded to the dtype of
-    `x`.
+    Under sequence parallelism, a device has some rows of the pixels, and fetches the rows next to
+    them. `silu` and the convolution are computed in float32; results of each are rounded to the
+    dtype of `x`.
 
     Args:
         x: The pixels [b, n, c], in raster order; c is even. On a TPU it must be one lazy part, and
@@ -41,10 +43,38 @@ def gated_conv(
         x = _materialize_matmul(x, grid)
     value = x.value
     images = value.reshape(len(value), *grid, -1)
-    y = depthwise_conv(silu(images).astype(images.dtype), kernel, bias)
+    images = silu(images).astype(images.dtype)
+    if is_divided():
+        y = _conv_of_all_rows(images, kernel, bias)
+    else:
+        y = depthwise_conv(images, kernel, bias)
     y, gate = jnp.split(y, 2, axis=-1)
     # The SiLU is rounded before the product, so that XLA fuses it with the convolution.
     return (y * silu(gate).astype(y.dtype)).reshape(*value.shape[:2], -1)
+
+
+def _conv_of_all_rows(
+    x: Float[Array, "b h w c"], kernel: Float[Array, "k k 1 c"], bias: Float[Array, " c"]
+) -> Float[Array, "b h w c"]:
+    """`depthwise_conv` under sequence parallelism, with the rows next to those of this device.
+
+    Rows are exchanged in float32, so that the gradient of a row is rounded once, after it is added.
+
+    Args:
+        x: The rows of this device.
+        kernel: The filters.
+        bias: One number per channel.
+
+    Returns:
+        The convolved rows of this device, in the dtype of `x`.
+    """
+    batch, rows, columns, channels = x.shape
+    margin = len(kernel) // 2
+    pixels = x.astype(jnp.float32).reshape(batch, -1, channels)
+    before, after = neighbor_tokens(pixels, margin * columns)
+    pixels = jnp.concatenate([before, pixels, after], axis=1)
+    y = depthwise_conv(pixels.reshape(batch, -1, columns, channels), kernel, bias)
+    return y[:, margin : margin + rows].astype(x.dtype)
 
 
 def _materialize_matmul(x: LazyActivation, grid: tuple[int, int]) -> LazyActivation:

@@ -23,6 +23,7 @@ from jaxtyping import Array, Float
 
 from solrl_jax.quant import compile_target
 from solrl_jax.quant.lazy import ColumnView, LazyActivation
+from solrl_jax.quant.sequence_parallel import gather_tokens, is_divided
 from solrl_jax.quant.sharded_kernel import (
     power_of_two,
     shard_map_kernel,
@@ -109,9 +110,10 @@ def linear_attention(
     In the released variant, the first term of its denominator is `sum_b m_ib f(q_b) . z_b`, where
     q_b is the query at the same place in block b.
 
-    BF16 inputs on a GPU run in one Triton kernel, if the sizes allow it (16, 32 or 64 features per
-    head; not for the released variant). Otherwise plain JAX computes the same. Both have gradients
-    with respect to q, k, v and m.
+    Under sequence parallelism, the queries of each device read the sums over the keys of all
+    devices. BF16 inputs on a GPU run in one Triton kernel, if the sizes allow it (16, 32 or 64
+    features per head; not for the released variant or under sequence parallelism). Otherwise plain
+    JAX computes the same. Both have gradients with respect to q, k, v and m.
 
     Args:
         q: Queries [b, n, d] before their feature, heads side by side in d. n are all tokens of the
@@ -144,12 +146,17 @@ def linear_attention(
         compile_target.platform() == "gpu"
         and q.dtype == jnp.bfloat16
         and not blocks.released
+        and not is_divided()
         and all(len(x.parts) == 1 and x.parts[0].stop is None for x in inputs)
         and head_dim in HEAD_DIMS
         and padded_count * head_dim**2 <= MAX_VALUES
     )
     if not fits:
-        return plain(q.value, k.value, v.value, heads)
+        keys = k.value
+        values = v.value
+        if is_divided():  # in float32, so that gradients are rounded once, after they are added
+            keys, values = (gather_tokens(x.astype(jnp.float32)) for x in (keys, values))
+        return plain(q.value, keys, values, heads)
     functions = [x.parts[0].function for x in inputs]
     part_arrays = [x.parts[0].arrays for x in inputs]
     first_columns = [

@@ -10,7 +10,7 @@ reward of a candidate would depend on the other samples of its batch.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -21,6 +21,8 @@ from jaxtyping import Array, Float, Shaped, UInt8
 
 from solrl_jax.quant.lazy import LazyActivation, row_amax
 from solrl_jax.quant.leaf import Matrix, QuantizedWithInput, scale_lazily
+from solrl_jax.quant.sequence_parallel import is_divided
+from solrl_jax.quant.sharded_kernel import shard_map_kernel
 
 BLOCK = 16  # values that share one E4M3 scale, along the contraction axis
 E2M1_MAX = 6.0
@@ -255,14 +257,39 @@ def block_scaled_dot(
     """
     # XLA's custom call for cuDNN is that of block_scaling_matcher.cc. Elsewhere a code times its
     # scale is exact even in BF16: it has at most eight significant bits.
+    cudnn = partial(_cudnn_scaled_dot, dtype)
     return jax.lax.platform_dependent(
         x,
         x_scales,
         w,
         w_scales,
-        cuda=partial(_cudnn_scaled_dot, dtype),
+        cuda=partial(_on_own_rows, cudnn) if is_divided() else cudnn,
         default=partial(_xla_scaled_dot, dtype),
     )
+
+
+def _on_own_rows(
+    dot: Callable[..., Array], x: Array, x_scales: Array, w: Array, w_scales: Array
+) -> Array:
+    """Calls a matmul on each device with its own rows and all outputs, under sequence parallelism,
+    where XLA's partitioner cannot divide the call.
+
+    Args:
+        dot: The matmul, a function of the other arguments.
+        x: Codes of the activations [rows, k].
+        x_scales: Their scales [rows, k / 16].
+        w: Codes of the weight [n_out, k].
+        w_scales: Their scales [n_out, k / 16].
+
+    Returns:
+        The product [rows, n_out].
+    """
+
+    def kernel(x: Array, x_scales: Array, w: Array, w_scales: Array) -> Array:
+        return dot(x, x_scales, w[0], w_scales[0])
+
+    # an array with a single row is whole on every device
+    return shard_map_kernel(kernel)(x, x_scales, w[None], w_scales[None])
 
 
 def _xla_scaled_dot(

@@ -16,6 +16,8 @@ from jaxtyping import Array
 
 from solrl_jax.quant import tensor_parallel
 
+SEQUENCE = "sequence"  # the mesh axis along which tokens are divided (`quant.sequence_parallel`)
+
 
 def power_of_two(count: int, least: int = 1) -> int:
     """Rounds a size up to a power of two, because Triton arrays have no other sizes.
@@ -42,22 +44,22 @@ def silence_triton_deprecation() -> None:
     )
 
 
-def shard_map_kernel(f: Callable[..., Any], *, by_heads: bool = False) -> Callable[..., Any]:
+def shard_map_kernel(f: Callable[..., Any], *, heads_axis: int | None = None) -> Callable[..., Any]:
     """Wraps a kernel so that each device of the mesh of `jax.set_mesh` runs it on its own rows,
     which are the first axis (batch) of every array.
 
-    Rows are sharded over all mesh axes except `tensor`. An array with a single row is given whole
-    to every device. If the number of rows is not a multiple of the number of shards, every device
-    computes all rows. Without a mesh, `f` is called directly. Under `jax.vmap`, the mapped axis is
-    merged into the rows.
+    Rows are sharded over all mesh axes except `tensor` and `sequence`. An array with a single row
+    is given whole to every device. If the number of rows is not a multiple of the number of shards,
+    every device computes all rows. Without a mesh, `f` is called directly. Under `jax.vmap`, the
+    mapped axis is merged into the rows.
 
     Args:
         f: The kernel. It takes arrays, and returns an array or a tree of arrays, with rows first.
             No operation may mix rows. On each device it sees the device's own rows alone.
-        by_heads: Whether the second axis of the results, and of inputs with four axes, holds
-            attention heads. Heads are then sharded over the mesh axis `tensor`, which the mesh must
-            have (KeyError otherwise), if the heads of the first array are a multiple of its size;
-            otherwise every device has all heads.
+        heads_axis: The axis of the results, and of inputs with four axes, that holds attention
+            heads. Heads are then sharded over the mesh axis `tensor`, which the mesh must have
+            (KeyError otherwise), if the heads of the first array are a multiple of its size;
+            otherwise every device has all heads. None: there are no heads.
 
     Returns:
         A function with the arguments and results of `f`. It takes positional arrays only.
@@ -67,22 +69,29 @@ def shard_map_kernel(f: Callable[..., Any], *, by_heads: bool = False) -> Callab
     def on_shards(*arrays: Array) -> Any:
         mesh = jax.sharding.get_abstract_mesh()
         batch = max(x.shape[0] for x in arrays)
-        row_axes = tuple(name for name in mesh.axis_names if name != tensor_parallel.TENSOR)
+        # Inside `divide_tokens`, each device is already given its share along `sequence`.
+        axes = tuple(name for name in mesh.axis_names if name not in mesh.manual_axes)
+        row_axes = tuple(name for name in axes if name not in (tensor_parallel.TENSOR, SEQUENCE))
         num_row_shards = math.prod(mesh.shape[name] for name in row_axes)
         rows = row_axes if batch % num_row_shards == 0 else None
-        if mesh.empty or (rows is None and not by_heads):
+        if not axes or (rows is None and heads_axis is None and not mesh.manual_axes):
             return f(*arrays)
-        heads = None
-        if by_heads and arrays[0].shape[1] % mesh.shape[tensor_parallel.TENSOR] == 0:
-            heads = tensor_parallel.TENSOR
+        heads: list[str | None] = []
+        if heads_axis is not None:
+            shards = mesh.shape[tensor_parallel.TENSOR]
+            divides = arrays[0].shape[heads_axis] % shards == 0
+            heads = [*[None] * (heads_axis - 1), tensor_parallel.TENSOR if divides else None]
 
         def input_spec(x: Array) -> PartitionSpec:
             first = rows if x.shape[0] == batch else None
-            return PartitionSpec(first, heads) if x.ndim == 4 else PartitionSpec(first)
+            return PartitionSpec(first, *heads) if x.ndim == 4 else PartitionSpec(first)
 
-        out_spec = PartitionSpec(rows, heads) if by_heads else PartitionSpec(rows)
         sharded = jax.shard_map(
-            f, in_specs=tuple(map(input_spec, arrays)), out_specs=out_spec, check_vma=False
+            f,
+            in_specs=tuple(map(input_spec, arrays)),
+            out_specs=PartitionSpec(rows, *heads),
+            axis_names=set(axes),
+            check_vma=False,
         )
         return sharded(*arrays)
 
@@ -91,7 +100,7 @@ def shard_map_kernel(f: Callable[..., Any], *, by_heads: bool = False) -> Callab
         batch = max(x.shape[mapped] for x, mapped in zip(arrays, is_mapped, strict=True))
 
         def merge(x: Array, mapped: bool) -> Array:
-            if not mapped and len(x) == 1 and not by_heads:
+            if not mapped and len(x) == 1 and heads_axis is None:
                 return x
             row_shape = x.shape[1 + mapped :]
             x = jnp.broadcast_to(x if mapped else x[None], (size, batch, *row_shape))

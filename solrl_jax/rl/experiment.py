@@ -678,8 +678,9 @@ def open_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
         devices: The devices to choose from, the first ones first. None: all that JAX has.
 
     Returns:
-        A mesh with the axes `data`, `fsdp` and `tensor`, in the configured sizes. With `mesh.data`
-        of -1, the size of `data` is the number of devices divided by the product of the other two.
+        A mesh with the axes `data`, `fsdp`, `sequence` and `tensor`, in the configured sizes. With
+        `mesh.data` of -1, the size of `data` is the number of devices divided by the product of the
+        others.
 
     Raises:
         InputError: If there are too few devices, or `mesh.data` is -1 and some would be left over.

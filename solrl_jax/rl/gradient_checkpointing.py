@@ -13,7 +13,12 @@ from jax.sharding import Mesh
 
 from solrl_jax.config.batch import effective_batch
 from solrl_jax.config.schema import Config
-from solrl_jax.config.sizes import largest_training_size
+from solrl_jax.config.sizes import (
+    describe_size,
+    evaluation_size,
+    largest_training_size,
+    training_sizes,
+)
 from solrl_jax.errors import in_one_line
 from solrl_jax.models.backbone import DTYPES
 from solrl_jax.models.checks import check_attention, check_sizes
@@ -39,7 +44,7 @@ def open_for_training(
     Args:
         config: The configuration of the run. `model.gradient_checkpointing` is "none", "matmuls",
             "blocks" or "auto".
-        mesh: The mesh of the run. Used for "auto" only.
+        mesh: The mesh of the run. Used for "auto" and for sequence parallelism.
         memory: The bytes of memory of one device of the mesh. Used for "auto" only.
         open_pipeline: ("none", "matmuls" or "blocks") -> the pipeline with that gradient
             checkpointing, without its weights. It is called a second time if "auto" turns out to be
@@ -50,8 +55,9 @@ def open_for_training(
 
     Raises:
         InputError: If the model does not support a size of images in training or evaluation, or the
-            configured attention; and, with "auto", if a pattern of the trained parameters matches
-            none. Errors of `open_pipeline` pass through.
+            configured attention; if `mesh.sequence` does not divide its tokens; and, with "auto",
+            if a pattern of the trained parameters matches none. Errors of `open_pipeline` pass
+            through.
     """
     # "auto" is never "none": on a GPU, writing and reading what lies between two matmuls takes
     # longer than computing it again.
@@ -59,8 +65,35 @@ def open_for_training(
     pipeline = open_pipeline("matmuls" if automatic else config.model.gradient_checkpointing)
     check_sizes(config, pipeline)
     check_attention(config, pipeline)
+    if config.mesh.sequence > 1:
+        _check_tokens(config, pipeline, mesh)
     fits = not automatic or saved_residual_bytes(config, pipeline, mesh) <= SHARE * memory
     return pipeline if fits else open_pipeline("blocks")
+
+
+def _check_tokens(config: Config, pipeline: Pipeline, mesh: Mesh) -> None:
+    """Checks that the tokens of all sizes of a run can be divided over devices, by tracing the
+    network, which takes seconds.
+
+    Args:
+        config: The configuration of the run, whose sizes for training and evaluation are tried.
+        pipeline: The pipeline, without its weights.
+        mesh: The mesh of the run, whose axis `sequence` divides the tokens.
+
+    Raises:
+        InputError: If `mesh.sequence` does not divide the tokens of a size, or the network's
+            attention does not allow it.
+    """
+    dtype = DTYPES[config.rollout.precision]
+    base = pipeline.transformer.abstract_params(dtype)
+    time = jax.ShapeDtypeStruct((1,), jnp.float32)
+    guidance = jax.ShapeDtypeStruct((), jnp.float32)
+    conditioning = _conditioning(pipeline, 1, config)
+    for size in {*training_sizes(config), evaluation_size(config)}:
+        latents = jax.ShapeDtypeStruct((1, *pipeline.latent_shape(*size)), dtype)
+        head = f"{describe_size(size)} pixels (model, rollout.size or eval.size): {{}}"
+        with in_one_line(head.format), jax.set_mesh(mesh):
+            jax.eval_shape(pipeline.velocity, base, latents, conditioning, time, guidance)
 
 
 def saved_residual_bytes(config: Config, pipeline: Pipeline, mesh: Mesh) -> float:
@@ -77,7 +110,7 @@ def saved_residual_bytes(config: Config, pipeline: Pipeline, mesh: Mesh) -> floa
             if fewer, its share of an optimizer step).
         pipeline: The pipeline, with the gradient checkpointing to be estimated.
         mesh: The mesh of the run. The base and the copies are divided over its axes `fsdp` and
-            `tensor`, the gradient and the residuals are not.
+            `tensor`, the residuals over `sequence`, and the gradient is not divided.
 
     Returns:
         The bytes, as a float.
@@ -125,7 +158,7 @@ def saved_residual_bytes(config: Config, pipeline: Pipeline, mesh: Mesh) -> floa
     return (
         (sum(map(size, jax.tree.leaves(base))) + 4 * whole) / split
         + whole
-        + sum(size(v.aval) for v in residuals)
+        + sum(size(v.aval) for v in residuals) / mesh.shape["sequence"]
     )
 
 

@@ -24,6 +24,7 @@ from solrl_jax.models.loading.weights import Params
 from solrl_jax.models.pipeline import Conditioning
 from solrl_jax.parallel import sharding
 from solrl_jax.parallel.sums import Sum, add, add_each, join, zero
+from solrl_jax.quant.sharded_kernel import SEQUENCE
 from solrl_jax.rl.objective import Objective, Step, TrainingTarget, Velocities, load_objective
 from solrl_jax.rl.state import TrainState, make_optimizer
 from solrl_jax.rl.trainable.trainable import Trainable, attach, within_bounds
@@ -275,9 +276,10 @@ def _accumulate(
     """Accumulates the gradient of the loss over all terms, one micro-batch at a time per group of
     devices.
 
-    A group is the devices along the mesh axis `tensor`, which share samples; different groups take
-    different micro-batches at the same time. The sums do not depend on the order of their terms
-    (`parallel.sums`), so the gradient does not depend on the mesh.
+    A group is the devices along the mesh axes `sequence` and `tensor`, which share samples;
+    different groups take different micro-batches at the same time. The sums over groups do not
+    depend on the order of their terms (`parallel.sums`), so the gradient does not depend on the
+    mesh; but along `sequence`, the gradient of a micro-batch is a plain sum over tokens.
 
     Args:
         loss: (trainable, terms, valid) -> (loss, metrics) of one micro-batch, as sums over its
@@ -314,7 +316,10 @@ def _accumulate(
             "skipped_micro_batches": 1.0 - finite
         }
 
-    on_groups = jax.vmap(micro_batch, spmd_axis_name=sharding.AXES[:2])
+    # JAX cannot map what divides tokens by hand with the name of an axis. There, the partitioner
+    # finds from the inputs and the sums that the groups are divided.
+    axes = sharding.AXES[:2] if mesh.shape[SEQUENCE] == 1 else None
+    on_groups = jax.vmap(micro_batch, spmd_axis_name=axes)
 
     def one(sums: tuple[Sum, Sum], inputs):
         gradients, metrics = on_groups(*map(sharding.split_rows, inputs))

@@ -68,7 +68,8 @@ BAD = [
     ("qqq=1", "unknown key 'qqq': expected one of version, seed, preset, family, model, .*, run"),
     (
         "mesh.qqqqqqqqq=1",
-        "unknown key 'mesh.qqqqqqqqq': expected one of mesh.data, mesh.fsdp, mesh.tensor",
+        "unknown key 'mesh.qqqqqqqqq': expected one of mesh.data, mesh.fsdp, mesh.tensor, "
+        "mesh.sequence",
     ),
     ("foo", "override 'foo': expected key=value, e.g. train.iterations=100"),
     ("seed=[1", "override 'seed=[1': not YAML (line 1: .*)"),

@@ -247,5 +247,5 @@ def test_a_mesh_that_does_not_come_out_even_is_refused(data, fsdp, tensor):
 
 
 def test_minus_one_takes_what_is_left():
-    assert dict(make_mesh(-1, 2).shape) == {"data": 4, "fsdp": 2, "tensor": 1}
+    assert dict(make_mesh(-1, 2).shape) == {"data": 4, "fsdp": 2, "sequence": 1, "tensor": 1}
     assert parameter_sharding(make_mesh(1, 1), {"w": np.zeros((64, 128))})["w"].is_fully_replicated

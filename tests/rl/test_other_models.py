@@ -306,16 +306,23 @@ def test_the_second_iteration_compiles_nothing(trained):
 
 
 @pytest.mark.exhaustive
-def test_parameters_split_over_devices_train_the_same(trained):
-    """data=2 fsdp=4 against one device, one iteration in BF16 and NVFP4.
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        ("mesh.data=2", "mesh.fsdp=4"),
+        ("mesh.data=2", "mesh.fsdp=2", "mesh.sequence=2"),
+    ],
+)
+def test_parameters_split_over_devices_train_the_same(mesh, trained):
+    """A mesh against one device, one iteration in BF16 and NVFP4.
 
     The gradient is compared, not the step: where an element of it is next to nothing, Adam makes as
     much of its rounding.
     """
     name, experiment, _, ((state, _, ledger, _), _) = trained
-    split = build(name, experiment.backbone.pipeline.folder, "mesh.data=2", "mesh.fsdp=4")
+    split = build(name, experiment.backbone.pipeline.folder, *mesh)
     leaves = jax.tree.leaves(split.backbone.transformer)
-    assert sum(x.addressable_shards[0].data.nbytes for x in leaves) < 0.6 * sum(
+    assert sum(x.addressable_shards[0].data.nbytes for x in leaves) < 0.7 * sum(
         x.nbytes for x in leaves
     )
     got, outcome = iterate(split, fresh_state(split), 1)

@@ -26,6 +26,7 @@ from solrl_jax.models.layers.rotary import Rotation, rotation_table
 from solrl_jax.models.layers.softmax_attention import SelfAttention
 from solrl_jax.models.layers.stack import scan_blocks, stack
 from solrl_jax.models.loading.config_file import TransformerConfig, unsupported
+from solrl_jax.quant.sequence_parallel import divide_tokens
 
 PATCH = 2  # the side of the square of latent pixels that one token represents
 THETA = 10000.0  # the base of the rotary frequencies
@@ -188,15 +189,23 @@ class FluxTransformer2DModel(nnx.Module):
         squares = space_to_depth(latent)
         image = self.x_embedder(squares.reshape(len(latent), -1, squares.shape[-1]))
 
-        def apply_joint(block, streams):
-            return block(*streams, condition, rotation, fp8_attention=fp8_attention)
+        def run_joint(condition, image, rotation, text):
+            def apply(block, streams):
+                return block(*streams, condition, rotation, fp8_attention=fp8_attention)
 
-        def apply_single(block, x):
-            return block(x, condition, rotation, fp8_attention=fp8_attention)
+            streams = (text, image)
+            text, image = scan_blocks(self.transformer_blocks, apply, streams, remat=self.remat)
+            return image, text
 
-        streams = scan_blocks(self.transformer_blocks, apply_joint, (text, image), remat=self.remat)
-        x = jnp.concatenate(streams, axis=1)
-        x = scan_blocks(self.single_transformer_blocks, apply_single, x, remat=self.remat)
+        def run_single(condition, x, rotation, _):
+            def apply(block, x):
+                return block(x, condition, rotation, fp8_attention=fp8_attention)
+
+            return scan_blocks(self.single_transformer_blocks, apply, x, remat=self.remat), None
+
+        image, text = divide_tokens(run_joint, condition, image, rotation, text, start=length)
+        x = jnp.concatenate([text, image], axis=1)
+        x, _ = divide_tokens(run_single, condition, x, rotation)
         x = x[:, length:]
         scale, shift = self.norm_out.vectors(condition)
         x = self.proj_out(self.norm_out(x, shift, scale))

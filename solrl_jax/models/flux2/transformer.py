@@ -25,6 +25,7 @@ from solrl_jax.models.layers.rotary import Rotation, rotation_table
 from solrl_jax.models.layers.softmax_attention import JointAttention, ParallelAttention
 from solrl_jax.models.layers.stack import scan_blocks, stack
 from solrl_jax.models.loading.config_file import TransformerConfig
+from solrl_jax.quant.sequence_parallel import divide_tokens
 
 # The values of configuration fields that this port implements.
 ACCEPTED = {
@@ -192,17 +193,28 @@ class Flux2Transformer2DModel(nnx.Module):
         text = self.context_embedder(text.astype(dtype))
         image = self.x_embedder(latent.reshape(batch, -1, channels))
 
-        def apply_joint(block, streams):
-            return block(
-                *streams, text_vectors, image_vectors, rotation, fp8_attention=fp8_attention
-            )
+        def run_joint(vectors, image, rotation, text):
+            text_vectors, image_vectors = vectors
 
-        def apply_single(block, x):
-            return block(x, single_vectors, rotation, fp8_attention=fp8_attention)
+            def apply(block, streams):
+                return block(
+                    *streams, text_vectors, image_vectors, rotation, fp8_attention=fp8_attention
+                )
 
-        streams = scan_blocks(self.transformer_blocks, apply_joint, (text, image), remat=self.remat)
-        x = jnp.concatenate(streams, axis=1)
-        x = scan_blocks(self.single_transformer_blocks, apply_single, x, remat=self.remat)
+            streams = (text, image)
+            text, image = scan_blocks(self.transformer_blocks, apply, streams, remat=self.remat)
+            return image, text
+
+        def run_single(vectors, x, rotation, _):
+            def apply(block, x):
+                return block(x, vectors, rotation, fp8_attention=fp8_attention)
+
+            return scan_blocks(self.single_transformer_blocks, apply, x, remat=self.remat), None
+
+        vectors = (text_vectors, image_vectors)
+        image, text = divide_tokens(run_joint, vectors, image, rotation, text, start=length)
+        x = jnp.concatenate([text, image], axis=1)
+        x, _ = divide_tokens(run_single, single_vectors, x, rotation)
         x = x[:, length:]
         scale, shift = self.norm_out.vectors(condition)
         x = self.proj_out(self.norm_out(x, shift, scale))

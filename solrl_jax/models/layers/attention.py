@@ -10,11 +10,14 @@ from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.nn import dot_product_attention
 from jaxtyping import Array, Bool, Float, Int
 
 from solrl_jax.models.layers import attention_tpu
-from solrl_jax.quant import compile_target, tensor_parallel
+from solrl_jax.quant import compile_target, sequence_parallel, tensor_parallel
+from solrl_jax.quant.leaf import MATMUL
+from solrl_jax.quant.sharded_kernel import shard_map_kernel
 
 # Either a Boolean matrix, True where a query may attend to a key; or the number of keys, counted
 # from the first, that all queries of a sample attend to. No kernel has to read the latter as a
@@ -187,15 +190,45 @@ def _attend(
     q, k, v = (tensor_parallel.gather_axis(x, 2) for x in (q, k, v))
     row_values = q[:, 0, 0, 0] if gradient else None
     q, k, v = (_shard_heads(x) for x in (q, k, v))
+    if sequence_parallel.is_divided():
+        assert bias is None, "no network whose tokens are divided has a bias"
+        out = _attend_to_all(q, k, v, mask, scale, gradient)
+    else:
+        out = _run_kernel(q, k, v, mask, scale, bias, row_values)
+    return tensor_parallel.gather_axis(_shard_heads(out), 2)
+
+
+def _run_kernel(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Array | None,
+    scale: float,
+    bias: Array | None,
+    row_values: Float[Array, " b"] | None,
+) -> Float[Array, "b t n h"]:
+    """Runs the kernel for the platform and shapes, on the heads as they are sharded.
+
+    Args:
+        q: queries, [b, t, n, h].
+        k: keys, [b, s, kv, h].
+        v: values, [b, s, kv, h].
+        mask: which keys queries attend to, as for `_attend`.
+        scale: factor of the logits.
+        bias: added to the logits, broadcasts to [b, n, t, s]; None: no bias.
+        row_values: one number per sample, of any value, if a gradient may be taken
+            (`_cudnn_attention`); else None.
+
+    Returns:
+        The attended values [b, t, n, h], in the dtype of `q`.
+    """
     matrix = _mask_matrix(mask, k)
     has_matrix = mask is not None and mask is matrix
     if attention_tpu.fits(q, k, matrix, bias):
-        out = attention_tpu.flash_attention(q, k, v, matrix, scale)
-    elif cudnn_fits(q, k, biased=bias is not None or has_matrix):
-        out = _cudnn_attention(q, k, v, mask, scale, bias, row_values)
-    else:
-        out = _xla_attention(q, k, v, matrix, scale, bias)
-    return tensor_parallel.gather_axis(_shard_heads(out), 2)
+        return attention_tpu.flash_attention(q, k, v, matrix, scale)
+    if cudnn_fits(q, k, biased=bias is not None or has_matrix):
+        return _cudnn_attention(q, k, v, mask, scale, bias, row_values)
+    return _xla_attention(q, k, v, matrix, scale, bias)
 
 
 def _mask_matrix(
@@ -337,6 +370,74 @@ def _cudnn_attention(
         implementation="cudnn",
     )
     return out[:, :t]
+
+
+def _attend_to_all(
+    q: Array, k: Array, v: Array, mask: Mask | None, scale: float, gradient: bool
+) -> Float[Array, "b t n h"]:
+    """Attention under sequence parallelism, from the tokens of each device to all keys.
+
+    XLA's partitioner cannot divide fused kernels where the axis `sequence` is divided by hand, so
+    each device calls them with its own rows and heads. The gradients of keys and values are sums
+    over the queries of all devices. Kernels round these sums, so they must not be split: in the
+    backward pass, each device runs the kernel again for all queries of some samples and heads.
+
+    Args:
+        q: Queries of the tokens of this device [b, t, n, h].
+        k: Keys of all tokens [b, s, n, h].
+        v: Values of all tokens [b, s, n, h].
+        mask: Which keys queries attend to: a Boolean matrix [1 or b, 1, 1, s], or int [b], the
+            number of leading valid keys. None: all keys.
+        scale: The factor of the logits.
+        gradient: Whether a gradient may be taken.
+
+    Returns:
+        The attended values [b, t, n, h], in the dtype of `q`.
+    """
+    assert q.shape[2] == k.shape[2], "no network whose tokens are divided shares key heads"
+    masks: tuple[Array, ...] = ()
+    if mask is not None:
+        # without the axes of heads and queries, so that a mask is not taken for an array of heads
+        masks = (mask if mask.ndim == 1 else mask[:, 0, 0],)
+
+    def kernel(q: Array, k: Array, v: Array, *masks: Array) -> Array:
+        mask = masks[0] if masks else None
+        if mask is not None and mask.ndim == 2:
+            mask = mask[:, None, None]
+        return _run_kernel(q, k, v, mask, scale, None, q[:, 0, 0, 0] if gradient else None)
+
+    def pull_back(q: Array, k: Array, v: Array, *others: Array) -> tuple[Array, ...]:
+        *masks, g = others
+        batch, _, heads, _ = q.shape
+        pairs = batch * heads  # of a sample and a head
+
+        def by_pairs(x: Array) -> Array:
+            return x.swapaxes(1, 2).reshape(pairs, x.shape[1], 1, x.shape[3])
+
+        def by_samples(x: Array) -> Array:
+            return x.reshape(batch, heads, x.shape[1], x.shape[3]).swapaxes(1, 2)
+
+        own_q, own_g = (sequence_parallel.own_pairs_of_all(by_pairs(x)) for x in (q, g))
+        own_k, own_v = (sequence_parallel.own_pairs(by_pairs(x)) for x in (k, v))
+        per_sample = (jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in masks)
+        own_masks = [sequence_parallel.own_pairs(jnp.repeat(x, heads, axis=0)) for x in per_sample]
+        _, vjp = jax.vjp(lambda q, k, v: kernel(q, k, v, *own_masks), own_q, own_k, own_v)
+        g_q, g_k, g_v = vjp(own_g)
+        return (
+            by_samples(sequence_parallel.own_tokens_of_all(g_q, pairs)),
+            by_samples(sequence_parallel.share_of_all(g_k, pairs)),
+            by_samples(sequence_parallel.share_of_all(g_v, pairs)),
+        )
+
+    forward = shard_map_kernel(kernel, heads_axis=2)
+    backward = shard_map_kernel(pull_back, heads_axis=2)
+    attend = jax.custom_vjp(lambda *arrays: forward(*arrays))
+    attend.defvjp(
+        lambda *arrays: (forward(*arrays), arrays),
+        lambda arrays, g: (*backward(*arrays, g), *[None for _ in masks]),
+    )
+    # Gradient checkpointing keeps it, as it keeps the output of the kernels on one device.
+    return checkpoint_name(attend(q, k, v, *masks), MATMUL)
 
 
 def _softcapped(

@@ -106,12 +106,12 @@ def _attend(scale: float, *arrays: Array) -> Float[Array, "b n t h"]:
     # Mosaic takes no BF16 operands at a precision above the default
     precision = "highest" if arrays[0].dtype == jnp.float32 else "default"
     with_precision = jax.default_matmul_precision(precision)
-    forward = shard_map_kernel(with_precision(functools.partial(_kernel, scale)), by_heads=True)
+    forward = shard_map_kernel(with_precision(functools.partial(_kernel, scale)), heads_axis=1)
 
     def gradient(q, k, v, masked, g):
         return jax.vjp(lambda q, k, v: _kernel(scale, q, k, v, masked), q, k, v)[1](g)
 
-    backward = shard_map_kernel(with_precision(gradient), by_heads=True)
+    backward = shard_map_kernel(with_precision(gradient), heads_axis=1)
     attend = jax.custom_vjp(lambda *operands: forward(*operands))
     attend.defvjp(
         lambda *operands: (forward(*operands), operands),

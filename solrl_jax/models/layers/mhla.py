@@ -21,6 +21,7 @@ from solrl_jax.models.layers.conv import DepthwiseConv
 from solrl_jax.models.layers.linear_attention import CrossProjection
 from solrl_jax.models.layers.parameter import param
 from solrl_jax.quant.linear_attention import Blocks, linear_attention
+from solrl_jax.quant.sequence_parallel import is_divided
 
 EPS = 1e-6  # added to the ReLU of queries and keys, and to the denominator
 
@@ -110,7 +111,15 @@ class BlockMixing(CrossProjection):
 
         Returns:
             The output [b, n, d] in the dtype of `x`. The input is not added.
+
+        Raises:
+            ValueError: The tokens are divided over devices (`mesh.sequence`).
         """
+        if is_divided():
+            raise ValueError(
+                "model.attention=mhla: not available with mesh.sequence, because the blocks of its "
+                "tokens have sums of their own"
+            )
         x = as_lazy(x)
         q, k, v = self.project(x, x)
         batch, n, width = v.value.shape

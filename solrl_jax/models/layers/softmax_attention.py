@@ -14,6 +14,7 @@ from solrl_jax.models.layers.linear import Linear
 from solrl_jax.models.layers.norm import RMSNorm
 from solrl_jax.models.layers.rotary import Rotation, rotate
 from solrl_jax.quant.lazy import LazyActivation, materialize_heads
+from solrl_jax.quant.sequence_parallel import gather_tokens
 
 
 def project_qkv(
@@ -60,12 +61,14 @@ def attend(
     *streams: list[LazyActivation],
     key_lengths: Int[Array, " b"] | None = None,
     fp8_attention: bool = False,
+    whole: int | None = None,
 ) -> Float[Array, "b s d"]:
     """Softmax attention over the tokens of one or more streams (such as text and image), which form
     one sequence.
 
-    No gradient may be taken of it with `fp8_attention`, or if the layers that made the queries of
-    the first stream are quantized.
+    Under sequence parallelism, the streams hold the tokens of one device, which attend to those of
+    all devices. No gradient may be taken of it with `fp8_attention`, or if the layers that made the
+    queries of the first stream are quantized.
 
     Args:
         head_dim: The number of features of one head.
@@ -76,6 +79,8 @@ def attend(
         fp8_attention: Whether attention is computed in FP8: queries, keys, values and result are in
             E4M3. No gradient may be taken. Accelerators without FP8 attention compute in BF16 from
             the rounded inputs.
+        whole: The index of the stream, the first or the last one, that every device has completely
+            under sequence parallelism. None: the tokens of all streams are divided together.
 
     Returns:
         The attended values [b, sum of s_i, d], heads side by side: in E4M3 if `fp8_attention` is
@@ -85,6 +90,10 @@ def attend(
         materialize_heads(pieces, head_dim, E4M3 if fp8_attention else None)
         for pieces in zip(*streams, strict=True)
     )
+    lengths = [stream[0].num_rows for stream in streams]
+    start = lengths[0] if whole == 0 else 0
+    stop = start + (q.shape[1] if whole is None else q.shape[1] - lengths[whole])
+    k, v = (gather_tokens(x, start, stop) for x in (k, v))
     if fp8_attention:
         out = attention_fp8(q, k, v)
     elif streams[0][0].exact:
@@ -290,7 +299,7 @@ class JointAttention(QKVProjection):
             start=0,
         )
         image_qkv = self.project(image, rotation, start=length)
-        out = attend(self.head_dim, text_qkv, image_qkv, fp8_attention=fp8_attention)
+        out = attend(self.head_dim, text_qkv, image_qkv, fp8_attention=fp8_attention, whole=0)
         text_out = None
         if self.to_add_out is not None:
             text_out = self.to_add_out(LazyActivation.from_array(out, (0, length), text.dtype))

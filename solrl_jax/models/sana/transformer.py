@@ -31,6 +31,7 @@ from solrl_jax.models.layers.norm import LayerNorm, RMSNorm
 from solrl_jax.models.layers.parameter import param
 from solrl_jax.models.layers.stack import scan_blocks, stack
 from solrl_jax.models.loading.config_file import TransformerConfig
+from solrl_jax.quant.sequence_parallel import divide_tokens, num_shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +167,9 @@ class SanaTransformer2DModel(nnx.Module):
 
         Returns:
             The velocity, in the dtype of `latent`, with `config.features_out` channels.
+
+        Raises:
+            ValueError: the mesh axis `sequence` does not divide the rows of tokens.
         """
         batch, height, width, _ = latent.shape
         patch = self.config.patch_size
@@ -176,11 +180,22 @@ class SanaTransformer2DModel(nnx.Module):
         modulation = modulation.reshape(batch, 6, -1)
         text = self.caption_norm(self.caption_projection(text.astype(x.dtype)))
 
-        def apply(block, x):
-            return block(x, text, text_mask, modulation, (rows, columns))
+        if rows % num_shards():
+            raise ValueError(
+                f"mesh.sequence={num_shards()}: must divide the {rows} rows of tokens, because the "
+                "MLP has a convolution"
+            )
 
-        x = scan_blocks(self.transformer_blocks, apply, x, remat=self.remat)
+        def run(shared, x, *_):
+            text, text_mask, modulation = shared
 
+            def apply(block, x):
+                grid = (x.shape[1] // columns, columns)
+                return block(x, text, text_mask, modulation, grid)
+
+            return scan_blocks(self.transformer_blocks, apply, x, remat=self.remat), None
+
+        x, _ = divide_tokens(run, (text, text_mask, modulation), x)
         table = self.scale_shift_table.get_value().astype(x.dtype) + embedded[:, None]
         shift, scale = jnp.split(table, 2, axis=1)
         x = self.proj_out(self.norm_out.modulated(x, shift, scale))
@@ -237,7 +252,8 @@ class SanaBlock(nnx.Module):
             modulation: six vectors per sample from the timestep: shift, scale and gate of the
                 attention among image tokens, then of the MLP. The block adds its own learned
                 vectors to them.
-            grid: (rows, columns) of the image tokens.
+            grid: (rows, columns) of the image tokens, under sequence parallelism of those of this
+                device.
 
         Returns:
             The image tokens after the block, of the shape and dtype of `x`.

@@ -22,6 +22,7 @@ from solrl_jax.models.layers.modulation import modulate_rounding_once, silu_roun
 from solrl_jax.models.layers.parameter import param
 from solrl_jax.models.layers.stack import scan_blocks, stack
 from solrl_jax.models.loading.config_file import TransformerConfig
+from solrl_jax.quant.sequence_parallel import divide_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,15 +151,21 @@ class SD3Transformer2DModel(nnx.Module):
         dtype = latent.dtype
         patch = self.config.patch_size
         condition = silu_rounding_once(self.time_text_embed(timestep, pooled.astype(dtype)))
-        streams: Any = self.context_embedder(text.astype(dtype)), self.pos_embed(latent)
+        text = self.context_embedder(text.astype(dtype))
 
-        def apply(block, streams):
-            return block(*streams, condition, fp8_attention=fp8_attention)
+        def run(condition, image, _, text):
+            def apply(block, streams):
+                return block(*streams, condition, fp8_attention=fp8_attention)
 
-        # by the index of the first layer: the dict itself is ordered alphabetically
-        for key in sorted(self.transformer_blocks, key=lambda key: int(key.split("-")[0])):
-            streams = scan_blocks(self.transformer_blocks[key], apply, streams, remat=self.remat)
-        _, image = streams
+            streams: Any = (text, image)
+            # by the index of the first layer: the dict itself is ordered alphabetically
+            for key in sorted(self.transformer_blocks, key=lambda key: int(key.split("-")[0])):
+                blocks = self.transformer_blocks[key]
+                streams = scan_blocks(blocks, apply, streams, remat=self.remat)
+            text, image = streams
+            return image, text
+
+        image, _ = divide_tokens(run, condition, self.pos_embed(latent), text=text)
         scale, shift = self.norm_out.vectors(condition)
         x = self.proj_out(self.norm_out(image, shift, scale))
         return unpatch(x, height // patch, width // patch, patch)

@@ -29,6 +29,7 @@ from solrl_jax.models.layers.softmax_attention import attend
 from solrl_jax.models.layers.stack import scan_blocks, stack
 from solrl_jax.models.loading.config_file import TransformerConfig
 from solrl_jax.quant.matmul import matmul
+from solrl_jax.quant.sequence_parallel import divide_tokens
 
 THETA = 10000.0  # the base of the rotary frequencies
 SINUSOIDS = 256  # features of a timestep
@@ -184,12 +185,16 @@ class WanTransformer3DModel(nnx.Module):
         embedded, modulation = self.condition_embedder.condition(timestep, dtype)
         text = self.condition_embedder.text_embedder(text.astype(dtype))
         rotation = rotary_table(frames, rows, columns, config.axes_dims)
-        x = self.patch_embedding(latent)
 
-        def apply(block, x):
-            return block(x, text, modulation, rotation, fp8_attention)
+        def run(shared, x, rotation, _):
+            text, modulation = shared
 
-        x = scan_blocks(self.blocks, apply, x, remat=self.remat)
+            def apply(block, x):
+                return block(x, text, modulation, rotation, fp8_attention)
+
+            return scan_blocks(self.blocks, apply, x, remat=self.remat), None
+
+        x, _ = divide_tokens(run, (text, modulation), self.patch_embedding(latent), rotation)
         table = self.scale_shift_table.get_value().astype(jnp.float32) + embedded[:, None]
         shift, scale = jnp.split(table, 2, axis=1)
         x = self.proj_out(self.norm_out.modulated(x, shift, scale, modulate_rounding_once))

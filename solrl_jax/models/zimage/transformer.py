@@ -24,6 +24,7 @@ from solrl_jax.models.layers.rotary import Rotation
 from solrl_jax.models.layers.softmax_attention import SelfAttention
 from solrl_jax.models.layers.stack import scan_blocks, stack
 from solrl_jax.models.loading.config_file import ReleasedConfig
+from solrl_jax.quant.sequence_parallel import divide_tokens
 
 PATCH = 2  # the side of the square of latent pixels that one token represents
 MULTIPLE = 32  # sequences are padded to multiples of this many tokens
@@ -231,14 +232,17 @@ class ZImageTransformer2DModel(nnx.Module):
         )
         condition = self._condition(timestep).astype(dtype)
 
-        def refine_image(block, x):
-            return block(x, image_rotation, None, condition)
+        def refine_image(condition, x, rotation, _):
+            def apply(block, x):
+                return block(x, rotation, None, condition)
+
+            return scan_blocks(self.noise_refiner, apply, x, remat=self.remat), None
 
         x = patches(latent, PATCH).reshape(batch, num_image_tokens, -1)
         x = self.all_x_embedder[f"{PATCH}-1"](x)
         padding = _repeat_token(self.x_pad_token, x, -x.shape[1] % MULTIPLE)
         x = jnp.concatenate([x, padding], axis=1)
-        x = scan_blocks(self.noise_refiner, refine_image, x, remat=self.remat)
+        x, _ = divide_tokens(refine_image, condition, x, image_rotation)
 
         def refine_text(block, text):
             return block(text, text_rotation, text_lengths)
@@ -259,11 +263,16 @@ class ZImageTransformer2DModel(nnx.Module):
             jnp.concatenate([image_sin, text_sin], axis=1),
         )
 
-        def apply(block, x):
-            return block(x, rotation, lengths, condition)
+        def run(shared, x, rotation, _):
+            lengths, condition = shared
+
+            def apply(block, x):
+                return block(x, rotation, lengths, condition)
+
+            return scan_blocks(self.layers, apply, x, remat=self.remat), None
 
         x = jnp.concatenate([x, text], axis=1)
-        x = scan_blocks(self.layers, apply, x, remat=self.remat)
+        x, _ = divide_tokens(run, (lengths, condition), x, rotation)
         out = self.all_final_layer[f"{PATCH}-1"](x[:, :num_image_tokens], condition)
         return -unpatch(out, rows, columns, PATCH)
 

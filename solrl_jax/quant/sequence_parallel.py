@@ -1,0 +1,377 @@
+"""Sequence parallelism: the tokens of latents are divided over devices, and attention gathers keys
+and values.
+
+Along the mesh axis `sequence`, each device runs the blocks of a network on its own tokens
+(`divide_tokens`): all that is computed per token sees no other token, so nothing else changes.
+Queries stay where they are, and before each attention every device receives the keys and values of
+all tokens (`gather_tokens`). No sum over keys is split, so a token's result does not depend on the
+mesh. In the backward pass of attention, devices exchange their tokens of all samples and heads for
+all tokens of some samples and heads, so no sum over queries is split either. The gradients of
+adapters and of what all devices share are sums over tokens, which are added in float32.
+
+All functions read the mesh of `jax.set_mesh`. If it has no axis `sequence`, or one of size 1, they
+leave programs as they are.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Shaped
+
+from solrl_jax.quant.sharded_kernel import SEQUENCE, shard_map_kernel
+
+TOKENS = PartitionSpec(None, SEQUENCE)  # of an array [b, tokens, ...]
+WHOLE = PartitionSpec()
+
+
+def num_shards() -> int:
+    """The number of devices that share the tokens of a sample.
+
+    Returns:
+        The size of the axis `sequence` of the mesh that `jax.set_mesh` has set; 1 without a mesh or
+        without that axis.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else mesh.shape.get(SEQUENCE, 1)
+
+
+def is_divided() -> bool:
+    """Whether the function that is traced runs inside `divide_tokens`, on the tokens of one
+    device.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and SEQUENCE in mesh.manual_axes
+
+
+def divide_tokens(
+    f: Callable[[Any, Any, Any, Any], tuple[Any, Any]],
+    shared: Any,
+    x: Float[Array, "b n d"],
+    rotation: Any = None,
+    text: Any = None,
+    start: int = 0,
+) -> tuple[Any, Any]:
+    """Runs the blocks of a network with the tokens of latents divided over the mesh axis
+    `sequence`.
+
+    Args:
+        f: A function `f(shared, x, rotation, text)` that returns (tokens, text), as many tokens as
+            `x` has, and a text that depends on other tokens through `gather_tokens` alone. It may
+            close over the weights of blocks that it scans over, which are whole on every device.
+        shared: A tree of arrays that are whole on every device, such as modulation vectors.
+        x: The tokens that are divided. Every device gets n / shards consecutive ones.
+        rotation: Arrays with one entry per position [b or 1, positions, ...]: the cosines and sines
+            of rotary angles. The n entries from `start` on belong to `x` and are divided with it;
+            all others are whole on every device. None: no positions.
+        text: An array [b, l, d] of tokens that every device computes completely, such as a text
+            stream that is much shorter than the image. None: there are none.
+        start: The position of the first token of `x`, an index into `rotation`.
+
+    Returns:
+        The tokens [b, n, ...] and the text that `f` returns. The tokens stay divided until
+        something reads all of them.
+
+    Raises:
+        ValueError: While tracing, if the number of shards does not divide n.
+    """
+    shards = num_shards()
+    if shards == 1:
+        return f(shared, x, rotation, text)
+    n = x.shape[1]
+    if n % shards:
+        raise ValueError(
+            f"mesh.sequence={shards}: must divide the {n} tokens that attend to each other"
+        )
+    stop = start + n
+
+    dtypes = jax.tree.map(lambda x: x.dtype, (shared, text))
+
+    def on_device(x: Array, own: Any, table: Any, whole: Any) -> tuple[Any, Any]:
+        shared, text = jax.tree.map(lambda x, dtype: x.astype(dtype), whole, dtypes)
+
+        def join(table: Array, own: Array) -> Array:
+            return jnp.concatenate([table[:, :start], own, table[:, stop:]], axis=1)
+
+        return f(shared, x, jax.tree.map(join, table, own), text)
+
+    own = jax.tree.map(lambda table: table[:, start:stop], rotation)
+    return jax.shard_map(
+        on_device,
+        in_specs=(TOKENS, TOKENS, WHOLE, WHOLE),
+        out_specs=(TOKENS, WHOLE),
+        axis_names={SEQUENCE},
+        check_vma=False,
+    )(x, own, rotation, jax.tree.map(_widen, (shared, text)))
+
+
+def _widen(x: Array) -> Array:
+    """Casts an array that every device has, so that the parts of its gradient are added in float32.
+
+    Args:
+        x: An array of any dtype.
+
+    Returns:
+        The array, in float32 if it has a shorter floating-point dtype.
+    """
+    short = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+    return x.astype(jnp.float32) if short else x
+
+
+def whole_samples(x: Float[Array, "b ..."]) -> Float[Array, "b ..."]:
+    """Constrains arrays that were made from divided tokens to be whole on every device along the
+    mesh axis `sequence`.
+
+    Args:
+        x: An array with one entry per sample. The sharding of the samples is left to the
+            partitioner.
+
+    Returns:
+        `x` with a sharding constraint; `x` itself if the mesh axis has size 1 or there is no mesh.
+    """
+    if num_shards() == 1:
+        return x
+    spec = PartitionSpec(PartitionSpec.UNCONSTRAINED, *[None] * (x.ndim - 1))
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
+def gather_tokens(
+    x: Float[Array, "b s ..."], start: int = 0, stop: int | None = None
+) -> Float[Array, "b tokens ..."]:
+    """Gathers the tokens of all devices, inside `divide_tokens`. The gradient is the sum of those
+    of all devices, added in float32.
+
+    Args:
+        x: An array with one entry per token of this device.
+        start: The first entry that belongs to divided tokens. Those before are whole on every
+            device, and are kept.
+        stop: The entry after the last one that belongs to divided tokens. Those from it on are
+            kept. None: all entries up to the end are divided.
+
+    Returns:
+        The array with all tokens, in their order; `x` itself outside `divide_tokens`.
+    """
+    if not is_divided():
+        return x
+    stop = x.shape[1] if stop is None else stop
+    gathered = _gather(x[:, start:stop])
+    if stop - start == x.shape[1]:
+        return gathered
+    return jnp.concatenate([x[:, :start], gathered, x[:, stop:]], axis=1)
+
+
+def neighbor_tokens(
+    x: Float[Array, "b n ..."], count: int
+) -> tuple[Float[Array, "b count ..."], Float[Array, "b count ..."]]:
+    """Fetches the tokens before and after those of this device, inside `divide_tokens`.
+
+    Args:
+        x: An array with one entry per token of this device, at least `count`.
+        count: How many tokens to fetch from each side.
+
+    Returns:
+        The last `count` entries of the device before and the first `count` entries of the device
+        after; zeros where there is no such device.
+    """
+    return _fetch(1, x[:, -count:]), _fetch(-1, x[:, :count])
+
+
+def own_pairs_of_all(x: Float[Array, "pairs n ..."]) -> Float[Array, "own tokens ..."]:
+    """Exchanges a share of the tokens of all pairs for all tokens of a share of the pairs. For use
+    in a kernel (`shard_map_kernel`) inside `divide_tokens`.
+
+    Args:
+        x: The tokens of this device for each pair of a sample and a head.
+
+    Returns:
+        The tokens of all devices for the pairs of this device. If their number is not a multiple of
+        the number of devices, some pairs are repeated.
+    """
+    return jax.lax.all_to_all(_repeat(x), SEQUENCE, split_axis=0, concat_axis=1, tiled=True)
+
+
+def own_tokens_of_all(
+    x: Float[Array, "own tokens ..."], pairs: int
+) -> Float[Array, "{pairs} n ..."]:
+    """The inverse of `own_pairs_of_all`.
+
+    Args:
+        x: All tokens for the pairs of this device.
+        pairs: The number of pairs of all devices.
+
+    Returns:
+        The tokens of this device for all pairs.
+    """
+    return jax.lax.all_to_all(x, SEQUENCE, split_axis=1, concat_axis=0, tiled=True)[:pairs]
+
+
+def own_pairs(x: Shaped[Array, "pairs ..."]) -> Shaped[Array, "own ..."]:
+    """Selects the pairs of this device, as `own_pairs_of_all` does. For use in a kernel.
+
+    Args:
+        x: One entry per pair, the same on every device.
+
+    Returns:
+        The entries of the pairs of this device.
+    """
+    x = _repeat(x)
+    count = len(x) // num_shards()
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(SEQUENCE) * count, count)
+
+
+def share_of_all(x: Float[Array, "own ..."], pairs: int) -> Float[Array, "{pairs} ..."]:
+    """Gathers the pairs of all devices, divided by the number of devices. For use in a kernel.
+
+    The gradient of an array that every device has is the sum of what the devices return, which this
+    makes equal parts. Dividing by a power of two does not round.
+
+    Args:
+        x: One entry for each pair of this device.
+        pairs: The number of pairs of all devices.
+
+    Returns:
+        One entry for each pair, the same on every device, which add up to `x`.
+    """
+    gathered = jax.lax.all_gather(x, SEQUENCE, axis=0, tiled=True)[:pairs]
+    return gathered / jnp.asarray(num_shards(), x.dtype)
+
+
+def _repeat(x: Shaped[Array, "pairs ..."]) -> Shaped[Array, "padded ..."]:
+    """Repeats entries from the first on, until their number is a multiple of the devices.
+
+    Args:
+        x: At least one entry.
+
+    Returns:
+        `x` and as few repeated entries as possible.
+    """
+    padding = -len(x) % num_shards()
+    return x[jnp.arange(len(x) + padding) % len(x)] if padding else x
+
+
+@jax.custom_vjp
+def _gather(x: Float[Array, "b n ..."]) -> Float[Array, "b tokens ..."]:
+    """Gathers the second axis over the mesh axis `sequence`, with a gradient that is added in
+    float32.
+
+    Args:
+        x: The entries of this device.
+
+    Returns:
+        The entries of all devices, in the order of the devices.
+    """
+    return _all_gather(x)
+
+
+def _gather_forward(x):
+    """The forward pass of `_gather`.
+
+    Args:
+        x: The entries of this device.
+
+    Returns:
+        The entries of all devices, and None, because the backward pass needs nothing.
+    """
+    return _all_gather(x), None
+
+
+def _gather_backward(_, g):
+    """The backward pass of `_gather`.
+
+    Args:
+        _: Nothing.
+        g: The gradient of the gathered array, of which every device has a part that differs.
+
+    Returns:
+        The sum of the parts for the entries of this device, in the dtype of `g`.
+    """
+    return (_sum_parts(g),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+# A collective in a kernel of its own: in the midst of an automatically partitioned program, XLA
+# would first replicate its operand over all other axes of the mesh.
+@shard_map_kernel
+def _all_gather(x: Array) -> Array:
+    """Concatenates the entries of all devices along the second axis.
+
+    Args:
+        x: The entries of one device.
+    """
+    return jax.lax.all_gather(x, SEQUENCE, axis=1, tiled=True)
+
+
+@shard_map_kernel
+def _sum_parts(x: Array) -> Array:
+    """Adds the arrays of all devices in float32, and returns the share of this device along the
+    second axis.
+
+    Args:
+        x: The array of one device, with the entries of all.
+    """
+    parts = x.astype(jnp.float32)
+    return jax.lax.psum_scatter(parts, SEQUENCE, scatter_dimension=1, tiled=True).astype(x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fetch(distance: int, x: Float[Array, "b n ..."]) -> Float[Array, "b n ..."]:
+    """Sends an array to the device that comes `distance` later along the mesh axis `sequence`.
+
+    Args:
+        distance: How far to send it; negative: to an earlier device.
+        x: The array of this device.
+
+    Returns:
+        The array that this device receives; zeros if none is sent to it.
+    """
+    return _send(distance, x)
+
+
+def _send(distance: int, x: Array) -> Array:
+    """Runs the collective of `_fetch`, as a kernel of its own.
+
+    Args:
+        distance: How far to send the array; negative: to an earlier device.
+        x: The array of this device.
+
+    Returns:
+        The array that this device receives, or zeros.
+    """
+    shards = num_shards()
+    pairs = [(i, i + distance) for i in range(shards) if 0 <= i + distance < shards]
+    return shard_map_kernel(lambda x: jax.lax.ppermute(x, SEQUENCE, pairs))(x)
+
+
+def _fetch_forward(distance, x):
+    """The forward pass of `_fetch`.
+
+    Args:
+        distance: How far the array is sent.
+        x: The array of this device.
+
+    Returns:
+        The array that this device receives, and None, because the backward pass needs nothing.
+    """
+    return _send(distance, x), None
+
+
+def _fetch_backward(distance, _, g):
+    """The backward pass of `_fetch`: gradients go the other way.
+
+    Args:
+        distance: How far the array was sent.
+        _: Nothing.
+        g: The gradient of the array that this device received.
+
+    Returns:
+        The gradient of the array that this device sent.
+    """
+    return (_send(-distance, g),)
+
+
+_fetch.defvjp(_fetch_forward, _fetch_backward)
