@@ -19,7 +19,9 @@ from tests.hostile.harness import (
     sparse,
 )
 
-TRAIN = "train tiny SMALL train.iterations=2 eval.num_grid_images=0 run.dir={run}"
+TRAIN = (
+    "train tiny SMALL rollout.schedule=sd3 train.iterations=2 eval.num_grid_images=0 run.dir={run}"
+)
 EXPORT = "export {run} --out {dir}/x.safetensors"
 GENERATE = "generate {run} --prompts {dir}/p.txt --num-steps 1 --out {dir}/out"
 REPORT = "report {run} --out {dir}/x.html"
@@ -289,7 +291,7 @@ CASES = [
             f"the best meta.json is {name}",
             EXPORT + " --checkpoint best",
             "no checkpoint in",
-            files={META: content},
+            files={META: content, "{run}/checkpoints/000001/meta.json": content},
             seconds=60,
         )
         for name, content in BAD.items()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -12,20 +13,26 @@ import solrl_jax as solrl
 from solrl_jax.config.presets import resolve
 from solrl_jax.errors import InputError
 from solrl_jax.rl.trainable.lora_files import import_lora
-from solrl_jax.runs import model_card, trainer
-from solrl_jax.runs.progress import TerminalProgress
+from solrl_jax.runs import model_card
 from tests.hub_server import serve
-from tests.small import small_config
 
 LORA = "pytorch_lora_weights.safetensors"
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(tiny_run, tmp_path_factory):
+    """A finished run that records a score of `tiny-clip` beside the reward."""
     folder = tmp_path_factory.mktemp("published") / "run"
-    config = small_config(folder, "train.iterations=1", "seed=3", "reward.eval_only=[tiny-clip]")
-    with TerminalProgress(bars=False) as progress:
-        trainer.run(config, progress)
+    shutil.copytree(tiny_run[0], folder)
+    config = folder / "config.yaml"
+    watched = config.read_text().replace("eval_only: []", "eval_only: [tiny-clip]")
+    assert "tiny-clip" in watched
+    config.write_text(watched)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        row["eval/tiny-clip"] = 0.2 + row["iteration"] / 10
+        row["eval/tiny-clip/standard_error"] = 0.01
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
@@ -37,7 +44,7 @@ def metadata(card):
 def test_the_folder_holds_weights_images_and_a_card_with_everything(run, tmp_path):
     out = tmp_path / "hub"
     summary = solrl.export(run, out, hub="me/lora", dry_run=True)
-    assert summary == {"iteration": 1, "rank": 32, "alpha": 64.0, "folder": str(out)}
+    assert summary == {"iteration": 2, "rank": 32, "alpha": 64.0, "folder": str(out)}
     files = sorted(str(f.relative_to(out)) for f in out.rglob("*") if f.is_file())
     assert files == ["README.md", "images/before-after.png", LORA]
     card = (out / "README.md").read_text()
@@ -49,16 +56,17 @@ def test_the_folder_holds_weights_images_and_a_card_with_everything(run, tmp_pat
     }
     assert "![held-out prompts before and after training](images/before-after.png)" in card
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    first, last = (row for row in rows if "eval/reward" in row)
+    first, _, last = (row for row in rows if "eval/reward" in row)
     for name, label in (("reward", "reward"), ("tiny-clip", "tiny-clip (not trained on)")):
         cells = [
             f"{row[f'eval/{name}']:.4f} ± {row[f'eval/{name}/standard_error']:.4f}"
             for row in (first, last)
         ]
         assert f"| {label} | {' | '.join(cells)} |" in card
-    assert "| score | before training | after iteration 1 |" in card
+    assert "| score | before training | after iteration 2 |" in card
     assert 'pipeline.load_lora_weights("me/lora")' in card
-    assert "\nsolrl train tiny seed=3 " in card
+    (command,) = (line for line in card.splitlines() if line.startswith("solrl train tiny "))
+    assert " rollout.schedule=sd3 " in command
     assert str(run) not in card
     with pytest.raises(InputError, match=r"^out=.*hub: exists; .*force=True"):
         solrl.export(run, out, hub="me/lora", dry_run=True)
