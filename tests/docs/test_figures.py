@@ -264,6 +264,29 @@ def test_cheaper_iterations():
         check(cells, [row[stage] for stage in stages], row)
 
 
+def test_the_plan_of_a_clip_on_eight_devices():
+    plan = record("plan-wan-sequence")
+    stages = plan["stages"]
+    text = " ".join((DOCS / "guide.md").read_text().split())
+    said = re.search(
+        r"needs at most ([\d.]+) of (\d+) GB .* at least (\d+) s: exploration (\d+), .* "
+        r"regeneration (\d+), scores (\d+) and the update (\d+), of which attention is (\d+) % "
+        r"and collectives that nothing hides (\d+) %",
+        text,
+    )
+    assert said is not None
+    update = stages["update"]
+    values = [
+        max(stage["peak_gb"] for stage in stages.values()),
+        plan["usable_gb"],
+        plan["seconds"],
+        *(stages[name]["seconds"] for name in ("explore", "regenerate", "score", "update")),
+        100 * update["attention_share"],
+        100 * update["links_share"],
+    ]
+    check(said.groups(), values, "guide.md")
+
+
 def test_what_other_pages_say_of_the_plans():
     compiled = {
         first: [numbers(cell)[0] for cell in cells]
