@@ -147,7 +147,7 @@ def test_the_transformer_attends_in_flash_attention(planned):
 def test_attention_in_fp8_is_one_kernel_of_fp8(device, length, heads, head):
     target = TARGETS[device]
     codes = jnp.dtype(jnp.float8_e4m3fn)
-    mesh = Mesh(np.array(topology.devices(target, 1, 1)).reshape(1, 1, 1), AXES)
+    mesh = Mesh(np.array(topology.devices(target, 1, 1)).reshape([1] * len(AXES)), AXES)
     operand = jax.ShapeDtypeStruct((4, length, heads, head), codes, sharding=rows(mesh))
     with jax.set_mesh(mesh):
         text = topology.compiled(
