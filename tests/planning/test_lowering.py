@@ -84,6 +84,7 @@ def on_blackwell(preset: str) -> tuple[Experiment, dict[str, list[str]]]:
     return made, {
         name: [lowered(program) for program in stages.programs(name, stages.codes())]
         for name in STAGES
+        if stages.has(name)
     }
 
 
