@@ -16,7 +16,7 @@ from solrl_jax.models.pipeline import Conditioning, Pipeline
 from solrl_jax.models.text_encoders.cache import open_cache
 from solrl_jax.models.text_encoders.encode import TextEncoders
 from solrl_jax.parallel import hosts, sharding
-from solrl_jax.quant.sequence_parallel import whole_samples
+from solrl_jax.quant.sequence_parallel import replicate_tokens
 
 # The values of `rollout.precision`.
 DTYPES = {"bf16": jnp.dtype(jnp.bfloat16), "fp32": jnp.dtype(jnp.float32)}
@@ -98,7 +98,7 @@ class Backbone:
             guidance,
             fp8_attention,
         )
-        return whole_samples(velocity)
+        return replicate_tokens(velocity)
 
     def encode(
         self, prompts: Sequence[str], max_tokens: int, *, negative: bool = False

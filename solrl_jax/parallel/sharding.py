@@ -17,8 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from solrl_jax.quant.leaf import Leaf
 from solrl_jax.quant.matmul import output_partition_specs
-from solrl_jax.quant.sharded_kernel import SEQUENCE
-from solrl_jax.quant.tensor_parallel import TENSOR
+from solrl_jax.quant.mesh_axes import SEQUENCE, TENSOR
 
 T = TypeVar("T")
 AXES = ("data", "fsdp", SEQUENCE, TENSOR)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from solrl_jax.quant import compile_target
 from solrl_jax.quant.lazy import ColumnView, LazyActivation
-from solrl_jax.quant.sequence_parallel import is_divided, neighbor_tokens
+from solrl_jax.quant.sequence_parallel import neighbor_tokens, tokens_are_sharded
 
 
 def gated_conv(
@@ -44,7 +44,7 @@ def gated_conv(
     value = x.value
     images = value.reshape(len(value), *grid, -1)
     images = silu(images).astype(images.dtype)
-    if is_divided():
+    if tokens_are_sharded():
         y = _conv_of_all_rows(images, kernel, bias)
     else:
         y = depthwise_conv(images, kernel, bias)

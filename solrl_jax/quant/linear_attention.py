@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 
 from solrl_jax.quant import compile_target
 from solrl_jax.quant.lazy import ColumnView, LazyActivation
-from solrl_jax.quant.sequence_parallel import gather_tokens, is_divided
+from solrl_jax.quant.sequence_parallel import gather_tokens, tokens_are_sharded
 from solrl_jax.quant.sharded_kernel import (
     power_of_two,
     shard_map_kernel,
@@ -146,7 +146,7 @@ def linear_attention(
         compile_target.platform() == "gpu"
         and q.dtype == jnp.bfloat16
         and not blocks.released
-        and not is_divided()
+        and not tokens_are_sharded()
         and all(len(x.parts) == 1 and x.parts[0].stop is None for x in inputs)
         and head_dim in HEAD_DIMS
         and padded_count * head_dim**2 <= MAX_VALUES
@@ -154,7 +154,9 @@ def linear_attention(
     if not fits:
         keys = k.value
         values = v.value
-        if is_divided():  # in float32, so that gradients are rounded once, after they are added
+        if (
+            tokens_are_sharded()
+        ):  # in float32, so that gradients are rounded once, after they are added
             keys, values = (gather_tokens(x.astype(jnp.float32)) for x in (keys, values))
         return plain(q.value, keys, values, heads)
     functions = [x.parts[0].function for x in inputs]

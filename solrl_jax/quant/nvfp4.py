@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Shaped, UInt8
 
 from solrl_jax.quant.lazy import LazyActivation, row_amax
 from solrl_jax.quant.leaf import Matrix, QuantizedWithInput, scale_lazily
-from solrl_jax.quant.sequence_parallel import is_divided
+from solrl_jax.quant.sequence_parallel import tokens_are_sharded
 from solrl_jax.quant.sharded_kernel import shard_map_kernel
 
 BLOCK = 16  # values that share one E4M3 scale, along the contraction axis
@@ -263,7 +263,7 @@ def block_scaled_dot(
         x_scales,
         w,
         w_scales,
-        cuda=partial(_on_own_rows, cudnn) if is_divided() else cudnn,
+        cuda=partial(_on_own_rows, cudnn) if tokens_are_sharded() else cudnn,
         default=partial(_xla_scaled_dot, dtype),
     )
 
@@ -272,7 +272,7 @@ def _on_own_rows(
     dot: Callable[..., Array], x: Array, x_scales: Array, w: Array, w_scales: Array
 ) -> Array:
     """Calls a matmul on each device with its own rows and all outputs, under sequence parallelism,
-    where XLA's partitioner cannot divide the call.
+    where XLA cannot partition the call.
 
     Args:
         dot: The matmul, a function of the other arguments.
@@ -288,7 +288,7 @@ def _on_own_rows(
     def kernel(x: Array, x_scales: Array, w: Array, w_scales: Array) -> Array:
         return dot(x, x_scales, w[0], w_scales[0])
 
-    # an array with a single row is whole on every device
+    # an array with a single row is replicated
     return shard_map_kernel(kernel)(x, x_scales, w[None], w_scales[None])
 
 

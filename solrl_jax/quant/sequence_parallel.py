@@ -1,8 +1,8 @@
-"""Sequence parallelism: the tokens of latents are divided over devices, and attention gathers keys
+"""Sequence parallelism: the tokens of latents are sharded over devices, and attention gathers keys
 and values.
 
 Along the mesh axis `sequence`, each device runs the blocks of a network on its own tokens
-(`divide_tokens`): all that is computed per token sees no other token, so nothing else changes.
+(`shard_tokens`): all that is computed per token sees no other token, so nothing else changes.
 Queries stay where they are, and before each attention every device receives the keys and values of
 all tokens (`gather_tokens`). No sum over keys is split, so a token's result does not depend on the
 mesh. In the backward pass of attention, devices exchange their tokens of all samples and heads for
@@ -22,32 +22,22 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
-from solrl_jax.quant.sharded_kernel import SEQUENCE, shard_map_kernel
+from solrl_jax.quant.mesh_axes import SEQUENCE, axis_size
+from solrl_jax.quant.sharded_kernel import shard_map_kernel
 
 TOKENS = PartitionSpec(None, SEQUENCE)  # of an array [b, tokens, ...]
-WHOLE = PartitionSpec()
+REPLICATED = PartitionSpec()
 
 
-def num_shards() -> int:
-    """The number of devices that share the tokens of a sample.
-
-    Returns:
-        The size of the axis `sequence` of the mesh that `jax.set_mesh` has set; 1 without a mesh or
-        without that axis.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    return 1 if mesh.empty else mesh.shape.get(SEQUENCE, 1)
-
-
-def is_divided() -> bool:
-    """Whether the function that is traced runs inside `divide_tokens`, on the tokens of one
+def tokens_are_sharded() -> bool:
+    """Whether the function that is traced runs inside `shard_tokens`, on the tokens of one
     device.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and SEQUENCE in mesh.manual_axes
 
 
-def divide_tokens(
+def shard_tokens(
     f: Callable[[Any, Any, Any, Any], tuple[Any, Any]],
     shared: Any,
     x: Float[Array, "b n d"],
@@ -55,30 +45,30 @@ def divide_tokens(
     text: Any = None,
     start: int = 0,
 ) -> tuple[Any, Any]:
-    """Runs the blocks of a network with the tokens of latents divided over the mesh axis
+    """Runs the blocks of a network with the tokens of latents sharded over the mesh axis
     `sequence`.
 
     Args:
         f: A function `f(shared, x, rotation, text)` that returns (tokens, text), as many tokens as
             `x` has, and a text that depends on other tokens through `gather_tokens` alone. It may
-            close over the weights of blocks that it scans over, which are whole on every device.
-        shared: A tree of arrays that are whole on every device, such as modulation vectors.
-        x: The tokens that are divided. Every device gets n / shards consecutive ones.
+            close over the weights of blocks that it scans over, which are replicated.
+        shared: A tree of arrays that are replicated, such as modulation vectors.
+        x: The tokens that are sharded. Every device gets n / shards consecutive ones.
         rotation: Arrays with one entry per position [b or 1, positions, ...]: the cosines and sines
-            of rotary angles. The n entries from `start` on belong to `x` and are divided with it;
-            all others are whole on every device. None: no positions.
+            of rotary angles. The n entries from `start` on belong to `x` and are sharded with it;
+            all others are replicated. None: no positions.
         text: An array [b, l, d] of tokens that every device computes completely, such as a text
             stream that is much shorter than the image. None: there are none.
         start: The position of the first token of `x`, an index into `rotation`.
 
     Returns:
-        The tokens [b, n, ...] and the text that `f` returns. The tokens stay divided until
+        The tokens [b, n, ...] and the text that `f` returns. The tokens stay sharded until
         something reads all of them.
 
     Raises:
         ValueError: While tracing, if the number of shards does not divide n.
     """
-    shards = num_shards()
+    shards = axis_size(SEQUENCE)
     if shards == 1:
         return f(shared, x, rotation, text)
     n = x.shape[1]
@@ -90,8 +80,8 @@ def divide_tokens(
 
     dtypes = jax.tree.map(lambda x: x.dtype, (shared, text))
 
-    def on_device(x: Array, own: Any, table: Any, whole: Any) -> tuple[Any, Any]:
-        shared, text = jax.tree.map(lambda x, dtype: x.astype(dtype), whole, dtypes)
+    def on_device(x: Array, own: Any, table: Any, replicated: Any) -> tuple[Any, Any]:
+        shared, text = jax.tree.map(lambda x, dtype: x.astype(dtype), replicated, dtypes)
 
         def join(table: Array, own: Array) -> Array:
             return jnp.concatenate([table[:, :start], own, table[:, stop:]], axis=1)
@@ -101,8 +91,8 @@ def divide_tokens(
     own = jax.tree.map(lambda table: table[:, start:stop], rotation)
     return jax.shard_map(
         on_device,
-        in_specs=(TOKENS, TOKENS, WHOLE, WHOLE),
-        out_specs=(TOKENS, WHOLE),
+        in_specs=(TOKENS, TOKENS, REPLICATED, REPLICATED),
+        out_specs=(TOKENS, REPLICATED),
         axis_names={SEQUENCE},
         check_vma=False,
     )(x, own, rotation, jax.tree.map(_widen, (shared, text)))
@@ -121,9 +111,9 @@ def _widen(x: Array) -> Array:
     return x.astype(jnp.float32) if short else x
 
 
-def whole_samples(x: Float[Array, "b ..."]) -> Float[Array, "b ..."]:
-    """Constrains arrays that were made from divided tokens to be whole on every device along the
-    mesh axis `sequence`.
+def replicate_tokens(x: Float[Array, "b ..."]) -> Float[Array, "b ..."]:
+    """Constrains an array that was made from sharded tokens to be replicated along the mesh axis
+    `sequence`.
 
     Args:
         x: An array with one entry per sample. The sharding of the samples is left to the
@@ -132,7 +122,7 @@ def whole_samples(x: Float[Array, "b ..."]) -> Float[Array, "b ..."]:
     Returns:
         `x` with a sharding constraint; `x` itself if the mesh axis has size 1 or there is no mesh.
     """
-    if num_shards() == 1:
+    if axis_size(SEQUENCE) == 1:
         return x
     spec = PartitionSpec(PartitionSpec.UNCONSTRAINED, *[None] * (x.ndim - 1))
     return jax.lax.with_sharding_constraint(x, spec)
@@ -141,20 +131,20 @@ def whole_samples(x: Float[Array, "b ..."]) -> Float[Array, "b ..."]:
 def gather_tokens(
     x: Float[Array, "b s ..."], start: int = 0, stop: int | None = None
 ) -> Float[Array, "b tokens ..."]:
-    """Gathers the tokens of all devices, inside `divide_tokens`. The gradient is the sum of those
+    """Gathers the tokens of all devices, inside `shard_tokens`. The gradient is the sum of those
     of all devices, added in float32.
 
     Args:
         x: An array with one entry per token of this device.
-        start: The first entry that belongs to divided tokens. Those before are whole on every
-            device, and are kept.
-        stop: The entry after the last one that belongs to divided tokens. Those from it on are
-            kept. None: all entries up to the end are divided.
+        start: The first entry that belongs to sharded tokens. Those before are replicated, and
+            are kept.
+        stop: The entry after the last one that belongs to sharded tokens. Those from it on are
+            kept. None: all entries up to the end are sharded.
 
     Returns:
-        The array with all tokens, in their order; `x` itself outside `divide_tokens`.
+        The array with all tokens, in their order; `x` itself outside `shard_tokens`.
     """
-    if not is_divided():
+    if not tokens_are_sharded():
         return x
     stop = x.shape[1] if stop is None else stop
     gathered = _gather(x[:, start:stop])
@@ -166,7 +156,7 @@ def gather_tokens(
 def neighbor_tokens(
     x: Float[Array, "b n ..."], count: int
 ) -> tuple[Float[Array, "b count ..."], Float[Array, "b count ..."]]:
-    """Fetches the tokens before and after those of this device, inside `divide_tokens`.
+    """Fetches the tokens before and after those of this device, inside `shard_tokens`.
 
     Args:
         x: An array with one entry per token of this device, at least `count`.
@@ -179,9 +169,9 @@ def neighbor_tokens(
     return _fetch(1, x[:, -count:]), _fetch(-1, x[:, :count])
 
 
-def own_pairs_of_all(x: Float[Array, "pairs n ..."]) -> Float[Array, "own tokens ..."]:
+def tokens_to_pairs(x: Float[Array, "pairs n ..."]) -> Float[Array, "own tokens ..."]:
     """Exchanges a share of the tokens of all pairs for all tokens of a share of the pairs. For use
-    in a kernel (`shard_map_kernel`) inside `divide_tokens`.
+    in a kernel (`shard_map_kernel`) inside `shard_tokens`.
 
     Args:
         x: The tokens of this device for each pair of a sample and a head.
@@ -193,10 +183,8 @@ def own_pairs_of_all(x: Float[Array, "pairs n ..."]) -> Float[Array, "own tokens
     return jax.lax.all_to_all(_repeat(x), SEQUENCE, split_axis=0, concat_axis=1, tiled=True)
 
 
-def own_tokens_of_all(
-    x: Float[Array, "own tokens ..."], pairs: int
-) -> Float[Array, "{pairs} n ..."]:
-    """The inverse of `own_pairs_of_all`.
+def pairs_to_tokens(x: Float[Array, "own tokens ..."], pairs: int) -> Float[Array, "{pairs} n ..."]:
+    """The inverse of `tokens_to_pairs`.
 
     Args:
         x: All tokens for the pairs of this device.
@@ -209,7 +197,7 @@ def own_tokens_of_all(
 
 
 def own_pairs(x: Shaped[Array, "pairs ..."]) -> Shaped[Array, "own ..."]:
-    """Selects the pairs of this device, as `own_pairs_of_all` does. For use in a kernel.
+    """Selects the pairs of this device, as `tokens_to_pairs` does. For use in a kernel.
 
     Args:
         x: One entry per pair, the same on every device.
@@ -218,11 +206,11 @@ def own_pairs(x: Shaped[Array, "pairs ..."]) -> Shaped[Array, "own ..."]:
         The entries of the pairs of this device.
     """
     x = _repeat(x)
-    count = len(x) // num_shards()
+    count = len(x) // axis_size(SEQUENCE)
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(SEQUENCE) * count, count)
 
 
-def share_of_all(x: Float[Array, "own ..."], pairs: int) -> Float[Array, "{pairs} ..."]:
+def gather_equal_shares(x: Float[Array, "own ..."], pairs: int) -> Float[Array, "{pairs} ..."]:
     """Gathers the pairs of all devices, divided by the number of devices. For use in a kernel.
 
     The gradient of an array that every device has is the sum of what the devices return, which this
@@ -236,7 +224,7 @@ def share_of_all(x: Float[Array, "own ..."], pairs: int) -> Float[Array, "{pairs
         One entry for each pair, the same on every device, which add up to `x`.
     """
     gathered = jax.lax.all_gather(x, SEQUENCE, axis=0, tiled=True)[:pairs]
-    return gathered / jnp.asarray(num_shards(), x.dtype)
+    return gathered / jnp.asarray(axis_size(SEQUENCE), x.dtype)
 
 
 def _repeat(x: Shaped[Array, "pairs ..."]) -> Shaped[Array, "padded ..."]:
@@ -248,7 +236,7 @@ def _repeat(x: Shaped[Array, "pairs ..."]) -> Shaped[Array, "padded ..."]:
     Returns:
         `x` and as few repeated entries as possible.
     """
-    padding = -len(x) % num_shards()
+    padding = -len(x) % axis_size(SEQUENCE)
     return x[jnp.arange(len(x) + padding) % len(x)] if padding else x
 
 
@@ -342,7 +330,7 @@ def _send(distance: int, x: Array) -> Array:
     Returns:
         The array that this device receives, or zeros.
     """
-    shards = num_shards()
+    shards = axis_size(SEQUENCE)
     pairs = [(i, i + distance) for i in range(shards) if 0 <= i + distance < shards]
     return shard_map_kernel(lambda x: jax.lax.ppermute(x, SEQUENCE, pairs))(x)
 

@@ -14,9 +14,7 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from solrl_jax.quant import tensor_parallel
-
-SEQUENCE = "sequence"  # the mesh axis along which tokens are divided (`quant.sequence_parallel`)
+from solrl_jax.quant.mesh_axes import SEQUENCE, TENSOR
 
 
 def power_of_two(count: int, least: int = 1) -> int:
@@ -69,18 +67,18 @@ def shard_map_kernel(f: Callable[..., Any], *, heads_axis: int | None = None) ->
     def on_shards(*arrays: Array) -> Any:
         mesh = jax.sharding.get_abstract_mesh()
         batch = max(x.shape[0] for x in arrays)
-        # Inside `divide_tokens`, each device is already given its share along `sequence`.
+        # Inside `shard_tokens`, `sequence` is a manual axis: a device has its own tokens already.
         axes = tuple(name for name in mesh.axis_names if name not in mesh.manual_axes)
-        row_axes = tuple(name for name in axes if name not in (tensor_parallel.TENSOR, SEQUENCE))
+        row_axes = tuple(name for name in axes if name not in (TENSOR, SEQUENCE))
         num_row_shards = math.prod(mesh.shape[name] for name in row_axes)
         rows = row_axes if batch % num_row_shards == 0 else None
         if not axes or (rows is None and heads_axis is None and not mesh.manual_axes):
             return f(*arrays)
         heads: list[str | None] = []
         if heads_axis is not None:
-            shards = mesh.shape[tensor_parallel.TENSOR]
+            shards = mesh.shape[TENSOR]
             divides = arrays[0].shape[heads_axis] % shards == 0
-            heads = [*[None] * (heads_axis - 1), tensor_parallel.TENSOR if divides else None]
+            heads = [*[None] * (heads_axis - 1), TENSOR if divides else None]
 
         def input_spec(x: Array) -> PartitionSpec:
             first = rows if x.shape[0] == batch else None

@@ -13,18 +13,7 @@ import jax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-TENSOR = "tensor"
-
-
-def num_shards() -> int:
-    """The number of devices that share each matmul.
-
-    Returns:
-        The size of the axis `tensor` of the mesh that `jax.set_mesh` has set; 1 without a mesh or
-        without that axis.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    return 1 if mesh.empty else mesh.shape.get(TENSOR, 1)
+from solrl_jax.quant.mesh_axes import TENSOR, axis_size
 
 
 def shard_axis(x: Array, axis: int) -> Array:
@@ -38,7 +27,7 @@ def shard_axis(x: Array, axis: int) -> Array:
     Returns:
         `x` with a sharding constraint; `x` itself if the mesh axis has size 1 or there is no mesh.
     """
-    if num_shards() > 1 and x.shape[axis] % num_shards() == 0:
+    if axis_size(TENSOR) > 1 and x.shape[axis] % axis_size(TENSOR) == 0:
         return _constrain(x, axis, TENSOR)
     return gather_axis(x, axis)
 
@@ -53,7 +42,7 @@ def gather_axis(x: Array, axis: int = -1) -> Array:
     Returns:
         `x` with a sharding constraint; `x` itself if the mesh axis has size 1 or there is no mesh.
     """
-    return _constrain(x, axis, None) if num_shards() > 1 else x
+    return _constrain(x, axis, None) if axis_size(TENSOR) > 1 else x
 
 
 def partition_spec(shape: tuple[int, ...], axis: int | None, shards: int) -> PartitionSpec:
@@ -85,9 +74,9 @@ def shard_weight(w: Array, axis: int) -> Array:
     Returns:
         `w` with a sharding constraint; `w` itself if the mesh axis has size 1 or there is no mesh.
     """
-    if num_shards() == 1:
+    if axis_size(TENSOR) == 1:
         return w
-    return jax.lax.with_sharding_constraint(w, partition_spec(w.shape, axis, num_shards()))
+    return jax.lax.with_sharding_constraint(w, partition_spec(w.shape, axis, axis_size(TENSOR)))
 
 
 def matmul(
@@ -103,7 +92,7 @@ def matmul(
         The result [rows, n_out], sharded by its columns. If n_out is not a multiple of the size of
         the mesh axis, every device computes all columns; without a mesh it is plain `x @ w`.
     """
-    return x @ w if num_shards() == 1 else _sharded_matmul(x, w)
+    return x @ w if axis_size(TENSOR) == 1 else _sharded_matmul(x, w)
 
 
 @jax.custom_vjp

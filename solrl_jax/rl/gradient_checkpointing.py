@@ -24,6 +24,7 @@ from solrl_jax.models.backbone import DTYPES
 from solrl_jax.models.checks import check_attention, check_sizes
 from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.parallel import sharding
+from solrl_jax.quant.mesh_axes import SEQUENCE
 from solrl_jax.rl.state import abstract_state
 from solrl_jax.rl.trainable.trainable import attach, find_targets
 
@@ -158,7 +159,7 @@ def saved_residual_bytes(config: Config, pipeline: Pipeline, mesh: Mesh) -> floa
     return (
         (sum(map(size, jax.tree.leaves(base))) + 4 * whole) / split
         + whole
-        + sum(size(v.aval) for v in residuals) / mesh.shape["sequence"]
+        + sum(size(v.aval) for v in residuals) / mesh.shape[SEQUENCE]
     )
 
 

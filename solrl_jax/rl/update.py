@@ -24,7 +24,7 @@ from solrl_jax.models.loading.weights import Params
 from solrl_jax.models.pipeline import Conditioning
 from solrl_jax.parallel import sharding
 from solrl_jax.parallel.sums import Sum, add, add_each, join, zero
-from solrl_jax.quant.sharded_kernel import SEQUENCE
+from solrl_jax.quant.mesh_axes import SEQUENCE
 from solrl_jax.rl.objective import Objective, Step, TrainingTarget, Velocities, load_objective
 from solrl_jax.rl.state import TrainState, make_optimizer
 from solrl_jax.rl.trainable.trainable import Trainable, attach, within_bounds
@@ -316,8 +316,9 @@ def _accumulate(
             "skipped_micro_batches": 1.0 - finite
         }
 
-    # JAX cannot map what divides tokens by hand with the name of an axis. There, the partitioner
-    # finds from the inputs and the sums that the groups are divided.
+    # `spmd_axis_name` does not work with a `shard_map` that leaves axes to the partitioner, as
+    # sequence parallelism has. The partitioner then infers the sharding of the groups from inputs
+    # and sums.
     axes = sharding.AXES[:2] if mesh.shape[SEQUENCE] == 1 else None
     on_groups = jax.vmap(micro_batch, spmd_axis_name=axes)
 

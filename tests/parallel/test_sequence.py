@@ -1,4 +1,4 @@
-"""Sequence parallelism: networks whose tokens are divided over devices, against one device; on
+"""Sequence parallelism: networks whose tokens are sharded over devices, against one device; on
 eight CPU devices.
 """
 
@@ -23,7 +23,7 @@ from solrl_jax.models.sd3.transformer import SD3Config, SD3Transformer2DModel
 from solrl_jax.models.wan.transformer import WanConfig, WanTransformer3DModel
 from solrl_jax.models.zimage.transformer import ZImageConfig, ZImageTransformer2DModel
 from solrl_jax.parallel import sharding
-from solrl_jax.quant.sequence_parallel import divide_tokens, gather_tokens
+from solrl_jax.quant.sequence_parallel import gather_tokens, shard_tokens
 from solrl_jax.rl import experiment as experiments
 from tests.small import small_config
 
@@ -192,7 +192,7 @@ def difference(got, wanted):
 ONE = sharding.make_mesh(1, 1, devices=jax.devices()[:1])
 
 
-def test_tokens_stay_divided_and_attention_alone_gathers_them():
+def test_tokens_stay_sharded_and_attention_alone_gathers_them():
     """Wan, with all four axes of the mesh and two samples per group of devices."""
     one, arguments = compiled(velocity, "wan", ONE)
     wanted = jax.device_get(one(*arguments))
@@ -231,7 +231,7 @@ def test_every_network_has_the_same_value_and_gradient(name):
         ),
     ],
 )
-def test_tokens_that_cannot_be_divided_are_refused(overrides, message):
+def test_tokens_that_cannot_be_sharded_are_refused(overrides, message):
     with pytest.raises(InputError, match=f"^images of 32 x 32 pixels .*: {message}"):
         experiments.build(small_config("unused", *overrides))
 
@@ -256,7 +256,7 @@ def attend_twice(w, x, text):
         lengths = jnp.array([5, 3, 1, 2], jnp.int32)
         return x + attention(heads(x @ w[0]), k, v, lengths).reshape(x.shape), None
 
-    return divide_tokens(run, (w, text), x)[0]
+    return shard_tokens(run, (w, text), x)[0]
 
 
 def test_attention_and_its_gradient_are_the_same_to_the_bit_in_bf16():

@@ -26,7 +26,7 @@ from solrl_jax.models.layers.rotary import Rotation, rotation_table
 from solrl_jax.models.layers.softmax_attention import SelfAttention
 from solrl_jax.models.layers.stack import scan_blocks, stack
 from solrl_jax.models.loading.config_file import TransformerConfig, unsupported
-from solrl_jax.quant.sequence_parallel import divide_tokens
+from solrl_jax.quant.sequence_parallel import shard_tokens
 
 PATCH = 2  # the side of the square of latent pixels that one token represents
 THETA = 10000.0  # the base of the rotary frequencies
@@ -203,9 +203,9 @@ class FluxTransformer2DModel(nnx.Module):
 
             return scan_blocks(self.single_transformer_blocks, apply, x, remat=self.remat), None
 
-        image, text = divide_tokens(run_joint, condition, image, rotation, text, start=length)
+        image, text = shard_tokens(run_joint, condition, image, rotation, text, start=length)
         x = jnp.concatenate([text, image], axis=1)
-        x, _ = divide_tokens(run_single, condition, x, rotation)
+        x, _ = shard_tokens(run_single, condition, x, rotation)
         x = x[:, length:]
         scale, shift = self.norm_out.vectors(condition)
         x = self.proj_out(self.norm_out(x, shift, scale))

@@ -25,7 +25,7 @@ from solrl_jax.models.layers.rotary import Rotation, rotation_table
 from solrl_jax.models.layers.softmax_attention import JointAttention, ParallelAttention
 from solrl_jax.models.layers.stack import scan_blocks, stack
 from solrl_jax.models.loading.config_file import TransformerConfig
-from solrl_jax.quant.sequence_parallel import divide_tokens
+from solrl_jax.quant.sequence_parallel import shard_tokens
 
 # The values of configuration fields that this port implements.
 ACCEPTED = {
@@ -212,9 +212,9 @@ class Flux2Transformer2DModel(nnx.Module):
             return scan_blocks(self.single_transformer_blocks, apply, x, remat=self.remat), None
 
         vectors = (text_vectors, image_vectors)
-        image, text = divide_tokens(run_joint, vectors, image, rotation, text, start=length)
+        image, text = shard_tokens(run_joint, vectors, image, rotation, text, start=length)
         x = jnp.concatenate([text, image], axis=1)
-        x, _ = divide_tokens(run_single, single_vectors, x, rotation)
+        x, _ = shard_tokens(run_single, single_vectors, x, rotation)
         x = x[:, length:]
         scale, shift = self.norm_out.vectors(condition)
         x = self.proj_out(self.norm_out(x, shift, scale))

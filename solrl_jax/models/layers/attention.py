@@ -190,8 +190,8 @@ def _attend(
     q, k, v = (tensor_parallel.gather_axis(x, 2) for x in (q, k, v))
     row_values = q[:, 0, 0, 0] if gradient else None
     q, k, v = (_shard_heads(x) for x in (q, k, v))
-    if sequence_parallel.is_divided():
-        assert bias is None, "no network whose tokens are divided has a bias"
+    if sequence_parallel.tokens_are_sharded():
+        assert bias is None, "no network with sequence parallelism has a bias"
         out = _attend_to_all(q, k, v, mask, scale, gradient)
     else:
         out = _run_kernel(q, k, v, mask, scale, bias, row_values)
@@ -377,8 +377,8 @@ def _attend_to_all(
 ) -> Float[Array, "b t n h"]:
     """Attention under sequence parallelism, from the tokens of each device to all keys.
 
-    XLA's partitioner cannot divide fused kernels where the axis `sequence` is divided by hand, so
-    each device calls them with its own rows and heads. The gradients of keys and values are sums
+    XLA's partitioner cannot partition fused kernels where `sequence` is a manual axis, so each
+    device calls them with its own rows and heads. The gradients of keys and values are sums
     over the queries of all devices. Kernels round these sums, so they must not be split: in the
     backward pass, each device runs the kernel again for all queries of some samples and heads.
 
@@ -394,7 +394,7 @@ def _attend_to_all(
     Returns:
         The attended values [b, t, n, h], in the dtype of `q`.
     """
-    assert q.shape[2] == k.shape[2], "no network whose tokens are divided shares key heads"
+    assert q.shape[2] == k.shape[2], "no network with sequence parallelism shares key heads"
     masks: tuple[Array, ...] = ()
     if mask is not None:
         # without the axes of heads and queries, so that a mask is not taken for an array of heads
@@ -417,16 +417,16 @@ def _attend_to_all(
         def by_samples(x: Array) -> Array:
             return x.reshape(batch, heads, x.shape[1], x.shape[3]).swapaxes(1, 2)
 
-        own_q, own_g = (sequence_parallel.own_pairs_of_all(by_pairs(x)) for x in (q, g))
+        own_q, own_g = (sequence_parallel.tokens_to_pairs(by_pairs(x)) for x in (q, g))
         own_k, own_v = (sequence_parallel.own_pairs(by_pairs(x)) for x in (k, v))
         per_sample = (jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in masks)
         own_masks = [sequence_parallel.own_pairs(jnp.repeat(x, heads, axis=0)) for x in per_sample]
         _, vjp = jax.vjp(lambda q, k, v: kernel(q, k, v, *own_masks), own_q, own_k, own_v)
         g_q, g_k, g_v = vjp(own_g)
         return (
-            by_samples(sequence_parallel.own_tokens_of_all(g_q, pairs)),
-            by_samples(sequence_parallel.share_of_all(g_k, pairs)),
-            by_samples(sequence_parallel.share_of_all(g_v, pairs)),
+            by_samples(sequence_parallel.pairs_to_tokens(g_q, pairs)),
+            by_samples(sequence_parallel.gather_equal_shares(g_k, pairs)),
+            by_samples(sequence_parallel.gather_equal_shares(g_v, pairs)),
         )
 
     forward = shard_map_kernel(kernel, heads_axis=2)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from solrl_jax.models.layers.attention import attention_forward
 from solrl_jax.quant import compile_target, tensor_parallel
 from solrl_jax.quant.lazy import cast_saturating
-from solrl_jax.quant.sequence_parallel import is_divided
+from solrl_jax.quant.sequence_parallel import tokens_are_sharded
 from solrl_jax.quant.sharded_kernel import shard_map_kernel
 
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
@@ -47,8 +47,12 @@ def attention_fp8(
         out = attention_forward(*(x.astype(jnp.bfloat16) for x in (q, k, v)))
         return cast_saturating(out, E4M3)
     q, k, v = (tensor_parallel.shard_axis(tensor_parallel.gather_axis(x, 2), 2) for x in (q, k, v))
-    # XLA's partitioner cannot divide cuDNN's call where tokens are divided by hand.
-    call = shard_map_kernel(_cudnn_attention, heads_axis=2) if is_divided() else _cudnn_attention
+    # XLA's partitioner cannot partition cuDNN's call where `sequence` is a manual axis.
+    call = (
+        shard_map_kernel(_cudnn_attention, heads_axis=2)
+        if tokens_are_sharded()
+        else _cudnn_attention
+    )
     out = tensor_parallel.shard_axis(call(q, k, v), 2)
     return tensor_parallel.gather_axis(out, 2)
 

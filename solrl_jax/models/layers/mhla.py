@@ -21,7 +21,7 @@ from solrl_jax.models.layers.conv import DepthwiseConv
 from solrl_jax.models.layers.linear_attention import CrossProjection
 from solrl_jax.models.layers.parameter import param
 from solrl_jax.quant.linear_attention import Blocks, linear_attention
-from solrl_jax.quant.sequence_parallel import is_divided
+from solrl_jax.quant.sequence_parallel import tokens_are_sharded
 
 EPS = 1e-6  # added to the ReLU of queries and keys, and to the denominator
 
@@ -113,9 +113,9 @@ class BlockMixing(CrossProjection):
             The output [b, n, d] in the dtype of `x`. The input is not added.
 
         Raises:
-            ValueError: The tokens are divided over devices (`mesh.sequence`).
+            ValueError: If the tokens are sharded over devices (`mesh.sequence`).
         """
-        if is_divided():
+        if tokens_are_sharded():
             raise ValueError(
                 "model.attention=mhla: not available with mesh.sequence, because the blocks of its "
                 "tokens have sums of their own"

@@ -61,7 +61,7 @@ def attend(
     *streams: list[LazyActivation],
     key_lengths: Int[Array, " b"] | None = None,
     fp8_attention: bool = False,
-    whole: int | None = None,
+    replicated: int | None = None,
 ) -> Float[Array, "b s d"]:
     """Softmax attention over the tokens of one or more streams (such as text and image), which form
     one sequence.
@@ -79,8 +79,8 @@ def attend(
         fp8_attention: Whether attention is computed in FP8: queries, keys, values and result are in
             E4M3. No gradient may be taken. Accelerators without FP8 attention compute in BF16 from
             the rounded inputs.
-        whole: The index of the stream, the first or the last one, that every device has completely
-            under sequence parallelism. None: the tokens of all streams are divided together.
+        replicated: The index of the stream, the first or the last one, that sequence parallelism
+            does not shard. None: it shards the tokens of all streams together.
 
     Returns:
         The attended values [b, sum of s_i, d], heads side by side: in E4M3 if `fp8_attention` is
@@ -91,8 +91,8 @@ def attend(
         for pieces in zip(*streams, strict=True)
     )
     lengths = [stream[0].num_rows for stream in streams]
-    start = lengths[0] if whole == 0 else 0
-    stop = start + (q.shape[1] if whole is None else q.shape[1] - lengths[whole])
+    start = lengths[0] if replicated == 0 else 0
+    stop = start + (q.shape[1] if replicated is None else q.shape[1] - lengths[replicated])
     k, v = (gather_tokens(x, start, stop) for x in (k, v))
     if fp8_attention:
         out = attention_fp8(q, k, v)
@@ -299,7 +299,7 @@ class JointAttention(QKVProjection):
             start=0,
         )
         image_qkv = self.project(image, rotation, start=length)
-        out = attend(self.head_dim, text_qkv, image_qkv, fp8_attention=fp8_attention, whole=0)
+        out = attend(self.head_dim, text_qkv, image_qkv, fp8_attention=fp8_attention, replicated=0)
         text_out = None
         if self.to_add_out is not None:
             text_out = self.to_add_out(LazyActivation.from_array(out, (0, length), text.dtype))

@@ -8,9 +8,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from solrl_jax.quant import tensor_parallel
 from solrl_jax.quant.leaf import MATMUL, Leaf
 from solrl_jax.quant.matmul import output_partition_specs
+from solrl_jax.quant.mesh_axes import TENSOR, axis_size
 
 M = TypeVar("M", bound=nnx.Module)
 P = TypeVar("P")
@@ -123,7 +123,7 @@ def gather(params: P) -> P:
     """
     if jax.sharding.get_abstract_mesh().empty:
         return params
-    if tensor_parallel.num_shards() == 1:
+    if axis_size(TENSOR) == 1:
         return jax.lax.with_sharding_constraint(params, PartitionSpec())
 
     def specs(path: tuple[Any, ...], weight: Any) -> Any:
@@ -132,7 +132,7 @@ def gather(params: P) -> P:
         is_linear = is_matrix and any(getattr(key, "key", None) == "kernel" for key in path)
         if not is_linear:
             return PartitionSpec()
-        return output_partition_specs(weight, tensor_parallel.num_shards())
+        return output_partition_specs(weight, axis_size(TENSOR))
 
     tree = jax.tree_util.tree_map_with_path(specs, params, is_leaf=lambda x: isinstance(x, Leaf))
     return jax.lax.with_sharding_constraint(params, tree)

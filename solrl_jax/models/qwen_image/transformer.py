@@ -27,7 +27,7 @@ from solrl_jax.models.layers.softmax_attention import JointAttention, attend, pr
 from solrl_jax.models.layers.stack import scan_blocks, stack
 from solrl_jax.models.loading.config_file import TransformerConfig
 from solrl_jax.quant.lazy import LazyActivation
-from solrl_jax.quant.sequence_parallel import divide_tokens
+from solrl_jax.quant.sequence_parallel import shard_tokens
 
 PATCH = 2  # the side of the square of latent pixels that one token represents
 THETA = 10000.0  # the base of the rotary frequencies
@@ -189,7 +189,7 @@ class QwenImageTransformer2DModel(nnx.Module):
 
             return scan_blocks(self.transformer_blocks, apply, (image, text), remat=self.remat)
 
-        image, _ = divide_tokens(run, (condition, key_lengths), image, rotation, text)
+        image, _ = shard_tokens(run, (condition, key_lengths), image, rotation, text)
         scale, shift = self.norm_out.vectors(condition)
         x = self.proj_out(self.norm_out(image, shift, scale))
         return depth_to_space(x.reshape(batch, rows, columns, -1))
@@ -319,7 +319,7 @@ class MaskedJointAttention(JointAttention):
             start=count,
         )
         image_qkv = self.project(image, rotation)
-        out = attend(self.head_dim, image_qkv, text_qkv, key_lengths=key_lengths, whole=1)
+        out = attend(self.head_dim, image_qkv, text_qkv, key_lengths=key_lengths, replicated=1)
         image_rows = LazyActivation.from_array(out, (0, count), image.dtype)
         text_rows = LazyActivation.from_array(out, (count, out.shape[1]), text.dtype)
         return self.to_out[0](image_rows), self.to_add_out(text_rows)

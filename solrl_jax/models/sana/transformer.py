@@ -31,7 +31,8 @@ from solrl_jax.models.layers.norm import LayerNorm, RMSNorm
 from solrl_jax.models.layers.parameter import param
 from solrl_jax.models.layers.stack import scan_blocks, stack
 from solrl_jax.models.loading.config_file import TransformerConfig
-from solrl_jax.quant.sequence_parallel import divide_tokens, num_shards
+from solrl_jax.quant.mesh_axes import SEQUENCE, axis_size
+from solrl_jax.quant.sequence_parallel import shard_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +170,7 @@ class SanaTransformer2DModel(nnx.Module):
             The velocity, in the dtype of `latent`, with `config.features_out` channels.
 
         Raises:
-            ValueError: the mesh axis `sequence` does not divide the rows of tokens.
+            ValueError: If the size of the mesh axis `sequence` does not divide the rows of tokens.
         """
         batch, height, width, _ = latent.shape
         patch = self.config.patch_size
@@ -180,9 +181,10 @@ class SanaTransformer2DModel(nnx.Module):
         modulation = modulation.reshape(batch, 6, -1)
         text = self.caption_norm(self.caption_projection(text.astype(x.dtype)))
 
-        if rows % num_shards():
+        shards = axis_size(SEQUENCE)
+        if rows % shards:
             raise ValueError(
-                f"mesh.sequence={num_shards()}: must divide the {rows} rows of tokens, because the "
+                f"mesh.sequence={shards}: must divide the {rows} rows of tokens, because the "
                 "MLP has a convolution"
             )
 
@@ -195,7 +197,7 @@ class SanaTransformer2DModel(nnx.Module):
 
             return scan_blocks(self.transformer_blocks, apply, x, remat=self.remat), None
 
-        x, _ = divide_tokens(run, (text, text_mask, modulation), x)
+        x, _ = shard_tokens(run, (text, text_mask, modulation), x)
         table = self.scale_shift_table.get_value().astype(x.dtype) + embedded[:, None]
         shift, scale = jnp.split(table, 2, axis=1)
         x = self.proj_out(self.norm_out.modulated(x, shift, scale))

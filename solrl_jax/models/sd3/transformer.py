@@ -22,7 +22,7 @@ from solrl_jax.models.layers.modulation import modulate_rounding_once, silu_roun
 from solrl_jax.models.layers.parameter import param
 from solrl_jax.models.layers.stack import scan_blocks, stack
 from solrl_jax.models.loading.config_file import TransformerConfig
-from solrl_jax.quant.sequence_parallel import divide_tokens
+from solrl_jax.quant.sequence_parallel import shard_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +165,7 @@ class SD3Transformer2DModel(nnx.Module):
             text, image = streams
             return image, text
 
-        image, _ = divide_tokens(run, condition, self.pos_embed(latent), text=text)
+        image, _ = shard_tokens(run, condition, self.pos_embed(latent), text=text)
         scale, shift = self.norm_out.vectors(condition)
         x = self.proj_out(self.norm_out(image, shift, scale))
         return unpatch(x, height // patch, width // patch, patch)

@@ -29,7 +29,7 @@ from solrl_jax.models.layers.softmax_attention import attend
 from solrl_jax.models.layers.stack import scan_blocks, stack
 from solrl_jax.models.loading.config_file import TransformerConfig
 from solrl_jax.quant.matmul import matmul
-from solrl_jax.quant.sequence_parallel import divide_tokens
+from solrl_jax.quant.sequence_parallel import shard_tokens
 
 THETA = 10000.0  # the base of the rotary frequencies
 SINUSOIDS = 256  # features of a timestep
@@ -194,7 +194,7 @@ class WanTransformer3DModel(nnx.Module):
 
             return scan_blocks(self.blocks, apply, x, remat=self.remat), None
 
-        x, _ = divide_tokens(run, (text, modulation), self.patch_embedding(latent), rotation)
+        x, _ = shard_tokens(run, (text, modulation), self.patch_embedding(latent), rotation)
         table = self.scale_shift_table.get_value().astype(jnp.float32) + embedded[:, None]
         shift, scale = jnp.split(table, 2, axis=1)
         x = self.proj_out(self.norm_out.modulated(x, shift, scale, modulate_rounding_once))

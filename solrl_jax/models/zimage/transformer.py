@@ -24,7 +24,7 @@ from solrl_jax.models.layers.rotary import Rotation
 from solrl_jax.models.layers.softmax_attention import SelfAttention
 from solrl_jax.models.layers.stack import scan_blocks, stack
 from solrl_jax.models.loading.config_file import ReleasedConfig
-from solrl_jax.quant.sequence_parallel import divide_tokens
+from solrl_jax.quant.sequence_parallel import shard_tokens
 
 PATCH = 2  # the side of the square of latent pixels that one token represents
 MULTIPLE = 32  # sequences are padded to multiples of this many tokens
@@ -242,7 +242,7 @@ class ZImageTransformer2DModel(nnx.Module):
         x = self.all_x_embedder[f"{PATCH}-1"](x)
         padding = _repeat_token(self.x_pad_token, x, -x.shape[1] % MULTIPLE)
         x = jnp.concatenate([x, padding], axis=1)
-        x, _ = divide_tokens(refine_image, condition, x, image_rotation)
+        x, _ = shard_tokens(refine_image, condition, x, image_rotation)
 
         def refine_text(block, text):
             return block(text, text_rotation, text_lengths)
@@ -272,7 +272,7 @@ class ZImageTransformer2DModel(nnx.Module):
             return scan_blocks(self.layers, apply, x, remat=self.remat), None
 
         x = jnp.concatenate([x, text], axis=1)
-        x, _ = divide_tokens(run, (lengths, condition), x, rotation)
+        x, _ = shard_tokens(run, (lengths, condition), x, rotation)
         out = self.all_final_layer[f"{PATCH}-1"](x[:, :num_image_tokens], condition)
         return -unpatch(out, rows, columns, PATCH)
 
