@@ -625,10 +625,8 @@ def _export_files(
         transformer_files.check_directory(out)
     else:
         lora_files.check_target(out, form)
-    is_directory = whole or form == "peft"
-    if out.is_symlink() and is_directory:
-        missing = "" if out.exists() else ", to nothing"
-        raise InputError(f"out={out}: is a link{missing}; name the directory itself")
+    if whole or form == "peft":
+        files.refuse_link("out", out)
     existing = list(out.iterdir()) if out.is_dir() else [out]
     files.refuse_existing("out", existing, force, folders=True)
     path = find_checkpoint(run, checkpoint)

@@ -91,10 +91,10 @@ def caption_batches(
         A function from the step to the indices [b] of the images, and the indices [b] of the
         prompts in `["", *captions]`.
     """
-    question_rows = np.array([row for row, caption in enumerate(captions) if _is_asked(caption)])
-    paired = np.array([len(scenes.parse(captions[row]).groups) == 2 for row in question_rows])
-    singles = question_rows[~paired]
-    pairs = question_rows[paired]
+    eligible_rows = np.array([row for row, caption in enumerate(captions) if _is_asked(caption)])
+    paired = np.array([len(scenes.parse(captions[row]).groups) == 2 for row in eligible_rows])
+    singles = eligible_rows[~paired]
+    pairs = eligible_rows[paired]
 
     def draw(step: int) -> tuple[np.ndarray, np.ndarray]:
         rng = np.random.default_rng((seed, curriculum.stream, step))
@@ -104,7 +104,7 @@ def caption_batches(
                 rng.random(BATCH) < 0.5, pairs[rows % len(pairs)], singles[rows % len(singles)]
             )
         elif step >= curriculum.focus:
-            rows = question_rows[rows % len(question_rows)]
+            rows = eligible_rows[rows % len(eligible_rows)]
         prompts = np.where(rng.random(BATCH) < 0.1, 0, rows + 1)
         if step in curriculum.wrong:
             prompts = np.where(rng.random(BATCH) < 0.3, rng.permutation(prompts), prompts)

@@ -154,9 +154,8 @@ def linear_attention(
     if not fits:
         keys = k.value
         values = v.value
-        if (
-            tokens_are_sharded()
-        ):  # in float32, so that gradients are rounded once, after they are added
+        if tokens_are_sharded():
+            # In float32, so that gradients are rounded once, after they are added.
             keys, values = (gather_tokens(x.astype(jnp.float32)) for x in (keys, values))
         return plain(q.value, keys, values, heads)
     functions = [x.parts[0].function for x in inputs]

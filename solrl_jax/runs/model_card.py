@@ -529,9 +529,7 @@ def check_replaceable(folder: Path) -> None:
         InputError: If it is a file or a link, or holds anything but `README.md`, `images`,
             `transformer` and `pytorch_lora_weights.safetensors`.
     """
-    if folder.is_symlink():
-        missing = "" if folder.exists() else ", to nothing"
-        raise InputError(f"out={folder}: is a link{missing}; name the directory itself")
+    files.refuse_link("out", folder)
     if folder.exists() and not folder.is_dir():
         raise InputError(f"out={folder}: is no directory; name one for the files to upload")
     others = sorted({f.name for f in folder.iterdir()} - FILES) if folder.exists() else []

@@ -261,6 +261,21 @@ def refuse_existing(
         )
 
 
+def refuse_link(name: str, path: Path) -> None:
+    """Checks that a directory which is about to be replaced is not given as a link.
+
+    Args:
+        name: The argument that the path comes from, for the message, e.g. "out".
+        path: The directory, which need not exist.
+
+    Raises:
+        InputError: If the path is a symbolic link, also if what it leads to is missing.
+    """
+    if path.is_symlink():
+        missing = "" if path.exists() else ", to nothing"
+        raise InputError(f"{name}={path}: is a link{missing}; name the directory itself")
+
+
 def exists(path: RunPath) -> bool:
     """Whether there is a file, a directory or a link of this name, even a link that leads nowhere.
 

@@ -146,12 +146,16 @@ class _Children:
         with self._lock:
             if self._is_stopped:
                 return None
+            # In a session of its own, Ctrl-C reaches the process once, through `stop`. A second
+            # signal would stop it without saving.
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment,
-                # Ctrl-C reaches the process once, through `stop`. A second signal would stop it
-                # without saving.
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
                 start_new_session=True,
-            )  # fmt: skip
+            )
             self._processes.append(process)
             return process
 

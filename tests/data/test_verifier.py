@@ -170,7 +170,7 @@ def test_unrelated_and_empty_images_score_low():
     targets = verifier.parse_targets(prompts)
     others = verifier.verify(np.roll(images, 1, 0), targets)
     assert others.score.mean() < 0.3
-    assert others.strict.mean() < 0.01  # neighbours may happen to show the same scene
+    assert others.strict.mean() < 0.01  # neighbors may happen to show the same scene
     background = np.broadcast_to(np.asarray(scenes.BACKGROUND, np.float32) / 255, images.shape)
     for blank in (background, np.ones_like(images)):
         assert verifier.verify(blank, targets).score.max() < 0.1

@@ -364,7 +364,7 @@ def test_tiles_of_a_pointwise_decoder_make_exactly_the_whole(size, tile, overlap
     np.testing.assert_array_equal(tiled, jax.jit(nearest)(latent))
 
 
-def test_neighbours_fade_into_each_other_linearly_and_bilinearly_at_corners():
+def test_neighbors_fade_into_each_other_linearly_and_bilinearly_at_corners():
     # a decoder that paints a tile in its own first number: 0, 1, 2 or 3
     def paint(latent):
         return jnp.broadcast_to(latent[:, :1, :1], latent.shape).repeat(2, axis=1).repeat(2, axis=2)

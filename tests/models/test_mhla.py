@@ -184,7 +184,7 @@ def test_the_first_mixture_falls_with_the_distance_of_blocks():
     np.testing.assert_allclose(paper.sum(1), 1, rtol=1e-12)
     wide = initial_mix(
         (1, 3), False
-    )  # the middle block's farthest neighbour is at 1, that of the others at 2
+    )  # the middle block's farthest neighbor is at 1, that of the others at 2
     np.testing.assert_allclose(wide, [[2 / 3, 1 / 3, 0], [0, 1, 0], [0, 1 / 3, 2 / 3]], atol=1e-12)
     released = initial_mix((1, 3), True)
     np.testing.assert_allclose(

@@ -87,7 +87,7 @@ def zero_blocks():
 
 
 def half_way_values():
-    """Every tie between neighbouring codes, both signs, at scales that are powers of two (so that
+    """Every tie between neighboring codes, both signs, at scales that are powers of two (so that
     the ties are exact).
     """
     row = np.concatenate([[6.0], HALF_WAY, [-6.0], -HALF_WAY]).astype(np.float32)
@@ -95,7 +95,7 @@ def half_way_values():
 
 
 def half_way_scales():
-    """Block maxima whose scale is a tie between neighbouring E4M3 numbers."""
+    """Block maxima whose scale is a tie between neighboring E4M3 numbers."""
     x = np.zeros((14, 8, BLOCK), np.float32)
     x[:, :, 0] = 6 * np.outer(2.0 ** np.arange(-6, 8), 1 + (2 * np.arange(8) + 1) / 16)
     return x.reshape(14, -1)
@@ -227,7 +227,7 @@ def test_small_blocks_keep_their_resolution_where_torchao_lifts_their_scale(rule
     def values(bits):
         return bits.view(ml_dtypes.float8_e4m3fn).astype(np.float32)[0].tolist()
 
-    # 1.5 * 2^-9 is a tie and goes to the even neighbour, 2^-8; 2^-10 is a tie and goes to zero
+    # 1.5 * 2^-9 is a tie and goes to the even neighbor, 2^-8; 2^-10 is a tie and goes to zero
     assert values(scales) == [448, 2**-6, 2**-7, 2**-8, 3 * 2**-9, 2**-9, 2**-8, 2**-9, 0, 0, 0]
     expected_codes, expected_scales = by_the_rule(x, np.float32(1))
     np.testing.assert_array_equal(codes, expected_codes)

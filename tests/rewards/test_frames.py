@@ -127,7 +127,7 @@ def test_a_sum_gives_each_reward_what_it_reads():
 
 
 def test_a_reward_without_weight_does_not_break_the_sum():
-    """It is only recorded, so a frame that it alone reads has no effect on what is trained."""
+    """Its scores are only recorded, so NaN in a frame that no other reward reads leaves the sum finite."""
     parts = {"last": last_frame(), "frames": brightness()}
     summed = mixture({"frames": 2.0}, parts, None)
     clips = CLIPS.copy()

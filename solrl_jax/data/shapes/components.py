@@ -82,7 +82,7 @@ def dilate(mask: Bool[Array, "k h w"]) -> Bool[Array, "k h w"]:
         mask: Boolean masks, one per component.
 
     Returns:
-        Masks that are true where `mask` is true at the pixel or at one of its eight neighbours.
+        Masks that are true where `mask` is true at the pixel or at one of its eight neighbors.
     """
     rows = mask | _shift(mask, -1, 0, 0) | _shift(mask, 1, 0, 0)
     return rows | _shift(rows, 0, -1, 0) | _shift(rows, 0, 1, 0)

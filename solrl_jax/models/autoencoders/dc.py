@@ -83,7 +83,7 @@ class AutoencoderDCConfig(ReleasedConfig):
             per kernel size. (): no additional heads.
         decoder_qkv_multiscales: the same for each stage of the decoder.
         upsample_block_type: how the decoder doubles the resolution: "pixel_shuffle", or
-            "interpolate" for nearest-neighbour upsampling; a convolution belongs to both.
+            "interpolate" for nearest-neighbor upsampling; a convolution belongs to both.
         downsample_block_type: how the encoder halves the resolution: "pixel_unshuffle" or "Conv".
         decoder_norm_types: "rms_norm", the only supported value.
         decoder_act_fns: activation of the residual blocks, "silu" or "relu".
@@ -125,7 +125,7 @@ class AutoencoderDCConfig(ReleasedConfig):
         Raises:
             ValueError: If a value is not supported, such as an even kernel size, a stage without
                 layers or a list that has not one entry per stage, or if the numbers of channels of
-                neighbouring stages do not fit each other (`_check_widths`). The message names the
+                neighboring stages do not fit each other (`_check_widths`). The message names the
                 field and what it accepts.
         """
         num_stages = len(self.encoder_block_out_channels)
@@ -192,7 +192,7 @@ class UpBlock(nnx.Module):
         n_in: input channels, a multiple of 4 that divides `4 * n_out`.
         n_out: output channels.
         shuffle: True: a convolution to `4 * n_out` channels, which `depth_to_space` rearranges into
-            pixels. False: nearest-neighbour upsampling, then a convolution.
+            pixels. False: nearest-neighbor upsampling, then a convolution.
         rngs: random number generators for the initial weights.
     """
 
@@ -325,7 +325,7 @@ def relu_attention(q: Heads, k: Heads, v: Heads) -> Heads:
 
 class MultiscaleAttention(nnx.Module):
     """Linear attention over all pixels (`relu_attention`), with additional heads that see
-    neighbourhoods.
+    neighborhoods.
 
     The queries, keys and values of the first heads come from single pixels. Those of the additional
     heads are convolutions of these (`MultiscaleProjection`). The results of all heads are

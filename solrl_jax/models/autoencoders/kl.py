@@ -396,7 +396,7 @@ class Attention(nnx.Module):
 
 
 class Upsample2D(nnx.Module):
-    """Doubles height and width: nearest-neighbour upsampling, then a 3x3 convolution.
+    """Doubles height and width: nearest-neighbor upsampling, then a 3x3 convolution.
 
     Args:
         channels: input and output channels.

@@ -29,7 +29,7 @@ def decode_tiled(
             divided.
         tile: side of a tile in latent pixels, at least 1. An axis of the latent with at most so
             many pixels is not divided.
-        overlap: minimum number of latent pixels that neighbouring tiles share, from 0 to `tile - 1`
+        overlap: minimum number of latent pixels that neighboring tiles share, from 0 to `tile - 1`
             (not checked). There are as few tiles as this allows, evenly spaced. In the shared
             region, one tile fades linearly into the next.
         compression: side of the square of image pixels that one latent pixel stands for.
@@ -76,7 +76,7 @@ def _axis(size: int, tile: int, overlap: int, compression: int) -> tuple[Array, 
     Args:
         size: size of the latent along the axis, in latent pixels.
         tile: side of a tile in latent pixels.
-        overlap: minimum number of latent pixels that neighbouring tiles share, less than `tile`.
+        overlap: minimum number of latent pixels that neighboring tiles share, less than `tile`.
         compression: side, in image pixels, of the square that one latent pixel stands for.
 
     Returns:

@@ -48,12 +48,10 @@ def attention_fp8(
         return cast_saturating(out, E4M3)
     q, k, v = (tensor_parallel.shard_axis(tensor_parallel.gather_axis(x, 2), 2) for x in (q, k, v))
     # XLA's partitioner cannot partition cuDNN's call where `sequence` is a manual axis.
-    call = (
-        shard_map_kernel(_cudnn_attention, heads_axis=2)
-        if tokens_are_sharded()
-        else _cudnn_attention
-    )
-    out = tensor_parallel.shard_axis(call(q, k, v), 2)
+    attend = _cudnn_attention
+    if tokens_are_sharded():
+        attend = shard_map_kernel(_cudnn_attention, heads_axis=2)
+    out = tensor_parallel.shard_axis(attend(q, k, v), 2)
     return tensor_parallel.gather_axis(out, 2)
 
 
