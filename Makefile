@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 # What `make test-all` runs comes in rounds, because a process that compiles all of it runs out of memory maps inside XLA.
 NETWORKS := tests/models
-WHOLE := tests/runs/test_resume.py tests/rl tests/cli/test_sample.py tests/parallel \
+WHOLE := tests/runs/test_resume.py tests/rl tests/cli/test_generate.py tests/parallel \
   $(addprefix tests/,diffusion quant data docs)
 OTHERS := tests $(addprefix --ignore=,$(NETWORKS) $(WHOLE))
 # Three processes, also on two cores: one often waits. One process takes a whole file.

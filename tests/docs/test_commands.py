@@ -3,6 +3,7 @@ settings, files.
 """
 
 import importlib
+import re
 from pathlib import Path
 
 import click
@@ -55,3 +56,10 @@ def test_targets_of_make_and_scripts_exist():
             assert set(words[1:]) <= targets, words
         if words[0] == "python" and words[1].startswith(("scripts/", "examples/")):
             assert Path(ROOT, words[1]).is_file(), words
+
+
+def test_files_in_the_makefile_exist():
+    text = (ROOT / "Makefile").read_text()
+    paths = re.findall(r"(?<![\w./-])(?:docs|scripts|solrl_jax|tests)/[\w./-]+", text)
+    assert len(paths) > 10
+    assert [path for path in paths if not Path(ROOT, path).exists()] == []
