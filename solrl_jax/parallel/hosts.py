@@ -163,7 +163,8 @@ def _listen(count: int, port: int, end: float) -> str:
     Raises:
         InputError: If the port cannot be opened.
     """
-    callers: dict[int, socket.socket] = {}
+    connected: list[socket.socket] = []
+    numbers: set[int] = set()
     problem = ""
     with contextlib.ExitStack() as stack:
         try:
@@ -176,13 +177,13 @@ def _listen(count: int, port: int, end: float) -> str:
             raise InputError(
                 f"coordinator: port {port} cannot be opened ({error.strerror})"
             ) from error
-        while len(callers) < count - 1 and not problem:
+        while len(numbers) < count - 1 and not problem:
             server.settimeout(max(end - time.monotonic(), 0.01))
             try:
                 caller = stack.enter_context(server.accept()[0])
             except TimeoutError:
                 missing = ", ".join(
-                    str(number) for number in range(1, count) if number not in callers
+                    str(number) for number in range(1, count) if number not in numbers
                 )
                 problem = f"process {missing} not there after {START} seconds"
                 break
@@ -191,9 +192,11 @@ def _listen(count: int, port: int, end: float) -> str:
                 number = int(caller.recv(16))
                 if not 1 <= number < count:
                     raise ValueError
-                problem = f"two processes are host={number}" if number in callers else ""
-                callers[number] = caller
-        for caller in callers.values():
+                if number in numbers:
+                    problem = f"two processes are host={number}"
+                numbers.add(number)
+                connected.append(caller)
+        for caller in connected:
             with contextlib.suppress(OSError):
                 caller.sendall(problem.encode() + b"\n")
     return problem
