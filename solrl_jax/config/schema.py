@@ -423,13 +423,13 @@ class Rollout(Section):
         """Returns the index, from 0, of the first solver step that adds noise in an iteration.
 
         It grows by one after every `sde_window_every` iterations, and starts again at 0 when the
-        window would reach the last step. Without a window (`sde_window_size` is None) it is always
-        0.
+        window would reach the last step. It is always 0 without a window (`sde_window_size` is
+        None) or without noise (`noise_level` is 0).
 
         Args:
             iteration: The number of the iteration, from 1.
         """
-        if self.sde_window_size is None:
+        if self.sde_window_size is None or self.noise_level == 0:
             return 0
         moves = (iteration - 1) // self.sde_window_every
         return moves % (self.num_steps - self.sde_window_size)

@@ -159,4 +159,6 @@ def test_the_window_moves_on_and_starts_again():
         0,
     ]
     assert [SDE.window_start(i) for i in (1, 2, 99)] == [0, 0, 0]
+    quiet = dataclasses.replace(window, noise_level=0.0)
+    assert [quiet.window_start(i) for i in (1, 3, 99)] == [0, 0, 0]
     assert (window.num_sde_steps, SDE.num_sde_steps, FLUX.num_sde_steps) == (4, 9, 0)
