@@ -27,6 +27,7 @@ from solrl_jax.errors import InputError, in_one_line, one_line
 from solrl_jax.models.backbone import DTYPES
 from solrl_jax.models.locate import mhla_override, open_model
 from solrl_jax.models.text_encoders.cache import open_cache
+from solrl_jax.parallel import sharding
 from solrl_jax.planning import device_checks, recipes
 from solrl_jax.planning.abstract import open_configurations
 from solrl_jax.planning.targets import CUDNN, TARGETS
@@ -351,7 +352,7 @@ def sizes(config: Config) -> dict[str, int]:
             "smaller model"
         )
     targets, _ = select_parameters(config, pipeline, local_device())
-    refuse_what_cannot_fit(config, pipeline, targets)
+    refuse_what_cannot_fit(config, pipeline, targets, sharding.row_groups(mesh))
     return part_sizes
 
 

@@ -1,6 +1,22 @@
-"""How the terms of an iteration's loss are divided among optimizer steps, devices and batches."""
+"""How the samples of an iteration, and the terms of its loss, are divided into batches."""
 
 from solrl_jax.config.schema import Config
+
+
+def samples_per_device(config: Config, groups: int) -> int:
+    """Returns how many samples one device generates at once.
+
+    Args:
+        config: The configuration of the run.
+        groups: The number of parts that a batch of samples is split into over the devices
+            (`parallel.sharding.row_groups`).
+
+    Returns:
+        `rollout.per_device_batch_size`, or the part's share of the candidates of an iteration,
+        rounded up, if that is smaller.
+    """
+    candidates = config.train.num_prompts * config.rollout.candidates
+    return min(config.rollout.per_device_batch_size, _divide_up(candidates, groups))
 
 
 def effective_batch(config: Config, devices: int) -> dict[str, int]:

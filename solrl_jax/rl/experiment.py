@@ -1,7 +1,6 @@
 """`Experiment`: the loaded models, rewards and prompts of a configuration."""
 
 import dataclasses
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property, partial
@@ -11,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import UInt32
 
+from solrl_jax.config.batch import samples_per_device
 from solrl_jax.config.schema import Config
 from solrl_jax.config.sizes import describe_size, evaluation_size, pixel_shape, training_sizes
 from solrl_jax.config.values import ConfigError, Size
@@ -215,15 +215,12 @@ class Experiment:
             KeyError: If the base has no parameter of a path in `trained`.
         """
         backbone = self.backbone
-        rollout = self.config.rollout
-        groups = sharding.row_groups(backbone.mesh)
-        most = math.ceil(self.config.train.num_prompts * rollout.candidates / groups)
         return Sampler(
             name=name,
             segments=(Segment(self.policy(trained), self.schedule(steps, noise_start)),),
             decoder=backbone.decoder,
             shape=backbone.pipeline.latent_shape(*self.size),
-            chunk=min(rollout.per_device_batch_size, most),
+            chunk=samples_per_device(self.config, sharding.row_groups(backbone.mesh)),
         )
 
     @cached_property
@@ -407,7 +404,7 @@ def build(config: Config, *, force: bool = False) -> Experiment:
     _check_guidance(config, pipeline)
     targets, quantized = select_parameters(config, pipeline, device)
     if not force:
-        refuse_what_cannot_fit(config, pipeline, targets)
+        refuse_what_cannot_fit(config, pipeline, targets, sharding.row_groups(mesh))
     backbone = load_backbone(
         pipeline,
         rollout.precision,

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from solrl_jax.config.batch import samples_per_device
 from solrl_jax.config.schema import Config
 from solrl_jax.config.sizes import evaluation_size, largest_training_size
 from solrl_jax.config.values import Size
@@ -35,16 +36,17 @@ WHOLE_COPIES = 1
 @dataclasses.dataclass(frozen=True)
 class _Request:
     """The smallest memory that the value of a configuration field needs: `value` times `unit`
-    bytes.
+    bytes, or `most` times `unit` bytes if that is less.
 
     Attributes:
         field: The dotted name of the field, e.g. "lora.rank".
-        value: The value of the field, a count.
+        value: The configured value of the field, a count.
         unit: The bytes per unit of the value.
         size: Height and width in pixels of the images whose pixels or latents take the memory, for
             the message. None: it is not for images.
         memory: The bytes of memory that there are, which must not be exceeded.
         owner: Whose memory it is, for the message: "this host" or "a device".
+        most: The largest value that takes more memory than smaller ones. None: every value does.
     """
 
     field: str
@@ -53,9 +55,18 @@ class _Request:
     size: Size | None
     memory: float
     owner: str
+    most: int | None = None
+
+    @property
+    def needed(self) -> int:
+        """The bytes that the value needs."""
+        count = self.value if self.most is None else min(self.value, self.most)
+        return count * self.unit
 
 
-def refuse_what_cannot_fit(config: Config, pipeline: Pipeline, targets: Targets) -> None:
+def refuse_what_cannot_fit(
+    config: Config, pipeline: Pipeline, targets: Targets, groups: int
+) -> None:
     """Checks that no single array of a run is larger than the memory for it.
 
     All processes of a run must call it. What must fit, in float32:
@@ -73,6 +84,8 @@ def refuse_what_cannot_fit(config: Config, pipeline: Pipeline, targets: Targets)
         pipeline: Gives the shapes of latents and of the transformer's parameters; no weight needs
             to be loaded.
         targets: The paths of the parameters that are trained, with adapters and in full.
+        groups: The number of parts that a batch of samples is split into over the mesh
+            (`parallel.sharding.row_groups`).
 
     Raises:
         InputError: For the first array that is too large. The message names the field, the bytes
@@ -80,17 +93,16 @@ def refuse_what_cannot_fit(config: Config, pipeline: Pipeline, targets: Targets)
     """
     shapes = flatten(pipeline.transformer.abstract_params("float32"))
     device = device_memory()
-    for request in _requests(config, pipeline, targets, shapes, device):
-        needed = request.value * request.unit
-        if needed > request.memory:
+    for request in _requests(config, pipeline, targets, groups, shapes, device):
+        if request.needed > request.memory:
             pixels = ""
             if request.size is not None:
                 pixels = f" of {' x '.join(map(str, request.size[:2]))} pixels"
                 if len(request.size) == 3:
                     pixels += f" and {request.size[2]} frames"
             raise InputError(
-                f"{request.field}={request.value}: takes {needed / 1e9:.3g} GB{pixels}, and "
-                f"{request.owner} has {request.memory / 1e9:.3g} GB; at most "
+                f"{request.field}={request.value}: takes {request.needed / 1e9:.3g} GB{pixels}, "
+                f"and {request.owner} has {request.memory / 1e9:.3g} GB; at most "
                 f"{int(request.memory // request.unit)} fit"
             )
     trained = sum(math.prod(shapes[path].shape) for path in targets.whole)
@@ -107,6 +119,7 @@ def _requests(
     config: Config,
     pipeline: Pipeline,
     targets: Targets,
+    groups: int,
     shapes: Mapping[str, Any],
     device: float,
 ) -> list[_Request]:
@@ -117,6 +130,7 @@ def _requests(
             sizes.
         pipeline: Gives the shape of the latents of an image.
         targets: The trained parameters, of which the adapted ones decide the bytes of `lora.rank`.
+        groups: The number of parts that a batch of samples is split into over the mesh.
         shapes: By path, arrays or `jax.ShapeDtypeStruct`s of the parameters.
         device: The bytes of memory of one device.
 
@@ -125,8 +139,8 @@ def _requests(
         iteration, twice where regeneration continues from the configured exploration),
         `eval.num_images_per_prompt` (latents of an evaluation) and `eval.num_grid_images` (images
         of its grid), in the memory of this host; `lora.rank` (six copies of the adapters) and
-        `rollout.per_device_batch_size` (a batch of images, at most the candidates of an iteration),
-        in the memory of a device. All arrays are float32.
+        `rollout.per_device_batch_size` (a batch of images, at most a device's share of the
+        candidates of an iteration), in the memory of a device. All arrays are float32.
     """
     rollout = config.rollout
     evaluation = config.eval
@@ -186,11 +200,12 @@ def _requests(
         ),
         _Request(
             field="rollout.per_device_batch_size",
-            value=min(rollout.per_device_batch_size, config.train.num_prompts * rollout.candidates),
+            value=rollout.per_device_batch_size,
             unit=image_bytes(larger_size),
             size=larger_size,
             memory=device,
             owner="a device",
+            most=samples_per_device(config, groups),
         ),
     ]
 

@@ -103,13 +103,27 @@ def test_what_no_device_holds_is_refused_before_anything_is_loaded(transformer, 
     targets = find_targets(transformer, config)
     least = 16 * transformer.num_parameters
     monkeypatch.setattr(memory_check, "device_memory", lambda: least)
-    memory_check.refuse_what_cannot_fit(config, pipeline, targets)
+    memory_check.refuse_what_cannot_fit(config, pipeline, targets, 2)
     monkeypatch.setattr(memory_check, "device_memory", lambda: least - 1)
     with pytest.raises(
         InputError,
         match=r"^train.parameters=all: 0.00\d+ billion parameters in full take .* GB of a device, which",
     ):
-        memory_check.refuse_what_cannot_fit(config, pipeline, targets)
+        memory_check.refuse_what_cannot_fit(config, pipeline, targets, 2)
+
+
+def test_a_batch_of_images_is_what_a_device_generates_at_once(monkeypatch):
+    """Sixteen candidates are two per device on eight devices, whatever the configured size is."""
+    pipeline = open_model("embedded:tiny-sana")
+    config = small_config("unused", "rollout.per_device_batch_size=100", "lora.rank=1")
+    image = 3 * 4 * 32 * 32
+    monkeypatch.setattr(memory_check, "device_memory", lambda: 2 * image)
+    memory_check.refuse_what_cannot_fit(config, pipeline, Targets(()), 8)
+    with pytest.raises(
+        InputError,
+        match=r"^rollout.per_device_batch_size=100: takes .* and a device .*; at most 2 fit",
+    ):
+        memory_check.refuse_what_cannot_fit(config, pipeline, Targets(()), 4)
 
 
 def test_auto_counts_what_is_trained_in_full(transformer):
