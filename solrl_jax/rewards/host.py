@@ -5,7 +5,6 @@ one line in the terminal, and the next call runs in a new process.
 """
 
 import atexit
-import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -113,8 +112,6 @@ class Workers:
     Attributes:
         count: The number of processes, at least 1.
         timeout: Seconds that one call may take, counted from when a process begins it.
-        failures_in_a_row: By the name of the reward, the number of its latest calls that returned
-            no score at all. Any score resets it to 0. It stays 0 where a failed call ends the run.
     """
 
     def __init__(self, count: int, timeout: float) -> None:
@@ -127,8 +124,6 @@ class Workers:
         """
         self.count = count
         self.timeout = timeout
-        # The number of failed calls of each reward since its last answer.
-        self.failures_in_a_row: collections.Counter[str] = collections.Counter()
         self._pool: ProcessPool | None = None
 
     def start(self, reward: HostReward, images: Images, prompts: Sequence[Prompt]) -> Wait:
@@ -307,9 +302,8 @@ class Scoring:
         self._num_added = 0
         self._workers = workers(host.workers, host.timeout)
         self._groups = group_slices(prompts, host.group_size) if groups is None else list(groups)
-        # The images of a group that is not complete yet, from the image `_first_pending` on.
+        # Images of the group that is not complete yet.
         self._pending: list[Images] = []
-        self._first_pending = 0
         self._running_chunks: list[list[tuple[HostReward, slice, Wait]]] = []
         self._scores: Answer = {}
         self._first_failures: dict[str, str] = {}  # the message for each reward
@@ -438,7 +432,7 @@ class Scoring:
             if problem is not None:
                 self._note_failure(reward, rows, problem, answer)
             else:
-                self._workers.failures_in_a_row[reward.name] = 0
+                self._host.failures_in_a_row[reward.name] = 0
 
     def _count(self, name: str, counts: Mapping[str, float], seconds: float) -> None:
         """Adds what a call cost to `usage`.
@@ -481,7 +475,7 @@ class Scoring:
         message = f"{prefix}{problem.replace(prefix, '')} (prompt {prompts})"
         if not self._host.skip:
             raise RewardError(message)
-        in_a_row = self._workers.failures_in_a_row
+        in_a_row = self._host.failures_in_a_row
         in_a_row[reward.name] = in_a_row[reward.name] + 1 if num_failed == count else 0
         if in_a_row[reward.name] >= MOST_FAILURES:
             raise RewardError(f"{message}; {MOST_FAILURES} calls in a row failed")

@@ -4,6 +4,7 @@ Both go through the same four steps. `check` refuses prompts that the reward can
 puts its parameters on the mesh, `prepare` turns prompts into arrays once, and `score` rates images.
 """
 
+import collections
 import contextlib
 import dataclasses
 import sys
@@ -122,6 +123,9 @@ class HostRewards:
             if 32 calls of one reward in a row have no score. False: the run stops at once.
         group_size: For rewards that compare images: the most candidates of a prompt in a group, 24
             (`GROUP_SIZE`) by default.
+        failures_in_a_row: By the name of the reward, the number of its latest calls that returned
+            no score at all. Any score resets it to 0. It stays 0 where a failed call ends the run.
+            The sums of rewards of one run share one counter. By default a new one.
     """
 
     rewards: tuple[HostReward, ...]
@@ -130,6 +134,9 @@ class HostRewards:
     timeout: float
     skip: bool
     group_size: int = GROUP_SIZE
+    failures_in_a_row: collections.Counter[str] = dataclasses.field(
+        default_factory=collections.Counter
+    )
 
     def select(self, *, clips: bool) -> "HostRewards | None":
         """Returns the rewards of one kind, with all other settings; None if there are none.

@@ -4,6 +4,7 @@ To add a reward to the package, write a file with a function that scores images 
 and add a line to `REWARDS`. Functions and services of users need no line.
 """
 
+import collections
 import dataclasses
 import importlib.metadata
 import inspect
@@ -174,11 +175,14 @@ class OpenedRewards:
                 with reward_code(name, "params: {}"):
                     loaded[name] = reward.load(mesh, self.dtype)
         weights = self.settings.weights
-        trained = self._sum(loaded, weights)
+        failures: collections.Counter[str] = collections.Counter()  # of all three sums together
+        trained = self._sum(loaded, failures, weights)
         evaluated = trained
         if self.settings.eval_only:
-            evaluated = self._sum(loaded, weights, self.settings.eval_only)
-        explored = None if self.explore is None else self._sum(loaded, self.explore)
+            evaluated = self._sum(loaded, failures, weights, self.settings.eval_only)
+        explored = None
+        if self.explore is not None:
+            explored = self._sum(loaded, failures, self.explore)
         return Rewards(trained, evaluated, explored)
 
     def check_sizes(self, sizes: Iterable[Size]) -> None:
@@ -202,6 +206,7 @@ class OpenedRewards:
     def _sum(
         self,
         rewards: Mapping[str, Reward | HostReward],
+        failures: collections.Counter[str],
         weights: Mapping[str, float],
         watched: Sequence[str] = (),
     ) -> Reward:
@@ -210,6 +215,8 @@ class OpenedRewards:
         Args:
             rewards: The loaded rewards by name. Only those with a score in `weights` or `watched`
                 are part of the sum.
+            failures: Counts the failed calls in a row of rewards outside JAX, by the name of the
+                reward (`HostRewards.failures_in_a_row`).
             weights: The weight of each score, by "REWARD" or "REWARD/OTHER".
             watched: The names of scores that are computed without a weight.
 
@@ -259,6 +266,7 @@ class OpenedRewards:
                 timeout=settings.timeout,
                 skip=settings.on_failure == "skip",
                 group_size=settings.group_size,
+                failures_in_a_row=failures,
             )
         return mixture(part_weights(inside), inside, host, group, settings.frames)
 

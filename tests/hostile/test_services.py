@@ -276,11 +276,13 @@ WORKERS = (1, 3.0)
 PATIENT = (1, 100.0)
 
 
-def score(how: str, skip: bool = False, pictures: int = 1, workers=WORKERS):
+def rewards_of_a_run(how: str, skip: bool = False, workers=WORKERS) -> HostRewards:
     reward = HostReward("some", f"tests.hostile.outside:{how}", {}, (), 1)
-    with scoring(
-        HostRewards((reward,), {}, *workers, skip), pictures * [Prompt("a red circle")]
-    ) as outside:
+    return HostRewards((reward,), {}, *workers, skip)
+
+
+def score(rewards: HostRewards, pictures: int = 1):
+    with scoring(rewards, pictures * [Prompt("a red circle")]) as outside:
         outside.add(np.zeros((pictures, 8, 8, 3), np.float32))
         return outside.finish()["some"]
 
@@ -299,7 +301,7 @@ def test_a_worker_that_does_not_behave_costs_a_line_in_time(how, message, monkey
         monkeypatch.setattr("solrl_jax.rewards.host.hosts.memory", lambda: 24 * 10**8)
     began = time.monotonic()
     with pytest.raises(RewardError, match=message):
-        score(how, workers=PATIENT if how in ("hungry", "quiet") else WORKERS)
+        score(rewards_of_a_run(how, workers=PATIENT if how in ("hungry", "quiet") else WORKERS))
     assert time.monotonic() - began < 90
     for workers in (WORKERS, PATIENT):
         host.workers(*workers).close()
@@ -311,18 +313,21 @@ def test_the_wall_clock_ends_no_wait(monkeypatch):
     monkeypatch.setattr(time, "time", lambda: wall() - 3600 * (time.monotonic() - began > 1))
     began = time.monotonic()
     with pytest.raises(RewardError, match="no answer within"):
-        score("patient")
+        score(rewards_of_a_run("patient"))
     assert time.monotonic() - began < 90
     host.workers(*WORKERS).close()
 
 
 def test_failures_in_a_row_stop_a_run_that_skips_them():
-    worker_settings = (1, 99.0)  # workers count the failures of all calls
-    assert np.isnan(
-        score("wrong", skip=True, pictures=host.MOST_FAILURES - 1, workers=worker_settings)
-    ).all()
+    """A later run of the same process, which shares the workers, starts to count anew."""
+    worker_settings = (1, 99.0)
+    first, second = (
+        rewards_of_a_run("wrong", skip=True, workers=worker_settings) for _ in range(2)
+    )
+    assert np.isnan(score(first, host.MOST_FAILURES - 1)).all()
+    assert np.isnan(score(second, 2)).all()
     with pytest.raises(
         RewardError, match=rf"ValueError: never.*; {host.MOST_FAILURES} calls in a row failed"
     ):
-        score("wrong", skip=True, pictures=2, workers=worker_settings)
+        score(first, 2)
     host.workers(*worker_settings).close()

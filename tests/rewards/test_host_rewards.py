@@ -152,6 +152,14 @@ def test_or_a_failure_stops_the_run_and_the_workers():
     assert not set(multiprocessing.active_children()) - others
 
 
+def test_the_sums_of_a_run_count_failures_together():
+    opened = open_reward({"tests.outside:mean": 1.0}, eval_only=("jpeg_compressibility",))
+    opened = dataclasses.replace(opened, explore={"jpeg_compressibility": 1.0})
+    counters = [[s.host.failures_in_a_row for s in opened.load(None)] for _ in range(2)]
+    assert len({id(counter) for counter in counters[0]}) == 1
+    assert counters[0][0] is not counters[1][0]
+
+
 def test_a_score_that_does_not_come_is_a_failure():
     with pytest.raises(RewardError, match=r"reward 'some': returned no 'strict'"):
         trial(
