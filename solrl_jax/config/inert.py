@@ -1,20 +1,25 @@
 """Fields that have no effect in a run because of what other fields say."""
 
-from solrl_jax.config.schema import OBJECTIVES, Config, is_plugin
+from solrl_jax.config.schema import Config
 
-_ON_GRADIENTS = tuple(name for name, kind in OBJECTIVES.items() if kind == "reward_gradients")
-# Built-in objectives that read a field of `algorithm`.
-_READERS = {
-    "beta": ("nft", "opsd", "dpo"),
-    "clip_range": ("awm", "flow_grpo", "mix_grpo", "dance_grpo", "flow_cps", "grpo_guard"),
-    "kl_mask_threshold": ("flow_dppo",),
-    "query_sigma": _ON_GRADIENTS,
-    "last_steps": _ON_GRADIENTS,
-    "target_radius": ("opsd",),
-    "target_steps": ("opsd",),
-    # Reward gradients are taken at one sigma.
-    "timestep_fraction": tuple(name for name in OBJECTIVES if name not in _ON_GRADIENTS),
+# The fields of `algorithm` that each built-in objective reads, of those that not all objectives
+# read. Reward gradients are taken at one sigma, which `query_sigma` or `last_steps` chooses. Of an
+# objective that is not here, such as `module:function`, any field may have an effect.
+_READS = {
+    "nft": {"timestep_fraction", "beta"},
+    "awm": {"timestep_fraction", "clip_range"},
+    "opsd": {"query_sigma", "last_steps", "beta", "target_radius", "target_steps"},
+    "refl": {"query_sigma", "last_steps"},
+    "draft": {"query_sigma", "last_steps"},
+    "dpo": {"timestep_fraction", "beta"},
+    "flow_grpo": {"timestep_fraction", "clip_range"},
+    "mix_grpo": {"timestep_fraction", "clip_range"},
+    "dance_grpo": {"timestep_fraction", "clip_range"},
+    "flow_cps": {"timestep_fraction", "clip_range"},
+    "grpo_guard": {"timestep_fraction", "clip_range"},
+    "flow_dppo": {"timestep_fraction", "kl_mask_threshold"},
 }
+_READ_BY_SOME = set().union(*_READS.values())
 _UNQUANTIZED = ("bf16", "fp32")  # values of `rollout.explore.precision`
 
 
@@ -43,10 +48,9 @@ def inert_fields(config: Config) -> set[str]:
         inert.add("rollout.sde_window_every")
     if rollout.schedule == "flux":
         inert.add("rollout.shift")
-    if not is_plugin(config.algorithm.objective):
-        for field, objectives in _READERS.items():
-            if config.algorithm.objective not in objectives:
-                inert.add(f"algorithm.{field}")
+    objective = config.algorithm.objective
+    unread = _READ_BY_SOME - _READS.get(objective, _READ_BY_SOME)
+    inert |= {f"algorithm.{field}" for field in unread}
     if config.algorithm.last_steps is not None:
         inert.add("algorithm.query_sigma")
     if config.train.parameters == "all":
