@@ -2,10 +2,10 @@
 
     prompts -> sync -> explore (NVFP4) -> select -> regenerate (BF16) -> advantages -> update
 
-Objectives that train on reward gradients make their targets after the regeneration.
-Nothing computed in low precision enters the loss. The four families of the paper are four settings
-of `iterate`: how many candidates there are, in which precision they are explored, and whether the
-kept ones are regenerated or trained on as they are.
+Objectives that train on reward gradients make their targets after the regeneration. With
+regeneration, no sample drawn in low precision enters the loss. The four families of the paper are
+four settings of `iterate`: how many candidates there are, in which precision they are explored, and
+whether the kept ones are regenerated or trained on as they are.
 """
 
 import dataclasses
@@ -346,8 +346,9 @@ def policy_batch(
     else:
         order = np.arange(flat_values.size)
         counts = np.isfinite(flat_values)
-    targets = samples.targets
-    if targets is not None:
+    targets = None
+    if samples.targets is not None:
+        targets = {name: x[order] for name, x in samples.targets.items()}
         counts &= np.all(
             [np.isfinite(x).all(tuple(range(1, x.ndim))) for x in targets.values()], axis=0
         )
@@ -488,8 +489,8 @@ def ledger_columns(
         (bool, False for all candidates of a prompt that is not usable), and "regenerated_reward"
         and "advantage", masked float32 arrays whose entries of candidates that were not kept are
         masked. Single values that hold for all: "precision" and "steps" of the exploration,
-        "policy_revision" (the iteration), and None for "regenerated_reward" if nothing is
-        regenerated.
+        "policy_revision" (the iteration, whose sync made the policy that explored), and None for
+        "regenerated_reward" if nothing is regenerated.
     """
     proxy = selection.proxy
     chosen = selection.chosen

@@ -36,7 +36,7 @@ _COLUMNS = {
     "advantage": (pa.float32(), "standardized regenerated reward of training; null when not kept"),
     "policy_revision": (
         pa.int32(),
-        "number of syncs before the policy that generated the candidate",
+        "iteration whose sync made the policy that explored the candidate, from 1",
     ),
 }
 _NULLABLE = ("regenerated_reward", "advantage")
@@ -121,7 +121,8 @@ def read(root: RunPath, iteration: int) -> pa.Table:
           * "kept": whether it was selected for training;
           * "regenerated_reward": the reward of the regenerated image, null if there is none;
           * "advantage": null if not kept;
-          * "policy_revision": the number of syncs before the policy that generated it.
+          * "policy_revision": the iteration whose sync made the policy that explored it. It equals
+            "iteration".
 
     Raises:
         InputError: If the file does not exist, cannot be read or is no Parquet file, if its columns

@@ -274,13 +274,16 @@ def test_pairs_are_best_and_worst_at_the_same_noise(spied):
 
 
 def test_pairs_are_formed_among_the_finite_rewards(monkeypatch):
-    """The best sample is not lost because another one has no reward."""
+    """The best sample is not lost because another one has no reward. Targets are paired too."""
     batches = []
+    with_targets = []
     make = iterations.policy_batch
     rewards = np.array([[0.9, np.nan, 0.1, 0.5], [0.2, 0.4, 0.3, np.inf]])
 
     def spy(experiment, prompts, selection, samples, _, advantage):
         batches.append((samples, make(experiment, prompts, selection, samples, rewards, advantage)))
+        targeted = dataclasses.replace(samples, targets={"same": samples.latents})
+        with_targets.append(make(experiment, prompts, selection, targeted, rewards, advantage))
         return batches[-1][1]
 
     monkeypatch.setattr(iterations, "policy_batch", spy)
@@ -290,6 +293,7 @@ def test_pairs_are_formed_among_the_finite_rewards(monkeypatch):
     np.testing.assert_array_equal(batch.weight, [1, 1, 0, 0, 1, 1, 0, 0])
     counted = np.flatnonzero(batch.weight)
     np.testing.assert_array_equal(batch.latents[counted], samples.latents[np.array([0, 2, 5, 4])])
+    np.testing.assert_array_equal(with_targets[0].targets["same"], batch.latents)
 
 
 def test_a_pair_without_a_better_one_does_not_count(spied):
