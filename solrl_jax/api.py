@@ -140,24 +140,31 @@ def open_policy(
 class TrainingInterrupted(KeyboardInterrupt):
     """Training was stopped by Ctrl-C or SIGTERM.
 
-    The last complete iteration was saved, unless the interruption came in the middle of a parameter
-    update. This is a KeyboardInterrupt, which `except Exception` does not catch.
+    The last complete iteration was saved, unless there is none yet or the interruption came in the
+    middle of a parameter update. This is a KeyboardInterrupt, which `except Exception` does not
+    catch.
 
     Attributes:
         summary: The dictionary that `train` returns, for the iterations so far, with "interrupted"
-            True.
+            True. "saved" says whether the last complete iteration was saved.
     """
 
     def __init__(self, summary: dict[str, Any]) -> None:
-        """Creates the exception, with a message that names the run and the iteration.
+        """Creates the exception, with a message that names the run and the iteration, and says
+        whether the iteration was saved.
 
         Args:
             summary: What `train` would have returned, with "interrupted" True.
         """
-        super().__init__(
-            f"{summary['run']}: saved after iteration {summary['iterations']}; the same call "
-            "resumes"
-        )
+        iterations = summary["iterations"]
+        if summary["saved"]:
+            outcome = f"saved after iteration {iterations}; the same call resumes"
+        else:
+            outcome = (
+                f"stopped after iteration {iterations}, and nothing new was saved; the same call "
+                "resumes from the last checkpoint, or starts anew if there is none"
+            )
+        super().__init__(f"{summary['run']}: {outcome}")
         self.summary = summary
 
 
@@ -191,10 +198,10 @@ def train(
 
     Returns:
         A dictionary: "run" (the directory), "iterations" (the number of complete ones),
-        "interrupted" (False), "trained_in_full" (the number of arrays that are trained in full, 0
-        for LoRA alone), and "before" and "after" (the first and the last evaluation of the run: a
-        dictionary of numbers by metric, e.g. "eval/reward", with None for one that is not finite;
-        {} if there is none).
+        "interrupted" (False), "saved" (True), "trained_in_full" (the number of arrays that are
+        trained in full, 0 for LoRA alone), and "before" and "after" (the first and the last
+        evaluation of the run: a dictionary of numbers by metric, e.g. "eval/reward", with None for
+        one that is not finite; {} if there is none).
 
     Raises:
         TrainingInterrupted: If it was interrupted. A KeyboardInterrupt.

@@ -14,6 +14,8 @@ import solrl_jax as solrl
 from solrl_jax import api
 from solrl_jax.models.locate import open_model
 from solrl_jax.runs import generation
+from tests.small import SMALL
+from tests.toys import TOY
 
 
 def test_every_public_name_is_there():
@@ -209,8 +211,25 @@ def test_generate_takes_from_a_run_what_is_not_given():
 
 
 def test_an_interrupted_training_raises(monkeypatch):
-    summary = {"interrupted": True, "run": "r", "iterations": 3}
+    summary = {"interrupted": True, "saved": True, "run": "r", "iterations": 3}
     monkeypatch.setattr(api.trainer, "run", lambda *arguments, **options: summary)
     with pytest.raises(KeyboardInterrupt, match="r: saved after iteration 3") as stop:
         solrl.train("tiny")
     assert stop.value.summary == summary
+
+
+@pytest.mark.usefixtures("toy_model")
+def test_an_interrupted_training_does_not_claim_what_was_not_saved(tmp_path, monkeypatch):
+    """Ctrl-C in the evaluation before the first iteration."""
+
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(api.trainer, "evaluate", interrupt)
+    settings = (*SMALL, *TOY, "reward=tests.outside:in_jax", f"run.dir={tmp_path}")
+    with pytest.raises(
+        solrl.TrainingInterrupted, match="stopped after iteration 0, and nothing new was saved"
+    ) as stop:
+        solrl.train("tiny", *settings)
+    assert not stop.value.summary["saved"]
+    assert not list(tmp_path.glob("checkpoints/*"))

@@ -191,9 +191,9 @@ def meta_of(path: RunPath) -> dict[str, Any]:
 
     Returns:
         The metadata by name, with "iteration", the number of complete iterations. A training run
-        saves "fingerprint" (the hash of its settings), "key" (its seed), "prompt_cursor" (the
-        number of prompts drawn so far), the hashes of its input files, e.g. "prompts" or
-        "weights/vae", and "evaluation" (the metrics of an evaluation by name, or None).
+        saves "fingerprint" (the hash of its settings), the hashes of its input files, e.g.
+        "prompts" or "weights/vae", and "evaluation" (the metrics of an evaluation by name, or
+        None).
 
     Raises:
         CheckpointError: If `meta.json` cannot be read, or is not that of a checkpoint.

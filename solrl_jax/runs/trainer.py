@@ -175,9 +175,10 @@ def run(
 
     Returns:
         The summary of the run, a dict: "run" (its directory as text), "iterations" (the number of
-        complete ones), "interrupted" (bool), "trained_in_full" (the number of arrays that are
-        trained without an adapter), and "before" and "after": the first and the last recorded
-        evaluation, each a dict of metrics whose names begin with "eval/" ({} if there is none).
+        complete ones), "interrupted" (bool), "saved" (whether the last complete iteration is in a
+        checkpoint), "trained_in_full" (the number of arrays that are trained without an adapter),
+        and "before" and "after": the first and the last recorded evaluation, each a dict of metrics
+        whose names begin with "eval/" ({} if there is none).
 
     Raises:
         InputError: If the configuration, the run directory or an input file cannot be used, or if
@@ -249,11 +250,12 @@ def run(
         )
         del state  # `this.state` is the only reference, because each update deletes the old arrays
         interrupted = False
+        saved = True
         try:
             _train(this)
         except KeyboardInterrupt as stop:
             interrupted = True
-            _save_after_stop(this, stop)
+            saved = _save_after_stop(this, stop)
         except Exception as failure:
             _save_after_stop(this, failure)
             raise
@@ -262,7 +264,7 @@ def run(
             _save_before_after(this)
             record.write(folder, facts | {"finished_after_iteration": this.done})
         this.refresh_report(last=True)
-        return hosts.agreed(lambda: _summary(this, interrupted))
+        return hosts.agreed(lambda: _summary(this, interrupted, saved))
 
 
 def _refuse_foreign_report(path: RunPath, force: bool) -> None:
@@ -280,7 +282,9 @@ def _refuse_foreign_report(path: RunPath, force: bool) -> None:
     """
     if not files.exists(path) or is_page(path):
         return
-    if path.is_dir() or not force:
+    if path.is_dir():
+        raise InputError(f"html_report=True: {path} is a directory; move it away")
+    if not force:
         raise InputError(
             f"html_report=True: {path} exists and is no report; move it away, or replace the file "
             "by force=True"
@@ -381,7 +385,9 @@ def _train(this: _Run) -> None:
             if this.done and config.run.keep_best:
                 _save(this)  # once more, now with its evaluation
         failures = 0  # iterations in a row from which nothing could be learned
-        reported_equal_rewards = False
+        reported_no_advantage = False
+        # The others follow the gradient of the reward, which equal rewards have too.
+        learns_from_advantages = config.algorithm.trains_on != "reward_gradients"
         while this.done < config.train.iterations:
             setting = hosts.agreed(lambda: _choose_setting(this))
             draws_pools = config.eval.num_grid_images and _evaluation_is_due(config, this.done + 1)
@@ -394,12 +400,17 @@ def _train(this: _Run) -> None:
                 this.done += 1  # inside, so that a trace that cannot be written costs no iteration
             row = result.metrics
             failures = failures + 1 if _learned_nothing(row) else 0
-            if not failures and not reported_equal_rewards and _rewards_are_equal(result.ledger):
+            if (
+                learns_from_advantages
+                and not failures
+                and not reported_no_advantage
+                and _all_advantages_are_zero(result.ledger)
+            ):
                 progress.line(
                     f"iteration {this.done}: all rewards of each prompt are equal, so there is "
                     "nothing to learn from; check the reward (this is reported once)"
                 )
-                reported_equal_rewards = True
+                reported_no_advantage = True
             try:
                 hosts.write(partial(ledger.write, this.folder / "ledger", this.done, result.ledger))
                 # Before the evaluation, because a state that is saved after a failed evaluation
@@ -572,8 +583,9 @@ def _learned_nothing(row: Row) -> bool:
     return no_finite_loss or math.isnan(row["kept/spread"])
 
 
-def _rewards_are_equal(candidates: Mapping[str, Any]) -> bool:
-    """Whether an iteration had nothing to learn from, because the rewards of each prompt are equal.
+def _all_advantages_are_zero(candidates: Mapping[str, Any]) -> bool:
+    """Whether no kept sample of an iteration has an advantage, because the rewards of each prompt
+    are equal.
 
     Args:
         candidates: The columns of the iteration's ledger by name, of which "advantage" is read: a
@@ -783,15 +795,13 @@ def _save(this: _Run) -> None:
     config = this.config
     meta = {
         "fingerprint": fingerprint(config, this.experiment.explorer.format.name),
-        "key": config.seed,
-        "prompt_cursor": this.done * config.train.num_prompts,
         **this.input_hashes,
         "evaluation": _recorded_evaluation(this) or None,
     }
     this.saver.save(this.done, this.state, meta)
 
 
-def _save_after_stop(this: _Run, cause: BaseException) -> None:
+def _save_after_stop(this: _Run, cause: BaseException) -> bool:
     """Saves the last complete iteration after an interruption or a failure, and prints a line.
 
     Nothing is saved if no iteration is complete, if the stop was within an update (which deletes
@@ -800,6 +810,9 @@ def _save_after_stop(this: _Run, cause: BaseException) -> None:
     Args:
         this: The run, with the state of its last complete iteration.
         cause: What stopped `_train`: KeyboardInterrupt, or the error.
+
+    Returns:
+        Whether the iteration is saved.
 
     Raises:
         RunError: If the state cannot be saved after an interruption. After a failure, an error of
@@ -810,6 +823,7 @@ def _save_after_stop(this: _Run, cause: BaseException) -> None:
     what = "interrupted" if interrupted else "failed"
     leaves = jax.tree.leaves(this.state)
     deleted = any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves)
+    saved = False
     if isinstance(cause, Diverged):
         pass
     elif not this.done:
@@ -822,6 +836,7 @@ def _save_after_stop(this: _Run, cause: BaseException) -> None:
         try:
             _save(this)
             this.saver.wait()
+            saved = True
             this.progress.line(
                 f"{what}: saved after iteration {this.done}; the same command continues from there"
             )
@@ -831,6 +846,7 @@ def _save_after_stop(this: _Run, cause: BaseException) -> None:
             this.progress.line(f"{what} and could not be saved: {error}")
     if not interrupted:
         this.saver.wait()
+    return saved
 
 
 def _save_before_after(this: _Run) -> None:
@@ -859,18 +875,19 @@ def _save_before_after(this: _Run) -> None:
     )
 
 
-def _summary(this: _Run, interrupted: bool) -> dict[str, Any]:
+def _summary(this: _Run, interrupted: bool, saved: bool) -> dict[str, Any]:
     """Returns the summary of a run, which `run` returns and the command line prints.
 
     Args:
         this: The run. Evaluations are read from its `metrics.jsonl` on the disk.
         interrupted: Whether the run was stopped before its end.
+        saved: Whether the last complete iteration is in a checkpoint.
 
     Returns:
         A dict of JSON values: "run" (the directory as text), "iterations" (the number of complete
-        ones), "interrupted" (bool), "trained_in_full" (the number of arrays that are trained
-        without an adapter), and "before" and "after": the first and the last recorded evaluation,
-        each a dict of values by name, e.g. "eval/reward" ({} if there is none).
+        ones), "interrupted" (bool), "saved" (bool), "trained_in_full" (the number of arrays that
+        are trained without an adapter), and "before" and "after": the first and the last recorded
+        evaluation, each a dict of values by name, e.g. "eval/reward" ({} if there is none).
     """
     rows = [row for row in read_metrics(this.folder) if "eval/reward" in row] or [{}]
 
@@ -881,6 +898,7 @@ def _summary(this: _Run, interrupted: bool) -> dict[str, Any]:
         "run": str(this.folder),
         "iterations": this.done,
         "interrupted": interrupted,
+        "saved": saved,
         "trained_in_full": len(this.experiment.targets.whole),
         "before": scores(rows[0]),
         "after": scores(rows[-1]),

@@ -28,9 +28,19 @@ from solrl_jax.rl.iteration import iterate
 from solrl_jax.rl.objective import TrainingTarget, Velocities, load_objective, targets_of
 from solrl_jax.rl.objectives import opsd
 from solrl_jax.rl.reward_gradient import gradient_decoder, reward_gradient, try_targets
+from solrl_jax.runs import trainer
+from solrl_jax.runs.progress import TerminalProgress
 from tests.cases import first_is_quick
 from tests.small import small_config
-from tests.toys import HIDDEN, SHAPE, toy_backbone, toy_experiment, toy_grid, toy_reward
+from tests.toys import (
+    HIDDEN,
+    SHAPE,
+    toy_backbone,
+    toy_config,
+    toy_experiment,
+    toy_grid,
+    toy_reward,
+)
 
 PROMPTS = ("a red circle", "two blue squares")
 WATCHED = ("reward=tiny-clip", "reward.eval_only=[shapes]")
@@ -512,6 +522,26 @@ def test_a_run_that_watches_no_other_reward_says_so_and_a_declared_plugin_is_tak
         UserWarning, match=f"opsd follows the gradient of {name}, and reward.eval_only"
     ):
         experiments.build(config)
+
+
+@pytest.mark.usefixtures("toy_model")
+@pytest.mark.filterwarnings("ignore:algorithm.objective")
+def test_a_run_without_advantages_has_gradients_to_follow(tmp_path, monkeypatch, capsys):
+    """Equal rewards have advantages of zero, which say nothing about their gradients."""
+
+    def without_advantages(experiment, state, iteration, *arguments):
+        metrics = {"skipped_micro_batches": 0.0, "grad_norm": 1.0, "kept/spread": 0.0}
+        ledger = {"advantage": np.ma.masked_array(np.zeros(4), False)}
+        return state, iterations.IterationResult(metrics, ledger)
+
+    monkeypatch.setattr(trainer, "iterate", without_advantages)
+    monkeypatch.setattr(trainer.ledger, "write", lambda *arguments: None)
+    settings = ("objective=refl", f"reward={__name__}:declared", "eval.num_grid_images=0")
+    with TerminalProgress(bars=False) as progress:
+        trainer.run(toy_config(tmp_path, "train.iterations=1", *settings), progress)
+    lines = capsys.readouterr().err
+    assert "iteration 1: " in lines
+    assert "nothing to learn from" not in lines
 
 
 def no_targets(velocities, target, algorithm):

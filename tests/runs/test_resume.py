@@ -423,3 +423,10 @@ def test_two_processes_do_not_share_a_directory(tmp_path):
 
     with only_user(tmp_path), pytest.raises(InputError, match=r"(?i)use|process"):
         run(tmp_path)
+
+
+def test_a_directory_in_place_of_the_report_must_be_moved_away(tmp_path):
+    (tmp_path / "report.html").mkdir()
+    message = r"^html_report=True: \S+report.html is a directory; move it away$"
+    with TerminalProgress(bars=False) as progress, pytest.raises(InputError, match=message):
+        trainer.run(small_config(tmp_path), progress, html_report=True, force=True)
