@@ -525,7 +525,6 @@ def test_a_run_that_watches_no_other_reward_says_so_and_a_declared_plugin_is_tak
 
 
 @pytest.mark.usefixtures("toy_model")
-@pytest.mark.filterwarnings("ignore:algorithm.objective")
 def test_a_run_without_advantages_has_gradients_to_follow(tmp_path, monkeypatch, capsys):
     """Equal rewards have advantages of zero, which say nothing about their gradients."""
 
@@ -537,7 +536,7 @@ def test_a_run_without_advantages_has_gradients_to_follow(tmp_path, monkeypatch,
     monkeypatch.setattr(trainer, "iterate", without_advantages)
     monkeypatch.setattr(trainer.ledger, "write", lambda *arguments: None)
     settings = ("objective=refl", f"reward={__name__}:declared", "eval.num_grid_images=0")
-    with TerminalProgress(bars=False) as progress:
+    with TerminalProgress(bars=False) as progress, pytest.warns(UserWarning, match="eval_only"):
         trainer.run(toy_config(tmp_path, "train.iterations=1", *settings), progress)
     lines = capsys.readouterr().err
     assert "iteration 1: " in lines
