@@ -284,9 +284,9 @@ def rank(
         )
     settings = ranking.sweep(
         experiment.config,
-        explore=_comma_separated(explore),
-        formats=_comma_separated(formats),
-        steps=_comma_separated(steps),
+        explore=_entries(explore),
+        formats=_entries(formats),
+        steps=steps,
     )
     pools = ranking.explore_and_regenerate(experiment, adapters, prompts, settings, progress)
     return [
@@ -294,18 +294,13 @@ def rank(
     ]
 
 
-def _comma_separated(entries: Sequence[Any]) -> str | None:
-    """Joins a list into text, separated by commas, the form that `rl.rank.sweep` takes.
+def _entries(names: Sequence[str]) -> Sequence[str]:
+    """Returns a list of names, in which a text alone is its only entry.
 
     Args:
-        entries: The entries, e.g. ["nvfp4", "fp8"] or [4, 6]. A text is returned as it is.
-
-    Returns:
-        The text, e.g. "nvfp4,fp8"; None for an empty list.
+        names: The names, e.g. ["nvfp4", "fp8"], or one name as a text.
     """
-    if isinstance(entries, str):
-        return entries
-    return ",".join(map(str, entries)) or None
+    return [names] if isinstance(names, str) else names
 
 
 def generate(

@@ -24,7 +24,7 @@ from solrl_jax.rl import rank
 from solrl_jax.rl.experiment import load_prompt_sets
 from solrl_jax.runs.directory import configuration
 from solrl_jax.storage.files import atomic_write, refuse_existing, writable_directory
-from solrl_jax.storage.readers import parse_json, read_bytes, strict
+from solrl_jax.storage.readers import is_number, parse_json, read_bytes, strict
 from solrl_jax.storage.stores import RunPath
 
 
@@ -91,8 +91,12 @@ def command(
         InputError: If an argument cannot be used.
         RunError: If the checkpoint is damaged, a reward fails, or the disk cannot be written to.
     """
+    recipes = _split("explore", explore)
+    format_names = _split("formats", formats)
+    step_counts = _parse_numbers("steps", steps)
     config, run = configuration(target, overrides, None, trust=trust)
-    settings = rank.sweep(config, explore=explore, formats=formats, steps=steps)
+    # The lists and the number of prompts are checked before models are loaded.
+    settings = rank.sweep(config, explore=recipes, formats=format_names, steps=step_counts)
     available = len(load_prompt_sets(config)[1])
     if prompts > available:
         raise InputError(f"prompts={prompts}: there are {available} test prompts")
@@ -112,9 +116,9 @@ def command(
             experiment,
             adapters,
             prompts,
-            formats=_split(formats),
-            explore=_split(explore),
-            steps=[int(number) for number in _split(steps)],
+            formats=format_names,
+            explore=recipes,
+            steps=step_counts,
             progress=show,
         )
     atomic_write(folder / "rank.json", json.dumps(strict(results), indent=2) + "\n")
@@ -125,16 +129,45 @@ def command(
     finish(summary, as_json, "\n".join(lines))
 
 
-def _split(text: str | None) -> list[str]:
+def _split(name: str, text: str | None) -> list[str]:
     """Splits the text of an option at its commas.
 
     Args:
+        name: The name of the option, for the message.
         text: The text, e.g. "nvfp4,fp8"; None if the option was not given.
 
     Returns:
         The parts without surrounding spaces. An empty list for None.
+
+    Raises:
+        InputError: If a part is empty.
     """
-    return [] if text is None else [entry.strip() for entry in text.split(",")]
+    if text is None:
+        return []
+    entries = [entry.strip() for entry in text.split(",")]
+    if not all(entries):
+        raise InputError(f"{name}={text}: expected a comma-separated list")
+    return entries
+
+
+def _parse_numbers(name: str, text: str | None) -> list[int]:
+    """Parses an option that is a list of numbers.
+
+    Args:
+        name: The name of the option, for the message.
+        text: The text, e.g. "4,6"; None if the option was not given.
+
+    Returns:
+        The numbers. An empty list for None.
+
+    Raises:
+        InputError: If an entry is not an integer of one to nine digits, or is empty.
+    """
+    entries = _split(name, text)
+    for entry in entries:
+        if not is_number(entry):
+            raise InputError(f"{name}={entry}: expected an integer")
+    return [int(entry) for entry in entries]
 
 
 def _means(result: dict[str, Any]) -> dict[str, Any]:

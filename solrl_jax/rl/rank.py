@@ -4,7 +4,7 @@ prompts (docs/method.md, section 2).
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,6 @@ from solrl_jax.rl.generate import PromptBatch, SeedBatch, generate
 from solrl_jax.rl.iteration import Progress
 from solrl_jax.rl.sampler import Sampler
 from solrl_jax.rl.trainable.trainable import Trainable
-from solrl_jax.storage.readers import is_number
 
 # The number of truly best candidates that the paper's "top-4 match" looks for.
 TOP = 4
@@ -63,109 +62,57 @@ class Pools:
 def sweep(
     config: Config,
     *,
-    explore: str | None = None,
-    formats: str | None = None,
-    steps: str | None = None,
+    explore: Sequence[str] = (),
+    formats: Sequence[str] = (),
+    steps: Sequence[int] = (),
 ) -> list[ExplorationSetting]:
     """Lists every combination of recipes, formats and numbers of steps.
 
-    Each list is given as text, separated by commas; None stands for the value of the run or of the
-    recipe. Repeated entries count once.
+    An empty list stands for the value of the run or of the recipe. Repeated entries count once.
 
     Args:
         config: The configuration of the run, whose `rollout.explore` has the exploration options,
-            the format and the number of steps that stand for None. It is not changed.
-        explore: Recipes: names of files in `configs/explore/`, e.g. "paper,best". None: the
+            the format and the number of steps that empty lists stand for. It is not changed.
+        explore: Recipes: names of files in `configs/explore/`, e.g. "paper" and "best". Empty: the
             exploration options of `config` alone.
-        formats: Names of exploration formats, keys of `quant.formats.FORMATS`, e.g. "nvfp4,fp8".
-            "auto" stands for the best one of this device. None: that of each recipe.
-        steps: Numbers of exploration steps, integers from 1 to 1000, e.g. "4,6". None: that of each
-            recipe.
+        formats: Names of exploration formats, keys of `quant.formats.FORMATS`, e.g. "nvfp4".
+            "auto" stands for the best one of this device. Empty: that of each recipe.
+        steps: Numbers of exploration steps, from 1 to 1000. Empty: that of each recipe.
 
     Returns:
         The settings: all of the first recipe first, in it all of the first format first, each in
         the order in which it is listed. Without `explore`, the recipe of a setting is "".
 
     Raises:
-        InputError: If an entry is empty, a format is unknown, or a number of steps is no integer
+        InputError: If a recipe has no name, a format is unknown, or a number of steps is no integer
             from 1 to 1000.
         ConfigError: If a recipe does not exist, or the configuration is not valid with a recipe or
             a number of steps, for example more than `rollout.num_steps`.
     """
-
-    def format_name(text: str) -> str:
-        return resolve_format(text, local_device()).name
-
-    numbers = _parse_list("steps", steps, None, _step_count, "integers of at least 1")
+    device = local_device()
+    if "" in explore:
+        raise InputError("explore='': expected the name of a recipe")
+    for name in formats:
+        if name not in (*FORMATS, AUTO):
+            raise InputError(f"formats={name}: expected one of {', '.join((*FORMATS, AUTO))}")
+    for number in steps:
+        if number not in range(1, MAX_STEPS + 1):
+            raise InputError(f"steps={number}: expected an integer from 1 to {MAX_STEPS}")
     settings = []
-    for recipe in _parse_list("explore", explore, "", str, "recipes"):
+    for recipe in dict.fromkeys(explore) or [""]:
         chosen = override(config, (f"explore={recipe}",)) if recipe else config
         default = chosen.rollout.explore
-        names = _parse_list(
-            "formats",
-            formats,
-            format_name(default.precision),
-            format_name,
-            ", ".join((*FORMATS, AUTO)),
-        )
-        for number in filter(None, numbers):
+        for number in steps:
             # Raises the error that a run with this number of steps would raise.
             override(chosen, (f"rollout.explore.num_steps={number}",))
+        names = [resolve_format(name, device).name for name in formats or [default.precision]]
         settings += [
-            ExplorationSetting(name, number or default.num_steps, recipe)
-            for name, number in itertools.product(names, numbers)
+            ExplorationSetting(name, int(number), recipe)
+            for name, number in itertools.product(
+                dict.fromkeys(names), dict.fromkeys(steps) or [default.num_steps]
+            )
         ]
     return settings
-
-
-def _parse_list(
-    name: str, text: str | None, default: Any, parse: Callable[[str], Any], expected: str
-) -> list[Any]:
-    """Parses a list that is separated by commas, without its repetitions.
-
-    Args:
-        name: The name of the argument that the list comes from, for the message.
-        text: The list. Blanks around entries are ignored. None stands for `default` alone.
-        default: The only entry if there is no list. It is not parsed.
-        parse: Turns the text of an entry into its value. Raises ValueError, KeyError or InputError
-            if it is not accepted.
-        expected: The entries that are accepted, in words for the message: "a comma-separated list
-            of ...".
-
-    Returns:
-        The parsed entries in their order; of equal ones, the first.
-
-    Raises:
-        InputError: If an entry is empty or not accepted.
-    """
-    if text is None:
-        return [default]
-    parts = [part.strip() for part in text.split(",")]
-    try:
-        if not all(parts):
-            raise ValueError
-        return list(dict.fromkeys(map(parse, parts)))
-    except InputError:  # it says more
-        raise
-    except (ValueError, KeyError):
-        raise InputError(f"{name}={text}: expected a comma-separated list of {expected}") from None
-
-
-def _step_count(text: str) -> int:
-    """Parses a number of steps.
-
-    Args:
-        text: The number as text: ASCII digits, without a sign.
-
-    Returns:
-        The number, from 1 to 1000.
-
-    Raises:
-        ValueError: If it is not an integer from 1 to 1000 (`MAX_STEPS`).
-    """
-    if not (is_number(text) and 1 <= int(text) <= MAX_STEPS):
-        raise ValueError
-    return int(text)
 
 
 def explore_and_regenerate(

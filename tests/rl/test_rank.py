@@ -164,7 +164,9 @@ def test_without_lists_there_is_the_runs_own_setting(toy):
 
 
 def test_a_sweep_is_every_combination_each_once(toy):
-    got = sweep(toy.config, explore="paper, best", formats="nvfp4,bf16,nvfp4", steps="2,4")
+    got = sweep(
+        toy.config, explore=["paper", "best"], formats=["nvfp4", "bf16", "nvfp4"], steps=[2, 4]
+    )
     assert got == [
         ExplorationSetting(precision, steps, recipe)
         for recipe in ("paper", "best")
@@ -175,23 +177,23 @@ def test_a_sweep_is_every_combination_each_once(toy):
 
 def test_auto_stands_for_a_format(toy, monkeypatch):
     monkeypatch.setattr(rank, "local_device", lambda: DeviceInfo("gpu", "NVIDIA H200", (9, 0)))
-    assert [s.precision for s in sweep(toy.config, formats="auto,fp8,nvfp4")] == ["fp8", "nvfp4"]
+    assert [s.precision for s in sweep(toy.config, formats=["auto", "fp8", "nvfp4"])] == [
+        "fp8",
+        "nvfp4",
+    ]
 
 
 @pytest.mark.parametrize(
     ("lists", "message"),
     [
         (
-            {"formats": "nvfp4,fp5"},
-            r"^formats=nvfp4,fp5: expected a comma-separated list of fp32, bf16, .*nvfp4, auto$",
+            {"formats": ["nvfp4", "fp5"]},
+            r"^formats=fp5: expected one of fp32, bf16, .*nvfp4, auto$",
         ),
-        (
-            {"steps": "2,x"},
-            r"^steps=2,x: expected a comma-separated list of integers of at least 1$",
-        ),
-        ({"steps": "0"}, r"^steps=0: expected a comma-separated list of integers of at least 1$"),
-        ({"steps": ""}, r"^steps=: expected a comma-separated list of integers of at least 1$"),
-        ({"explore": "best,papr"}, r"^unknown explore 'papr': did you mean 'paper'\?$"),
+        ({"steps": [2, 0]}, r"^steps=0: expected an integer from 1 to 1000$"),
+        ({"steps": [2.5]}, r"^steps=2.5: expected an integer from 1 to 1000$"),
+        ({"explore": ["best", ""]}, r"^explore='': expected the name of a recipe$"),
+        ({"explore": ["best", "papr"]}, r"^unknown explore 'papr': did you mean 'paper'\?$"),
     ],
 )
 def test_lists_that_cannot_be_are_refused_in_one_line(toy, lists, message):
