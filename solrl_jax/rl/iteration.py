@@ -28,6 +28,7 @@ from solrl_jax.rl.explore.continuation import continued_steps
 from solrl_jax.rl.explore.setting import ExplorationSetting
 from solrl_jax.rl.fidelity import rank_correlations
 from solrl_jax.rl.generate import PromptBatch, Samples, SeedBatch, generate
+from solrl_jax.rl.means import finite_mean
 from solrl_jax.rl.phase_timer import PhaseTimer
 from solrl_jax.rl.reward_gradient import add_targets
 from solrl_jax.rl.sampler import Sampler
@@ -425,11 +426,11 @@ def reward_metrics(
     correlations = rank_correlations(before, values)
     highest = np.nanmax(rewards, 1, initial=-np.inf)
     lowest = np.nanmin(rewards, 1, initial=np.inf)
-    metrics = {f"pool/{name}": _finite_mean(scores) for name, scores in explored.scores.items()}
+    metrics = {f"pool/{name}": finite_mean(scores) for name, scores in explored.scores.items()}
     usable = selection.usable
     for name, scores in kept.scores.items():
-        metrics[f"kept/{name}"] = _finite_mean(scores.reshape(rewards.shape)[usable])
-    metrics["kept/spread"] = _finite_mean(highest - lowest)
+        metrics[f"kept/{name}"] = finite_mean(scores.reshape(rewards.shape)[usable])
+    metrics["kept/spread"] = finite_mean(highest - lowest)
     metrics["size/height"] = float(experiment.size[0])
     metrics["size/width"] = float(experiment.size[1])
     if len(experiment.size) == 3:
@@ -448,19 +449,6 @@ def reward_metrics(
     metrics["fidelity/spearman"] = correlations.spearman
     metrics["fidelity/kendall"] = correlations.kendall
     return metrics
-
-
-def _finite_mean(x: np.ndarray) -> float:
-    """The mean of the finite elements of an array.
-
-    Args:
-        x: Numbers, in any shape.
-
-    Returns:
-        The mean in float64; NaN if no element is finite, also for an empty array.
-    """
-    finite = np.isfinite(x)
-    return float(np.mean(x[finite], dtype=float)) if finite.any() else float("nan")
 
 
 def ledger_columns(

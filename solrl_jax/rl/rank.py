@@ -22,6 +22,7 @@ from solrl_jax.rl.explore.setting import ExplorationSetting
 from solrl_jax.rl.fidelity import mean_true_rank, overlap, rank_correlations, regret
 from solrl_jax.rl.generate import PromptBatch, SeedBatch, generate
 from solrl_jax.rl.iteration import Progress
+from solrl_jax.rl.means import finite_mean
 from solrl_jax.rl.sampler import Sampler
 from solrl_jax.rl.trainable.trainable import Trainable
 
@@ -326,10 +327,7 @@ def summarize(pools: Pools, setting: ExplorationSetting, kept: int) -> dict[str,
         "true_rank_best": mean_true_rank(proxy, true, half),
         "true_rank_worst": mean_true_rank(proxy, true, half, best=False),
     }
-    means = {}
-    for name, values in columns.items():
-        defined = [value for value in values if not np.isnan(value)]
-        means[name] = float(np.mean(defined)) if defined else np.nan
+    means = {name: finite_mean(values) for name, values in columns.items()}
     per_prompt = [
         {"prompt": prompt, **{name: float(columns[name][i]) for name in columns}}
         for i, prompt in enumerate(pools.prompts)

@@ -108,9 +108,7 @@ def measure(
         explorer = dataclasses.replace(experiment, quantized=tuple(paths)).explorer
         sampler = explorer.sampler(adapters, ExplorationSetting(precision, steps))
         proxy = pool_rewards(experiment, sampler, prompt_batch, seed_batch, progress)
-        pairs = rank_correlations(proxy, true).per_prompt
-        defined = [spearman for spearman, _ in pairs if not np.isnan(spearman)]
-        return float(np.mean(defined)) if defined else np.nan
+        return rank_correlations(proxy, true).spearman
 
     exact = correlation((), config.rollout.precision)
     if np.isnan(exact):

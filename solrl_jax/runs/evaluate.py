@@ -16,6 +16,7 @@ from solrl_jax.rewards.protocol import Reward
 from solrl_jax.rl.experiment import Experiment
 from solrl_jax.rl.explore.setting import ExplorationSetting
 from solrl_jax.rl.generate import PromptBatch, Samples, SeedBatch, generate
+from solrl_jax.rl.means import finite_mean
 from solrl_jax.rl.sampler import Sampler
 from solrl_jax.rl.trainable.trainable import Trainable, flatten
 
@@ -96,7 +97,7 @@ def evaluate(
     errors = {}
     for name, values in scores.items():
         finite = values[np.isfinite(values)]
-        means[name] = float(finite.mean(dtype=float)) if finite.size else float("nan")
+        means[name] = finite_mean(values)
         errors[name] = float("nan")
         if finite.size:
             errors[name] = float(finite.std(dtype=float) / np.sqrt(finite.size))

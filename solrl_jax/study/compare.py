@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 
 from solrl_jax.errors import InputError
 from solrl_jax.rl.fidelity import mean_true_rank
+from solrl_jax.rl.means import finite_mean
 from solrl_jax.runs import ledger
 from solrl_jax.runs.directory import read_run
 from solrl_jax.runs.metrics import by_iteration, read
@@ -205,7 +206,7 @@ def true_ranks(table: Any, candidates: int, kept: int) -> tuple[float, float]:
     true = column("regenerated_reward")
     proxy = np.where(np.isfinite(true), column("proxy_reward"), np.nan)
     best, worst = (mean_true_rank(proxy, true, kept // 2, end) for end in (True, False))
-    return _mean(best), _mean(worst)
+    return finite_mean(best), finite_mean(worst)
 
 
 def compare(
@@ -287,7 +288,7 @@ def _arm_estimates(courses: Sequence[Course], common_cost: float) -> dict[str, A
 
     def quarter(values: np.ndarray, end: str) -> float:
         quarters = np.array_split(values, 4)
-        return _mean(quarters[0] if end == "first" else quarters[-1])
+        return finite_mean(quarters[0] if end == "first" else quarters[-1])
 
     rewards = [at_cost(course, common_cost) for course in courses]
     return {
@@ -335,13 +336,13 @@ def _pair_estimates(courses: Sequence[Course], others: Sequence[Course]) -> dict
     pairs = [(course, by_seed[course.seed]) for course in courses if course.seed in by_seed]
     common_cost = _smallest([run.cost[-1] for pair in pairs for run in pair])
     final = [a.reward[-1] - b.reward[-1] for a, b in pairs]
-    other_reward = _mean([b.reward[-1] for _, b in pairs])
+    other_reward = finite_mean([b.reward[-1] for _, b in pairs])
     at_equal_cost = [at_cost(a, common_cost) - at_cost(b, common_cost) for a, b in pairs]
     return {
         "seeds": [a.seed for a, _ in pairs],
         "final": estimate(final),
         "final_share": estimate([x / other_reward for x in final]),
-        "cost_share": _mean([a.cost[-1] / b.cost[-1] for a, b in pairs]),
+        "cost_share": finite_mean([a.cost[-1] / b.cost[-1] for a, b in pairs]),
         "at_equal_cost": {"cost": common_cost, "reward": estimate(at_equal_cost)},
         "speed_up": {str(part): speed_up(pairs, part / 100) for part in PROGRESS},
     }
@@ -371,7 +372,7 @@ def estimate(values: Sequence[float]) -> Estimate:
     """
     x = np.asarray(values, float)
     error = float(x.std(ddof=1) / len(x) ** 0.5) if len(x) > 1 else float("nan")
-    return _mean(x), error
+    return finite_mean(x), error
 
 
 def at_cost(course: Course, cost: float) -> float:
@@ -454,14 +455,3 @@ def reached(cost: Evaluated, reward: Evaluated, level: float) -> float:
         return float(cost[0])
     fraction = (level - reward[i - 1]) / (reward[i] - reward[i - 1])
     return float(cost[i - 1] + fraction * (cost[i] - cost[i - 1]))
-
-
-def _mean(values: Any) -> float:
-    """Returns the mean of values, without those that are NaN. NaN if there are no others.
-
-    Args:
-        values: An array or a sequence of numbers.
-    """
-    x = np.asarray(values, float)
-    known = x[~np.isnan(x)]
-    return float(known.mean()) if known.size else float("nan")
