@@ -120,7 +120,7 @@ def trajectory(
         return latents, jnp.stack(query_states, axis=1), ends[0]
     if not recorded_steps:
         return latents, None, ends[0]
-    std = jnp.concatenate([jnp.asarray(schedule.table)[:, 4] for _, schedule in segments])
+    std = jnp.concatenate([jnp.asarray(schedule.noise_std) for _, schedule in segments])
     first = jnp.argmax(std > 0)
     states = jnp.concatenate([*path, latents[None]])
     states = jax.lax.dynamic_slice_in_dim(states, first, recorded_steps + 1)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from solrl_jax.config.schema import Rollout
 from solrl_jax.diffusion.sigmas import Mu, Sigmas, make_sigmas
-from solrl_jax.diffusion.solver import Table, overlap, shared_noise, solver_table
+from solrl_jax.diffusion.solver import NOISE, Table, overlap, shared_noise, solver_table
 
 Timesteps = Float[np.ndarray, " steps"]
 
@@ -109,9 +109,8 @@ class Schedule:
         noise_levels = rollout.noise_level * np.sqrt(
             overlap(sigmas, full) @ noisy / -np.diff(sigmas)
         )
-        full_std = solver_table(rollout.solver, full, rollout.noise_level * noisy)[:, 4].astype(
-            np.float64
-        )
+        full_table = solver_table(rollout.solver, full, rollout.noise_level * noisy)
+        full_std = full_table[:, NOISE].astype(np.float64)
         scale = rollout.true_cfg_scale if embedded_guidance else rollout.guidance_scale
         schedule = cls.from_sigmas(
             sigmas,
@@ -161,6 +160,11 @@ class Schedule:
     def steps(self) -> int:
         """The number of solver steps. The sigmas with the final 0 are one more."""
         return len(self.sigmas)
+
+    @property
+    def noise_std(self) -> Float[Array | np.ndarray, " steps"]:
+        """The standard deviation of the noise that each step adds; 0 for a deterministic step."""
+        return self.table[:, NOISE]
 
     def nearest_step(self, sigma: float) -> Array:
         """The index of the step that starts nearest to a noise level, the first of several; int32.

@@ -30,6 +30,8 @@ from jaxtyping import Float
 from solrl_jax.config.schema import STOCHASTIC_SOLVERS, Solver
 
 Table = Float[np.ndarray, "steps 5"]
+# The column of a table that has the standard deviation of the noise.
+NOISE = 4
 Coefficients = tuple[float, float, float, float, float]
 Sigmas = Float[np.ndarray, " steps_plus_one"]
 SOLVERS = get_args(Solver)

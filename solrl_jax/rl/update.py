@@ -164,7 +164,7 @@ def update(
         first, count = schedule.locate_query_steps(algorithm.last_steps, algorithm.query_sigma)
         chosen = draw_steps(batch.seeds, first, count)[:, None]
     elif batch.states is not None:  # only steps that add noise are recorded, so they come first
-        deterministic = jnp.asarray(schedule.table)[chosen, 4] == 0
+        deterministic = jnp.asarray(schedule.noise_std)[chosen] == 0
         chosen = jnp.take_along_axis(chosen, jnp.argsort(deterministic, axis=1), axis=1)
     chosen = chosen[:, :slots]
     objective = objective or load_objective(config.algorithm.objective)
@@ -495,7 +495,8 @@ def _target(
         return time, TrainingTarget(x, x0, sigma, optimality, targets=targets)
     table = jnp.asarray(schedule.table)
     a, b, _, _, std = table[step].T
-    number = step - jnp.argmax(table[:, 4] > 0)  # counted from the first recorded step
+    # Counted from the first recorded step.
+    number = step - jnp.argmax(jnp.asarray(schedule.noise_std) > 0)
     step_taken = Step(
         clean(batch.states[row, number + 1]), a, b, std, sigma - jnp.append(sigmas, 0.0)[step + 1]
     )
