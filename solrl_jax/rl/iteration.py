@@ -248,7 +248,7 @@ def iterate(
     metrics["fidelity/level"] = float(setting)
     regenerated_steps = sum(segment.schedule.steps for segment in full_sampler.segments)
     metrics["continued_steps"] = float(rollout.num_steps - regenerated_steps)
-    metrics |= timer.report(explored, kept if rollout.regenerate else None)
+    metrics |= timer.report(total, chosen.size if rollout.regenerate else None)
     ledger = ledger_columns(experiment, selection, exploration, rewards, advantage, iteration)
     return state, IterationResult(metrics, ledger)
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import jax
 
-from solrl_jax.rl.generate import Samples
-
 
 class PhaseTimer:
     """Measures the wall time of phases that follow each other: `start` begins one, `stop` ends the
@@ -62,13 +60,12 @@ class PhaseTimer:
         """
         jax.block_until_ready(arrays)
 
-    def report(self, pool: Samples, kept: Samples | None) -> dict[str, float]:
+    def report(self, num_explored: int, num_regenerated: int | None) -> dict[str, float]:
         """Returns the metrics of an iteration that are times or images per second.
 
         Args:
-            pool: All explored candidates, whose number gives the images per second of exploration.
-            kept: The regenerated samples, whose number gives those of regeneration. None if nothing
-                was regenerated.
+            num_explored: The number of candidates that were explored.
+            num_regenerated: The number of samples that were regenerated. None if nothing was.
 
         Returns:
             Floats by name:
@@ -76,16 +73,16 @@ class PhaseTimer:
             * "seconds/PHASE": the wall time of each phase that has ended; "seconds": their sum.
             * "seconds/compile": the time of all compilations in this process since the timer was
               made. It is part of the times of the phases, not beside them.
-            * "images_per_second/explore" and, unless `kept` is None,
+            * "images_per_second/explore" and, unless `num_regenerated` is None,
               "images_per_second/regenerate".
 
         Raises:
-            KeyError: If no phase "explore" has ended, `kept` is given and no phase "regenerate"
-                has, or samples have no reward.
+            KeyError: If no phase "explore" has ended, or `num_regenerated` is given and no phase
+                "regenerate" has.
         """
-        rates = {"images_per_second/explore": len(pool.reward) / self.seconds["explore"]}
-        if kept is not None:
-            rates["images_per_second/regenerate"] = len(kept.reward) / self.seconds["regenerate"]
+        rates = {"images_per_second/explore": num_explored / self.seconds["explore"]}
+        if num_regenerated is not None:
+            rates["images_per_second/regenerate"] = num_regenerated / self.seconds["regenerate"]
         total = {
             "seconds": sum(self.seconds.values()),
             "seconds/compile": sum(self._compiled[self._before :]),
