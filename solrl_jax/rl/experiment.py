@@ -3,7 +3,7 @@
 import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 
 import jax
 import numpy as np
@@ -242,7 +242,7 @@ class Experiment:
             backbone=self.backbone,
             sampler=self.sampler("calibrate", {}, config.rollout.num_steps),
             prompts=prompts,
-            prompt_batch=cache(lambda: self.encode_prompts(prompts)),
+            encode_prompts=partial(self.encode_prompts, prompts),
             seed_batch=SeedBatch.from_seeds(self.seeds("calibration seeds", prompts, 1)),
             micro_batch=config.optimizer.per_device_batch_size,
         )
