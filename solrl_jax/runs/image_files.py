@@ -20,7 +20,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, UInt8
 
-from solrl_jax.errors import InputError, first_line
+from solrl_jax.errors import InputError, RunError, first_line
 from solrl_jax.storage.files import atomic
 from solrl_jax.storage.images import to_uint8
 from solrl_jax.storage.readers import parse_json
@@ -51,6 +51,10 @@ _CELLS = "Cells"
 _MAX_CELLS = 2**11
 FRAMES_PER_SECOND = 16  # of clips, as those of Wan 2.1
 FRAME_MILLISECONDS = round(1000 / FRAMES_PER_SECOND)  # how WebP stores it
+MAX_WEBP_SIDE = 16_383  # pixels, a limit of the format
+# The most pixels of all frames of a moving grid together. Pillow holds every frame until the file
+# is written, with 4 bytes per pixel: 1 GiB.
+MAX_MOVING_PIXELS = 2**28
 _FRAME = 4  # pixels of the frame around an image of `save_before_after`
 _MARK = 20  # pixels of the tick or cross in its corner
 
@@ -79,7 +83,7 @@ def save_clip(path: str | RunPath, clip: Float[Numbers, "t h w 3"]) -> None:
         clip: The frames, with values in [0, 1]. Other values are clipped, and NaN becomes black.
 
     Raises:
-        RunError: If the disk refuses.
+        RunError: If the disk refuses, or if a side is above 16,383 pixels (`MAX_WEBP_SIDE`).
     """
     from PIL import Image
 
@@ -96,7 +100,8 @@ def save_grid(
     """Writes images in rows with captions as PNG, one pixel of the file per pixel of an image.
 
     For clips, the PNG shows the first frames, and the moving grid is written beside it as animated
-    WebP.
+    WebP. A moving grid is shrunk as a whole if one of its sides is above 16,383 pixels
+    (`MAX_WEBP_SIDE`) or if its frames together have more than 2**28 pixels (`MAX_MOVING_PIXELS`).
 
     Args:
         path: The file, and with the ending ".webp" that of a moving grid. It is replaced if it
@@ -130,24 +135,44 @@ def save_grid(
         (_GAP + i % columns * cell_width, _GAP + i // columns * cell_height) for i in range(count)
     ]
 
-    def draw_sheet(frame: int) -> "Image":
-        size = (columns * cell_width + _GAP, rows * cell_height + _GAP)
+    size = (columns * cell_width + _GAP, rows * cell_height + _GAP)
+
+    def draw_sheet(frame: int, shown_size: tuple[int, int]) -> "Image":
         sheet = Image.new("RGB", size, _PAPER)
         draw = ImageDraw.Draw(sheet)
         for image, text, (left, top) in zip(pixels[:, frame], texts, corners, strict=True):
             sheet.paste(Image.fromarray(image), (left, top))
             draw.multiline_text((left, top + height + 2), text, _INK, font, spacing=2)
-        return sheet
+        return sheet if shown_size == size else sheet.resize(shown_size, reducing_gap=2.0)
 
     cells = [
         {"box": (x, y, x + width, y + height), **fact}
         for (x, y), fact in zip(corners, facts, strict=False)
     ]
     texts_in_file = {_CELLS: json.dumps(cells)} if cells else {}
-    _save_image(path, draw_sheet(0), **texts_in_file)
+    _save_image(path, draw_sheet(0, size), **texts_in_file)
     if images.ndim == 5:
         moving = Path(path) if isinstance(path, str) else path
-        _save_animation(moving.with_suffix(".webp"), map(draw_sheet, range(frames)))
+        moving_size = _moving_size(size, frames)
+        sheets = (draw_sheet(frame, moving_size) for frame in range(frames))
+        _save_animation(moving.with_suffix(".webp"), sheets)
+
+
+def _moving_size(size: tuple[int, int], frames: int) -> tuple[int, int]:
+    """Returns the size of a moving grid, which is at most that of the still one.
+
+    Args:
+        size: Width and height of the still grid in pixels.
+        frames: The number of frames, at least 1.
+
+    Returns:
+        The largest width and height in pixels, in the proportions of `size`, that animated WebP and
+        the memory allow (`MAX_WEBP_SIDE` and `MAX_MOVING_PIXELS`). If these allow `size`, it is
+        returned as it is.
+    """
+    pixels = size[0] * size[1] * frames
+    scale = min(1.0, MAX_WEBP_SIDE / max(size), math.sqrt(MAX_MOVING_PIXELS / pixels))
+    return max(1, int(size[0] * scale)), max(1, int(size[1] * scale))
 
 
 def read_grid(path: RunPath) -> list[tuple["Image", dict[str, Any]]]:
@@ -191,10 +216,25 @@ def read_moving_grid(
     if not moving_path.exists():
         return [], 0.0
     with _open_image(path, "PNG") as still:
-        boxes, _ = _boxes_and_facts(still)
+        still_boxes, _ = _boxes_and_facts(still)
+        still_size = still.size
     stored: list[list[Image]] = []
     milliseconds = []
     with _open_image(moving_path, "WEBP") as sheet:
+        # The moving grid is smaller than the still one if it had to be shrunk.
+        width, height = still_size
+        difference = abs(sheet.width * height - sheet.height * width)
+        if sheet.width > width or difference > max(still_size):
+            raise ValueError("it has other proportions than the grid of first frames")
+        boxes = [
+            (
+                left * sheet.width // width,
+                top * sheet.height // height,
+                right * sheet.width // width,
+                bottom * sheet.height // height,
+            )
+            for left, top, right, bottom in still_boxes
+        ]
         for number in range(getattr(sheet, "n_frames", 1)):
             sheet.seek(number)
             frame = sheet.convert("RGB")
@@ -471,19 +511,27 @@ def _save_animation(path: str | RunPath, frames: Iterable["Image"]) -> None:
         frames: The images of Pillow, at least one and all of one size, in their order.
 
     Raises:
-        RunError: If the disk refuses.
+        RunError: If the disk refuses, or if the images cannot be encoded, such as those with a side
+            above 16,383 pixels.
     """
     first, *others = frames
     with atomic(path) as partial:
-        first.save(
-            partial,
-            format="WEBP",
-            save_all=True,
-            append_images=others,
-            duration=FRAME_MILLISECONDS,
-            loop=0,
-            quality=90,
-        )
+        try:
+            first.save(
+                partial,
+                format="WEBP",
+                save_all=True,
+                append_images=others,
+                duration=FRAME_MILLISECONDS,
+                loop=0,
+                quality=90,
+            )
+        except (RuntimeError, ValueError) as error:  # of Pillow's encoder
+            size = " x ".join(map(str, first.size))
+            raise RunError(
+                f"{path}: {1 + len(others)} frames of {size} pixels cannot be written as WebP "
+                f"({first_line(error)})"
+            ) from error
 
 
 def _font(size: int, *, bold: bool = False) -> "FreeTypeFont":

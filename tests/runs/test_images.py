@@ -72,6 +72,33 @@ def test_a_grid_of_clips_shows_first_frames_and_moves_beside_it(tmp_path):
     assert (sheet_of(tmp_path / "both.png") == sheet_of(tmp_path / "still.png")).all()
 
 
+def test_a_moving_grid_beyond_the_limits_of_webp_is_shrunk(tmp_path, monkeypatch):
+    """600 clips in one column are higher than 16,383 pixels. They are found at their places."""
+    values = np.linspace(0, 1, 600, dtype=np.float32)
+    clips = np.broadcast_to(values[:, None, None, None, None], (600, 2, 16, 16, 3)).copy()
+    clips[:, 1] = 0.5
+    facts = [{"number": number} for number in range(600)]
+    path = tmp_path / "grid.png"
+    image_files.save_grid(path, clips, 1, ["x"] * 600, facts)
+    assert Image.open(path).height > image_files.MAX_WEBP_SIDE
+    assert Image.open(tmp_path / "grid.webp").height == image_files.MAX_WEBP_SIDE
+    found, _ = image_files.read_moving_grid(path, 2, 16)
+    for (first, second), value in zip(found, values, strict=True):
+        center = (first.width // 2, first.height // 2)
+        assert abs(first.getpixel(center)[0] - 255 * value) <= 6  # lossy and resized
+        assert abs(second.getpixel(center)[0] - 128) <= 6
+    # So is one whose frames together have more pixels than fit into memory.
+    image_files.save_grid(path, clips[:4], 2, ["x"] * 4, facts)
+    width, height = Image.open(path).size
+    monkeypatch.setattr(image_files, "MAX_MOVING_PIXELS", width * height // 2)
+    image_files.save_grid(path, clips[:4], 2, ["x"] * 4, facts)
+    assert Image.open(tmp_path / "grid.webp").size == (width // 2, height // 2)
+    # A clip of its own is not shrunk.
+    with pytest.raises(RunError, match=r"1 frames of 8 x 16384 pixels cannot be written as WebP"):
+        image_files.save_clip(tmp_path / "clip.webp", np.zeros((1, 16384, 8, 3)))
+    assert sorted(os.listdir(tmp_path)) == ["grid.png", "grid.webp"]
+
+
 def test_captions_take_room_below_and_never_leave_their_cell(tmp_path):
     images = np.zeros((2, 64, 64, 3))
     path = tmp_path / "grid.png"
