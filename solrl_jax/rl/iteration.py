@@ -9,14 +9,14 @@ whether the kept ones are regenerated or trained on as they are.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int, UInt32
+from jaxtyping import Bool, Float, Int, UInt32
 
 from solrl_jax.data.prompts import Prompt, draw_prompts
 from solrl_jax.diffusion.seeds import prompt_uid, seed_numbers
@@ -314,10 +314,10 @@ def policy_batch(
     second best by the second worst, and so on; both get the seed of the better one, so that they
     are noised in the same way.
 
-    Without pairs, samples whose value is not finite have weight 0. With pairs they are left out,
-    and the others are paired; in their place come pairs that name one sample twice, of weight 0.
-    Pairs whose two values are equal up to rounding (4e-6 of the larger magnitude) have weight 0,
-    too. All others have weight 1.
+    Without pairs, samples whose value or target is not finite have weight 0. With pairs they are
+    left out, and the others are paired; in their place come pairs that name one sample twice, of
+    weight 0. Pairs whose two values are equal up to rounding (4e-6 of the larger magnitude) have
+    weight 0, too. All others have weight 1.
 
     Args:
         experiment: `algorithm.trains_on` decides whether samples are paired,
@@ -350,9 +350,7 @@ def policy_batch(
     targets = None
     if samples.targets is not None:
         targets = {name: x[order] for name, x in samples.targets.items()}
-        counts &= np.all(
-            [np.isfinite(x).all(tuple(range(1, x.ndim))) for x in targets.values()], axis=0
-        )
+        counts &= _finite_targets(targets)
     q = optimality(jnp.asarray(advantage), algorithm.adv_clip_max).reshape(-1)
 
     def place(x: Any) -> jax.Array:
@@ -402,6 +400,9 @@ def reward_metrics(
           of frames, for clips.
         * "unusable_prompts": The number of prompts that are not usable. Their samples in `kept` are
           padding, which is not trained on.
+        * "nonfinite_targets": The number of samples in `kept` of usable prompts that are not
+          trained on because the gradient of their reward is not finite. Only for objectives that
+          train on reward gradients.
         * "nonfinite_rewards": The number of non-finite rewards of the candidates and, if they were
           generated anew, of the samples in `kept` of usable prompts.
         * "reward_failures/NAME": For each reward outside JAX, the number of images that it could
@@ -440,6 +441,9 @@ def reward_metrics(
     if experiment.config.rollout.regenerate:
         nonfinite += (~np.isfinite(rewards[usable])).sum()
     metrics["nonfinite_rewards"] = float(nonfinite)
+    if kept.targets is not None:
+        finite = _finite_targets(kept.targets).reshape(rewards.shape)
+        metrics["nonfinite_targets"] = float((~finite[usable]).sum())
     for name in {**explored.failed, **kept.failed}:
         count = explored.failed.get(name, 0) + kept.failed.get(name, 0)
         metrics[f"reward_failures/{name}"] = float(count)
@@ -449,6 +453,19 @@ def reward_metrics(
     metrics["fidelity/spearman"] = correlations.spearman
     metrics["fidelity/kendall"] = correlations.kendall
     return metrics
+
+
+def _finite_targets(targets: Mapping[str, Float[np.ndarray, "b ..."]]) -> Bool[np.ndarray, " b"]:
+    """Finds the samples all of whose targets are finite.
+
+    Args:
+        targets: The latents that an objective made from the gradient of the reward, by name, with
+            one row per sample. At least one name.
+
+    Returns:
+        For each sample, whether all values of all its targets are finite.
+    """
+    return np.all([np.isfinite(x).all(tuple(range(1, x.ndim))) for x in targets.values()], axis=0)
 
 
 def ledger_columns(

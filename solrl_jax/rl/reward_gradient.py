@@ -121,8 +121,8 @@ def reward_gradient(
 
     Returns:
         The rewards and their gradients, float32. Those of a sample do not depend on other samples.
-        Where the reward is NaN, so is the gradient, or it is 0. A decoded pixel beyond [0, 1] has
-        no gradient, since it is clipped.
+        Where the reward is not finite, the gradient is NaN. A decoded pixel beyond [0, 1] has no
+        gradient, since it is clipped.
 
     Raises:
         InputError: If the function `score` of a reward raises or returns no scores.
@@ -135,7 +135,10 @@ def reward_gradient(
         return SCALE * rewards.sum(), rewards
 
     gradient, rewards = jax.grad(total, has_aux=True)(latents)
-    return rewards, gradient / SCALE
+    # A score without a value is masked, which gives it a gradient of 0. The sample would stay among
+    # those that are trained on.
+    finite = jnp.isfinite(rewards).reshape(-1, *(1,) * (gradient.ndim - 1))
+    return rewards, jnp.where(finite, gradient / SCALE, jnp.nan)
 
 
 def rows_per_call(config: Config, count: int, devices: int) -> int:

@@ -575,12 +575,13 @@ def _learned_nothing(row: Row) -> bool:
     """Whether an iteration could not update the parameters for want of finite numbers.
 
     Args:
-        row: The metrics of the iteration by name. Either no loss was finite: some micro-batches
-            were skipped ("skipped_micro_batches" above 0) and "grad_norm" is 0. Or no prompt had
-            `rollout.kept` finite rewards: "kept/spread" is NaN.
+        row: The metrics of the iteration by name. Either no loss or no gradient of a reward was
+            finite: some micro-batches were skipped ("skipped_micro_batches" above 0) or some
+            samples were left out ("nonfinite_targets" above 0), and "grad_norm" is 0. Or no prompt
+            had `rollout.kept` finite rewards: "kept/spread" is NaN.
     """
-    no_finite_loss = row["skipped_micro_batches"] > 0 and row["grad_norm"] == 0
-    return no_finite_loss or math.isnan(row["kept/spread"])
+    left_out = row["skipped_micro_batches"] + row.get("nonfinite_targets", 0.0)
+    return (left_out > 0 and row["grad_norm"] == 0) or math.isnan(row["kept/spread"])
 
 
 def _all_advantages_are_zero(candidates: Mapping[str, Any]) -> bool:
@@ -621,7 +622,8 @@ def _refuse_divergence(this: _Run, row: Row, failures: int) -> None:
     elif failures < allowed:
         return
     elif not math.isnan(row["kept/spread"]):
-        problem = f"no finite loss {in_a_row}"
+        what = "loss" if row["skipped_micro_batches"] else "gradient of the reward"
+        problem = f"no finite {what} {in_a_row}"
     elif math.isnan(row["pool/reward"]):
         problem = f"no finite reward {in_a_row}, first in stage 'explore'"
     elif row["unusable_prompts"] == this.config.train.num_prompts:

@@ -28,7 +28,7 @@ from solrl_jax.rl.iteration import iterate
 from solrl_jax.rl.objective import TrainingTarget, Velocities, load_objective, targets_of
 from solrl_jax.rl.objectives import opsd
 from solrl_jax.rl.reward_gradient import gradient_decoder, reward_gradient, try_targets
-from solrl_jax.runs import trainer
+from solrl_jax.runs import metrics, trainer
 from solrl_jax.runs.progress import TerminalProgress
 from tests.cases import first_is_quick
 from tests.small import small_config
@@ -234,6 +234,26 @@ def test_a_sample_has_the_gradient_that_it_has_alone_whatever_the_others_hold():
     np.testing.assert_array_equal(many[2:], alone)
     assert np.isnan(many[1]).any()
     assert np.isfinite(many[0]).all()
+
+
+def test_a_sample_without_a_score_has_no_gradient():
+    """The score is masked where a latent is NaN, which alone gives it a gradient of 0."""
+
+    def score(params, latents, wanted):
+        known = jnp.isfinite(latents).all((1, 2, 3))
+        return {"reward": jnp.where(known, jnp.where(known, latents[:, 0, 0, 0], 0.0), jnp.nan)}
+
+    reward = dataclasses.replace(toy_reward(), score=score, others=(), inputs="latents")
+    backbone = toy_backbone()
+    latents = np.zeros((2, *SHAPE), np.float32)
+    latents[1, 0, 0, 0] = np.nan
+    with jax.set_mesh(sharding.rows_only(backbone.mesh)):
+        decoder = gradient_decoder(backbone.decoder)
+        arguments = (reward, decoder, None, latents, reward.prepare(PROMPTS), np.array([0, 1]))
+        rewards, gradient = map(np.asarray, reward_gradient(*arguments))
+    assert np.isnan(rewards).tolist() == [False, True]
+    assert np.isnan(gradient[1]).all()
+    assert (gradient[0].sum(), gradient[0, 0, 0, 0]) == (1, 1)
 
 
 # --- the targets of opsd ---
@@ -522,6 +542,31 @@ def test_a_run_that_watches_no_other_reward_says_so_and_a_declared_plugin_is_tak
         UserWarning, match=f"opsd follows the gradient of {name}, and reward.eval_only"
     ):
         experiments.build(config)
+
+
+def without_slope(**options):
+    """Its value is finite, and its gradient is 0 * inf."""
+
+    def score(params, images, wanted):
+        mean = images.mean((1, 2, 3))
+        return {"reward": mean + jnp.sqrt(0.0 * mean)}
+
+    return dataclasses.replace(toy_reward(), score=score, others=(), differentiable=True)
+
+
+@pytest.mark.usefixtures("toy_model")
+def test_a_run_without_finite_gradients_of_the_reward_ends_and_counts_them(tmp_path):
+    settings = ("objective=refl", f"reward={__name__}:without_slope", "eval.num_grid_images=0")
+    message = "iteration 1: no finite gradient of the reward in 1 .*; nothing is saved"
+    with (
+        TerminalProgress(bars=False) as progress,
+        pytest.warns(UserWarning, match="eval_only"),
+        pytest.raises(trainer.Diverged, match=message),
+    ):
+        trainer.run(toy_config(tmp_path, "train.iterations=1", *settings), progress)
+    (row,) = (row for row in metrics.read(tmp_path) if row["iteration"] == 1)
+    assert row["nonfinite_targets"] == 8
+    assert row["nonfinite_rewards"] == row["skipped_micro_batches"] == row["grad_norm"] == 0
 
 
 @pytest.mark.usefixtures("toy_model")
