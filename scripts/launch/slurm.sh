@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Sol-RL on two hosts of eight GPUs:
 #
-#     sbatch scripts/launch/slurm.sh flux1_sol_rl_hpsv2 [KEY=VALUE]...
-#     SOLRL_IMAGE=solrl.sif sbatch scripts/launch/slurm.sh flux1_sol_rl_hpsv2
-#     SOLRL_IMAGE=REGISTRY#solrl_jax:cuda sbatch scripts/launch/slurm.sh flux1_sol_rl_hpsv2
+#     sbatch scripts/launch/slurm.sh flux1_sol_rl_pickscore [KEY=VALUE]...
+#     SOLRL_IMAGE=solrl.sif sbatch scripts/launch/slurm.sh flux1_sol_rl_pickscore
+#     SOLRL_IMAGE=REGISTRY#solrl_jax:cuda sbatch scripts/launch/slurm.sh flux1_sol_rl_pickscore
 #
 # SOLRL_IMAGE names an image that was built with cuda.Dockerfile: a file of Apptainer (`apptainer
 # build solrl.sif docker-daemon://solrl_jax:cuda`), or else an image of Pyxis and Enroot. Without it

@@ -147,7 +147,7 @@ class Model(Section):
             `mesh=auto` look up the settings of the model by this name. Any other text is accepted
             for a model without a file, for which there are no such settings.
         path: The weights: a directory in the layout of diffusers, the name of a repository on the
-            Hugging Face hub, or "embedded:NAME" for a pipeline inside this package.
+            Hugging Face Hub, or "embedded:NAME" for a pipeline inside this package.
         height: Image height in pixels, 1 to 16384, unless `rollout.size` or `eval.size` is set.
         width: Image width in pixels, 1 to 16384, unless `rollout.size` or `eval.size` is set.
         frames: The number of frames of clips, 1 to 16384, for sizes without their own; required by
@@ -687,8 +687,8 @@ class Prompts(Section):
 
     A set is one of these: a text file with one prompt per line; a .json, .jsonl, .csv, .tsv or
     .parquet file, with "FILE:COLUMN" to name the column of the prompts; "embedded:NAME" for a set
-    of this package; or "hub:OWNER/DATASET[:SPLIT][:COLUMN]" for a data set on the Hugging Face hub.
-    Relative paths start at the working directory.
+    of this package; or "hub:OWNER/DATASET" for a data set on the Hugging Face Hub, which ":SPLIT"
+    and ":COLUMN" may follow. Relative paths start at the working directory.
 
     Attributes:
         train: The prompts to train on.

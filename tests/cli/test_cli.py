@@ -138,7 +138,7 @@ def test_eval_of_a_run_repeats_its_last_evaluation(trained, call):
 def test_eval_compares_a_run_with_itself_and_with_its_base(trained, call, tmp_path):
     folder, summary, _ = trained
     gained = summary["after"]["eval/reward"] - summary["before"]["eval/reward"]
-    for other, expected in ((str(folder), 0.0), ("embedded:tiny-sana", gained)):
+    for other, expected in ((str(folder), 0.0), ("embedded:tiny-sana", gained), ("tiny", gained)):
         code, out, _ = call("eval", str(folder), other, "--paired", "--json")
         result = json.loads(out.strip().splitlines()[-1])
         assert code == 0

@@ -117,7 +117,7 @@ def test_levers_alone():
         {s["explore"]: s["spearman"] for s in m["settings"]} for m in found["again"]["measurements"]
     ]
     for name, explore in (
-        ("the paper's recipe (NVFP4, 6 own steps)", "paper"),
+        ("the paper's recipe (NVFP4, 6-step schedule)", "paper"),
         ("correction_rank=32", "correction"),
         ("exact_steps=1", "exact"),
         ("sigmas=first", "first"),
@@ -140,7 +140,7 @@ def test_levers_alone():
         ("the same without fitted coefficients", "nofit", "nvfp4"),
         ("four over six in the block scales (removed)", "plain", "nvfp4_46"),
         ("correction ranks chosen by energy (removed)", "corrdeal", "nvfp4"),
-        ("BF16, 6 own steps: no format at all", "plain", "bf16"),
+        ("BF16, 6-step schedule (no quantization)", "plain", "bf16"),
         ("BF16, 6 steps with sigmas=first", "fit", "bf16"),
     ):
         check(

@@ -119,13 +119,13 @@ def test_the_slurm_script_starts_one_process_per_host(tmp_path, image, launched)
     }
     script = ["bash", str(LAUNCH / "slurm.sh")]
     process = subprocess.run(
-        [*script, "flux1_sol_rl_hpsv2", "seed=1"],
+        [*script, "flux1_sol_rl_pickscore", "seed=1"],
         env=environment,
         capture_output=True,
         text=True,
         check=True,
     )
-    arguments = f"train flux1_sol_rl_hpsv2 --hosts auto mesh.fsdp=8 run.dir={runs}/flux seed=1"
+    arguments = f"train flux1_sol_rl_pickscore --hosts auto mesh.fsdp=8 run.dir={runs}/flux seed=1"
     assert process.stdout == f"0.92 {launched.format(runs=runs)} {arguments}\n"
     assert Path(runs).is_dir()
     process = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
