@@ -145,9 +145,7 @@ def _torch() -> Any:
     try:
         import torch
     except ImportError as error:
-        raise InputError(
-            f"convert reads pickles with PyTorch, which is not here: {INSTALL}"
-        ) from error
+        raise InputError(f"convert needs PyTorch, which is not installed: {INSTALL}") from error
     if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 6):
         raise InputError(
             f"PyTorch {torch.__version__} may run code that a pickle holds (CVE-2025-32434): "
@@ -186,7 +184,7 @@ def _check_paths(file: Path, out: Path, base: Path | None, force: bool) -> None:
             raise InputError(f"--out {out}: is or holds {path}, which is read; name another one")
     files.refuse_existing("out", [out], force, folders=True)
     if out.is_symlink():
-        raise InputError(f"--out {out}: is a link; name what it is to be")
+        raise InputError(f"--out {out}: is a link; name the output path itself")
     files.writable_directory(out.absolute().parent, "--out")
 
 

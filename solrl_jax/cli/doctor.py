@@ -1,4 +1,4 @@
-"""`solrl doctor`: reports what this machine can do, and what a preset lacks here."""
+"""`solrl doctor`: reports what this machine supports, and what a preset still requires."""
 
 import contextlib
 import ctypes
@@ -67,7 +67,7 @@ DRIVER = Path("/proc/driver/nvidia/version")  # is there where NVIDIA's driver i
 @overrides_argument
 @json_option
 def command(preset: str | None, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Show what this machine can do, and what PRESET lacks here.
+    """Report what this machine supports, and what PRESET still requires.
 
     On a GPU, also run the kernels of the low-precision formats and of attention for a moment, and
     compare them with plain JAX. For a PRESET, also propose settings for this machine, which
@@ -234,7 +234,7 @@ def needs(config: Config) -> dict[str, Any]:
             _check_weights(config.model.path)
     if variable := hub.offline_variable():
         missing += [
-            f"{name}: is not in the hub's cache, and {variable} is set" for name in downloads
+            f"{name}: is not in the Hub's cache, and {variable} is set" for name in downloads
         ]
     return {
         "preset": config.preset,
@@ -535,7 +535,7 @@ def table(summary: dict[str, Any]) -> str:
             or ("not found" if device.platform == "gpu" else "not used by this device"),
         ),
         ("checks", checks),
-        ("hub cache", where(summary["hub"]) + (", offline" if summary["hub"]["offline"] else "")),
+        ("Hub cache", where(summary["hub"]) + (", offline" if summary["hub"]["offline"] else "")),
         ("extras", ", ".join(extras)),
         ("prompts", f"encoded ones are kept in {where(summary['prompt_cache'])}"),
     ]

@@ -1,4 +1,4 @@
-"""`solrl eval`: scores a policy on the test prompts, or compares two."""
+"""`solrl eval`: scores a policy on the held-out prompts, or compares two."""
 
 import dataclasses
 import json
@@ -50,10 +50,10 @@ SHOWN = (8, 4)  # prompts of a gallery, images of each
 @click.option(
     "--rewards",
     metavar="R,R,...",
-    help="Score these beside what is trained on (default: what is watched).",
+    help="Additional rewards to report (default: reward.eval_only).",
 )
 @click.option(
-    "--gallery", type=PATH, help="With --paired: a PNG file for where the two differ most."
+    "--gallery", type=PATH, help="With --paired: write a PNG of the images that differ most."
 )
 @click.option(
     "--preset", help="Prompts, reward and sampler for a bare model directory.  [default: tiny]"
@@ -74,7 +74,7 @@ def command(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Score a run's averaged policy, or a model directory, on the test prompts.
+    """Score a run's averaged policy, or a model, on the held-out prompts (prompts.test).
 
     \b
     solrl eval runs/demo --rewards shapes,tiny-clip
@@ -203,7 +203,9 @@ def _watched(config: Config, names: str | None) -> tuple[str, ...]:
 
 
 def _evaluate(experiment: Experiment, adapters: Trainable) -> Evaluation:
-    """Generates images of the test prompts with a policy, and scores them. Shows a progress bar.
+    """Generates images of the held-out prompts with a policy, and scores them.
+
+    Also shows a progress bar.
 
     Args:
         experiment: The model, prompts and rewards. The section `eval` of its configuration gives

@@ -121,7 +121,7 @@ def _write(out: Path, generation: Generation, prompts: Sequence[str]) -> None:
     "generate",
     context_settings={"token_normalize_func": lambda name: RENAMED_OPTIONS.get(name, name)},
 )
-@click.argument("model", metavar="RUN_OR_MODEL_DIR", type=TARGET)
+@click.argument("model", metavar="RUN_OR_MODEL", type=TARGET)
 @click.option(
     "--prompts",
     required=True,
@@ -188,7 +188,12 @@ def _write(out: Path, generation: Generation, prompts: Sequence[str]) -> None:
     type=click.Choice(get_args(Precision)),
     help="Number format of all steps, without the other options of a run's exploration.",
 )
-@click.option("--lora", type=PATH, help="For a model directory: a LoRA of diffusers or PEFT.")
+@click.option(
+    "--lora",
+    type=PATH,
+    help="LoRA to apply to a model (diffusers, PEFT, kohya, ai-toolkit or ComfyUI). Not "
+    "accepted with a run.",
+)
 @click.option(
     "--max-sequence-length",
     type=int,
@@ -207,7 +212,9 @@ def command(
     as_json: bool,
     **arguments: Any,
 ) -> None:
-    """Generate images with a run's averaged policy, or with a diffusers model directory.
+    """Generate images with a run's averaged policy, or with a model.
+
+    A model is a diffusers directory, OWNER/NAME of a Hub repository, or embedded:NAME.
 
     \b
     solrl generate runs/demo --prompts prompts.txt --out images
@@ -215,7 +222,7 @@ def command(
     \f
     Args:
         model: A run directory, a model directory, "embedded:NAME", or OWNER/NAME of a repository of
-            the hub.
+            the Hub.
         prompts: A file with prompts, or "embedded:NAME". Repeated prompts each give an image.
         out: The directory for the PNGs, the grid and the arrays.
         instruction_file: A text file with the text that precedes every prompt; None: the run's, or

@@ -73,7 +73,7 @@ def command(
         overrides: Settings that differ, as `key=value`.
         errors: Whether to load the weights and measure the error of each quantized layer. Not
             together with `sensitivity`.
-        sensitivity: The number of test prompts for which images are generated, to measure how
+        sensitivity: The number of held-out prompts for which images are generated, to measure how
             quantizing each group of layers changes the ranking of candidates, and to propose which
             groups to leave unquantized. None: not measured.
         drop: By how much the proposal may lower the rank correlation (Spearman) between the rewards
@@ -95,7 +95,7 @@ def command(
     if sensitivity is not None:
         available = len(load_prompt_sets(config)[1])
         if sensitivity > available:
-            raise InputError(f"sensitivity={sensitivity}: there are {available} test prompts")
+            raise InputError(f"sensitivity={sensitivity}: there are {available} held-out prompts")
         experiment, adapters, _ = api.open_policy(target, *overrides, trust=trust)
         with bar(None, "sensitivity") as progress:
 

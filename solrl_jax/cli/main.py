@@ -26,18 +26,18 @@ from solrl_jax.storage.files import disk_reason
 
 COMMANDS = {
     "train": "Train a preset; the same command resumes.",
-    "eval": "Score a run's averaged policy, or a model directory, on the test prompts.",
+    "eval": "Score a run's averaged policy, or a model, on the held-out prompts.",
     "rank": "Measure how well exploration ranks candidates.",
     "study": "Train the arms of a plan with several seeds, and compare them.",
     "report": "Show what runs did as one HTML page, which needs no network.",
-    "generate": "Generate images with a run's averaged policy, or a model directory.",
+    "generate": "Generate images with a run's averaged policy, or with a model.",
     "export": "Write a run's averaged policy as a LoRA that diffusers or PEFT loads.",
     "convert": "Turn a torch pickle into safetensors.",
     "encode": "Fill the cache with a preset's encoded prompts.",
     "layers": "List a model's linear layers: quantized, or why not.",
-    "plan": "Predict memory and time of training a preset on a device that need not be here.",
+    "plan": "Estimate memory and time of training on a device, which need not be present.",
     "presets": "List the presets.",
-    "doctor": "Show what this machine can do, and what a preset lacks here.",
+    "doctor": "Report what this machine supports, and what a preset still requires.",
 }
 # Names that commands had in version 0.2, which still work.
 RENAMED_COMMANDS = {"sample": "generate", "linears": "layers"}
@@ -272,7 +272,7 @@ def explained(error: BaseException) -> tuple[str, int]:
         case KeyboardInterrupt() | click.exceptions.Abort():
             return "interrupted", INTERRUPTED
         case BrokenPipeError():  # `| head`
-            return "nobody reads the output any more", 1
+            return "the output pipe was closed", 1
         case OSError(filename=str() | bytes() as name):  # e.g. a name that is too long
             return f"{os.fsdecode(name)}: {error.strerror}", 2
         case OSError(filename=None) if not isinstance(error, FileNotFoundError):  # `> /dev/full`

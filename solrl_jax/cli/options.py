@@ -140,7 +140,7 @@ checkpoint_option = click.option(
     "--checkpoint", default="latest", show_default=True, metavar="best|latest|ITERATION",
     help="Checkpoint of a run; best: the one with the highest eval/reward.",
 )  # fmt: skip
-force_option = click.option("--force", is_flag=True, help="Replace what is at --out.")
+force_option = click.option("--force", is_flag=True, help="Overwrite existing output files.")
 trust_option = click.option(
     "--trust-run",
     "trust",

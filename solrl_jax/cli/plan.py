@@ -1,4 +1,4 @@
-"""`solrl plan`: predicts memory and time of training on devices that need not be here."""
+"""`solrl plan`: estimates memory and time of training on devices that need not be present."""
 
 from pathlib import Path
 
@@ -36,15 +36,15 @@ def command(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Predict memory and time of training PRESET on devices that need not be here.
+    """Estimate memory and time of training PRESET on devices, which need not be present.
 
     Compiles the programs for the devices and needs no weights. The compiler of the devices must be
     installed: `pip install 'solrl_jax[plan-cuda]'` or `[plan-tpu]`, in an environment that does not
     train.
 
     \b
-    solrl plan flux1_sol_rl_hpsv2 --device b200
-    solrl plan flux1_sol_rl_hpsv2 mesh.fsdp=4 --device h200 --devices 8 --hosts 2 --hlo compiled
+    solrl plan flux1_sol_rl_pickscore --device b200
+    solrl plan flux1_sol_rl_pickscore mesh.fsdp=4 --device h200 --devices 8 --hosts 2 --hlo compiled
 
     \f
     Args:

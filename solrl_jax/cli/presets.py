@@ -34,7 +34,7 @@ def command(show: str | None, show_all: bool, overrides: tuple[str, ...], as_jso
     """List the presets: MODEL_FAMILY_REWARD, and the embedded `tiny`.
 
     \b
-    solrl presets --show flux1_sol_rl_hpsv2 prompts.train=my-prompts.txt
+    solrl presets --show flux1_sol_rl_pickscore prompts.train=my-prompts.txt
 
     \f
     Args:

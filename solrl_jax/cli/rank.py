@@ -36,7 +36,7 @@ from solrl_jax.storage.stores import RunPath
     default=8,
     show_default=True,
     type=click.IntRange(1),
-    help="Number of test prompts.",
+    help="Number of held-out prompts (prompts.test).",
 )
 @click.option(
     "--explore", metavar="paper,best", help="Recipes of configs/explore/ (default: the run's own)."
@@ -63,7 +63,7 @@ def command(
 ) -> None:
     """Measure how well exploration ranks candidates.
 
-    All candidates of some test prompts are explored, and generated in full for comparison.
+    All candidates of some held-out prompts are explored, and generated in full for comparison.
 
     \b
     solrl rank tiny --explore paper,best
@@ -73,7 +73,7 @@ def command(
     Args:
         target: A run directory or the name of a preset.
         overrides: Settings that differ, as `key=value`.
-        prompts: The number of test prompts, from the first one on.
+        prompts: The number of held-out prompts, from the first one on.
         explore: Recipes to measure, separated by commas: names of files in `configs/explore/`, e.g.
             "paper,best". None: the exploration settings of the target.
         formats: Number formats to explore in, separated by commas, e.g. "nvfp4,fp8"; None: that of
@@ -99,7 +99,7 @@ def command(
     settings = rank.sweep(config, explore=recipes, formats=format_names, steps=step_counts)
     available = len(load_prompt_sets(config)[1])
     if prompts > available:
-        raise InputError(f"prompts={prompts}: there are {available} test prompts")
+        raise InputError(f"prompts={prompts}: there are {available} held-out prompts")
     folder = out or run or Path("runs/rank")
     if out is not None or not _is_ours(folder / "rank.json"):
         refuse_existing("out", [folder / "rank.json"], force)

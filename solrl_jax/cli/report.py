@@ -14,7 +14,9 @@ from solrl_jax.storage.stores import RunPath
 @click.command("report")
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=RUN_PATH)
 @click.option(
-    "--out", type=PATH, help="Output file.  [default: RUN/report.html; of several report.html]"
+    "--out",
+    type=PATH,
+    help="Output file.  [default: RUN/report.html, or ./report.html for several runs]",
 )
 @click.option("--plan", type=PATH, help="The JSON of `solrl plan PRESET --json`, to be shown too.")
 @force_option

@@ -18,7 +18,7 @@ from solrl_jax.study.runs import log_of, train
 @click.command("study")
 @click.argument("plan", metavar="PLAN", type=TARGET)
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option("--quick", is_flag=True, help="The plan's small size.")
+@click.option("--quick", is_flag=True, help="Use the plan's reduced settings.")
 @click.option("--out", type=PATH, help="Output directory.  [default: runs/study-PLAN]")
 @click.option(
     "--processes",

@@ -50,7 +50,7 @@ from solrl_jax.planning.recipes import MESH_AUTO
     "--coordinator",
     metavar="HOST:PORT",
     envvar="SOLRL_COORDINATOR",
-    help="With --hosts N: where the first is.",
+    help="With --hosts N: address of process 0.",
 )
 @json_option
 def command(
@@ -67,7 +67,7 @@ def command(
     \b
     solrl train tiny
     solrl train tiny family=naive_quant train.iterations=20 run.dir=runs/x seed=1
-    srun solrl train flux1_sol_rl_hpsv2 --hosts auto mesh.fsdp=8 run.dir=/shared/run
+    srun solrl train flux1_sol_rl_pickscore --hosts auto mesh.fsdp=8 run.dir=/shared/run
 
     \f
     Args:
@@ -139,7 +139,7 @@ def closing(summary: dict[str, Any], html_report: bool) -> str:
 
 
 def gained(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """Describes by how much training changed the scores of the test prompts.
+    """Describes by how much training changed the scores of the held-out prompts.
 
     A change of at most two standard errors is followed by "which may be chance".
 

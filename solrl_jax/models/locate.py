@@ -98,7 +98,7 @@ def find_model(path: str) -> Path:
     if hub.is_name(path):
         return hub.snapshot(path, lambda: _repository_files(path), f"model.path={path!r}:")
     raise InputError(
-        f"model.path={path!r}: no such directory, and not the name OWNER/NAME of a hub repository"
+        f"model.path={path!r}: no such directory, and not the name OWNER/NAME of a Hub repository"
     )
 
 

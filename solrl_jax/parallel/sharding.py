@@ -89,7 +89,8 @@ def make_mesh(
     if needed > len(devices) or (data == -1 and needed < len(devices)):
         raise ValueError(
             f"mesh.data={data}, mesh.fsdp={fsdp}, mesh.tensor={tensor}, mesh.sequence={sequence}: "
-            f"need {needed} of the {len(devices)} device(s), all of them if data=-1"
+            f"require {needed} device(s), but {len(devices)} are available; with mesh.data=-1 the "
+            "product of the other axes must divide that number"
         )
     shape = (groups, fsdp, sequence, tensor)
     return jax.make_mesh(shape, AXES, AUTO, devices=devices[:needed])

@@ -71,7 +71,7 @@ def open_configurations(
         )
         accepted = f"configurations are carried for {', '.join(names)}"
         raise InputError(
-            f"model.path={path!r}: no such directory, not in the hub's cache; {accepted}"
+            f"model.path={path!r}: no such directory, not in the Hub's cache; {accepted}"
         )
     return open_model(str(folder), remat, mhla)
 

@@ -327,7 +327,9 @@ def open_rewards(
             continue
         if isinstance(entry, InJax):
             if options:
-                raise InputError(f"reward.options.{name}={dict(options)!r}: it takes none")
+                raise InputError(
+                    f"reward.options.{name}={dict(options)!r}: this reward has no options"
+                )
             others[name] = entry.others
             continue
         if isinstance(entry, OutsideJax):
@@ -579,7 +581,7 @@ def _check_names(
     unknown_paths = [name for name in settings.paths if name not in SOURCES]
     if unknown_paths:
         raise InputError(
-            f"reward.paths: unknown name {_quoted(unknown_paths)}; there are {', '.join(SOURCES)}"
+            f"reward.paths: unknown name {_quoted(unknown_paths)}; available: {', '.join(SOURCES)}"
         )
     others = [
         name for name in names if name not in REWARDS and not is_judge(name) and ":" not in name
@@ -590,13 +592,13 @@ def _check_names(
         if unknown:
             known = ", ".join((*REWARDS, *installed))
             raise InputError(
-                f"{_field(fields, unknown)}: unknown reward {_quoted(unknown)}; there are "
-                f"{known}, module.path:function and http://HOST:PORT/PATH"
+                f"{_field(fields, unknown)}: unknown reward {_quoted(unknown)}; "
+                f"available: {known}, module.path:function and http://HOST:PORT/PATH"
             )
     unused = [name for name in settings.options if name not in names]
     if unused:
         raise InputError(
-            f"reward.options: no reward {_quoted(unused)}; there are {', '.join(names)}"
+            f"reward.options: no reward {_quoted(unused)}; available: {', '.join(names)}"
         )
 
 
@@ -627,7 +629,7 @@ def _check_scores(
     ]
     if unknown:
         raise InputError(
-            f"{_field(fields, unknown)}: unknown score {_quoted(unknown)}; there are "
+            f"{_field(fields, unknown)}: unknown score {_quoted(unknown)}; available: "
             f"{', '.join(known)}"
         )
 
@@ -667,7 +669,7 @@ def _check_gradients(
         ]
         raise InputError(
             f"reward.weights: {name!r} {reason}, and algorithm.objective={objective} needs its "
-            f"gradient; there are {', '.join(known)}, and solrl_jax.Reward(..., "
+            f"gradient; available: {', '.join(known)}, and solrl_jax.Reward(..., "
             "differentiable=True)"
         )
 

@@ -302,12 +302,12 @@ def _licence_sentence(base: str) -> str:
     licence = find_licence(base)
     if licence is None:
         return (
-            "The licence of the base applies to these weights. It is not known to the program that "
+            "The license of the base applies to these weights. It is not known to the program that "
             "wrote this card: please add it."
         )
     name = licence.license_name or licence.license
     link = f"[{name}]({licence.license_link})" if licence.license_link else name
-    return f"The licence of the base applies to these weights: {link}."
+    return f"The license of the base applies to these weights: {link}."
 
 
 def _usage(config: Config, name: str, whole: bool) -> str:

@@ -84,7 +84,7 @@ def unavailable(what: str, error: Exception, remedy: str = "") -> InputError:
     variable = offline_variable()
     state = f" ({variable} is set)" if variable else ""
     reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    return InputError(f"{what} cannot be had from the hub{state}: {reason}{remedy}")
+    return InputError(f"{what} cannot be downloaded from the Hub{state}: {reason}{remedy}")
 
 
 def read_card(folder: Path, repo_type: Literal["model", "dataset"]) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def check_login(name: str) -> None:
     try:
         HfApi().whoami()
     except Exception as error:  # the client raises a dozen unrelated types
-        raise InputError(f"hub={name!r}: the hub refuses ({first_line(error)}){remedy}") from error
+        raise InputError(f"hub={name!r}: the Hub refuses ({first_line(error)}){remedy}") from error
 
 
 def push(folder: Path, name: str, *, private: bool, message: str) -> str:

@@ -568,7 +568,7 @@ def test_without_pytorch_or_with_an_old_one_it_says_what_to_install(tmp_path, mo
     assert (code, out) == (2, "")
     assert (
         error
-        == "solrl: convert reads pickles with PyTorch, which is not here: pip install 'solrl_jax[convert]'\n"
+        == "solrl: convert needs PyTorch, which is not installed: pip install 'solrl_jax[convert]'\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""`solrl doctor`: what this machine can do, and what a preset lacks here."""
+"""`solrl doctor`: what this machine supports, and what a preset still requires."""
 
 import dataclasses
 import json
@@ -102,7 +102,7 @@ def test_offline_a_download_is_missing(diagnosed, monkeypatch, variable):
     assert code == 1
     names = ("black-forest-labs/FLUX.1-dev", "openai/clip-vit-large-patch14")
     assert report["missing"] == [
-        f"{name}: is not in the hub's cache, and {variable} is set" for name in names
+        f"{name}: is not in the Hub's cache, and {variable} is set" for name in names
     ]
 
 

@@ -52,7 +52,7 @@ def test_only_the_download_is_missing(online, tmp_path):
     assert (process.returncode, process.stdout) == (2, "")
     (error,) = (line for line in process.stderr.splitlines() if line.startswith("solrl: "))
     assert error.startswith(f"solrl: reward 'pickscore': {PICKSCORE}: ")
-    assert "cannot be had from the hub" in error
+    assert "cannot be downloaded from the Hub" in error
     assert error.endswith(f"of https://huggingface.co/{PICKSCORE}")
     assert "Traceback" not in process.stderr
     assert not list(tmp_path.glob("empty/**/*.yaml"))

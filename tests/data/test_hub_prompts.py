@@ -99,7 +99,7 @@ def test_what_is_not_there_is_one_line_that_says_what_is(cache):
     assert "hub:OWNER/DATASET:SPLIT:COLUMN" in refused("hub:owner/set:unseen")
     assert "is no name OWNER/DATASET" in refused("hub:nothing")
     message = refused("hub:owner/absent")
-    assert "cannot be had from the hub (HF_HUB_OFFLINE is set): " in message
+    assert "cannot be downloaded from the Hub (HF_HUB_OFFLINE is set): " in message
 
 
 def test_a_set_without_its_other_files_is_refused(cache):
@@ -213,7 +213,9 @@ def test_a_set_is_downloaded_once_and_only_the_files_of_the_split(tmp_path, monk
         prompts = online(tmp_path, environment, "hub:owner/set")
         absent = online(tmp_path, environment, "hub:owner/absent")
     assert prompts == ["a cat", "a dog", "a bird"]
-    assert re.match(r"prompts.train='hub:owner/absent': cannot be had from the hub: .*404", absent)
+    assert re.match(
+        r"prompts.train='hub:owner/absent': cannot be downloaded from the Hub: .*404", absent
+    )
     snapshot = tmp_path / "hub" / "datasets--owner--set" / "snapshots" / COMMIT
     names = sorted(str(f.relative_to(snapshot)) for f in snapshot.rglob("*") if f.is_file())
     assert names == ["README.md", *(f"data/train-0000{i}-of-00002.parquet" for i in range(2))]

@@ -482,12 +482,12 @@ CASES = [
     Case(
         "layers: more prompts than there are",
         "layers tiny --sensitivity 100000",
-        "there are 26 test prompts",
+        "there are 26 held-out prompts",
     ),
     Case(
         "rank: more prompts than there are",
         "rank tiny --prompts 100000",
-        "there are 26 test prompts",
+        "there are 26 held-out prompts",
         kept=("{dir}",),
     ),
     Case(

@@ -26,7 +26,10 @@ OVERRIDES = {
     "a URL of another kind": ("reward=ftp://localhost/x", "reward"),
     "a module that does not exist": ("reward=nowhere:f", "cannot be imported"),
     "a value that is no function": ("reward=os:sep", "is no function"),
-    "an option that the reward does not have": ("reward.options={shapes: {a: 1}}", "takes none"),
+    "an option that the reward does not have": (
+        "reward.options={shapes: {a: 1}}",
+        "this reward has no options",
+    ),
     "a choice that is a path": ("explore=../../x", "unknown explore"),
     "no weights": ("reward.weights={}", "must not be empty"),
     "a version": ("version=4", "version"),

@@ -77,14 +77,14 @@ def test_an_embedded_pipeline_is_whole_and_has_its_config(index):
         ),
         (
             "nowhere",
-            "model.path='nowhere': no such directory, and not the name OWNER/NAME of a hub repository",
+            "model.path='nowhere': no such directory, and not the name OWNER/NAME of a Hub repository",
         ),
         ("./nowhere", "model.path='./nowhere': no such directory"),
         ("/no/where", "model.path='/no/where': no such directory"),
         ("no/where/else", "model.path='no/where/else': no such directory"),
         (
             "owner/model",
-            "model.path='owner/model': cannot be had from the hub (HF_HUB_OFFLINE is set): ",
+            "model.path='owner/model': cannot be downloaded from the Hub (HF_HUB_OFFLINE is set): ",
         ),
     ],
 )

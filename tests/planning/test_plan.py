@@ -474,7 +474,7 @@ def test_bad_input_is_refused_in_one_line(arguments, message, call, monkeypatch)
         ("mesh.fsdp=3", "mesh.data=-1, mesh.fsdp=3"),
         (
             "model.path=owner/name",
-            "model.path='owner/name': no such directory, not in the hub's cache",
+            "model.path='owner/name': no such directory, not in the Hub's cache",
         ),
         ("model.height=33", "size 33x32"),
         ("--hlo=/dev/null/texts", "--hlo /dev/null/texts cannot be written: "),

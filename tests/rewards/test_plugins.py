@@ -129,19 +129,19 @@ def test_a_package_names_rewards_by_entry_points_and_a_folder_by_its_modules(tmp
         ),
         (
             dict(weights={"shapes": 1.0}, eval_only=("beauty",)),
-            "reward.eval_only: unknown reward 'beauty'; there are shapes, ",
+            "reward.eval_only: unknown reward 'beauty'; available: shapes, ",
         ),
         (
             dict(weights={"shapes": 1.0}, eval_only=("geneval/loose",)),
-            "reward.eval_only: unknown score 'geneval/loose'; there are geneval",
+            "reward.eval_only: unknown score 'geneval/loose'; available: geneval",
         ),
         (
             dict(weights={"shapes": 1.0}, options={"ocr": {}}),
-            "reward.options: no reward 'ocr'; there are shapes",
+            "reward.options: no reward 'ocr'; available: shapes",
         ),
         (
             dict(weights={"shapes": 1.0}, options={"shapes": {"a": 1}}),
-            "reward.options.shapes={'a': 1}: it takes none",
+            "reward.options.shapes={'a': 1}: this reward has no options",
         ),
         (
             dict(

@@ -247,7 +247,7 @@ def test_what_the_hub_does_not_give_is_one_message(files, tmp_path):
     said = refusal("pickscore", {})
     assert (
         "reward 'pickscore': yuvalkirstain/PickScore_v1: config.json, model.safetensors cannot be "
-        "had from the hub" in said
+        "downloaded from the Hub" in said
     )
     assert "reward.paths.pickscore=DIRECTORY" in said
     assert "pickscore/tokenizer" in refusal("pickscore", {"pickscore": files[0]["pickscore"]})
@@ -290,8 +290,8 @@ def test_tensors_that_do_not_fit_are_all_listed(name, files, tmp_path):
 
 def test_unknown_names_of_paths_are_refused():
     with pytest.raises(
-        InputError, match=r"reward.paths: unknown name 'hps'; there are clipscore, pickscore, "
+        InputError, match=r"reward.paths: unknown name 'hps'; available: clipscore, pickscore, "
     ):
         open_reward({"shapes": 1.0}, {"hps": "x"})
-    with pytest.raises(InputError, match=r"unknown score 'hpsv2/strict'; there are hpsv2"):
+    with pytest.raises(InputError, match=r"unknown score 'hpsv2/strict'; available: hpsv2"):
         open_reward({"hpsv2/strict": 1.0}, {})

@@ -149,11 +149,11 @@ def test_a_picture_scores_the_same_whatever_its_batch_mates(pictures):
 def test_unknown_rewards_and_unreadable_prompts_are_named():
     with pytest.raises(
         InputError,
-        match=r"unknown reward 'beauty', 'truth'; there are shapes, tiny-clip, pickscore, ",
+        match=r"unknown reward 'beauty', 'truth'; available: shapes, tiny-clip, pickscore, ",
     ):
         make_reward({"truth": 1.0, "beauty": 1.0})
     with pytest.raises(
-        InputError, match=r"unknown score 'shapes/lenient'; there are shapes, shapes/strict"
+        InputError, match=r"unknown score 'shapes/lenient'; available: shapes, shapes/strict"
     ):
         make_reward({"shapes": 1.0, "shapes/lenient": 1.0})
     with pytest.raises(InputError, match=r"reward 'shapes': .*a red dog"):

@@ -530,7 +530,9 @@ def test_rewards_without_a_gradient_are_refused_by_name_before_anything_is_loade
     config = small_config(
         "unused", "objective=opsd", f"reward.weights={weights}", "model.path=no/such/folder"
     )
-    message = f"^reward.weights: {reason}.* algorithm.objective=opsd needs its gradient; there are "
+    message = (
+        f"^reward.weights: {reason}.* algorithm.objective=opsd needs its gradient; available: "
+    )
     with pytest.raises(InputError, match=message):
         experiments.build(config)
 

@@ -107,7 +107,7 @@ def test_a_run_is_uploaded_and_a_refusal_is_one_line(run, tmp_path):
     with serve(repositories) as (_, environment):
         code, _, err = upload(run, environment, "hf_wrong", "--out", str(tmp_path / "refused"))
         assert code == 2
-        assert err.startswith("solrl: --hub='owner/lora': the hub refuses (")
+        assert err.startswith("solrl: --hub='owner/lora': the Hub refuses (")
         assert "hf auth login" in err
         assert not (tmp_path / "refused").exists()
         code, out, err = upload(run, environment, "hf_right", "--out", str(tmp_path / "sent"))
