@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,13 @@ from solrl_jax.parallel.sums import Sum, add, add_each, join, zero
 from solrl_jax.quant.mesh_axes import SEQUENCE
 from solrl_jax.rl.objective import Objective, Step, TrainingTarget, Velocities, load_objective
 from solrl_jax.rl.state import TrainState, make_optimizer
-from solrl_jax.rl.trainable.trainable import Trainable, attach, within_bounds
+from solrl_jax.rl.trainable.trainable import (
+    Adapter,
+    Trainable,
+    attach,
+    split_adapters,
+    within_bounds,
+)
 
 # After optimizer step t, the decay of the EMA is at most (1 + t) / (EMA_WARMUP + t).
 EMA_WARMUP = 10
@@ -156,20 +162,18 @@ def update(
         ValueError: While tracing, if the network does not support the size of the latents.
         TypeError: While tracing, if the terms do not divide among the optimizer steps.
     """
-    num_samples = len(batch.weight)
-    slots = config.num_train_sigmas
-    chosen = permutations(batch.seeds, "sigmas", schedule.steps)
-    if batch.targets is not None:
-        algorithm = config.algorithm
-        first, count = schedule.locate_query_steps(algorithm.last_steps, algorithm.query_sigma)
-        chosen = draw_steps(batch.seeds, first, count)[:, None]
-    elif batch.states is not None:  # only steps that add noise are recorded, so they come first
-        deterministic = jnp.asarray(schedule.noise_std)[chosen] == 0
-        chosen = jnp.take_along_axis(chosen, jnp.argsort(deterministic, axis=1), axis=1)
-    chosen = chosen[:, :slots]
-    objective = objective or load_objective(config.algorithm.objective)
-    problem = _Problem(backbone, config, base, state.old, batch, schedule, objective, chosen)
-    terms = jnp.arange(num_samples * slots).reshape(config.optimizer.steps_per_iteration, -1)
+    problem = _Problem(
+        backbone=backbone,
+        config=config,
+        base=base,
+        old=state.old,
+        batch=batch,
+        schedule=schedule,
+        objective=objective or load_objective(config.algorithm.objective),
+        chosen=_choose_steps(batch, schedule, config),
+    )
+    num_terms = len(batch.weight) * config.num_train_sigmas
+    terms = jnp.arange(num_terms).reshape(config.optimizer.steps_per_iteration, -1)
     state, metrics = jax.lax.scan(partial(_optimizer_step, problem), state, terms)
     metrics = {
         name: values.sum() if name == "skipped_micro_batches" else values.mean()
@@ -182,6 +186,32 @@ def update(
         state, sharding.parameter_sharding(backbone.mesh, state)
     )
     return state, metrics | {"old_decay": decay}
+
+
+def _choose_steps(batch: PolicyBatch, schedule: Schedule, config: Config) -> Int[Array, "b slots"]:
+    """Draws the steps of the schedule at which each sample is trained, from its seed.
+
+    Args:
+        batch: The kept samples. With `batch.targets`, each sample is trained at the one step that
+            the gradient of the reward was taken at. Otherwise different steps are drawn: with
+            `batch.states` only steps that add noise, without it any steps.
+        schedule: The schedule that the samples were generated on.
+        config: `num_train_sigmas` is the number of steps per sample, which is 1 with
+            `batch.targets`; `algorithm.last_steps` and `algorithm.query_sigma` say where gradients
+            of the reward are taken.
+
+    Returns:
+        The indices of the steps of each sample, int32, one column per slot.
+    """
+    if batch.targets is not None:
+        algorithm = config.algorithm
+        first, count = schedule.locate_query_steps(algorithm.last_steps, algorithm.query_sigma)
+        return draw_steps(batch.seeds, first, count)[:, None]
+    chosen = permutations(batch.seeds, "sigmas", schedule.steps)
+    if batch.states is not None:  # only steps that add noise are recorded, so they come first
+        deterministic = jnp.asarray(schedule.noise_std)[chosen] == 0
+        chosen = jnp.take_along_axis(chosen, jnp.argsort(deterministic, axis=1), axis=1)
+    return chosen[:, : config.num_train_sigmas]
 
 
 def old_decay(step: Int[Array, ""], decay_type: int) -> Float[Array, ""]:
@@ -268,7 +298,7 @@ def _optimizer_step(
 
 def _accumulate(
     loss: Callable[..., tuple[Array, Metrics]],
-    adapters: Trainable,
+    trainable: Trainable,
     terms: Int[Array, " terms"],
     micro: int,
     mesh: Mesh,
@@ -281,32 +311,33 @@ def _accumulate(
     depend on the order of their terms (`parallel.sums`), so the gradient does not depend on the
     mesh; but along `sequence`, the gradient of a micro-batch is a plain sum over tokens.
 
+    The gradients of adapters are summed within each group, and only the sums are communicated. Sums
+    of whole arrays would take several times the memory of the network on each device, so they are
+    divided over all devices, which receive their shares of each micro-batch.
+
     Args:
         loss: (trainable, terms, valid) -> (loss, metrics) of one micro-batch, as sums over its
             terms. `valid` is 0 for terms that pad the last micro-batches, else 1.
-        adapters: The trained parameters, by which the loss is differentiated.
+        trainable: The trained parameters by path, by which the loss is differentiated.
         terms: The numbers of all terms of the optimizer step, which `loss` gets in parts.
         micro: The number of terms of one micro-batch.
         mesh: The mesh of the run, which must be the ambient one.
 
     Returns:
-        The gradient, in the structure and the shapes of `adapters`, and sums over all
+        The gradient, in the structure and the shapes of `trainable`, and sums over all
         micro-batches: the metrics of `loss`, its value as "loss", and the number of micro-batches
         whose loss or gradient is not finite as "skipped_micro_batches". These add nothing to the
         other sums. The gradient of adapters is on every device; that of arrays that are trained in
         full is sharded as they are.
     """
-    # The gradients of adapters are summed within each group, and only the sums are communicated.
-    # Sums of whole arrays would take several times the memory of the network on each device, so
-    # they are divided over all devices, which receive their shares of each micro-batch.
-    whole = {path: value for path, value in adapters.items() if not isinstance(value, dict)}
+    adapters, arrays = split_adapters(trainable)
     groups = sharding.row_groups(mesh)
 
     def split(x):
         return jnp.pad(x, (0, -len(terms) % (groups * micro))).reshape(-1, groups, micro)
 
     def micro_batch(terms: Int[Array, " micro"], valid: Float[Array, " micro"]):
-        (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(adapters, terms, valid)
+        (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(trainable, terms, valid)
         finite = jnp.isfinite(value) & jnp.isfinite(optax.tree.norm(gradient))
 
         def keep(tree):
@@ -322,48 +353,90 @@ def _accumulate(
     axes = sharding.AXES[:2] if mesh.shape[SEQUENCE] == 1 else None
     on_groups = jax.vmap(micro_batch, spmd_axis_name=axes)
 
-    def one(sums: tuple[Sum, Sum], inputs):
+    def accumulate(sums: tuple[Sum, Sum], inputs):
+        adapter_sum, array_sum = sums
         gradients, metrics = on_groups(*map(sharding.split_rows, inputs))
-        shares = {path: _divide_over_groups(gradients.pop(path)) for path in whole}
-        return (
-            sharding.split_rows(add(sums[0], gradients)),
-            add_each(sums[1], shares, groups),
-        ), metrics
+        adapter_gradients, array_gradients = split_adapters(gradients)
+        adapter_sum = sharding.split_rows(add(adapter_sum, adapter_gradients))
+        array_sum = add_each(array_sum, _divide_over_groups(array_gradients), groups)
+        return (adapter_sum, array_sum), metrics
 
-    zeros = jax.tree.map(lambda x: jnp.zeros((groups, *x.shape), x.dtype), adapters)
-    zero_shares = {path: _divide_over_groups(zeros.pop(path))[0] for path in whole}
-    start = (sharding.split_rows(zero(zeros)), zero(zero_shares))
-    (sums, shares), metrics = jax.lax.scan(one, start, (split(terms), split(jnp.ones(len(terms)))))
-    # Each device joins the sums of all groups for its share of the numbers, and then receives the
-    # other shares.
-    rounded = jax.tree.map(_divide_over_groups, sums.rounded)
-    lost = jax.tree.map(_divide_over_groups, sums.lost)
-    joined = join(Sum(rounded, lost)).value | shares.value
-    gradient = jax.tree.map(
-        lambda x, like: sharding.replicate(x)[: like.size].reshape(like.shape), joined, adapters
-    )
-    placed = jax.lax.with_sharding_constraint(
-        {p: gradient[p] for p in whole}, sharding.parameter_sharding(mesh, whole)
-    )
-    return gradient | placed, {name: x.sum() for name, x in metrics.items()}
+    def one_per_group(tree):
+        return jax.tree.map(lambda x: jnp.zeros((groups, *x.shape), x.dtype), tree)
+
+    array_shares = jax.tree.map(lambda x: x[0], _divide_over_groups(one_per_group(arrays)))
+    empty = (sharding.split_rows(zero(one_per_group(adapters))), zero(array_shares))
+    inputs = (split(terms), split(jnp.ones(len(terms))))
+    (adapter_sum, array_sum), metrics = jax.lax.scan(accumulate, empty, inputs)
+    gradient = _join_adapter_sum(adapter_sum, adapters) | _join_array_sum(array_sum, arrays, mesh)
+    return gradient, {name: x.sum() for name, x in metrics.items()}
 
 
-def _divide_over_groups(x: Float[Array, " groups *shape"]) -> Float[Array, " groups padded_size"]:
-    """Flattens each row of `x` and reshards it, from one row per group of devices to a share of the
-    columns of all rows per group.
+def _join_adapter_sum(total: Sum, adapters: dict[str, Adapter]) -> dict[str, Adapter]:
+    """Adds the sums that the groups of devices have made of the gradients of adapters.
+
+    Each device joins the sums of all groups for its share of the numbers, and then receives the
+    other shares.
 
     Args:
-        x: One row per group of devices that share samples (the axes `data` and `fsdp` of the
-            ambient mesh).
+        total: The sums by path, whose arrays have one row per group of devices.
+        adapters: The adapters by path, which give the shapes of the gradients.
 
     Returns:
-        The flat rows, padded with zeros to a multiple of the number of groups. Every device has all
-        rows, and the columns are divided over the groups.
+        The gradients of the adapters by path, on every device.
     """
-    flat = x.reshape(len(x), -1)
-    # The constraint on the first axis keeps the partitioner from splitting other axes of `x`.
-    flat = sharding.split_rows(jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % len(x)))))
-    return jax.lax.with_sharding_constraint(flat, PartitionSpec(None, sharding.AXES[:2]))
+    shares = Sum(_divide_over_groups(total.rounded), _divide_over_groups(total.lost))
+    return jax.tree.map(_gather, join(shares).value, adapters)
+
+
+def _join_array_sum(total: Sum, arrays: dict[str, Array], mesh: Mesh) -> dict[str, Array]:
+    """Gathers the sums of the gradients of arrays that are trained in full.
+
+    Args:
+        total: The sums by path, flat arrays that are divided over all devices.
+        arrays: The trained arrays by path, which give the shapes of the gradients.
+        mesh: The mesh of the run.
+
+    Returns:
+        The gradients of the arrays by path, sharded as the arrays are.
+    """
+    gradients = jax.tree.map(_gather, total.value, arrays)
+    return jax.lax.with_sharding_constraint(gradients, sharding.parameter_sharding(mesh, arrays))
+
+
+def _gather(x: Float[Array, " padded_size"], like: Array) -> Array:
+    """Gathers a flat array that is divided over the devices, on every device.
+
+    Args:
+        x: The numbers of the result, and zeros that pad them.
+        like: An array of the shape of the result.
+
+    Returns:
+        The numbers in that shape.
+    """
+    return sharding.replicate(x)[: like.size].reshape(like.shape)
+
+
+def _divide_over_groups(tree: Any) -> Any:
+    """Flattens each row of arrays and reshards them, from one row per group of devices to a share
+    of the columns of all rows per group.
+
+    Args:
+        tree: A tree of float arrays with one row per group of devices that share samples (the axes
+            `data` and `fsdp` of the ambient mesh).
+
+    Returns:
+        The tree with the flat rows, padded with zeros to a multiple of the number of groups. Every
+        device has all rows, and the columns are divided over the groups.
+    """
+
+    def divide(x: Float[Array, " groups *shape"]) -> Float[Array, " groups padded_size"]:
+        flat = x.reshape(len(x), -1)
+        # The constraint on the first axis keeps the partitioner from splitting other axes of `x`.
+        flat = sharding.split_rows(jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % len(x)))))
+        return jax.lax.with_sharding_constraint(flat, PartitionSpec(None, sharding.AXES[:2]))
+
+    return jax.tree.map(divide, tree)
 
 
 def _micro_batch_loss(
@@ -408,9 +481,9 @@ def _micro_batch_loss(
     scale = config.lora.alpha / config.lora.rank
     guidance = jnp.asarray(problem.schedule.embedded_guidance)
 
-    def velocity(params, some: Int[Array, " n"] | slice = slice(None)):
-        of_some = jax.tree.map(lambda c: c[some], conditioning)
-        v = problem.backbone.velocity(params, target.x[some], of_some, time[some], guidance)
+    def velocity(params, subset: Int[Array, " n"] | slice = slice(None)):
+        cond = jax.tree.map(lambda c: c[subset], conditioning)
+        v = problem.backbone.velocity(params, target.x[subset], cond, time[subset], guidance)
         return v.astype(jnp.float32)
 
     trained = velocity(attach(problem.base, adapters, scale))
@@ -418,9 +491,9 @@ def _micro_batch_loss(
     if config.algorithm.kl_fraction == 1:
         velocities = Velocities(trained, old, velocity(problem.base))
     else:
-        some = reference_terms(batch.seeds[row], slot, config.algorithm.kl_fraction)
-        reference = jax.lax.stop_gradient(trained).at[some].set(velocity(problem.base, some))
-        reference_weight = jnp.zeros(len(terms)).at[some].set(len(terms) / len(some))
+        subset = reference_terms(batch.seeds[row], slot, config.algorithm.kl_fraction)
+        reference = jax.lax.stop_gradient(trained).at[subset].set(velocity(problem.base, subset))
+        reference_weight = jnp.zeros(len(terms)).at[subset].set(len(terms) / len(subset))
         velocities = Velocities(trained, old, reference, reference_weight)
     losses, metrics = problem.objective(velocities, target, config.algorithm)
 

@@ -32,7 +32,7 @@ from solrl_jax.models.loading.tensor_files import STORED_DTYPES, read_header
 from solrl_jax.rl.trainable import lora_settings
 from solrl_jax.rl.trainable.lora_layouts import FileLayer, ParsedKeys, parse_keys
 from solrl_jax.rl.trainable.lora_settings import PEFT_CONFIG, PEFT_FILE, LoraSettings, Table
-from solrl_jax.rl.trainable.trainable import Adapter, Trainable
+from solrl_jax.rl.trainable.trainable import Adapter, Trainable, split_adapters
 from solrl_jax.storage import files
 
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"  # the default name in diffusers
@@ -407,13 +407,13 @@ def _lora_adapters(adapters: Trainable) -> dict[str, Adapter]:
         InputError: If some parameters are trained in full. The message has their number and the
             first path.
     """
-    whole = [path for path, trained in adapters.items() if not isinstance(trained, dict)]
-    if whole:
+    lora, arrays = split_adapters(adapters)
+    if arrays:
         raise InputError(
-            f"a LoRA cannot hold parameters that are trained in full; {len(whole)} are, first "
-            f"{whole[0]}"
+            f"a LoRA cannot hold parameters that are trained in full; {len(arrays)} are, first "
+            f"{next(iter(arrays))}"
         )
-    return {path: value for path, value in adapters.items() if isinstance(value, dict)}
+    return lora
 
 
 def _to_modules(

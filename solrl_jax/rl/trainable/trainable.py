@@ -149,6 +149,21 @@ def init_adapters(
     return {path: one(i, path) for i, path in enumerate(targets)}
 
 
+def split_adapters(trainable: Trainable) -> tuple[dict[str, Adapter], dict[str, Array]]:
+    """Separates the LoRA adapters from the arrays that are trained in full.
+
+    Args:
+        trainable: The trainable parameters by path, or a tree of their structure, such as their
+            gradients.
+
+    Returns:
+        The adapters by path, and the whole arrays by path. Either may be empty.
+    """
+    adapters = {path: value for path, value in trainable.items() if isinstance(value, dict)}
+    arrays = {path: value for path, value in trainable.items() if not isinstance(value, dict)}
+    return adapters, arrays
+
+
 def attach(
     base: Params,
     adapters: Trainable,

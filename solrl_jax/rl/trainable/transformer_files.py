@@ -23,7 +23,7 @@ from solrl_jax.models.backbone import Backbone
 from solrl_jax.models.loading.weights import to_torch_order
 from solrl_jax.rl.trainable.lora_files import DIFFUSERS_FILE, export_diffusers
 from solrl_jax.rl.trainable.lora_settings import LoraSettings
-from solrl_jax.rl.trainable.trainable import Trainable, flatten
+from solrl_jax.rl.trainable.trainable import Trainable, flatten, split_adapters
 from solrl_jax.storage import files
 
 NAME = "diffusion_pytorch_model"
@@ -98,10 +98,8 @@ def export_transformer(
     folder = folder.absolute()
     table = backbone.parameter_table()
     check_directory(folder)
-    adapters = {path: value for path, value in trained.items() if isinstance(value, dict)}
-    params = flatten(backbone.transformer) | {
-        path: value for path, value in trained.items() if path not in adapters
-    }
+    adapters, arrays = split_adapters(trained)
+    params = flatten(backbone.transformer) | arrays
     where = {name: (e, i) for e in table for i, name in enumerate(e.names)}
 
     def read(name: str) -> np.ndarray:
