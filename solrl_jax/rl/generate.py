@@ -175,6 +175,29 @@ class Samples:
         )
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Chunk:
+    """One chunk of samples: arrays on the devices, or NumPy arrays once it was fetched.
+
+    Attributes:
+        latents: The clean latents, float32. The last rows may be padding, also in other arrays.
+        states: The recorded states, as `Samples.states`. None if no step is recorded.
+        intermediate: The latents after the first segment. None if they are not kept.
+        images: The images or clips. None if they were not decoded, or are not read any more.
+        host_inputs: The inputs of the rewards outside JAX (`SampleScoring.select`). None if there
+            are no such rewards, or once they have the inputs.
+        scores: The scores that are computed one chunk at a time inside JAX, by name.
+    """
+
+    latents: Float[Any, "b ... c"]
+    states: Float[Any, "b states ... c"] | None
+    intermediate: Float[Any, "b ... c"] | None
+    images: Float[Any, "b ... 3"] | None
+    host_inputs: list[Float[Array, "_ ... 3"]] | None
+    scores: dict[str, Float[Any, " b"]]
+
+
 def prepare(
     backbone: Backbone,
     reward: Reward | None,
@@ -265,7 +288,7 @@ def generate(
     segments = _place_schedules(sampler.segments, backbone.mesh)
     prepared = hosts.put(prompt_batch.prepared, sharding.replicated(scoring_mesh))
     host = None if reward is None else reward.host
-    chunks: list[dict[str, Any]] = []
+    chunks: list[_Chunk] = []
     with contextlib.ExitStack() as stack:
         scoring = None
         if reward is not None and host is not None:
@@ -278,32 +301,19 @@ def generate(
         groups = None
         if reward is not None and reward.group is not None:
             groups = GroupScoring(reward.group, prepared, seed_batch.prompt.tolist(), scoring_mesh)
-        keep_on_device = keep_images or groups is not None
         for start in range(0, len(seed_batch), samples_per_chunk):
             stop = min(start + samples_per_chunk, len(seed_batch))
             parts = _sample_parts(
                 backbone, sampler, segments, prompt_batch.conditions, seed_batch, start, stop
             )
+            index = place_samples(seed_batch.prompt[start:stop], samples_per_chunk, scoring_mesh)
             with jax.set_mesh(scoring_mesh):
-                latents, states, intermediate = _join_parts(parts, scoring_mesh)
-                chunk: dict[str, Any] = {"latents": latents}
-                if states is not None:
-                    chunk["states"] = states
-                if intermediate is not None:
-                    chunk["intermediate"] = intermediate
-                if keep_images or (reward is not None and reward.needs_images):
-                    chunk["images"] = decode_chunk(sampler.decoder, latents)
-                if scoring is not None:
-                    chunk["scored"] = scoring.select(chunk["images"])
-                if reward is not None and reward.score is not None:
-                    index = place_samples(
-                        seed_batch.prompt[start:stop], samples_per_chunk, scoring_mesh
+                sampled = _join_parts(parts, scoring_mesh)
+                chunks.append(
+                    _score_chunk(
+                        sampled, sampler.decoder, reward, prepared, index, scoring, keep_images
                     )
-                    inputs = reward.select_inputs(chunk.get("images"), latents)
-                    chunk |= score_images(reward, reward.params, inputs, prepared, index)
-            if not keep_on_device:
-                chunk.pop("images", None)
-            chunks.append(chunk)
+                )
             # Only now fetch the chunk before: one chunk runs ahead on the devices, and no more,
             # because what is queued holds memory.
             if len(chunks) > 1:
@@ -311,12 +321,8 @@ def generate(
             progress(stop - start)
         chunks[-1] = _fetch_chunk(chunks[-1], scoring, groups, keep_images)
         scores, failed, usage = ({}, {}, {}) if scoring is None else scoring.finish()
-
-    def join(name: str) -> np.ndarray:
-        return np.concatenate([chunk[name] for chunk in chunks])[: len(seed_batch)]
-
-    others = ("latents", "images", "states", "intermediate")
-    scores |= {name: join(name) for name in chunks[0] if name not in others}
+    joined = _join_chunks(chunks, len(seed_batch))
+    scores |= joined.scores
     if groups is not None:
         group_scores = groups.finish()
         total = group_scores.pop("reward", None)
@@ -324,11 +330,11 @@ def generate(
             group_scores["reward"] = total + scores.get("reward", np.float32(0))
         scores |= group_scores
     return Samples(
-        latents=join("latents"),
+        latents=joined.latents,
         scores=scores if host is None else add_total(host.weights, scores),
-        images=join("images") if keep_images else None,
-        states=join("states") if "states" in chunks[0] else None,
-        intermediate=join("intermediate") if sampler.keep_intermediate else None,
+        images=joined.images,
+        states=joined.states,
+        intermediate=joined.intermediate,
         failed=failed,
         usage=usage,
     )
@@ -451,47 +457,95 @@ def _join_parts(parts: list[Any], scoring_mesh: jax.sharding.Mesh) -> Any:
     return jax.device_put(joined, sharding.rows(scoring_mesh))
 
 
+def _score_chunk(
+    sampled: SampledChunk,
+    decoder: Decoder,
+    reward: Reward | None,
+    prepared: Any,
+    index: Int[Array, " b"],
+    scoring: SampleScoring | None,
+    keep_images: bool,
+) -> _Chunk:
+    """Decodes a chunk of latents and scores it inside JAX, on the ambient mesh. Does not wait for
+    the devices.
+
+    Args:
+        sampled: The latents, the recorded states and the intermediate latents of the chunk.
+        decoder: Decodes the latents, if images are kept or the reward needs them.
+        reward: The reward. Scores of its `host` and `group` are not computed here. None: nothing is
+            scored.
+        prepared: The result of `reward.prepare`, on every device.
+        index: The row of `prepared` of each sample.
+        scoring: Selects the inputs of rewards outside JAX. None: there are none.
+        keep_images: Whether images are decoded even if the reward does not need them.
+
+    Returns:
+        The arrays of the chunk on the devices. It has its images only if they are kept, or may be
+        needed by rewards that compare candidates, so that others do not take memory.
+    """
+    latents, states, intermediate = sampled
+    images = None
+    if keep_images or (reward is not None and reward.needs_images):
+        images = decode_chunk(decoder, latents)
+    host_inputs = None
+    if scoring is not None:
+        assert images is not None  # rewards outside JAX need images
+        host_inputs = scoring.select(images)
+    scores: dict[str, Array] = {}
+    if reward is not None and reward.score is not None:
+        inputs = reward.select_inputs(images, latents)
+        scores = score_images(reward, reward.params, inputs, prepared, index)
+    if not keep_images and (reward is None or reward.group is None):
+        images = None
+    return _Chunk(latents, states, intermediate, images, host_inputs, scores)
+
+
 def _fetch_chunk(
-    chunk: dict[str, Any],
+    chunk: _Chunk,
     scoring: SampleScoring | None,
     groups: GroupScoring | None,
     keep_images: bool,
-) -> dict[str, Any]:
+) -> _Chunk:
     """Copies the arrays of a chunk to the host. Also hands its images to the rewards outside JAX,
     and its images and latents to rewards that compare the candidates of a prompt.
 
     Waits until the devices have computed the chunk. Every process of a run must call it.
 
     Args:
-        chunk: The arrays of the chunk on the devices: "latents", "states" if steps are recorded,
-            "intermediate" if the latents after the first segment are kept, "images" if they were
-            decoded, "scored", the list of images or clips for rewards outside JAX, if there are
-            such rewards, and one array of scores by the name of each score. "scored" is removed
-            from this dict, and so is "images" if the host does not need them.
-        scoring: Collects samples for the rewards outside JAX; the chunk must then have "scored".
-            None: there are none.
+        chunk: The chunk on the devices.
+        scoring: Collects samples for the rewards outside JAX; the chunk must then have
+            `host_inputs`. None: there are none.
         groups: Collects samples for rewards inside JAX that compare candidates. None: there are
             none.
-        keep_images: Whether the result has the images too.
+        keep_images: Whether the result has the images of the chunk, if it has any.
 
     Returns:
-        NumPy arrays by the names in `chunk`, with "images" only if `keep_images`. Rows of padding
-        are included.
+        The chunk with NumPy arrays and without `host_inputs`. Rows of padding are included.
 
     Raises:
         RewardError: If an earlier call of a reward outside JAX has failed and `reward.on_failure`
             is "stop". With several processes, `scoring.finish` raises it instead.
     """
     if scoring is not None:
-        scoring.add(chunk.pop("scored"))
-    if not keep_images and groups is None:
-        chunk.pop("images", None)
-    fetched = hosts.fetch(chunk)
+        assert chunk.host_inputs is not None
+        scoring.add(chunk.host_inputs)
+    fetched = hosts.fetch(dataclasses.replace(chunk, host_inputs=None))
     if groups is not None:
-        groups.add(fetched.get("images"), fetched["latents"])
-    if not keep_images:
-        fetched.pop("images", None)
-    return fetched
+        groups.add(fetched.images, fetched.latents)
+    return fetched if keep_images else dataclasses.replace(fetched, images=None)
+
+
+def _join_chunks(chunks: list[_Chunk], count: int) -> _Chunk:
+    """Concatenates chunks on the host and drops the padding.
+
+    Args:
+        chunks: The chunks, at least one, with NumPy arrays.
+        count: The number of samples. Rows beyond it are padding of the last chunk.
+
+    Returns:
+        One chunk of `count` samples.
+    """
+    return jax.tree.map(lambda *arrays: np.concatenate(arrays)[:count], *chunks)
 
 
 @partial(sharding.jit, static_argnums=1)

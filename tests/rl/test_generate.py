@@ -218,6 +218,14 @@ def test_rewards_on_latents_and_on_pictures_add_up(backbone):
     np.testing.assert_allclose(both.scores["largest"], alone["largest"], atol=TOLERANCE)
 
 
+def test_a_reward_may_have_the_name_of_an_array_of_the_samples(backbone):
+    parts = {"images": toy_reward(), "latents": largest_latent()}
+    mixed = run(backbone, 5, reward=mixture({"images": 1.0, "latents": 0.5}, parts, None))
+    alone = run(backbone, 5, reward=parts["latents"])
+    np.testing.assert_array_equal(mixed.latents, alone.latents)
+    np.testing.assert_allclose(mixed.scores["latents"], alone.reward, atol=TOLERANCE)
+
+
 def test_the_next_chunk_is_dispatched_before_the_last_one_is_waited_for(backbone, monkeypatch):
     """So a device never waits for the host: it has the next chunk's steps while scores of the one
     before are fetched.
