@@ -29,7 +29,7 @@ from solrl_jax.rl.iteration import Progress, no_progress
 from solrl_jax.rl.memory_check import device_memory
 from solrl_jax.rl.trainable import lora_files, transformer_files
 from solrl_jax.rl.trainable.lora_settings import LoraSettings
-from solrl_jax.rl.trainable.trainable import Trainable, find_targets
+from solrl_jax.rl.trainable.trainable import Trainable, find_trained_paths
 from solrl_jax.runs import trainer
 from solrl_jax.runs.directory import (
     configuration,
@@ -560,7 +560,7 @@ def export(
     with files.atomic_directory(folder) as filled:
         pipeline = open_model(config.model.path, mhla=mhla_override(config.model))
         with in_one_line():
-            whole = find_targets(pipeline.transformer, config).whole
+            whole = find_trained_paths(pipeline.transformer, config).whole
         target = filled / ("transformer" if whole else lora_files.DIFFUSERS_FILE)
         summary = _export_files(
             directory, target, form=form, dtype=dtype, fold_alpha=fold_alpha, checkpoint=checkpoint,
@@ -616,7 +616,7 @@ def _export_files(
         raise InputError("fold_alpha=True: PEFT always reads alpha; leave it out")
     pipeline = open_model(config.model.path, mhla=mhla_override(config.model))
     with in_one_line():
-        whole = find_targets(pipeline.transformer, config).whole
+        whole = find_trained_paths(pipeline.transformer, config).whole
     if whole and (form == "peft" or fold_alpha):
         argument = "form=peft" if form == "peft" else "fold_alpha=True"
         raise InputError(

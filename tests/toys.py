@@ -29,7 +29,7 @@ from solrl_jax.rewards.protocol import Reward
 from solrl_jax.rl import experiment as experiments
 from solrl_jax.rl.experiment import Experiment, local_device
 from solrl_jax.rl.sampler import Sampler, Segment
-from solrl_jax.rl.trainable.trainable import Targets
+from solrl_jax.rl.trainable.trainable import TrainedPaths
 from tests.small import small_config
 
 # of a latent; between the linears
@@ -215,7 +215,7 @@ def toy_experiment(*overrides: str, mesh: tuple[int, ...] = (1, 1)) -> Experimen
         backbone,
         reward,
         reward,
-        Targets(KERNELS),
+        TrainedPaths(KERNELS),
         KERNELS,
         local_device(),
         train,
@@ -233,7 +233,7 @@ def toy_model() -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(experiments, "open_for_training", lambda *_: ToyPipeline())
-        patch.setattr(experiments, "select_parameters", lambda *_: (Targets(KERNELS), KERNELS))
+        patch.setattr(experiments, "select_parameters", lambda *_: (TrainedPaths(KERNELS), KERNELS))
         patch.setattr(
             experiments,
             "load_backbone",

@@ -351,8 +351,8 @@ def sizes(config: Config) -> dict[str, int]:
             f"transformer and has {memory / 1e9:.3g} GB; expected more devices and mesh.fsdp, or a "
             "smaller model"
         )
-    targets, _ = select_parameters(config, pipeline, local_device())
-    refuse_what_cannot_fit(config, pipeline, targets, sharding.row_groups(mesh))
+    trained_paths, _ = select_parameters(config, pipeline, local_device())
+    refuse_what_cannot_fit(config, pipeline, trained_paths, sharding.row_groups(mesh))
     return part_sizes
 
 

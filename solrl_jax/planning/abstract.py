@@ -104,7 +104,7 @@ def experiment(config: Config, pipeline: Pipeline, device: DeviceInfo, mesh: Mes
     model = config.model
     dtype = DTYPES[config.rollout.precision]
     rows = sharding.rows_only(mesh)
-    targets, quantized = select_parameters(config, pipeline, device)
+    trained_paths, quantized = select_parameters(config, pipeline, device)
     check_tile(model.vae_tile_size, pipeline)
     encoders = TextEncoders(pipeline, rows, dtype, cache=None)
     instruction = read_instruction(config)
@@ -128,7 +128,7 @@ def experiment(config: Config, pipeline: Pipeline, device: DeviceInfo, mesh: Mes
         backbone,
         scorer,
         scorer,
-        targets,
+        trained_paths,
         quantized,
         device,
         prompts,

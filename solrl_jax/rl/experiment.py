@@ -34,10 +34,10 @@ from solrl_jax.rl.explore.quantized_layers import quantized_paths
 from solrl_jax.rl.generate import PromptBatch, SeedBatch, prepare
 from solrl_jax.rl.gradient_checkpointing import open_for_training
 from solrl_jax.rl.memory_check import device_memory, refuse_what_cannot_fit
-from solrl_jax.rl.objective import load_objective, targets_of
+from solrl_jax.rl.objective import load_objective, make_targets_of
 from solrl_jax.rl.sampler import Sampler, Segment, make_schedule
 from solrl_jax.rl.state import TrainState, abstract_state, init_state, read_start
-from solrl_jax.rl.trainable.trainable import Targets, Trainable, attach, find_targets
+from solrl_jax.rl.trainable.trainable import Trainable, TrainedPaths, attach, find_trained_paths
 
 # Training prompts that the options of exploration measure on, with one sample each.
 CALIBRATION_PROMPTS = 16
@@ -55,7 +55,7 @@ class Experiment:
         reward: The weighted sum of the scores in `reward.weights`, which is trained on.
         evaluation_reward: `reward` with the scores of `reward.eval_only` beside it. These are
             reported, and are no part of the sum.
-        targets: The paths of the parameters that are trained, such as
+        trained_paths: The paths of the parameters that are trained, such as
             `transformer_blocks/attn2/to_k/kernel` (one parameter holds all layers of a stack).
             Those in `adapted` have LoRA adapters, those in `whole` are trained in full.
         quantized: The paths of the kernels of the linear layers that exploration may quantize,
@@ -74,7 +74,7 @@ class Experiment:
     backbone: Backbone
     reward: Reward
     evaluation_reward: Reward
-    targets: Targets
+    trained_paths: TrainedPaths
     quantized: tuple[str, ...]
     device: DeviceInfo
     train_prompts: list[Prompt]
@@ -402,9 +402,9 @@ def build(config: Config, *, force: bool = False) -> Experiment:
     check_prompts(rewards.evaluated, test_prompts, "prompts.test")
     _check_scoring(rewards.evaluated, test_prompts[:1], pipeline, evaluation_size(config))
     _check_guidance(config, pipeline)
-    targets, quantized = select_parameters(config, pipeline, device)
+    trained_paths, quantized = select_parameters(config, pipeline, device)
     if not force:
-        refuse_what_cannot_fit(config, pipeline, targets, sharding.row_groups(mesh))
+        refuse_what_cannot_fit(config, pipeline, trained_paths, sharding.row_groups(mesh))
     backbone = load_backbone(
         pipeline,
         rollout.precision,
@@ -420,7 +420,7 @@ def build(config: Config, *, force: bool = False) -> Experiment:
         reward=rewards.trained,
         evaluation_reward=rewards.evaluated,
         exploration_reward=rewards.explored,
-        targets=targets,
+        trained_paths=trained_paths,
         quantized=quantized,
         device=device,
         train_prompts=train_prompts,
@@ -443,7 +443,7 @@ def check_loaded_objective(config: Config) -> None:
     objective = load_objective(config.algorithm.objective)
     config.check_objective()
     if config.algorithm.trains_on == "reward_gradients":
-        targets_of(objective)
+        make_targets_of(objective)
 
 
 def reward_gradients_for(config: Config) -> str | None:
@@ -580,7 +580,7 @@ def _check_guidance(config: Config, pipeline: Pipeline) -> None:
 
 def select_parameters(
     config: Config, pipeline: Pipeline, device: DeviceInfo
-) -> tuple[Targets, tuple[str, ...]]:
+) -> tuple[TrainedPaths, tuple[str, ...]]:
     """Finds the parameters of the transformer that are trained, and the layers that may be
     quantized.
 
@@ -593,8 +593,8 @@ def select_parameters(
         device: The kind of device, which decides what the exploration format "auto" means.
 
     Returns:
-        A pair: the trained parameters as `Targets` (the paths with LoRA adapters, and those trained
-        in full), and the sorted paths of the linear layers that no rule of `model.quantization`
+        A pair: the paths of the trained parameters (those with LoRA adapters, and those trained in
+        full), and the sorted paths of the linear layers that no rule of `model.quantization`
         keeps in the training precision, such as `transformer_blocks/attn2/to_k/kernel`. The latter
         are returned even if the format quantizes nothing.
 
@@ -613,8 +613,8 @@ def select_parameters(
     shapes = pipeline.transformer.abstract_params(DTYPES[rollout.precision])
     explore_format = resolve_format(rollout.explore.precision, device)
     with in_one_line():
-        targets = find_targets(pipeline.transformer, config)
-        return targets, quantized_paths(shapes, model.quantization, explore_format)
+        trained_paths = find_trained_paths(pipeline.transformer, config)
+        return trained_paths, quantized_paths(shapes, model.quantization, explore_format)
 
 
 def local_device() -> DeviceInfo:
@@ -704,13 +704,13 @@ def fresh_state(experiment: Experiment) -> TrainState:
     """
     config = experiment.config
     backbone = experiment.backbone
-    targets = experiment.targets
-    start = read_start(config.lora, targets.adapted, backbone.parameter_table())
+    trained_paths = experiment.trained_paths
+    start = read_start(config.lora, trained_paths.adapted, backbone.parameter_table())
     root = key(config.seed, "adapters")
     return init_state(
         root,
         backbone.transformer,
-        targets,
+        trained_paths,
         config.lora,
         config.optimizer,
         backbone.mesh,
@@ -731,5 +731,5 @@ def state_shapes(experiment: Experiment) -> TrainState:
     config = experiment.config
     backbone = experiment.backbone
     return abstract_state(
-        backbone.transformer, experiment.targets, config.lora, config.optimizer, backbone.mesh
+        backbone.transformer, experiment.trained_paths, config.lora, config.optimizer, backbone.mesh
     )

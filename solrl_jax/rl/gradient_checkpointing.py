@@ -26,7 +26,7 @@ from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.parallel import sharding
 from solrl_jax.quant.mesh_axes import SEQUENCE
 from solrl_jax.rl.state import abstract_state
-from solrl_jax.rl.trainable.trainable import attach, find_targets
+from solrl_jax.rl.trainable.trainable import attach, find_trained_paths
 
 # The share of the memory of a device that the base and the saved residuals may take. The rest is
 # for the work of one block, the decoder and the rewards.
@@ -125,8 +125,8 @@ def saved_residual_bytes(config: Config, pipeline: Pipeline, mesh: Mesh) -> floa
     dtype = DTYPES[config.rollout.precision]
     base = pipeline.transformer.abstract_params(dtype)
     with in_one_line():
-        targets = find_targets(pipeline.transformer, config)
-    adapters = abstract_state(base, targets, config.lora, config.optimizer, mesh).adapters
+        trained_paths = find_trained_paths(pipeline.transformer, config)
+    adapters = abstract_state(base, trained_paths, config.lora, config.optimizer, mesh).adapters
     latents = jax.ShapeDtypeStruct(
         (batch_size, *pipeline.latent_shape(*largest_training_size(config))), dtype
     )

@@ -21,7 +21,7 @@ from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.parallel import hosts
 from solrl_jax.quant.formats import DeviceInfo, resolve_format
 from solrl_jax.rl.explore.continuation import continued_steps, find_query_steps
-from solrl_jax.rl.trainable.trainable import Targets, flatten
+from solrl_jax.rl.trainable.trainable import TrainedPaths, flatten
 
 # Bytes of a float32.
 FLOAT = 4
@@ -65,7 +65,7 @@ class _Request:
 
 
 def refuse_what_cannot_fit(
-    config: Config, pipeline: Pipeline, targets: Targets, groups: int
+    config: Config, pipeline: Pipeline, trained_paths: TrainedPaths, groups: int
 ) -> None:
     """Checks that no single array of a run is larger than the memory for it.
 
@@ -83,7 +83,7 @@ def refuse_what_cannot_fit(
             decide the bytes.
         pipeline: Gives the shapes of latents and of the transformer's parameters; no weight needs
             to be loaded.
-        targets: The paths of the parameters that are trained, with adapters and in full.
+        trained_paths: The paths of the parameters that are trained, with adapters and in full.
         groups: The number of parts that a batch of samples is split into over the mesh
             (`parallel.sharding.row_groups`).
 
@@ -93,7 +93,7 @@ def refuse_what_cannot_fit(
     """
     shapes = flatten(pipeline.transformer.abstract_params("float32"))
     device = device_memory()
-    for request in _requests(config, pipeline, targets, groups, shapes, device):
+    for request in _requests(config, pipeline, trained_paths, groups, shapes, device):
         if request.needed > request.memory:
             pixels = ""
             if request.size is not None:
@@ -105,7 +105,7 @@ def refuse_what_cannot_fit(
                 f"and {request.owner} has {request.memory / 1e9:.3g} GB; at most "
                 f"{int(request.memory // request.unit)} fit"
             )
-    trained = sum(math.prod(shapes[path].shape) for path in targets.whole)
+    trained = sum(math.prod(shapes[path].shape) for path in trained_paths.whole)
     num_shards = config.mesh.fsdp * config.mesh.tensor
     least = FLOAT * trained * (WHOLE_COPIES + SHARDED_COPIES / num_shards)
     if least > device:
@@ -118,7 +118,7 @@ def refuse_what_cannot_fit(
 def _requests(
     config: Config,
     pipeline: Pipeline,
-    targets: Targets,
+    trained_paths: TrainedPaths,
     groups: int,
     shapes: Mapping[str, Any],
     device: float,
@@ -129,7 +129,8 @@ def _requests(
         config: The configuration of the run, which has the values of the fields and the image
             sizes.
         pipeline: Gives the shape of the latents of an image.
-        targets: The trained parameters, of which the adapted ones decide the bytes of `lora.rank`.
+        trained_paths: The paths of the trained parameters, of which the adapted ones decide the
+            bytes of `lora.rank`.
         groups: The number of parts that a batch of samples is split into over the mesh.
         shapes: By path, arrays or `jax.ShapeDtypeStruct`s of the parameters.
         device: The bytes of memory of one device.
@@ -155,7 +156,7 @@ def _requests(
     latents_per_candidate = 2 if continued else 1
     larger_size = max(trained_size, evaluated_size, key=math.prod)
     adapter_values_per_rank = 0
-    for path in targets.adapted:
+    for path in trained_paths.adapted:
         *stack, n_in, n_out = shapes[path].shape
         adapter_values_per_rank += math.prod(stack) * (n_in + n_out)
 

@@ -39,7 +39,7 @@ PerSample: TypeAlias = Float[Array, " b"]
 RewardGradient: TypeAlias = Callable[[Latents], tuple[PerSample, Latents]]
 # (the gradient of the reward, the clean latents that the old policy predicts, the algorithm section
 # of the configuration) -> latents by name, one row per sample. It is called outside of jit.
-Targets: TypeAlias = Callable[[RewardGradient, Latents, AlgorithmConfig], dict[str, Latents]]
+MakeTargets: TypeAlias = Callable[[RewardGradient, Latents, AlgorithmConfig], dict[str, Latents]]
 F = TypeVar("F", bound=Callable)
 # The smallest divisor of `self_weighted_error`.
 SMALLEST_ERROR = 1e-5
@@ -180,7 +180,7 @@ def load_objective(name: str) -> Objective:
     return objective
 
 
-def reward_gradients(targets: Targets) -> Callable[[F], F]:
+def reward_gradients(targets: MakeTargets) -> Callable[[F], F]:
     """Decorates an objective that trains on the gradient of the reward.
 
     Each kept sample is trained at one state of its trajectory: the one whose noise level is nearest
@@ -208,7 +208,7 @@ def reward_gradients(targets: Targets) -> Callable[[F], F]:
     return decorate
 
 
-def targets_of(objective: Objective) -> Targets:
+def make_targets_of(objective: Objective) -> MakeTargets:
     """The function with which an objective makes targets from the gradient of the reward.
 
     Args:

@@ -23,7 +23,7 @@ from solrl_jax.parallel import hosts, sharding
 from solrl_jax.rewards.protocol import Reward, score_samples
 from solrl_jax.rl.experiment import Experiment
 from solrl_jax.rl.generate import PromptBatch, Samples, place_samples
-from solrl_jax.rl.objective import load_objective, targets_of
+from solrl_jax.rl.objective import load_objective, make_targets_of
 
 # The reward is multiplied by this before, and its gradient divided by it after the differentiation.
 # Without it, small gradients in reward networks would be lost in FP16.
@@ -56,7 +56,7 @@ def add_targets(
     """
     config = experiment.config
     mesh = sharding.rows_only(experiment.backbone.mesh)
-    make_targets = targets_of(load_objective(config.algorithm.objective))
+    make_targets = make_targets_of(load_objective(config.algorithm.objective))
     assert samples.states is not None
     anchors = samples.states[:, 1]
     chunk = rows_per_call(config, len(anchors), mesh.size)
@@ -173,6 +173,6 @@ def try_targets(algorithm: AlgorithmConfig) -> tuple[tuple[str, ...], int]:
         calls += 1
         return latents.sum((1, 2, 3)), latents
 
-    make_targets = targets_of(load_objective(algorithm.objective))
+    make_targets = make_targets_of(load_objective(algorithm.objective))
     targets = make_targets(gradient, jnp.zeros((1, 1, 1, 1)), algorithm)
     return tuple(targets), calls

@@ -18,7 +18,13 @@ from solrl_jax.models.loading.weights import Params
 from solrl_jax.parallel import sharding
 from solrl_jax.rl.trainable.lora_files import import_lora
 from solrl_jax.rl.trainable.lora_settings import Table
-from solrl_jax.rl.trainable.trainable import Adapter, Targets, Trainable, flatten, init_adapters
+from solrl_jax.rl.trainable.trainable import (
+    Adapter,
+    Trainable,
+    TrainedPaths,
+    flatten,
+    init_adapters,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -120,7 +126,7 @@ def read_start(lora: Lora, adapted: Collection[str], table: Table) -> dict[str, 
 def init_state(
     key: Array,
     base: Params,
-    targets: Targets,
+    trained_paths: TrainedPaths,
     lora: Lora,
     optimizer: Optimizer,
     mesh: Mesh,
@@ -134,7 +140,7 @@ def init_state(
         key: The key from which the factors A of the initial adapters are drawn, a typed key of JAX.
         base: The parameters of the base, a nested dictionary. Parameters that are trained in full
             start as copies of them.
-        targets: The paths of the parameters that are trained, with adapters and in full.
+        trained_paths: The paths of the parameters that are trained, with adapters and in full.
         lora: The LoRA section of the configuration, of which `rank` is the rank of all adapters.
         optimizer: The optimizer section of the configuration, for which the state of the optimizer
             is made.
@@ -149,25 +155,25 @@ def init_state(
         The state on the mesh with step 0. The three policies have separate buffers.
 
     Raises:
-        KeyError: If a path in `targets` is not one of the base, or one in `start` is not in
-            `targets.adapted`.
+        KeyError: If a path in `trained_paths` is not one of the base, or one in `start` is not in
+            `trained_paths.adapted`.
     """
     return jax.jit(
-        lambda key, base, start: _fresh(key, base, targets, lora, optimizer, start),
+        lambda key, base, start: _fresh(key, base, trained_paths, lora, optimizer, start),
         out_shardings=jax.tree.map(
-            lambda s: s.sharding, abstract_state(base, targets, lora, optimizer, mesh)
+            lambda s: s.sharding, abstract_state(base, trained_paths, lora, optimizer, mesh)
         ),
     )(key, base, start or {})
 
 
 def abstract_state(
-    base: Params, targets: Targets, lora: Lora, optimizer: Optimizer, mesh: Mesh
+    base: Params, trained_paths: TrainedPaths, lora: Lora, optimizer: Optimizer, mesh: Mesh
 ) -> Any:
     """The shapes, dtypes and shardings of the state. Nothing is allocated.
 
     Args:
         base: The parameters of the base, or their shapes.
-        targets: The paths of the parameters that are trained, with adapters and in full.
+        trained_paths: The paths of the parameters that are trained, with adapters and in full.
         lora: The LoRA section of the configuration, of which `rank` is the rank of all adapters.
         optimizer: The optimizer section of the configuration, for which the state of the optimizer
             is shaped.
@@ -179,7 +185,9 @@ def abstract_state(
         for the outputs of linear layers, `tensor`.
     """
     shapes = jax.eval_shape(
-        lambda key, base: _fresh(key, base, targets, lora, optimizer, {}), jax.random.key(0), base
+        lambda key, base: _fresh(key, base, trained_paths, lora, optimizer, {}),
+        jax.random.key(0),
+        base,
     )
 
     def place(leaf, where):
@@ -191,7 +199,7 @@ def abstract_state(
 def _fresh(
     key: Array,
     base: Params,
-    targets: Targets,
+    trained_paths: TrainedPaths,
     lora: Lora,
     optimizer: Optimizer,
     start: Mapping[str, Adapter],
@@ -202,7 +210,7 @@ def _fresh(
         key: The key from which the factors A of the initial adapters are drawn.
         base: The parameters of the base, a nested dictionary. Parameters that are trained in full
             start as copies of them.
-        targets: The paths of the parameters that are trained, with adapters and in full.
+        trained_paths: The paths of the parameters that are trained, with adapters and in full.
         lora: The LoRA section of the configuration, of which `rank` is the rank of all adapters.
         optimizer: The optimizer section of the configuration, for which the state of the optimizer
             is made.
@@ -213,13 +221,13 @@ def _fresh(
         The state with step 0, whose three sets of parameters are equal but in dtype.
     """
     flat = flatten(base)
-    adapters = init_adapters(key, base, targets.adapted, lora.rank)
+    adapters = init_adapters(key, base, trained_paths.adapted, lora.rank)
     adapters |= {path: _filled(ab, adapters[path]) for path, ab in start.items()}
     trained: Trainable = {
         **adapters,
-        **{path: flat[path].astype(jnp.float32) for path in targets.whole},
+        **{path: flat[path].astype(jnp.float32) for path in trained_paths.whole},
     }
-    old: Trainable = {**adapters, **{path: flat[path] for path in targets.whole}}
+    old: Trainable = {**adapters, **{path: flat[path] for path in trained_paths.whole}}
 
     def copy(tree):
         return jax.tree.map(jnp.copy, tree)  # separate buffers: the state is donated

@@ -20,7 +20,7 @@ from solrl_jax.errors import InputError, RunError
 from solrl_jax.models.backbone import DTYPES, Backbone
 from solrl_jax.rewards.registry import REWARDS, reward_names
 from solrl_jax.rl.state import abstract_state, read_start
-from solrl_jax.rl.trainable.trainable import Trainable, find_targets
+from solrl_jax.rl.trainable.trainable import Trainable, find_trained_paths
 from solrl_jax.runs import checkpoint
 from solrl_jax.storage.files import disk_reason
 from solrl_jax.storage.readers import is_number, read_text
@@ -313,8 +313,8 @@ def load_policy(
     """
     if run is not None:
         return load_ema(run, config, backbone, path)
-    targets = find_targets(backbone.pipeline.transformer, config)
-    return read_start(config.lora, targets.adapted, backbone.parameter_table()), 0
+    trained_paths = find_trained_paths(backbone.pipeline.transformer, config)
+    return read_start(config.lora, trained_paths.adapted, backbone.parameter_table()), 0
 
 
 def load_ema(
@@ -346,9 +346,9 @@ def load_ema(
             of the model.
     """
     transformer = backbone.pipeline.transformer
-    targets = find_targets(transformer, config)
+    trained_paths = find_trained_paths(transformer, config)
     base = transformer.abstract_params(DTYPES[read_run(folder).rollout.precision])
-    abstract = abstract_state(base, targets, config.lora, config.optimizer, backbone.mesh)
+    abstract = abstract_state(base, trained_paths, config.lora, config.optimizer, backbone.mesh)
     with _damage_as_run_error():
         if path is not None:
             state, meta = checkpoint.restore(path, abstract)

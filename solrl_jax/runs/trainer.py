@@ -901,7 +901,7 @@ def _summary(this: _Run, interrupted: bool, saved: bool) -> dict[str, Any]:
         "iterations": this.done,
         "interrupted": interrupted,
         "saved": saved,
-        "trained_in_full": len(this.experiment.targets.whole),
+        "trained_in_full": len(this.experiment.trained_paths.whole),
         "before": scores(rows[0]),
         "after": scores(rows[-1]),
     }

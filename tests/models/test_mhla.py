@@ -21,7 +21,13 @@ from solrl_jax.models.locate import mhla_override, open_model
 from solrl_jax.models.sana.transformer import LinearAttention
 from solrl_jax.quant.lazy import LazyActivation
 from solrl_jax.rl.explore.quantized_layers import why_kept
-from solrl_jax.rl.trainable.trainable import Targets, find_targets, flatten, replace, within_bounds
+from solrl_jax.rl.trainable.trainable import (
+    TrainedPaths,
+    find_trained_paths,
+    flatten,
+    replace,
+    within_bounds,
+)
 from tests.cases import first_is_quick
 
 # blocks of 3 x 4 tokens
@@ -243,9 +249,9 @@ def test_a_pipeline_begins_with_what_its_files_do_not_have(released):
 def test_what_it_adds_is_trained_in_full_kept_in_bounds_and_never_quantized():
     config, pipeline = configured()
     new = tuple(f"transformer_blocks/attn1/{name}" for name in ("lepe/kernel", "mix"))
-    targets = find_targets(pipeline.transformer, config)
-    assert targets == Targets(
-        find_targets(open_model("embedded:tiny-sana").transformer, config).adapted, new
+    targets = find_trained_paths(pipeline.transformer, config)
+    assert targets == TrainedPaths(
+        find_trained_paths(open_model("embedded:tiny-sana").transformer, config).adapted, new
     )
     params = pipeline.transformer.abstract_params(jnp.bfloat16)
     assert (

@@ -97,7 +97,7 @@ def test_an_iteration_lowers_for_blackwell_with_block_scaled_products_in_explora
     assert [name for name, of in texts.items() if any(CUSTOM in text for text in of)] == ["explore"]
     (explored,) = texts["explore"]
     (regenerated,) = texts["regenerate"]
-    merged = set(made.explorer.quantized) & set(made.targets.adapted)
+    merged = set(made.explorer.quantized) & set(made.trained_paths.adapted)
     assert len(made.explorer.quantized) >= 4
     assert products(regenerated) - products(explored) == len(made.explorer.quantized) + 2 * len(
         merged

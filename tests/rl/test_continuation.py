@@ -14,7 +14,7 @@ from solrl_jax.rl import iteration as loop
 from solrl_jax.rl import memory_check
 from solrl_jax.rl.experiment import fresh_state
 from solrl_jax.rl.explore.continuation import continued_steps
-from solrl_jax.rl.trainable.trainable import Targets
+from solrl_jax.rl.trainable.trainable import TrainedPaths
 from solrl_jax.study.cost import Prices, evaluations
 from tests.toys import toy_experiment
 
@@ -172,7 +172,7 @@ def test_the_host_must_hold_the_latents_between_both_phases(objective, factor):
         overrides += objective
         experiment = toy_experiment(*STEPS, *overrides, "rollout.explore.precision=nvfp4")
         pipeline = experiment.backbone.pipeline
-        requests = memory_check._requests(experiment.config, pipeline, Targets(()), 1, {}, 1e9)
+        requests = memory_check._requests(experiment.config, pipeline, TrainedPaths(()), 1, {}, 1e9)
         return requests[0].unit
 
     assert candidate_bytes("rollout.explore.exact_steps=1") == factor * candidate_bytes()

@@ -115,7 +115,7 @@ def test_a_policy_in_each_format_predicts_what_the_exact_one_does_nearly(experim
         flat = flatten(policies[name])
         assert {path for path in flat if isinstance(flat[path], leaf)} == quantized
         assert {path for path in flat if isinstance(flat[path], LowRank)} == set(
-            experiment.targets.adapted
+            experiment.trained_paths.adapted
         ) - quantized
         error = np.linalg.norm(velocities[name] - exact) / np.linalg.norm(exact)
         print(f"{name}: {error:.4f}")
@@ -136,7 +136,7 @@ def test_exploration_merges_adapters_and_keeps_the_rest_exact(experiment):
             merged = merged + experiment.scale * adapters[path]["a"] @ adapters[path]["b"]
         error = np.linalg.norm(dequantize(params[path]) - merged) / np.linalg.norm(merged)
         assert error < 0.12
-    for path in set(experiment.targets.adapted) - set(experiment.explorer.quantized):
+    for path in set(experiment.trained_paths.adapted) - set(experiment.explorer.quantized):
         assert isinstance(params[path], LowRank)
 
 
@@ -163,7 +163,7 @@ def test_the_first_steps_are_exact_where_the_others_are_quantized(experiment):
     assert {path for path in first if first[path] is not rest[path]} >= set(
         there.explorer.quantized
     )
-    apart = set(there.explorer.quantized) | set(there.targets.adapted)
+    apart = set(there.explorer.quantized) | set(there.trained_paths.adapted)
     assert all(first[path] is rest[path] for path in first.keys() - apart)
 
     prompts = there.test_prompts[:2]

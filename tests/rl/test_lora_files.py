@@ -59,7 +59,7 @@ from solrl_jax.rl.state import init_state, read_start
 from solrl_jax.rl.trainable import lora_files
 from solrl_jax.rl.trainable.lora_files import export_diffusers, export_peft, import_lora
 from solrl_jax.rl.trainable.lora_settings import LoraSettings
-from solrl_jax.rl.trainable.trainable import Targets, attach, flatten, replace
+from solrl_jax.rl.trainable.trainable import TrainedPaths, attach, flatten, replace
 from tests.cases import first_is_quick
 from tests.parity import from_torch
 from tests.pipelines import CHANNELS, COMPRESSION, MAX_TOKENS, TRANSFORMER, save_pipeline
@@ -395,7 +395,7 @@ def start_of(backbone, file, **changes):
     """What `lora.path` of that file does: (the adapters read, the first state, the state without a
     file).
     """
-    targets = Targets((*PATHS, "transformer_blocks/attn1/to_k/kernel"))
+    targets = TrainedPaths((*PATHS, "transformer_blocks/attn1/to_k/kernel"))
     lora = Lora(
         **{"rank": 4, "alpha": 10.0, "target_modules": ("unused",), "path": str(file)} | changes
     )

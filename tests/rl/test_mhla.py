@@ -28,7 +28,7 @@ def test_an_iteration_trains_what_it_adds_within_its_bounds():
         )
     )
     mix, lepe = (f"transformer_blocks/attn1/{name}" for name in ("mix", "lepe/kernel"))
-    assert experiment.targets.whole == (lepe, mix)
+    assert experiment.trained_paths.whole == (lepe, mix)
     state = fresh_state(experiment)
     exploring = flatten(
         experiment.explorer.sampler(state.old, experiment.explorer.settings[0]).segments[0].policy

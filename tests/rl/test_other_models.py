@@ -257,7 +257,7 @@ def test_the_recipe_is_the_models_own(trained):
 def test_exploration_is_quantized_where_the_rule_says_and_nowhere_else(trained):
     name, experiment, explored, _ = trained
     quantized, targets = RECIPES[name]
-    assert set(experiment.targets.adapted) == targets
+    assert set(experiment.trained_paths.adapted) == targets
     base = flatten(experiment.backbone.transformer)
     for params in map(flatten, explored):
         assert {path for path, leaf in params.items() if isinstance(leaf, NVFP4Tensor)} == quantized
@@ -289,7 +289,7 @@ def test_every_adapter_learns_and_nothing_is_not_finite(trained):
         outcomes[0][1]["loss/kl"] == 0 < outcomes[1][1]["loss/kl"]
     )  # the policy is the base, and then is not
     first, second = (state.adapters for state, *_ in outcomes)
-    assert set(first) == set(experiment.targets.adapted)
+    assert set(first) == set(experiment.trained_paths.adapted)
     for path in first:
         still = {True} if path in UNREAD[name] else {False}
         if path in UNREAD_LAST.get(name, ()):

@@ -25,7 +25,7 @@ from solrl_jax.rl import iteration as iterations
 from solrl_jax.rl import update as updates
 from solrl_jax.rl.experiment import fresh_state
 from solrl_jax.rl.iteration import iterate
-from solrl_jax.rl.objective import TrainingTarget, Velocities, load_objective, targets_of
+from solrl_jax.rl.objective import TrainingTarget, Velocities, load_objective, make_targets_of
 from solrl_jax.rl.objectives import opsd
 from solrl_jax.rl.reward_gradient import gradient_decoder, reward_gradient, try_targets
 from solrl_jax.runs import metrics, trainer
@@ -389,7 +389,9 @@ def test_the_parameters_get_the_gradient_of_the_released_objective_in_float64(na
             return backbone.velocity(params, x, text, time, jnp.float64(1))
 
         v_old = predict(kernels)
-        made = targets_of(objective)(gradient, x - sigma.reshape(-1, 1, 1, 1) * v_old, algorithm)
+        made = make_targets_of(objective)(
+            gradient, x - sigma.reshape(-1, 1, 1, 1) * v_old, algorithm
+        )
         target = TrainingTarget(x, x, sigma, np.full(3, 0.5), targets=made)
 
         def split(params):

@@ -95,11 +95,11 @@ def test_a_calibration_draws_from_its_own_stream(toy):
 def test_adapters_start_from_their_own_stream(toy):
     lora = toy.config.lora
     base = toy.backbone.transformer
-    want = init_adapters(key(SEED, "adapters"), base, list(toy.targets.adapted), lora.rank)
+    want = init_adapters(key(SEED, "adapters"), base, list(toy.trained_paths.adapted), lora.rank)
     state = fresh_state(toy)
     for adapters in (state.adapters, state.old, state.ema):
         jax.tree.map(np.testing.assert_array_equal, adapters, want)
-    plain = init_adapters(jax.random.key(SEED), base, list(toy.targets.adapted), lora.rank)
+    plain = init_adapters(jax.random.key(SEED), base, list(toy.trained_paths.adapted), lora.rank)
     assert all(np.abs(plain[path]["a"] - want[path]["a"]).max() > 0.1 for path in want)
 
 

@@ -16,7 +16,7 @@ from solrl_jax.diffusion.seeds import normal, permutations
 from solrl_jax.rl.objective import TrainingTarget, Velocities
 from solrl_jax.rl.objectives.nft import nft_loss
 from solrl_jax.rl.state import init_state, make_optimizer
-from solrl_jax.rl.trainable.trainable import Targets, attach
+from solrl_jax.rl.trainable.trainable import TrainedPaths, attach
 from solrl_jax.rl.update import PolicyBatch, update
 from tests.cases import first_is_quick
 from tests.toys import HIDDEN, KERNELS, SHAPE, toy_backbone, toy_grid, toy_seeds
@@ -62,7 +62,7 @@ def fresh(backbone, config):
     return init_state(
         jax.random.key(0),
         backbone.transformer,
-        Targets(KERNELS),
+        TrainedPaths(KERNELS),
         config.lora,
         config.optimizer,
         backbone.mesh,

@@ -24,7 +24,7 @@ from solrl_jax.rl import memory_check
 from solrl_jax.rl.explore.sync import Quantizer, sync_policy
 from solrl_jax.rl.gradient_checkpointing import saved_residual_bytes
 from solrl_jax.rl.state import init_state
-from solrl_jax.rl.trainable.trainable import Targets, attach, find_targets, flatten
+from solrl_jax.rl.trainable.trainable import TrainedPaths, attach, find_trained_paths, flatten
 from solrl_jax.rl.update import blend, update
 from solrl_jax.runs import generation
 from solrl_jax.runs.directory import configuration, load_policy
@@ -45,7 +45,10 @@ from tests.small import small_config
 from tests.toys import KERNELS, toy_backbone, toy_grid
 
 BLOCK, OUT = KERNELS
-TARGETS = {"all": Targets((), KERNELS), "one beside an adapter": Targets((BLOCK,), (OUT,))}
+TARGETS = {
+    "all": TrainedPaths((), KERNELS),
+    "one beside an adapter": TrainedPaths((BLOCK,), (OUT,)),
+}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +57,7 @@ def transformer():
 
 
 def targets_of(transformer, parameters):
-    return find_targets(transformer, resolve("tiny", [f"train.parameters={parameters}"]))
+    return find_trained_paths(transformer, resolve("tiny", [f"train.parameters={parameters}"]))
 
 
 def test_what_is_trained_is_what_the_configuration_names(transformer):
@@ -62,7 +65,7 @@ def test_what_is_trained_is_what_the_configuration_names(transformer):
     lora = targets_of(transformer, "adapters")
     assert lora.whole == ()
     assert len(lora.adapted) == 8
-    assert targets_of(transformer, "all") == Targets((), tuple(sorted(every)))
+    assert targets_of(transformer, "all") == TrainedPaths((), tuple(sorted(every)))
     some = targets_of(transformer, "transformer_blocks/(attn1/to_[qk]/kernel|scale_shift_table)")
     q, k = (f"transformer_blocks/attn1/to_{x}/kernel" for x in "qk")
     assert some.whole == (k, q, "transformer_blocks/scale_shift_table")
@@ -100,7 +103,7 @@ def test_what_no_device_holds_is_refused_before_anything_is_loaded(transformer, 
     """Six float32 copies divided over two devices, and a gradient: 16 bytes a parameter."""
     pipeline = open_model("embedded:tiny-sana")
     config = resolve("tiny", ["train.parameters=all", "mesh.fsdp=2"])
-    targets = find_targets(transformer, config)
+    targets = find_trained_paths(transformer, config)
     least = 16 * transformer.num_parameters
     monkeypatch.setattr(memory_check, "device_memory", lambda: least)
     memory_check.refuse_what_cannot_fit(config, pipeline, targets, 2)
@@ -118,12 +121,12 @@ def test_a_batch_of_images_is_what_a_device_generates_at_once(monkeypatch):
     config = small_config("unused", "rollout.per_device_batch_size=100", "lora.rank=1")
     image = 3 * 4 * 32 * 32
     monkeypatch.setattr(memory_check, "device_memory", lambda: 2 * image)
-    memory_check.refuse_what_cannot_fit(config, pipeline, Targets(()), 8)
+    memory_check.refuse_what_cannot_fit(config, pipeline, TrainedPaths(()), 8)
     with pytest.raises(
         InputError,
         match=r"^rollout.per_device_batch_size=100: takes .* and a device .*; at most 2 fit",
     ):
-        memory_check.refuse_what_cannot_fit(config, pipeline, Targets(()), 4)
+        memory_check.refuse_what_cannot_fit(config, pipeline, TrainedPaths(()), 4)
 
 
 def test_auto_counts_what_is_trained_in_full(transformer):
@@ -176,7 +179,7 @@ def untrained_run(folder, precision):
     config = small_config(folder, *overrides)
     claim(folder, config)
     backbone = load_backbone(config.model.path, precision, make_mesh(1, 1))
-    state = fresh(backbone, find_targets(backbone.pipeline.transformer, config), config)
+    state = fresh(backbone, find_trained_paths(backbone.pipeline.transformer, config), config)
     states.save(folder / "checkpoints", 1, state, {})
     return config, state.ema
 

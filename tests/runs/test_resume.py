@@ -194,7 +194,7 @@ def test_a_run_that_trains_in_full_goes_on_to_the_bit_and_is_exported_whole(tmp_
     adapters, _ = import_lora(
         tmp_path / "out" / "pytorch_lora_weights.safetensors", experiment.backbone.parameter_table()
     )
-    assert adapters.keys() == set(experiment.targets.adapted)
+    assert adapters.keys() == set(experiment.trained_paths.adapted)
     jax.tree.map(np.testing.assert_array_equal, adapters, {p: trained[p] for p in adapters})
     for option in (("--format", "peft"), ("--fold-alpha",)):
         said = CliRunner().invoke(

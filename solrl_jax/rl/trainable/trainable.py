@@ -27,7 +27,7 @@ Trainable = Mapping[str, Adapter | Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class Targets:
+class TrainedPaths:
     """The parameters that are trained. No path is in both groups.
 
     Attributes:
@@ -40,7 +40,7 @@ class Targets:
     whole: tuple[str, ...] = ()
 
 
-def find_targets(transformer: Component, config: Config) -> Targets:
+def find_trained_paths(transformer: Component, config: Config) -> TrainedPaths:
     """Finds the parameters that the configuration trains.
 
     A parameter has a LoRA adapter or is trained in full, not both: one that both settings name is
@@ -66,7 +66,7 @@ def find_targets(transformer: Component, config: Config) -> Targets:
     chosen = config.train.parameters
     field = "train.parameters"
     if chosen == "all":
-        return Targets((), tuple(sorted(flatten(params))))
+        return TrainedPaths((), tuple(sorted(flatten(params))))
     whole = {
         path for path in flatten(params) if chosen != "adapters" and re.fullmatch(chosen, path)
     }
@@ -77,7 +77,7 @@ def find_targets(transformer: Component, config: Config) -> Targets:
         )
     whole |= {e.key for e in parameter_table(transformer.state) if e.start is not None}
     adapted = matching(params, config.lora.target_modules, "lora.target_modules")
-    return Targets(tuple(path for path in adapted if path not in whole), tuple(sorted(whole)))
+    return TrainedPaths(tuple(path for path in adapted if path not in whole), tuple(sorted(whole)))
 
 
 def matching(params: Params, patterns: Sequence[str], field: str) -> list[str]:
