@@ -43,6 +43,8 @@ MakeTargets: TypeAlias = Callable[[RewardGradient, Latents, AlgorithmConfig], di
 F = TypeVar("F", bound=Callable)
 # The smallest divisor of `self_weighted_error`.
 SMALLEST_ERROR = 1e-5
+# The largest probability ratio among the metrics. An infinite one would make their mean infinite.
+MAX_RATIO = 1e6
 
 
 class Velocities(NamedTuple):
@@ -274,6 +276,29 @@ def distance_to_reference(velocities: Velocities) -> PerSample:
     return distance if weight is None else weight * distance
 
 
+def add_reference_term(
+    loss: PerSample, metrics: dict[str, PerSample], kl: PerSample, kl_coef: float
+) -> tuple[PerSample, dict[str, PerSample]]:
+    """Adds the KL term to a loss, and the metric "loss/kl" to its metrics.
+
+    With the weight 0, both are returned as they are. Nothing then reads `kl`, so XLA does not
+    evaluate the reference policy, one of the three predictions of the update.
+
+    Args:
+        loss: One loss per sample, without the term.
+        metrics: Metrics by name, with one value per sample.
+        kl: One distance to the reference policy per sample: `distance_to_reference`, or the
+            divergence of a step that is made from it.
+        kl_coef: The weight of the term, `algorithm.kl_coef`, a number and no array.
+
+    Returns:
+        The loss `loss + kl_coef kl`, and the metrics with `kl` as "loss/kl".
+    """
+    if kl_coef == 0:
+        return loss, metrics
+    return loss + kl_coef * kl, metrics | {"loss/kl": kl}
+
+
 def distance_to_old(velocities: Velocities) -> PerSample:
     """The mean over dimensions of the squared distance between the velocities of the trained and
     the old policy, which has no gradient.
@@ -414,9 +439,9 @@ def clipped_policy(
 
     Returns:
         One loss per sample, and as metrics per sample the loss ("loss/policy"), the ratio R
-        ("ratio", without gradient), and 1 or 0 for whether R differs from 1 by more than c
-        ("ratio/clipped"). An R that overflows to infinity leaves loss and gradient finite, unless A
-        is below 0: only then is the loss not bounded by the clip.
+        ("ratio", without gradient and at most `MAX_RATIO`, 1e6), and 1 or 0 for whether R differs
+        from 1 by more than c ("ratio/clipped"). An R that overflows to infinity leaves loss and
+        gradient finite, unless A is below 0: only then is the loss not bounded by the clip.
     """
     advantage = scale * (2 * target.optimality - 1)
     ratio = jax.lax.stop_gradient(jnp.exp(log_r))
@@ -429,6 +454,6 @@ def clipped_policy(
     loss = jnp.where(capped, -advantage * (1 + c), loss)
     return loss, {
         "loss/policy": loss,
-        "ratio": ratio,
+        "ratio": jnp.minimum(ratio, MAX_RATIO),
         "ratio/clipped": (jnp.abs(ratio - 1) > c).astype(jnp.float32),
     }

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from solrl_jax.config.presets import resolve
-from solrl_jax.config.schema import Config
+from solrl_jax.config.schema import Config, is_plugin
 from solrl_jax.errors import InputError
 from solrl_jax.rl.explore.continuation import continued_steps
 from solrl_jax.rl.reward_gradient import try_targets
@@ -57,7 +57,7 @@ class Prices:
         has a precision of its own, the sync. Exploring steps in the training precision
         (`rollout.explore.exact_steps`) have its price, and regeneration does not take those again
         that it continues from. `algorithm.kl_fraction` below 1 saves predictions of the reference,
-        and an objective on reward gradients with `algorithm.kl_coef` 0 needs none. Left out are
+        and with `algorithm.kl_coef` 0 only dpo needs any. Left out are
         text encoders, classifier-free guidance, `rollout.explore.correction_rank`, attention in FP8
         and `rollout.explore.reward`. The image size is that of the plan which the prices come from.
 
@@ -106,12 +106,16 @@ def _skips_reference(config: Config) -> bool:
     """Whether the update needs no prediction of the reference policy.
 
     Args:
-        config: The configuration. The package's objectives on reward gradients do not read the
-            reference if `algorithm.kl_coef` is 0, and those of users are priced as if they did not.
-            The others report the distance to it.
+        config: The configuration. The package's objectives do not read the reference if
+            `algorithm.kl_coef` is 0, except for dpo. Those of users are priced as if they read it,
+            unless they train on reward gradients.
     """
     algorithm = config.algorithm
-    return algorithm.trains_on == "reward_gradients" and algorithm.kl_coef == 0
+    if is_plugin(algorithm.objective):
+        reads_always = algorithm.trains_on != "reward_gradients"
+    else:
+        reads_always = algorithm.objective == "dpo"
+    return algorithm.kl_coef == 0 and not reads_always
 
 
 def evaluations(config: Config, precision: str, steps: int, continued: int | None = None) -> int:

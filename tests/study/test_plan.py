@@ -158,6 +158,11 @@ def test_prices_multiply_up_to_the_plan():
     draft = resolve("flux1_sol_rl_pickscore", ["objective=draft"])  # one gradient
     gradients = 48 * 24 * (4 * prices.scored - 3 * prices.trained - reference)
     assert prices.of_iteration(draft, "nvfp4", 6) == pytest.approx(whole + gradients)
+    for name, skipped in (("dance_grpo", reference), ("flow_grpo", 0.0), ("dpo", 0.0)):
+        other = resolve("flux1_sol_rl_hpsv2", [f"objective={name}"])
+        terms = 48 * 24 * other.num_train_sigmas
+        update = terms * (prices.trained - skipped) - seconds["update"]
+        assert prices.of_iteration(other, "nvfp4", 6) == pytest.approx(whole + update)
     stage = {"name": "targets", "seconds": 48 * 24 * 3 * 0.5}
     update = {"name": "update", "seconds": 48 * 24 * (prices.trained - reference)}
     others = [stage for stage in plan["stages"] if stage["name"] != "update"]

@@ -14,6 +14,7 @@ from solrl_jax.rl.objective import (
     PerSample,
     TrainingTarget,
     Velocities,
+    add_reference_term,
     clipped_policy,
     distance_to_old,
     distance_to_reference,
@@ -52,8 +53,9 @@ def awm(
 
     Returns:
         One loss per sample, and metrics with one value per sample: "loss/policy" (the first term),
-        "ratio" (R), "ratio/clipped" (1 if R differs from 1 by more than c, else 0), "loss/kl" and
-        "loss/drift" (the distances to reference and old policy, without coefficients).
+        "ratio" (R), "ratio/clipped" (1 if R differs from 1 by more than c, else 0), "loss/drift"
+        and, unless `kl_coef` is 0, "loss/kl" (the distances to old policy and reference, without
+        coefficients).
     """
     v = velocities.trained
     v_old = jax.lax.stop_gradient(velocities.old)
@@ -63,10 +65,8 @@ def awm(
     loss, metrics = clipped_policy(log_r, target, algorithm, 1.0)
     kl = distance_to_reference(velocities)
     drift = distance_to_old(velocities)
-    return loss + algorithm.kl_coef * kl + ANCHOR * drift, metrics | {
-        "loss/kl": kl,
-        "loss/drift": drift,
-    }
+    loss, metrics = add_reference_term(loss, metrics, kl, algorithm.kl_coef)
+    return loss + ANCHOR * drift, metrics | {"loss/drift": drift}
 
 
 def _error_near(

@@ -7,6 +7,7 @@ from solrl_jax.rl.objective import (
     PerSample,
     TrainingTarget,
     Velocities,
+    add_reference_term,
     clipped_policy,
     distance_to_old,
     distance_to_reference,
@@ -37,9 +38,9 @@ def dance_grpo(
 
     Returns:
         One loss per sample, and metrics with one value per sample: "loss/policy" (the first term),
-        "ratio" (R), "ratio/clipped" (1 if R differs from 1 by more than c, else 0), "loss/kl" (the
-        distance to the reference, without `kl_coef`) and "loss/drift" (mean((v - v_old)^2), which
-        is not trained on).
+        "ratio" (R), "ratio/clipped" (1 if R differs from 1 by more than c, else 0), "loss/drift"
+        (mean((v - v_old)^2), which is not trained on) and, unless `kl_coef` is 0, "loss/kl" (the
+        distance to the reference, without `kl_coef`).
 
     Raises:
         AssertionError: If the target has no recorded step.
@@ -49,8 +50,6 @@ def dance_grpo(
     loss, metrics = clipped_policy(
         log_ratio(v, v_old, target), target, algorithm, algorithm.adv_clip_max
     )
+    metrics |= {"loss/drift": distance_to_old(velocities)}
     kl = distance_to_reference(velocities)
-    return loss + algorithm.kl_coef * kl, metrics | {
-        "loss/kl": kl,
-        "loss/drift": distance_to_old(velocities),
-    }
+    return add_reference_term(loss, metrics, kl, algorithm.kl_coef)

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 
 from solrl_jax.config.schema import Algorithm as AlgorithmConfig
 from solrl_jax.rl.objective import (
+    MAX_RATIO,
     PerSample,
     TrainingTarget,
     Velocities,
+    add_reference_term,
     distance_to_old,
     distance_to_reference,
     log_ratio,
@@ -48,9 +50,9 @@ def flow_dppo(
 
     Returns:
         One loss per sample, and metrics with one value per sample: "loss/policy" (the first term),
-        "ratio" (R), "ratio/masked" (1 if the term is left out, else 0), "divergence" (D), "loss/kl"
-        (the second term without `kl_coef`) and "loss/drift" (mean((v - v_old)^2), which is not
-        trained on).
+        "ratio" (R, at most 1e6), "ratio/masked" (1 if the term is left out, else 0), "divergence"
+        (D), "loss/drift" (mean((v - v_old)^2), which is not trained on) and, unless `kl_coef` is 0,
+        "loss/kl" (the second term without `kl_coef`).
 
     Raises:
         AssertionError: If the target has no recorded step.
@@ -70,11 +72,11 @@ def flow_dppo(
     # Eq. 17 divides by the whole variance of the step, and not by that per unit of sigma as
     # Flow-GRPO does.
     kl = step_divergence(distance_to_reference(velocities), target)
-    return policy + algorithm.kl_coef * kl, {
+    metrics = {
         "loss/policy": policy,
-        "ratio": jax.lax.stop_gradient(jnp.exp(log_r)),
+        "ratio": jnp.minimum(jax.lax.stop_gradient(jnp.exp(log_r)), MAX_RATIO),
         "ratio/masked": masked.astype(jnp.float32),
         "divergence": divergence,
-        "loss/kl": kl,
         "loss/drift": drift,
     }
+    return add_reference_term(policy, metrics, kl, algorithm.kl_coef)

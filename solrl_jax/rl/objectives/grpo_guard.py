@@ -14,6 +14,7 @@ from solrl_jax.rl.objective import (
     PerSample,
     TrainingTarget,
     Velocities,
+    add_reference_term,
     along,
     clipped_policy,
     distance_to_old,
@@ -49,9 +50,9 @@ def grpo_guard(
 
     Returns:
         One loss per sample, and metrics with one value per sample: "loss/policy" (the first term),
-        "ratio" (R), "ratio/clipped" (1 if R differs from 1 by more than c, else 0), "loss/kl" (the
-        second term without `kl_coef`) and "loss/drift" (mean((v - v_old)^2), which is not trained
-        on).
+        "ratio" (R), "ratio/clipped" (1 if R differs from 1 by more than c, else 0), "loss/drift"
+        (mean((v - v_old)^2), which is not trained on) and, unless `kl_coef` is 0, "loss/kl" (the
+        second term without `kl_coef`).
 
     Raises:
         AssertionError: If the target has no recorded step.
@@ -68,8 +69,5 @@ def grpo_guard(
     loss, metrics = clipped_policy(log_r, target, algorithm, algorithm.adv_clip_max)
     policy = loss / step.length
     kl = step_divergence(distance_to_reference(velocities), target) * step.length
-    return policy + algorithm.kl_coef * kl, metrics | {
-        "loss/policy": policy,
-        "loss/kl": kl,
-        "loss/drift": distance_to_old(velocities),
-    }
+    metrics |= {"loss/policy": policy, "loss/drift": distance_to_old(velocities)}
+    return add_reference_term(policy, metrics, kl, algorithm.kl_coef)

@@ -9,6 +9,7 @@ from solrl_jax.rl.objective import (
     PerSample,
     TrainingTarget,
     Velocities,
+    add_reference_term,
     distance_to_old,
     distance_to_reference,
     self_weighted_error,
@@ -94,7 +95,4 @@ def nft_loss(
         adv_clip_max * (target.optimality * positive + (1 - target.optimality) * negative) / beta
     )
     parts = {"loss/policy": policy, "loss/drift": distance_to_old(velocities)}
-    if kl_coef == 0:  # nothing reads the reference, so XLA does not compute it
-        return policy, parts
-    kl = distance_to_reference(velocities)
-    return policy + kl_coef * kl, parts | {"loss/kl": kl}
+    return add_reference_term(policy, parts, distance_to_reference(velocities), kl_coef)

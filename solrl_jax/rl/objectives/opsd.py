@@ -17,6 +17,7 @@ from solrl_jax.rl.objective import (
     RewardGradient,
     TrainingTarget,
     Velocities,
+    add_reference_term,
     along,
     distance_to_old,
     distance_to_reference,
@@ -111,10 +112,8 @@ def opsd(
         "loss/drift": distance_to_old(velocities),
         "target/distance": jnp.sqrt(moved / jnp.maximum(size, SMALLEST_NORM)),
     }
-    if algorithm.kl_coef == 0:  # nothing reads the reference, so XLA does not compute it
-        return policy, parts
     kl = distance_to_reference(velocities)
-    return policy + algorithm.kl_coef * kl, parts | {"loss/kl": kl}
+    return add_reference_term(policy, parts, kl, algorithm.kl_coef)
 
 
 @sharding.jit

@@ -15,6 +15,7 @@ from solrl_jax.rl.objective import (
     RewardGradient,
     TrainingTarget,
     Velocities,
+    add_reference_term,
     distance_to_old,
     distance_to_reference,
     reward_gradients,
@@ -82,7 +83,5 @@ def refl(
         "loss/drift": distance_to_old(velocities),
         "gradient/norm": jnp.sqrt(jnp.sum(jnp.square(g), axes)),
     }
-    if algorithm.kl_coef == 0:  # nothing reads the reference, so XLA does not compute it
-        return policy, parts
     kl = distance_to_reference(velocities)
-    return policy + algorithm.kl_coef * kl, parts | {"loss/kl": kl}
+    return add_reference_term(policy, parts, kl, algorithm.kl_coef)
