@@ -280,7 +280,7 @@ def restore(
     """Verifies and reads a checkpoint. Every process of a run calls this.
 
     The first process compares every byte with the manifest. A checkpoint in an object store is
-    first copied to a temporary directory of every process.
+    first copied to a temporary directory of every process, and each compares its copy.
 
     Args:
         path: The directory of the checkpoint.
@@ -325,7 +325,8 @@ def _copied(path: StorePath) -> Iterator[Path]:
         The path of the copy. Its last part is that of `path`.
 
     Raises:
-        CheckpointError: In all processes, if one of them could not copy it.
+        CheckpointError: In all processes, if one of them could not copy it, or if the copy of a
+            process other than the first is damaged.
     """
 
     def download(copy: Path) -> None:
@@ -334,6 +335,10 @@ def _copied(path: StorePath) -> Iterator[Path]:
         except OSError as error:
             reason = files.disk_reason(error)
             raise CheckpointError(f"{path}: cannot be copied: {reason}") from error
+        if jax.process_index():  # `restore` verifies the copy of the first process
+            damage = files.damage(copy)
+            if damage is not None:
+                raise CheckpointError(f"{path}: {damage}")
 
     with tempfile.TemporaryDirectory(prefix=files.STAGING) as folder:
         copy = Path(folder) / path.name

@@ -111,6 +111,7 @@ def begin(
 
     @reports_errors
     def publish() -> None:
+        files.check_owner(root.parent)
         uploaded = files.download_directory(target, staging)
         merge()
         (staging / META).write_text(header)
@@ -119,6 +120,7 @@ def begin(
 
     @reports_errors
     def remove_old() -> None:
+        files.check_owner(root.parent)
         files.remove_directory(replaced)
         if keep is not None:
             prune(root, keep, best)
@@ -130,6 +132,7 @@ def begin(
         except BaseException:
             if jax.process_index() == 0:  # the others do not wait for that
                 with contextlib.suppress(RunError):
+                    files.check_owner(root.parent)  # a later start may have saved it, too
                     files.remove_directory(target)
             raise
         finally:

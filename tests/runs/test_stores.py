@@ -179,6 +179,19 @@ restored, meta = checkpoint.restore(path, {"a": shape})
 assert meta["iteration"] == 1
 for shard in restored["a"].addressable_shards:
     np.testing.assert_array_equal(shard.data, values[shard.index])
+download = files.download_directory
+def damage_a_file(source, copy):
+    download(source, copy)
+    if jax.process_index():
+        found = [path for path in copy.rglob("arrays/**/*") if path.is_file()]
+        largest = max(found, key=lambda path: path.stat().st_size)
+        largest.write_bytes(largest.read_bytes()[::-1])
+files.download_directory = damage_a_file
+try:
+    checkpoint.restore(path, {"a": shape})
+    raise AssertionError("the second process has restored a damaged copy")
+except checkpoint.CheckpointError as error:
+    assert str(error).startswith(str(path)) and str(error).endswith("was altered"), error
 """
 
 
@@ -224,6 +237,18 @@ def test_a_start_that_was_replaced_writes_nothing_more(root):
                 write()
         assert run.files() == before
     assert value_of(root / "000001") == 1
+
+
+def test_a_start_that_is_replaced_during_a_save_leaves_the_checkpoint_of_the_other(root):
+    run = root.parent
+    save(root, 1, 1.0)
+    finish = store_writer.begin(root, 2, state(2.0), {}, keep=1)
+    (root / "000001").copy_all(root / "000002", last=files.MANIFEST)
+    (run / ".lock").write_bytes(b"process 7 on elsewhere")
+    before = run.files()
+    with pytest.raises(RunError, match=rf"^another .* {run}: process 7 on elsewhere$"):
+        finish()
+    assert run.files() == before
 
 
 def test_the_record_is_written_anew_with_each_row(stored, object_store):
