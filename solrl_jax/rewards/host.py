@@ -712,9 +712,10 @@ def _compare_pairs(
         values. Pairs whose preference is NaN in either order are left out.
 
     Raises:
-        Failure: Without scores, if the function returned no numbers or one outside of [0, 1], or
-            raised a Failure without any preference. With the win rates as "reward", if it raised a
-            Failure that has the preferences of some pairs; the other calls are made nevertheless.
+        Failure: If the function raised one. With the win rates as "reward", if any image has one
+            from the preferences that are known; otherwise without scores. After a Failure without
+            any preference, the function is not called again. Also without scores, if the function
+            returned no numbers or one outside of [0, 1].
     """
     # An image with a non-finite value is not compared, so that it costs the others nothing.
     finite = np.flatnonzero(finite_images(images))
@@ -733,21 +734,22 @@ def _compare_pairs(
                 [metadata[i] for i in finite[first]],
             )
         except Failure as error:
+            failure = failure or error
             if error.scores is None:
-                raise
+                break
             partial_failure = error
             returned = error.scores
         values = check_answer(returned, len(first))["reward"]
         if partial_failure is not None and np.isnan(values).all():
-            raise Failure(str(partial_failure))
-        failure = failure or partial_failure
+            break
         if ((values < 0) | (values > 1)).any():
             outside = values[(values < 0) | (values > 1)][0]
             raise Failure(f"returned {outside:g} as a preference: expected numbers in [0, 1]")
         preferences[first, second] = values
     rates[finite] = win_rates(preferences)
     if failure is not None:
-        raise Failure(str(failure), {"reward": rates})
+        any_rate = np.isfinite(rates).any()
+        raise Failure(str(failure), {"reward": rates} if any_rate else None)
     return rates
 
 

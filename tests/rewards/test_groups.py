@@ -111,6 +111,33 @@ def test_an_image_that_is_not_finite_costs_the_others_nothing():
     np.testing.assert_allclose(got[:6], expected_wins(6)[:6], rtol=1e-5)
 
 
+def test_preferences_before_a_call_without_any_count():
+    """The groups of six images are called with the first 16 of 30 pairs, which have an answer, and
+    with the other 14, which have none. In groups of three, no pair has an answer.
+    """
+    name = "tests.comparing:brighter_while_it_lasts"
+    reward = open_reward({name: 1.0}).rewards[name]
+    wins = {}
+    failed = {}
+    for size in (6, 3):
+        with scoring(HostRewards((reward,), {}, *WORKERS, True, size), PROMPTS) as run:
+            run.add(PICTURES)
+            wins[size] = run.finish()[name]
+            failed[size] = run.failed[name]
+    brightness = PICTURES.mean((1, 2, 3))
+    for start in (0, 6):
+        values = brightness[start : start + 6]
+        preferences = np.full((6, 6), np.nan)
+        first, second = ordered_pairs(6)[:16].T
+        preferences[first, second] = 0.5 + 0.4 * np.sign(values[first] - values[second])
+        np.testing.assert_allclose(
+            wins[6][start : start + 6], win_rates(preferences), rtol=1e-5, equal_nan=True
+        )
+    assert np.isfinite(wins[6]).sum() == 8
+    assert np.isnan(wins[3]).all()
+    assert failed == {6: 4, 3: 12}
+
+
 def train(tmp_path, *overrides):
     config = toy_config(tmp_path / "run", "train.iterations=1", *overrides)
     with TerminalProgress() as progress:
