@@ -210,21 +210,21 @@ def own_pairs(x: Shaped[Array, "pairs ..."]) -> Shaped[Array, "own ..."]:
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(SEQUENCE) * count, count)
 
 
-def gather_equal_shares(x: Float[Array, "own ..."], pairs: int) -> Float[Array, "{pairs} ..."]:
-    """Gathers the pairs of all devices, divided by the number of devices. For use in a kernel.
+def gather_on_first(x: Float[Array, "own ..."], pairs: int) -> Float[Array, "{pairs} ..."]:
+    """Gathers the pairs of all devices on the first device of the axis. For use in a kernel.
 
-    The gradient of an array that every device has is the sum of what the devices return, which this
-    makes equal parts. Dividing by a power of two does not round.
+    The gradient of an array that every device has is the sum of what the devices return. The others
+    return zeros, so that the sum does not round, as that of equal shares would.
 
     Args:
         x: One entry for each pair of this device.
         pairs: The number of pairs of all devices.
 
     Returns:
-        One entry for each pair, the same on every device, which add up to `x`.
+        One entry for each pair. They are zeros on all devices but the first.
     """
     gathered = jax.lax.all_gather(x, SEQUENCE, axis=0, tiled=True)[:pairs]
-    return gathered / jnp.asarray(axis_size(SEQUENCE), x.dtype)
+    return jnp.where(jax.lax.axis_index(SEQUENCE) == 0, gathered, jnp.zeros_like(gathered))
 
 
 def _repeat(x: Shaped[Array, "pairs ..."]) -> Shaped[Array, "padded ..."]:

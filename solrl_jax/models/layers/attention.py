@@ -425,8 +425,8 @@ def _attend_to_all(
         g_q, g_k, g_v = vjp(own_g)
         return (
             by_samples(sequence_parallel.pairs_to_tokens(g_q, pairs)),
-            by_samples(sequence_parallel.gather_equal_shares(g_k, pairs)),
-            by_samples(sequence_parallel.gather_equal_shares(g_v, pairs)),
+            by_samples(sequence_parallel.gather_on_first(g_k, pairs)),
+            by_samples(sequence_parallel.gather_on_first(g_v, pairs)),
         )
 
     forward = shard_map_kernel(kernel, heads_axis=2)
