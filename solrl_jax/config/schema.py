@@ -531,8 +531,10 @@ class Algorithm(Section):
         kl_coef: The weight in the loss, at least 0, of the distance to the base model (usually the
             mean squared difference of the predicted velocities).
         kl_fraction: The fraction of the loss terms, above 0 and at most 1, for which that distance
-            is computed, to save time. They are drawn at random and scaled up. Must be 1 with dpo
-            and with functions of yours.
+            is computed, to save time. They are drawn at random and scaled up. Their number in a
+            micro-batch of `optimizer.per_device_batch_size` terms is rounded up: 0.25 computes it
+            for half of the terms if that is 2, and for all if it is 1. Must be 1 with dpo and with
+            functions of yours.
         clip_range: Above 0, for flow_grpo, mix_grpo, dance_grpo, flow_cps, grpo_guard and awm: the
             probability ratio of the trained to the old policy is clipped to 1 +- this.
         kl_mask_threshold: Above 0, for flow_dppo: terms that increase the divergence of the trained
