@@ -29,8 +29,7 @@ from bench.timing import PACKAGES, best_matmul_rate, finish, operations, parser,
 from solrl_jax.config.presets import resolve
 from solrl_jax.config.schema import Config
 from solrl_jax.models.locate import EMBEDDED_FOLDER
-from solrl_jax.planning.abstract import experiment as of_shapes
-from solrl_jax.planning.abstract import open_configurations
+from solrl_jax.planning.abstract import abstract_experiment, open_configurations
 from solrl_jax.planning.stages import Program, Stages
 from solrl_jax.rl.experiment import build, fresh_state, local_device, open_mesh
 from solrl_jax.rl.generate import SeedBatch, generate
@@ -68,7 +67,7 @@ def stages(config: Config, repeat: int, best: float) -> dict[str, Any]:
 
 def counted(config: Config) -> dict[str, int]:
     """Counts the operations of the matmuls in each phase. Both rollout phases include scoring."""
-    shapes = of_shapes(
+    shapes = abstract_experiment(
         config, open_configurations(config.model.path), local_device(), open_mesh(config)
     )
     planned = Stages(shapes)

@@ -94,8 +94,8 @@ class ToyPipeline(Pipeline):
 class ToyBackbone(Backbone):
     """`v = tanh(x W + text + time) V`, and text that is drawn from a prompt's hash."""
 
-    def velocity(self, params, latent, conditioning, time, guidance, fp8_attention=False):
-        time = jnp.broadcast_to(time, latent.shape[:1])[:, None, None, None] / 1000
+    def velocity(self, params, latent, conditioning, timestep, guidance, fp8_attention=False):
+        time = jnp.broadcast_to(timestep, latent.shape[:1])[:, None, None, None] / 1000
         text = conditioning["text"][:, None, None, :]
         hidden = jnp.tanh(
             matmul(latent.astype(self.dtype), params["block"]["kernel"])

@@ -19,8 +19,7 @@ from solrl_jax.config.schema import Config
 from solrl_jax.models.locate import mhla_override
 from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.models.text_encoders.encode import TextEncoders
-from solrl_jax.planning.abstract import experiment as of_shapes
-from solrl_jax.planning.abstract import open_configurations
+from solrl_jax.planning.abstract import abstract_experiment, open_configurations
 from solrl_jax.planning.stages import Stages
 from solrl_jax.rl.experiment import Experiment, local_device, open_mesh
 from solrl_jax.rl.gradient_checkpointing import open_for_training
@@ -68,7 +67,7 @@ def shapes_of_experiment(config: Config) -> Experiment:
         return open_configurations(config.model.path, remat, mhla)
 
     pipeline = open_for_training(config, mesh, device_memory(), open_with)
-    return of_shapes(config, pipeline, local_device(), mesh)
+    return abstract_experiment(config, pipeline, local_device(), mesh)
 
 
 def with_weights(shapes: Experiment) -> Experiment:
@@ -86,7 +85,7 @@ def with_weights(shapes: Experiment) -> Experiment:
 
 def encoding_shapes(shapes: Experiment) -> Any:
     """Returns the abstract encoding of one prompt, whose leaves have one row."""
-    return Stages(shapes).conditions.negative
+    return Stages(shapes).conditions.uncond
 
 
 class RandomEncodings(TextEncoders):

@@ -57,7 +57,7 @@ class Backbone:
         params: Params,
         latent: Float[Array, " b *latent"],
         conditioning: Conditioning,
-        time: Float[Array, ""] | Float[Array, " b"],
+        timestep: Float[Array, ""] | Float[Array, " b"],
         guidance: Float[Array, ""],
         fp8_attention: bool = False,
     ) -> Float[Array, " b *latent"]:
@@ -75,7 +75,7 @@ class Backbone:
                 `self.dtype`.
             conditioning: encoded prompts by name, one row per latent, as returned by `encode`: for
                 example "text" [b, tokens, features] and "mask" [b, tokens].
-            time: `1000 sigma`, in [0, 1000]: one for all latents, or one per latent.
+            timestep: `1000 sigma`, in [0, 1000]: one for all latents, or one per latent.
             guidance: guidance scale, a scalar, for networks that take it as an input
                 (FLUX.1-dev). Other networks ignore it.
             fp8_attention: whether attention is computed in FP8: queries, keys, values and result
@@ -89,12 +89,12 @@ class Backbone:
             ValueError: while tracing, if the network does not support the size of the latents or
                 `fp8_attention`.
         """
-        time = jnp.broadcast_to(time, latent.shape[:1])
+        timestep = jnp.broadcast_to(timestep, latent.shape[:1])
         velocity = self.pipeline.velocity(
             self.pipeline.transformer.gather(params),
             latent.astype(self.dtype),
             conditioning,
-            time,
+            timestep,
             guidance,
             fp8_attention,
         )

@@ -76,7 +76,9 @@ def open_configurations(
     return open_model(str(folder), remat, mhla)
 
 
-def experiment(config: Config, pipeline: Pipeline, device: DeviceInfo, mesh: Mesh) -> Experiment:
+def abstract_experiment(
+    config: Config, pipeline: Pipeline, device: DeviceInfo, mesh: Mesh
+) -> Experiment:
     """Builds what training builds first, but with a ShapeDtypeStruct in place of every array.
 
     An `Experiment` holds the networks, the reward and the prompts of a run. Its functions can be
@@ -109,7 +111,7 @@ def experiment(config: Config, pipeline: Pipeline, device: DeviceInfo, mesh: Mes
     encoders = TextEncoders(pipeline, rows, dtype, cache=None)
     instruction = read_instruction(config)
     encoders.check_instruction(instruction)
-    decoding, products = scoring_dtypes(
+    decoding, reward_dtype = scoring_dtypes(
         config.rollout.scoring_precision, config.rollout.precision, device
     )
     vae_dtype = decoding or pipeline.vae_dtype or dtype
@@ -121,19 +123,19 @@ def experiment(config: Config, pipeline: Pipeline, device: DeviceInfo, mesh: Mes
     )
     transformer = pipeline.transformer.abstract_params(dtype, sharding.placement(mesh))
     backbone = Backbone(pipeline, mesh, dtype, transformer, encoders, decoder, instruction)
-    scorer = reward(config, rows, products)
+    reward = abstract_reward(config, rows, reward_dtype)
     prompts = some_prompts(config)
     return Experiment(
-        config,
-        backbone,
-        scorer,
-        scorer,
-        trained_paths,
-        quantized,
-        device,
-        prompts,
-        prompts,
-        largest_training_size(config),
+        config=config,
+        backbone=backbone,
+        reward=reward,
+        evaluation_reward=reward,
+        trained_paths=trained_paths,
+        quantized=quantized,
+        device=device,
+        train_prompts=prompts,
+        test_prompts=prompts,
+        size=largest_training_size(config),
     )
 
 
@@ -155,7 +157,7 @@ def some_prompts(config: Config) -> list[Prompt]:
     return prompts + [prompts[0] if prompts else Prompt("")] * (count - len(prompts))
 
 
-def reward(config: Config, mesh: Mesh, products: DTypeLike) -> Reward:
+def abstract_reward(config: Config, mesh: Mesh, reward_dtype: DTypeLike) -> Reward:
     """Opens the reward of training with shapes in place of the weights of its networks.
 
     The networks have the sizes of the released models, wherever `reward.paths` points.
@@ -164,7 +166,8 @@ def reward(config: Config, mesh: Mesh, products: DTypeLike) -> Reward:
         config: The configuration. `reward.weights` gives the names and weights of the rewards that
             are summed, and `reward.options` their options.
         mesh: The mesh that the networks are placed on.
-        products: The dtype in which the networks multiply matrices: float32, float16 or bfloat16.
+        reward_dtype: The dtype in which the networks multiply matrices: float32, float16 or
+            bfloat16.
 
     Returns:
         The reward. Its `params` are ShapeDtypeStructs with shardings, so it can be traced and
@@ -176,7 +179,7 @@ def reward(config: Config, mesh: Mesh, products: DTypeLike) -> Reward:
     """
     settings = dataclasses.replace(config.reward, paths=CARRIED, eval_only=())
     gradients_for = reward_gradients_for(config)
-    opened_rewards = open_rewards(settings, products, None, gradients_for)
+    opened_rewards = open_rewards(settings, reward_dtype, None, gradients_for)
     opened_rewards.check_sizes(training_sizes(config))
     trained = opened_rewards.load(mesh).trained
     return dataclasses.replace(trained, params=abstract(trained.params, mesh))

@@ -21,7 +21,12 @@ from solrl_jax.config.sizes import training_sizes
 from solrl_jax.models.locate import mhla_override
 from solrl_jax.parallel.sharding import row_groups
 from solrl_jax.planning import roofline, topology
-from solrl_jax.planning.abstract import abstract, bytes_per_device, experiment, open_configurations
+from solrl_jax.planning.abstract import (
+    abstract,
+    abstract_experiment,
+    bytes_per_device,
+    open_configurations,
+)
 from solrl_jax.planning.stages import STAGES, Program, Stages
 from solrl_jax.planning.targets import CUDNN, Target
 from solrl_jax.quant.formats import AUTO, DeviceInfo
@@ -110,7 +115,7 @@ class Planner:
         )
         self.pipeline = open_for_training(config, mesh, USABLE * target.memory, open_pipeline)
         self.device = DeviceInfo(target.platform, target.kind, target.capability)
-        self.stages = Stages(experiment(config, self.pipeline, self.device, mesh))
+        self.stages = Stages(abstract_experiment(config, self.pipeline, self.device, mesh))
         self.codes = self.stages.codes()
         self.usable = int(target.memory * USABLE)
 
@@ -329,11 +334,11 @@ def plan(
         writable_directory(hlo, "hlo")
     stages = []
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        for stage, of_stage in itertools.groupby(
+        for stage, stage_programs in itertools.groupby(
             planner.programs(threads), key=lambda each: each[0]
         ):
             programs = []
-            for _, program, compilation in of_stage:
+            for _, program, compilation in stage_programs:
                 progress(f"{stage}: {program.name}")
                 programs.append(planner.measure(stage, program, compilation.result(), hlo))
             seconds = sum(row["calls"] * row["roofline"]["seconds"] for row in programs)

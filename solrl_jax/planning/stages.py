@@ -74,7 +74,7 @@ class Stages:
       - "evaluate": generates the images of an evaluation. It is no part of an iteration.
 
     Attributes:
-        experiment: The experiment, as `abstract.experiment` builds it.
+        experiment: The experiment, as `abstract_experiment` builds it.
         mesh: The mesh of the transformer and of the update.
         rows_mesh: The mesh for encoding and scoring, with the same devices, but without tensor
             parallelism: samples are split over all of them.
@@ -93,7 +93,7 @@ class Stages:
 
         Args:
             experiment: The experiment with a ShapeDtypeStruct in place of every array, as
-                `abstract.experiment` builds it.
+                `abstract_experiment` builds it.
         """
         self.experiment = experiment
         self.mesh = experiment.backbone.mesh
@@ -424,27 +424,32 @@ class Stages:
         experiment = self.experiment
         config = self.experiment.config
         backbone = experiment.backbone
-        grid = experiment.schedule(config.rollout.num_steps)
+        schedule = experiment.schedule(config.rollout.num_steps)
         count = config.train.num_prompts * config.rollout.kept
 
-        def of(shape, dtype):
+        def per_sample(shape, dtype):
             return jax.ShapeDtypeStruct((count, *shape), dtype, sharding=self.whole)
 
         numbers = (
-            of(self._sampler.shape, jnp.float32),
-            of((), jnp.float32),
-            of((), jnp.float32),
-            of((), jnp.int32),
+            per_sample(self._sampler.shape, jnp.float32),
+            per_sample((), jnp.float32),
+            per_sample((), jnp.float32),
+            per_sample((), jnp.int32),
         )
         recorded = config.num_recorded_steps
-        states = of((recorded + 1, *self._sampler.shape), jnp.float32) if recorded else None
+        states = per_sample((recorded + 1, *self._sampler.shape), jnp.float32) if recorded else None
         targets = None
         if self.has("targets"):
             names, _ = try_targets(config.algorithm)
-            states = of((2, *self._sampler.shape), jnp.float32)
-            targets = {name: of(self._sampler.shape, jnp.float32) for name in names}
+            states = per_sample((2, *self._sampler.shape), jnp.float32)
+            targets = {name: per_sample(self._sampler.shape, jnp.float32) for name in names}
         batch = shaped(
-            PolicyBatch, *numbers, of((2,), jnp.uint32), self.conditions.positive, states, targets
+            PolicyBatch,
+            *numbers,
+            per_sample((2,), jnp.uint32),
+            self.conditions.cond,
+            states,
+            targets,
         )
         arguments = (
             backbone,
@@ -452,6 +457,6 @@ class Stages:
             self.state,
             backbone.transformer,
             batch,
-            abstract(grid, self.mesh, self.whole),
+            abstract(schedule, self.mesh, self.whole),
         )
         return Program(self.mesh, update, arguments, 1)

@@ -80,22 +80,22 @@ def shard_tokens(
 
     dtypes = jax.tree.map(lambda x: x.dtype, (shared, text))
 
-    def on_device(x: Array, own: Any, table: Any, replicated: Any) -> tuple[Any, Any]:
+    def on_device(x: Array, local_rotation: Any, table: Any, replicated: Any) -> tuple[Any, Any]:
         shared, text = jax.tree.map(lambda x, dtype: x.astype(dtype), replicated, dtypes)
 
-        def join(table: Array, own: Array) -> Array:
-            return jnp.concatenate([table[:, :start], own, table[:, stop:]], axis=1)
+        def join(table: Array, local: Array) -> Array:
+            return jnp.concatenate([table[:, :start], local, table[:, stop:]], axis=1)
 
-        return f(shared, x, jax.tree.map(join, table, own), text)
+        return f(shared, x, jax.tree.map(join, table, local_rotation), text)
 
-    own = jax.tree.map(lambda table: table[:, start:stop], rotation)
+    local_rotation = jax.tree.map(lambda table: table[:, start:stop], rotation)
     return jax.shard_map(
         on_device,
         in_specs=(TOKENS, TOKENS, REPLICATED, REPLICATED),
         out_specs=(TOKENS, REPLICATED),
         axis_names={SEQUENCE},
         check_vma=False,
-    )(x, own, rotation, jax.tree.map(_widen, (shared, text)))
+    )(x, local_rotation, rotation, jax.tree.map(_widen, (shared, text)))
 
 
 def _widen(x: Array) -> Array:

@@ -256,7 +256,7 @@ class Experiment:
             calibration=calibration,
         )
 
-    def for_exploration(self, prompt_batch: PromptBatch) -> PromptBatch:
+    def prepare_for_ranking(self, prompt_batch: PromptBatch) -> PromptBatch:
         """Returns encoded prompts, prepared for the reward that ranks candidates.
 
         A reward turns prompts into arrays once (`Reward.prepare`), such as token ids of its own

@@ -45,14 +45,14 @@ class Conditions:
     """The prompt embeddings that a batch of samples is generated with.
 
     Attributes:
-        positive: The embeddings of the prompts: arrays by the names that the pipeline's network
+        cond: The embeddings of the prompts: arrays by the names that the pipeline's network
             takes, each with one row per prompt, on every device of the mesh.
-        negative: The embedding of the negative prompt of classifier-free guidance: arrays by the
-            names in `positive`, with one row each.
+        uncond: The embedding of the negative prompt of classifier-free guidance: arrays by the
+            names in `cond`, with one row each.
     """
 
-    positive: Conditioning
-    negative: Conditioning
+    cond: Conditioning
+    uncond: Conditioning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,9 +232,9 @@ def prepare(
         RunError: If the disk refuses an entry of the cache.
     """
     prepared = None if reward is None else reward.prepare(prompts)
-    positive = backbone.encode(prompts, max_tokens)
-    negative_embedding = backbone.encode((negative,), max_tokens, negative=True)
-    return PromptBatch(tuple(prompts), Conditions(positive, negative_embedding), prepared)
+    cond = backbone.encode(prompts, max_tokens)
+    uncond = backbone.encode((negative,), max_tokens, negative=True)
+    return PromptBatch(tuple(prompts), Conditions(cond, uncond), prepared)
 
 
 def generate(
@@ -601,9 +601,9 @@ def sample_chunk(
         ValueError: While tracing, if the network does not support the size of the latents, or has
             no FP8 attention and a segment asks for it.
     """
-    cond = jax.tree.map(lambda c: c[seed_batch.prompt], conditions.positive)
+    cond = jax.tree.map(lambda c: c[seed_batch.prompt], conditions.cond)
     uncond = jax.tree.map(
-        lambda c: jnp.broadcast_to(c, (len(seed_batch), *c.shape[1:])), conditions.negative
+        lambda c: jnp.broadcast_to(c, (len(seed_batch), *c.shape[1:])), conditions.uncond
     )
 
     def velocity(segment: Segment, x: Array, timestep: Array) -> Array:
@@ -611,16 +611,16 @@ def sample_chunk(
             backbone.velocity,
             segment.policy,
             x,
-            time=timestep,
+            timestep=timestep,
             guidance=jnp.asarray(segment.schedule.embedded_guidance),
             fp8_attention=segment.fp8_attention,
         )
         if not segment.schedule.guided:
             return predict(cond)
-        unconditional = predict(uncond).astype(jnp.float32)
-        conditional = predict(cond).astype(jnp.float32)
+        v_uncond = predict(uncond).astype(jnp.float32)
+        v_cond = predict(cond).astype(jnp.float32)
         scale = jnp.asarray(segment.schedule.guidance_scale)
-        return backbone.pipeline.guide(conditional, unconditional, scale)
+        return backbone.pipeline.guide(v_cond, v_uncond, scale)
 
     noise = sharding.split_rows(jnp.asarray(seed_batch.noise))
     fields = [(partial(velocity, segment), segment.schedule) for segment in segments]

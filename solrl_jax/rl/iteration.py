@@ -176,7 +176,7 @@ def iterate(
     explored = generate(
         backbone,
         explore_sampler,
-        experiment.for_exploration(prompt_batch),
+        experiment.prepare_for_ranking(prompt_batch),
         SeedBatch.from_seeds(seeds),
         experiment.ranking_reward,
         progress=partial(progress, "explore", total),
@@ -362,7 +362,7 @@ def policy_batch(
         weight=place(counts.astype(np.float32)),
         prompt=place((order // values.shape[1]).astype(np.int32)),
         seeds=place(seeds),
-        conditioning=prompt_batch.conditions.positive,
+        conditioning=prompt_batch.conditions.cond,
         states=None if samples.states is None else place(samples.states[order]),
         targets=None if targets is None else {name: place(x) for name, x in targets.items()},
     )

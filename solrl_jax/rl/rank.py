@@ -171,7 +171,7 @@ def explore_and_regenerate(
         proxies[setting] = pool_rewards(
             experiment,
             sampler,
-            experiment.for_exploration(prompt_batch),
+            experiment.prepare_for_ranking(prompt_batch),
             seed_batch,
             progress,
             explored=True,
@@ -225,7 +225,7 @@ def pool_rewards(
         sampler: The policy and the schedule that the candidates are sampled with. Its name is that
             of the phase.
         prompt_batch: The prompts, from `draw_candidates`. With `explored`, they must have been
-            prepared for that reward by `Experiment.for_exploration`.
+            prepared for that reward by `Experiment.prepare_for_ranking`.
         seed_batch: The candidates, from `draw_candidates`.
         progress: Called with the name of the sampler, the number of candidates, and the number of
             further candidates that are done: with 0 at the start, then once per chunk.

@@ -16,7 +16,7 @@ from solrl_jax.models.pipeline import Pipeline
 
 
 def make_schedule(
-    rollout: Rollout, pipeline: Pipeline, size: Size, steps: int, noise_start: int | None = None
+    rollout: Rollout, pipeline: Pipeline, size: Size, steps: int, noise_start: int | None
 ) -> Schedule:
     """The configured sigmas, solver and guidance with any number of steps, for a model and a size.
 

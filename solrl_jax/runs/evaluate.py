@@ -418,7 +418,7 @@ def pool_images(
     stages = {
         "explored": draw(
             experiment.explorer.sampler(old, exploration, start),
-            experiment.for_exploration(prompt_batch),
+            experiment.prepare_for_ranking(prompt_batch),
             experiment.ranking_reward,
         )
     }

@@ -217,7 +217,7 @@ def test_text_encoders_are_gone_before_the_first_step(models, prompt_file, tmp_p
         pass
 
     def stop(backbone, sampler, prompted, rows, **options):
-        assert prompted.conditions.positive["text"].shape[0] == len(rows) == len(PROMPTS)
+        assert prompted.conditions.cond["text"].shape[0] == len(rows) == len(PROMPTS)
         assert not backbone.text_encoders.loaded
         raise Enough
 

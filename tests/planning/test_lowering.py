@@ -18,7 +18,7 @@ from solrl_jax.config.presets import resolve
 from solrl_jax.models.layers.attention_fp8 import attention_fp8
 from solrl_jax.parallel import sharding
 from solrl_jax.planning import topology
-from solrl_jax.planning.abstract import experiment, open_configurations
+from solrl_jax.planning.abstract import abstract_experiment, open_configurations
 from solrl_jax.planning.stages import STAGES, Program, Stages
 from solrl_jax.planning.targets import TARGETS
 from solrl_jax.quant import compile_target
@@ -61,7 +61,7 @@ def of_shapes(
     config = resolve(preset, (f"rollout.explore.precision={precision}", *more))
     pipeline = open_configurations(config.model.path)
     facts = DeviceInfo("gpu", TARGETS[device].kind, TARGETS[device].capability)
-    made = experiment(
+    made = abstract_experiment(
         config, pipeline, facts, sharding.make_mesh(count, 1, devices=jax.devices()[:count])
     )
     return made, Stages(made)

@@ -310,7 +310,7 @@ def test_samples_are_the_loop_over_legs_with_and_without_guidance(backbone, guid
     rows = SeedBatch.from_seeds(toy_seeds(PROMPTS, EACH))
     prompted = prepare(backbone, None, PROMPTS, 8)
     got = run(backbone, 5, segments=tuple(Segment(*part) for part in parts)).latents
-    texts = np.asarray(prompted.conditions.positive["text"])[rows.prompt]
+    texts = np.asarray(prompted.conditions.cond["text"])[rows.prompt]
     segments = [Part(*part, end) for part, end in zip(parts, ends, strict=True)]
     noise = normal(rows.seeds, "initial", SHAPE)
     want = by_hand(
@@ -318,7 +318,7 @@ def test_samples_are_the_loop_over_legs_with_and_without_guidance(backbone, guid
         segments,
         noise,
         texts,
-        np.asarray(prompted.conditions.negative["text"])[0],
+        np.asarray(prompted.conditions.uncond["text"])[0],
     )
     np.testing.assert_allclose(got, want, atol=TOLERANCE)
     if scale != 1.0 or cut is not None or guidance != 1.0:

@@ -29,7 +29,8 @@ def find_query_steps(config: Config, pipeline: Pipeline, size: Size) -> range | 
     """
     if config.algorithm.trains_on != "reward_gradients":
         return None
-    schedule = make_schedule(config.rollout, pipeline, size, config.rollout.num_steps)
+    rollout = config.rollout
+    schedule = make_schedule(rollout, pipeline, size, rollout.num_steps, noise_start=None)
     algorithm = config.algorithm
     first, count = schedule.locate_query_steps(algorithm.last_steps, algorithm.query_sigma)
     return range(int(first), int(first) + count)

@@ -326,7 +326,7 @@ def principal_inputs(
     def place(tree: Any) -> Any:
         return hosts.put(tree, sharding.replicated(backbone.mesh))
 
-    conditioning = calibration.prompt_batch().conditions.positive
+    conditioning = calibration.prompt_batch().conditions.cond
     clean = place(SeedBatch(seed_batch.prompt, seed_batch.seeds, latents))
     bases = _random_directions(backbone.transformer, paths, OVERSAMPLING * rank)
     schedule = place(schedule)
