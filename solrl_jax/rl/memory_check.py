@@ -74,9 +74,10 @@ def refuse_what_cannot_fit(
     * In the memory of this host: the latents of all candidates of an iteration, twice where
       regeneration continues from the configured exploration (`continued_steps`); the latents of an
       evaluation; the images of its grid.
-    * In the memory of a device: six copies of all adapters; one batch of images; of the parameters
-      that are trained in full, one copy, and six more divided over the mesh axes `fsdp` and
-      `tensor`.
+    * In the memory of a device: the samples that are trained on, with their recorded states and
+      targets, which every device has; six copies of all adapters; one batch of images; of the
+      parameters that are trained in full, one copy, and six more divided over the mesh axes `fsdp`
+      and `tensor`.
 
     Args:
         config: The configuration of the run, whose counts, image sizes, adapter rank and mesh
@@ -139,7 +140,8 @@ def _requests(
         One request for each of these fields, in this order: `rollout.candidates` (latents of an
         iteration, twice where regeneration continues from the configured exploration),
         `eval.num_images_per_prompt` (latents of an evaluation) and `eval.num_grid_images` (images
-        of its grid), in the memory of this host; `lora.rank` (six copies of the adapters) and
+        of its grid), in the memory of this host; `rollout.kept` (the samples that are trained on,
+        with recorded states and targets), `lora.rank` (six copies of the adapters) and
         `rollout.per_device_batch_size` (a batch of images, at most a device's share of the
         candidates of an iteration), in the memory of a device. All arrays are float32.
     """
@@ -154,6 +156,12 @@ def _requests(
     query_steps = find_query_steps(config, pipeline, trained_size)
     continued = continued_steps(rollout, format_name, rollout.explore.num_steps, query_steps)
     latents_per_candidate = 2 if continued else 1
+    # Of a sample that is trained on: its clean latents, and what the objective trains at.
+    latents_per_sample = 1
+    if config.algorithm.trains_on == "transitions":
+        latents_per_sample += config.num_recorded_steps + 1
+    elif config.algorithm.trains_on == "reward_gradients":
+        latents_per_sample += 3  # a state, the clean latents predicted there, and a target
     larger_size = max(trained_size, evaluated_size, key=math.prod)
     adapter_values_per_rank = 0
     for path in trained_paths.adapted:
@@ -190,6 +198,14 @@ def _requests(
             size=evaluated_size,
             memory=host,
             owner="this host",
+        ),
+        _Request(
+            field="rollout.kept",
+            value=rollout.kept,
+            unit=config.train.num_prompts * latent_bytes(trained_size) * latents_per_sample,
+            size=trained_size,
+            memory=device,
+            owner="a device",
         ),
         _Request(
             field="lora.rank",

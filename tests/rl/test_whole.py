@@ -3,6 +3,7 @@ in float64.
 """
 
 import dataclasses
+import math
 import re
 
 import jax
@@ -127,6 +128,26 @@ def test_a_batch_of_images_is_what_a_device_generates_at_once(monkeypatch):
         match=r"^rollout.per_device_batch_size=100: takes .* and a device .*; at most 2 fit",
     ):
         memory_check.refuse_what_cannot_fit(config, pipeline, TrainedPaths(()), 4)
+
+
+@pytest.mark.parametrize(("objective", "latents"), [("nft", 1), ("flow_grpo", 4), ("refl", 4)])
+def test_every_device_holds_the_samples_that_are_trained_on(objective, latents, monkeypatch):
+    """Two prompts with four samples each. Two of three steps are recorded, which is three states;
+    a gradient of the reward is taken at one state, and is a target.
+    """
+    pipeline = open_model("embedded:tiny-sana")
+    settings = ("rollout.per_device_batch_size=1", "reward=tiny-clip", "reward.eval_only=[shapes]")
+    config = small_config("unused", f"objective={objective}", *settings)
+    least = 8 * latents * 4 * math.prod(pipeline.latent_shape(32, 32))
+    least = max(least, 3 * 4 * 32 * 32)  # of one image
+    monkeypatch.setattr(memory_check, "device_memory", lambda: least)
+    memory_check.refuse_what_cannot_fit(config, pipeline, TrainedPaths(()), 1)
+    if latents > 1:
+        monkeypatch.setattr(memory_check, "device_memory", lambda: least - 1)
+        with pytest.raises(
+            InputError, match=r"^rollout.kept=4: takes .* and a device .*; at most 3 fit"
+        ):
+            memory_check.refuse_what_cannot_fit(config, pipeline, TrainedPaths(()), 1)
 
 
 def test_auto_counts_what_is_trained_in_full(transformer):
