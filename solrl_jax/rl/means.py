@@ -1,17 +1,19 @@
 """Means that leave out what is not finite, such as rewards that could not be computed."""
 
+from collections.abc import Sequence
+
 import numpy as np
-from numpy.typing import ArrayLike
+from jaxtyping import Float
 
 
-def finite_mean(values: ArrayLike) -> float:
-    """The mean of the finite elements of an array.
+def finite_mean(values: Sequence[float] | Float[np.ndarray, "..."]) -> float:
+    """The mean of the finite numbers among some.
 
     Args:
-        values: Numbers, in any shape.
+        values: The numbers: a sequence, or an array of any shape. There may be none.
 
     Returns:
-        The mean in float64; NaN if no element is finite, also for an empty array.
+        The mean in float64; NaN if no number is finite, also if there are none.
     """
     x = np.asarray(values)
     finite = np.isfinite(x)

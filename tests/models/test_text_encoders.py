@@ -339,10 +339,10 @@ def test_options_of_the_model_reach_it_or_are_refused(folders, tmp_path):
 
     instructed = prompt(backbone)
     plain = prompt(dataclasses.replace(backbone, instruction=None))
-    np.testing.assert_array_equal(told.positive["text"], instructed)
+    np.testing.assert_array_equal(told.cond["text"], instructed)
     assert np.abs(instructed.astype(np.float32) - plain.astype(np.float32)).max() > 0.1
     np.testing.assert_array_equal(
-        told.negative["text"], backbone.encode(("",), 24, negative=True)["text"]
+        told.uncond["text"], backbone.encode(("",), 24, negative=True)["text"]
     )
     assert not experiment.schedule(3).guided
 
