@@ -171,7 +171,7 @@ def linear_attention(
 
 
 def reference(
-    q: Float[Array, "b n d"], k: Float[Array, "b n d"], v: Float[Array, "b n d"], heads: int
+    q: Float[Array, "b n d"], k: Float[Array, "b m d"], v: Float[Array, "b m d"], heads: int
 ) -> Float[Array, "b n d"]:
     """Computes SANA's linear attention in plain JAX, without blocks: for each head, a query q
     becomes `relu(q) S / (relu(q) . z + 1e-15)`, where `S = sum relu(k) v^T` and `z = sum relu(k)`
@@ -181,8 +181,9 @@ def reference(
 
     Args:
         q: Queries [b, n, d] before the ReLU, heads side by side.
-        k: Keys [b, n, d] before the ReLU, heads side by side.
-        v: Values [b, n, d], heads side by side.
+        k: Keys [b, m, d] before the ReLU, heads side by side. m differs from n where the tokens of
+            the queries are divided over devices.
+        v: Values [b, m, d], heads side by side.
         heads: The number of heads, which divides d.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Means that leave out what is not finite, such as rewards that could not be computed."""
+"""The mean of finite numbers. Rewards that could not be computed are NaN and do not count."""
 
 from collections.abc import Sequence
 
@@ -7,13 +7,14 @@ from jaxtyping import Float
 
 
 def finite_mean(values: Sequence[float] | Float[np.ndarray, "..."]) -> float:
-    """The mean of the finite numbers among some.
+    """Returns the mean of the finite numbers.
 
     Args:
-        values: The numbers: a sequence, or an array of any shape. There may be none.
+        values: The numbers, also non-finite ones: a sequence, or an array of any shape; it may be
+            empty.
 
     Returns:
-        The mean in float64; NaN if no number is finite, also if there are none.
+        The mean in float64; NaN if no number is finite.
     """
     x = np.asarray(values)
     finite = np.isfinite(x)

@@ -156,7 +156,7 @@ def _requests(
     query_steps = find_query_steps(config, pipeline, trained_size)
     continued = continued_steps(rollout, format_name, rollout.explore.num_steps, query_steps)
     latents_per_candidate = 2 if continued else 1
-    # Of a sample that is trained on: its clean latents, and what the objective trains at.
+    # Each sample that is trained on has clean latents; some objectives also need its states.
     latents_per_sample = 1
     if config.algorithm.trains_on == "transitions":
         latents_per_sample += config.num_recorded_steps + 1

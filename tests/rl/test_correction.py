@@ -91,7 +91,7 @@ def test_directions_are_those_of_the_sigmas_that_are_explored(experiment, bases,
     calibration = experiment.explorer.calibration
     paths = experiment.explorer.quantized
     grid = experiment.explorer.schedule(6)
-    latents = calibration.generate(grid)
+    latents = calibration.generate(grid, calibration.encode_prompts())
     monkeypatch.setattr(Calibration, "generate", lambda *_: latents)
     found = {
         start: jax.device_get(principal_inputs(calibration, paths, RANK, grid.slice_steps(start)))
@@ -135,14 +135,15 @@ def test_they_hold_more_of_what_the_network_sees_than_others_do(experiment, base
     conditioning = backbone.encode(prompts, experiment.config.model.max_sequence_length)
     other_prompts = dataclasses.replace(
         calibration,
-        prompt_batch=lambda: experiment.encode_prompts(prompts),
+        encode_prompts=lambda: experiment.encode_prompts(prompts),
         seed_batch=dataclasses.replace(
             calibration.seed_batch, seeds=experiment.seeds("candidate", prompts, 1)[:, 0]
         ),
     )
+    # By the program that sampled those measured.
     pictures = other_prompts.generate(
-        experiment.explorer.schedule(6)
-    )  # by the program that sampled those measured
+        experiment.explorer.schedule(6), other_prompts.encode_prompts()
+    )
     latents = (np.asarray(pictures) + jax.random.normal(jax.random.key(1), pictures.shape)) / 2
     others = {
         path: np.linalg.qr(np.random.default_rng(7).standard_normal(basis.shape))[0].astype(

@@ -146,8 +146,8 @@ class Explorer:
         """Measures everything that the configured setting needs, and waits for it.
 
         The results are kept in this object for `schedule` and `quantizer`. Encodes the calibration
-        prompts and samples from the base, unless `calibrates` is False, and drops the embeddings at
-        the end. Every process of a run must call it.
+        prompts and samples from the base, unless `calibrates` is False. Every process of a run must
+        call it.
 
         Raises:
             numpy.linalg.LinAlgError: If an option measures values that are not finite.
@@ -156,7 +156,6 @@ class Explorer:
         """
         self.schedule(self.explore.num_steps)
         jax.block_until_ready(self.quantizer(self.format.name))
-        self.calibration.release()
 
     def policy(self, adapters: Trainable, precision: str) -> Params:
         """Merges the adapters of a policy into the base and quantizes it ("sync" in the paper).

@@ -26,16 +26,17 @@ from solrl_jax.rl.sampler import Sampler, Segment
 class Calibration:
     """The base policy and a few samples of it, on which exploration options measure what they need.
 
-    Nothing is encoded or sampled until an option measures. The embeddings of the prompts are kept
-    on the devices until `release` is called. Measurements depend on the base and the configuration
-    alone, so a resumed run repeats those of its start.
+    Nothing is encoded or sampled until an option measures. Measurements depend on the base and the
+    configuration alone, so a resumed run repeats those of its start.
 
     Attributes:
         backbone: The networks with the base parameters, and the mesh.
         sampler: The sampler of the base policy with the steps of the regeneration. Its decoder is
             not used for measurements.
         prompts: The prompts that are measured on, usually the first 16 for training.
-        encode_prompts: Computes the embeddings of `prompts`; the method `prompt_batch` keeps them.
+        encode_prompts: Returns `prompts` with their embeddings. Each call encodes them, or reads
+            the embeddings from the cache of prompts, so an option calls it once per measurement.
+            Every process of a run must call it.
         seed_batch: The samples to measure on: for each prompt, in order, the index of the prompt
             and one seed.
         micro_batch: The largest number of samples that a device differentiates at once.
@@ -47,53 +48,34 @@ class Calibration:
     encode_prompts: Callable[[], PromptBatch]
     seed_batch: SeedBatch
     micro_batch: int
-    _encoded: list[PromptBatch] = dataclasses.field(default_factory=list, init=False, repr=False)
 
     @property
     def schedule(self) -> Schedule:
         """The full schedule, with all steps of the regeneration and without exploration options."""
         return self.sampler.segments[0].schedule
 
-    def prompt_batch(self) -> PromptBatch:
-        """Returns the prompts with their embeddings, which the first call encodes. Every process of
-        a run must call it.
-
-        Raises:
-            InputError, PermissionError, RunError: If the prompts cannot be encoded
-                (`Experiment.encode_prompts`).
-        """
-        if not self._encoded:
-            self._encoded.append(self.encode_prompts())
-        return self._encoded[0]
-
-    def release(self) -> None:
-        """Drops the embeddings, whose memory on the devices is then free. A later measurement
-        encodes the prompts again.
-        """
-        self._encoded.clear()
-
     def generate(
-        self, schedule: Schedule, noise: Float[np.ndarray, "b ... c"] | None = None
+        self,
+        schedule: Schedule,
+        prompt_batch: PromptBatch,
+        noise: Float[np.ndarray, "b ... c"] | None = None,
     ) -> Float[np.ndarray, "b ... c"]:
         """Samples the latents of `seed_batch` with the base policy, in the training precision.
         Every process of a run must call it.
 
         Args:
             schedule: The solver steps to take, for instance `self.schedule` or a single step.
+            prompt_batch: The prompts with their embeddings, from `encode_prompts`.
             noise: The latents to start from, one per prompt, float32. None: standard normal noise
                 drawn from the seeds of `seed_batch`.
 
         Returns:
             The latents after the last step, float32, on the host: one per prompt.
-
-        Raises:
-            InputError, PermissionError, RunError: If the prompts cannot be encoded, which the first
-                call does (`Experiment.encode_prompts`).
         """
         segments = (Segment(self.backbone.transformer, schedule),)
         sampler = dataclasses.replace(self.sampler, segments=segments)
         seed_batch = dataclasses.replace(self.seed_batch, noise=noise)
-        return generate(self.backbone, sampler, self.prompt_batch(), seed_batch).latents
+        return generate(self.backbone, sampler, prompt_batch, seed_batch).latents
 
 
 class ExplorationOption(abc.ABC):

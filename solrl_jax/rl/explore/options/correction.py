@@ -320,13 +320,14 @@ def principal_inputs(
     """
     backbone = calibration.backbone
     seed_batch = calibration.seed_batch
-    latents = calibration.generate(schedule)
+    prompt_batch = calibration.encode_prompts()
+    latents = calibration.generate(schedule, prompt_batch)
     batch_size = math.gcd(len(seed_batch), min(calibration.micro_batch, len(seed_batch)))
 
     def place(tree: Any) -> Any:
         return hosts.put(tree, sharding.replicated(backbone.mesh))
 
-    conditioning = calibration.prompt_batch().conditions.cond
+    conditioning = prompt_batch.conditions.cond
     clean = place(SeedBatch(seed_batch.prompt, seed_batch.seeds, latents))
     bases = _random_directions(backbone.transformer, paths, OVERSAMPLING * rank)
     schedule = place(schedule)

@@ -74,10 +74,11 @@ class Preview(ExplorationOption):
         full = calibration.schedule
         if schedule.steps >= full.steps:
             return full
+        prompt_batch = calibration.encode_prompts()
 
         def one_step(x: Latents | None, sigma: float, row: tuple[float, ...]) -> Latents:
             step = full.with_sigmas(np.array([sigma, 0.0]), np.array([row], np.float32))
-            return calibration.generate(step, x)
+            return calibration.generate(step, prompt_batch, x)
 
         def predict(x: Latents, sigma: float) -> Latents:
             return one_step(x, sigma, PREDICT)
