@@ -17,8 +17,9 @@ configurations and random weights, which are generated on the device. The steps 
   the shapes of the models' quantized layers, and their share of the device's public peak.
 * steps, per model: a batch regenerated in BF16 and explored in each format; seconds per call and
   per solver step, and those of `sync`.
-* rollout, per model: decoding and scoring a batch. With the results of `steps` this gives the time
-  of an iteration's rollout phase, compared with `naive_scaling`.
+* rollout, per model: decoding and scoring a batch, and the gradient of the reward if the objective
+  trains on it. With the results of `steps` this gives the time of an iteration's rollout phase,
+  compared with `naive_scaling`.
 * update, per model: two or three micro-batches, from which the time of an update follows.
 
 The programs are the jitted functions of the training. A time is the median of `--repeat` calls

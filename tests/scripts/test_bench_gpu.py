@@ -152,6 +152,25 @@ def test_an_iteration_is_put_together_from_its_programs(tmp_path):
 
 
 @pytest.mark.exhaustive
+def test_the_gradient_of_the_reward_belongs_to_the_rollout_phase(tmp_path):
+    settings = ("reward=tiny-clip", "objective=opsd")
+
+    def of_opsd(step):
+        plain = task(tmp_path, step, "tiny")
+        return ran(dataclasses.replace(plain, overrides=(*plain.overrides, *settings)))
+
+    chunks = of_opsd("steps")
+    found = of_opsd("rollout")
+    gradient = found["reward_gradient"]
+    assert gradient["finite"]
+    assert gradient["calls"] == 12  # 3 gradients for each of 4 batches of 2 kept samples
+    scored = found["decode_chunk"]["seconds"] + found["score_images"]["seconds"]
+    assert found["naive_scaling"]["seconds"] == pytest.approx(
+        8 * (chunks["regenerate"]["seconds"] + scored) + 12 * gradient["seconds"]
+    )
+
+
+@pytest.mark.exhaustive
 def test_rewards_here_are_those_of_the_other_process(tmp_path):
     with schedule.references(task(tmp_path, "parity")):
         found = ran(task(tmp_path, "parity"))

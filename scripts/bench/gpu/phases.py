@@ -8,7 +8,15 @@ from functools import partial
 from typing import Any
 
 from bench.gpu.measure import Gauge, formats, over
-from bench.gpu.programs import config_of, sampling, scoring, shortened, syncing, updating
+from bench.gpu.programs import (
+    config_of,
+    reward_gradients,
+    sampling,
+    scoring,
+    shortened,
+    syncing,
+    updating,
+)
 from bench.gpu.record import Record, Skipped, Task
 from bench.random_weights import shapes_of_experiment, with_weights
 from solrl_jax.parallel.sharding import row_groups
@@ -81,39 +89,47 @@ def explored(
 def rollout(task: Task) -> Figures:
     """Yields the figures of decoding and scoring a batch, and then those of the rollout phase.
 
-    The phase is computed for `naive_scaling` (all candidates in the training precision with all
-    steps) and for each format that `steps` has measured.
+    If the objective trains on the gradient of the reward, the figures of that gradient come between
+    them. The phase is computed for `naive_scaling` (all candidates in the training precision with
+    all steps) and for each format that `steps` has measured. It includes the gradients.
     """
+    shapes = shapes_of_experiment(config_of(task))
+    gauge = Gauge.here(task.repeat)
+    measured = dict[str, dict[str, Any]]()
+
+    def measure(program: Program) -> dict[str, Any]:
+        measured[program.name] = gauge.measure(program)
+        return measured[program.name]
+
+    scored = scoring(shapes)
+    gradients = reward_gradients(shapes)
+    for program in (*scored, *gradients):
+        yield program.name, partial(measure, program)
     record = Record.read(Task("steps", task.model, folder=task.folder).path)
     chunks = record.figures() if record else {}
     if "regenerate" not in chunks:
         raise Skipped(f"no chunk of {task.model} was regenerated in the step before")
-    shapes = shapes_of_experiment(config_of(task))
-    gauge = Gauge.here(task.repeat)
-    scored = dict[str, dict[str, Any]]()
-
-    def score(program: Program) -> dict[str, Any]:
-        scored[program.name] = gauge.measure(program)
-        return scored[program.name]
-
-    programs = scoring(shapes)
-    for program in programs:
-        yield program.name, partial(score, program)
-    if len(scored) < len(programs):
+    if len(measured) < len(scored) + len(gradients):
         raise Skipped("without decoding and scoring there is no phase to add up")
     stages = Stages(shapes)
     drafts, _ = stages.chunks(row_groups(stages.mesh))
     most, _ = stages.chunks(stages.mesh.size)
+    learning = [(measured[program.name], program.calls) for program in gradients]
     naive = phase(
-        [(chunks["regenerate"], drafts), *((figures, most) for figures in scored.values())]
+        [
+            (chunks["regenerate"], drafts),
+            *((measured[program.name], most) for program in scored),
+            *learning,
+        ]
     )
     yield "naive_scaling", lambda: naive
     for name in [name for name in chunks if name != "regenerate"]:
         parts = [
             (chunks[name]["sync"], 1),
             *((chunks[part], chunks[part]["calls"]) for part in (name, "regenerate")),
+            *((measured[program.name], program.calls) for program in scored),
         ]
-        found = phase([*parts, *((figures, figures["calls"]) for figures in scored.values())])
+        found = phase([*parts, *learning])
         yield (
             f"sol_rl {name}",
             lambda found=found: found | {"times": round(naive["seconds"] / found["seconds"], 3)},

@@ -79,8 +79,28 @@ def scoring(shapes: Experiment) -> list[Program]:
     Args:
         shapes: The experiment with abstract arrays.
     """
-    programs = Stages(shapes).programs("score", {})
-    return [dataclasses.replace(p, arguments=fill(p.arguments), meanwhile=()) for p in programs]
+    return _filled(Stages(shapes), "score")
+
+
+def reward_gradients(shapes: Experiment) -> list[Program]:
+    """Returns the program of the gradient of the reward for one batch, with random weights.
+
+    Args:
+        shapes: The experiment with abstract arrays.
+
+    Returns:
+        One program. None if the objective does not train on the gradient of the reward.
+    """
+    stages = Stages(shapes)
+    return _filled(stages, "targets") if stages.has("targets") else []
+
+
+def _filled(stages: Stages, stage: str) -> list[Program]:
+    """Returns the programs of a stage with random arrays as their arguments."""
+    return [
+        dataclasses.replace(program, arguments=fill(program.arguments), meanwhile=())
+        for program in stages.programs(stage, {})
+    ]
 
 
 def shortened(config: Config, groups: int) -> tuple[Config, int, int]:
