@@ -256,6 +256,68 @@ def test_what_the_compilers_say():
         check(printed[1:], [*stages, rollout, naive["seconds"] / plan["seconds"], *memory], first)
 
 
+def test_an_iteration_measured_on_an_h200():
+    found = record("gpu-h200-flux1")
+    steps = found["steps-flux1"]["result"]
+    rollout = found["rollout-flux1"]["result"]
+    updates = {
+        "nft": found["update-flux1-nft"]["result"]["update"],
+        "opsd": found["update-flux1"]["result"]["update"],
+    }
+    programs = [
+        *((row["step_seconds"], row["step_plan"]) for row in (steps["regenerate"], steps["fp8"])),
+        *(
+            (rollout[name]["seconds"], rollout[name]["plan"]["seconds"])
+            for name in ("decode_chunk", "score_images", "reward_gradient")
+        ),
+        *(
+            (row["micro_batch_seconds"], row["plan"]["seconds"] / row["micro_batches"])
+            for row in updates.values()
+        ),
+    ]
+    page = DOCS / "compiled.md"
+    tables = page.read_text().split("## Measured on an H200")[1].split("\n## ")[0]
+    cells = [
+        [cell.strip() for cell in line[1:-1].split("|")]
+        for line in tables.splitlines()
+        if line.startswith("| ")
+    ]
+    _, *printed, heading, naive, nft, opsd = cells
+    assert heading[0] == "iteration"
+    for (name, *row), (seconds, plan) in zip(printed, programs, strict=True):
+        values = (1000 * seconds, 1000 * plan, seconds / plan)
+        check([number for cell in row for number in numbers(cell)], values, name)
+
+    calls = rollout["decode_chunk"]["calls"]
+    image = rollout["decode_chunk"]["seconds"] + rollout["score_images"]["seconds"]
+    candidates = steps["fp8"]["calls"]
+    explored = [steps[name]["seconds"] * candidates for name in ("regenerate", "fp8")]
+    kept = steps["regenerate"]["seconds"] * steps["regenerate"]["calls"]
+    gradient = rollout["reward_gradient"]["seconds"] * rollout["reward_gradient"]["calls"]
+    learned = {name: row["iteration_seconds"] for name, row in updates.items()}
+    phases = [
+        (explored[0], candidates * image, learned["nft"]),
+        (explored[1], kept, calls * image, learned["nft"]),
+        (explored[1], kept, calls * image, gradient, learned["opsd"]),
+    ]
+    for (name, *row), parts in zip((naive, nft, opsd), phases, strict=True):
+        check([number for cell in row for number in numbers(cell)], [*parts, sum(parts)], name)
+    sums = [sum(parts) for parts in phases]
+    rollouts = [sum(parts[:-1]) for parts in phases[:2]]
+    text = " ".join(page.read_text().split())
+    for said in (
+        f"makes the rollout {rollouts[0] / rollouts[1]:.2f} times as fast and the iteration "
+        f"{sums[0] / sums[1]:.2f} times",
+        f"An iteration of `opsd` takes {sums[2] / sums[1]:.2f} of the time of one of `nft`",
+        f"cost {gradient:.0f} s, and the update saves {learned['nft'] - learned['opsd']:.0f} s",
+    ):
+        assert said in text, said
+    costs = (DOCS / "objectives.md").read_text()
+    assert f"an iteration takes {sums[2]:.0f} s, and one of `nft` {sums[1]:.0f} s" in " ".join(
+        costs.split()
+    )
+
+
 def test_cheaper_iterations():
     seconds = record("plan-flux1-cheaper")["seconds"]
     printed = rows(DOCS / "compiled.md", "setting | explore")
