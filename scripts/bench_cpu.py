@@ -31,7 +31,7 @@ from solrl_jax.config.schema import Config
 from solrl_jax.models.locate import EMBEDDED_FOLDER
 from solrl_jax.planning.abstract import abstract_experiment, open_configurations
 from solrl_jax.planning.stages import Program, Stages
-from solrl_jax.rl.experiment import build, fresh_state, local_device, open_mesh
+from solrl_jax.rl.experiment import build, first_device_info, fresh_state, open_mesh
 from solrl_jax.rl.generate import SeedBatch, generate
 from solrl_jax.rl.iteration import iterate
 
@@ -68,7 +68,7 @@ def stages(config: Config, repeat: int, best: float) -> dict[str, Any]:
 def counted(config: Config) -> dict[str, int]:
     """Counts the operations of the matmuls in each phase. Both rollout phases include scoring."""
     shapes = abstract_experiment(
-        config, open_configurations(config.model.path), local_device(), open_mesh(config)
+        config, open_configurations(config.model.path), first_device_info(), open_mesh(config)
     )
     planned = Stages(shapes)
     counts = Counter[str]()

@@ -23,7 +23,7 @@ from bench.random_weights import encoding_shapes
 from solrl_jax.config.presets import resolve
 from solrl_jax.parallel import sharding
 from solrl_jax.planning.abstract import abstract_experiment, open_configurations
-from solrl_jax.rl.experiment import local_device
+from solrl_jax.rl.experiment import first_device_info
 
 MODES = ("eager", "default", "max-autotune-no-cudagraphs", "max-autotune")
 
@@ -41,7 +41,7 @@ def shapes_of(preset: str, overrides: list[str]) -> tuple[dict, dict, tuple[int,
     """
     config = resolve(preset, tuple(overrides))
     pipeline = open_configurations(config.model.path)
-    shapes = abstract_experiment(config, pipeline, local_device(), sharding.make_mesh(1, 1))
+    shapes = abstract_experiment(config, pipeline, first_device_info(), sharding.make_mesh(1, 1))
     encodings = {name: leaf.shape[1:] for name, leaf in encoding_shapes(shapes).items()}
     stored = json.loads((pipeline.transformer.source / "config.json").read_text())
     return stored, encodings, pipeline.latent_shape(*shapes.size)

@@ -24,7 +24,7 @@ from solrl_jax.planning import recipes
 from solrl_jax.quant.formats import FORMATS
 from solrl_jax.quant.leaf import Matrix, Quantized
 from solrl_jax.rl import rank as ranking
-from solrl_jax.rl.experiment import Experiment, build, local_device
+from solrl_jax.rl.experiment import Experiment, build, first_device_info
 from solrl_jax.rl.iteration import Progress, no_progress
 from solrl_jax.rl.memory_check import device_memory
 from solrl_jax.rl.trainable import lora_files, transformer_files
@@ -87,7 +87,7 @@ def this_machine() -> recipes.Machine:
         the number of this process's devices, and the bytes of memory of one device that JAX may use
         (on a CPU, the memory of the machine; with several processes, the smallest of all).
     """
-    device = local_device()
+    device = first_device_info()
     return recipes.Machine(device.platform, device.kind, jax.local_device_count(), device_memory())
 
 

@@ -27,7 +27,7 @@ from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.quant.matmul import matmul
 from solrl_jax.rewards.protocol import Reward
 from solrl_jax.rl import experiment as experiments
-from solrl_jax.rl.experiment import Experiment, local_device
+from solrl_jax.rl.experiment import Experiment, first_device_info
 from solrl_jax.rl.sampler import Sampler, Segment
 from solrl_jax.rl.trainable.trainable import TrainedPaths
 from tests.small import small_config
@@ -217,7 +217,7 @@ def toy_experiment(*overrides: str, mesh: tuple[int, ...] = (1, 1)) -> Experimen
         reward,
         TrainedPaths(KERNELS),
         KERNELS,
-        local_device(),
+        first_device_info(),
         train,
         test,
         size,

@@ -21,7 +21,7 @@ from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.models.text_encoders.encode import TextEncoders
 from solrl_jax.planning.abstract import abstract_experiment, open_configurations
 from solrl_jax.planning.stages import Stages
-from solrl_jax.rl.experiment import Experiment, local_device, open_mesh
+from solrl_jax.rl.experiment import Experiment, first_device_info, open_mesh
 from solrl_jax.rl.gradient_checkpointing import open_for_training
 from solrl_jax.rl.memory_check import device_memory
 
@@ -67,7 +67,7 @@ def shapes_of_experiment(config: Config) -> Experiment:
         return open_configurations(config.model.path, remat, mhla)
 
     pipeline = open_for_training(config, mesh, device_memory(), open_with)
-    return abstract_experiment(config, pipeline, local_device(), mesh)
+    return abstract_experiment(config, pipeline, first_device_info(), mesh)
 
 
 def with_weights(shapes: Experiment) -> Experiment:

@@ -42,8 +42,8 @@ from solrl_jax.rewards.registry import (
 )
 from solrl_jax.rewards.sources import SOURCES, Converted, Hub, find
 from solrl_jax.rl.experiment import (
+    first_device_info,
     fit_prompt_counts,
-    local_device,
     open_mesh,
     read_instruction,
     select_parameters,
@@ -129,7 +129,7 @@ def machine() -> dict[str, Any]:
     Raises:
         InputError: If the user has no home directory.
     """
-    device = local_device()
+    device = first_device_info()
     cache = open_cache("")
     assert cache is not None
     dnn = cudnn() if device.platform == "gpu" else None
@@ -351,7 +351,7 @@ def sizes(config: Config) -> dict[str, int]:
             f"transformer and has {memory / 1e9:.3g} GB; expected more devices and mesh.fsdp, or a "
             "smaller model"
         )
-    trained_paths, _ = select_parameters(config, pipeline, local_device())
+    trained_paths, _ = select_parameters(config, pipeline, first_device_info())
     refuse_what_cannot_fit(config, pipeline, trained_paths, sharding.row_groups(mesh))
     return part_sizes
 

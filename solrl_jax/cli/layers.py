@@ -19,7 +19,7 @@ from solrl_jax.models.backbone import DTYPES, load_backbone
 from solrl_jax.models.locate import mhla_override, open_model
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.quant.formats import resolve_format
-from solrl_jax.rl.experiment import load_prompt_sets, local_device
+from solrl_jax.rl.experiment import first_device_info, load_prompt_sets
 from solrl_jax.rl.explore import quantized_layers
 from solrl_jax.rl.sensitivity import measure, proposed, table
 from solrl_jax.runs.directory import configuration, find_checkpoint, load_policy
@@ -112,7 +112,7 @@ def command(
         finish(summary, as_json, table(exact, groups, skip))
         return
 
-    device = local_device()
+    device = first_device_info()
     form = resolve_format(config.rollout.explore.precision, device)
     pipeline = open_model(config.model.path, mhla=mhla_override(config.model))
     shapes = pipeline.transformer.abstract_params(DTYPES[config.rollout.precision])

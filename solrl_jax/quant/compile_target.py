@@ -48,7 +48,7 @@ def cudnn_attends_in_fp8() -> bool:
     return platform() == "gpu" and not _local_gpu_older_than(9.0)
 
 
-def local_device() -> jax.Device:
+def first_device() -> jax.Device:
     """Returns the first device that JAX runs on, which may not be the one that a program is traced
     for. With several hosts it may belong to another process.
     """
@@ -65,7 +65,7 @@ def _local_gpu_older_than(capability: float) -> bool:
         False also if the first device is no GPU, or has no numeric compute capability. Devices that
         a program is planned for are not considered.
     """
-    device = local_device()
+    device = first_device()
     local = str(getattr(device, "compute_capability", ""))
     is_version = local.replace(".", "").isdigit()
     return device.platform == "gpu" and is_version and float(local) < capability

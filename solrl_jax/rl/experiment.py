@@ -371,7 +371,7 @@ def build(config: Config, *, force: bool = False) -> Experiment:
     """
     model = config.model
     rollout = config.rollout
-    device = local_device()
+    device = first_device_info()
     check_loaded_objective(config)
     vae_dtype, reward_dtype = scoring_dtypes(rollout.scoring_precision, rollout.precision, device)
     opened_rewards = open_rewards(
@@ -617,7 +617,7 @@ def select_parameters(
         return trained_paths, quantized_paths(shapes, model.quantization, explore_format)
 
 
-def local_device() -> DeviceInfo:
+def first_device_info() -> DeviceInfo:
     """Reads the properties of the first device that JAX lists (of any host). Also starts JAX's
     backend if nothing has done so before.
 

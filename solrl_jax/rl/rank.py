@@ -17,7 +17,7 @@ from solrl_jax.config.values import MAX_STEPS
 from solrl_jax.errors import InputError
 from solrl_jax.quant.formats import AUTO, FORMATS, resolve_format
 from solrl_jax.rl.combine import ranking_values
-from solrl_jax.rl.experiment import Experiment, local_device, select_parameters
+from solrl_jax.rl.experiment import Experiment, first_device_info, select_parameters
 from solrl_jax.rl.explore.setting import ExplorationSetting
 from solrl_jax.rl.fidelity import mean_true_rank, overlap, rank_correlations, regret
 from solrl_jax.rl.generate import PromptBatch, SeedBatch, generate
@@ -90,7 +90,7 @@ def sweep(
         ConfigError: If a recipe does not exist, or the configuration is not valid with a recipe or
             a number of steps, for example more than `rollout.num_steps`.
     """
-    device = local_device()
+    device = first_device_info()
     if "" in explore:
         raise InputError("explore='': expected the name of a recipe")
     for name in formats:

@@ -47,7 +47,7 @@ from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.parallel import hosts
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.quant.formats import resolve_format, scoring_dtypes
-from solrl_jax.rl.experiment import local_device
+from solrl_jax.rl.experiment import first_device_info
 from solrl_jax.rl.explore.quantized_layers import quantized_paths
 from solrl_jax.rl.explore.sync import Quantizer, sync_policy
 from solrl_jax.rl.generate import SeedBatch, generate, prepare
@@ -250,7 +250,7 @@ def generate_images(
     if latents is not None and not np.isfinite(latents).all():
         raise InputError("latents: has values that are not finite")
 
-    device = local_device()
+    device = first_device_info()
     form = resolve_format(request.precision, device)
     computed = "fp32" if form.name == "fp32" else "bf16"
     quantized: tuple[str, ...] = ()
@@ -536,7 +536,7 @@ def _load_backbone(
     if instruction is None and config.model.instruction is not None:
         instruction = load_instruction(config.model.instruction, "model.instruction")
     rollout = config.rollout
-    decoding, _ = scoring_dtypes(rollout.scoring_precision, rollout.precision, local_device())
+    decoding, _ = scoring_dtypes(rollout.scoring_precision, rollout.precision, first_device_info())
     return load_backbone(
         pipeline,
         precision,

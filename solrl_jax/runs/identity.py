@@ -18,7 +18,7 @@ from solrl_jax.errors import InputError
 from solrl_jax.quant.formats import AUTO, resolve_format
 from solrl_jax.rewards.judge.settings import FREE as JUDGE_FREE
 from solrl_jax.rewards.registry import is_judge, reward_name, reward_names
-from solrl_jax.rl.experiment import local_device
+from solrl_jax.rl.experiment import first_device_info
 from solrl_jax.runs import checkpoint, ledger, metrics
 from solrl_jax.runs.directory import is_run, read_run
 from solrl_jax.storage.files import atomic_write, exists, writing
@@ -73,7 +73,7 @@ def refuse_another_run(folder: RunPath, config: Config) -> None:
                 )
         return
     saved = read_run(folder)
-    current_format = resolve_format(config.rollout.explore.precision, local_device()).name
+    current_format = resolve_format(config.rollout.explore.precision, first_device_info()).name
     saved_format: str = saved.rollout.explore.precision
     if saved_format == AUTO:
         saved_format = _recorded_format(folder) or current_format

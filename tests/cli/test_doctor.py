@@ -179,7 +179,7 @@ def test_what_keeps_jax_from_a_gpu_is_missing(
     (tmp_path / "version").touch()
     monkeypatch.setattr(doctor, "DRIVER", tmp_path / "version")
     monkeypatch.setattr(
-        doctor, "local_device", lambda: DeviceInfo(platform, "NVIDIA B200", (10, 0))
+        doctor, "first_device_info", lambda: DeviceInfo(platform, "NVIDIA B200", (10, 0))
     )
     monkeypatch.setattr(doctor, "cudnn", lambda: dnn)
     monkeypatch.setattr(doctor.device_checks, "checks_for", lambda device: ())
@@ -198,7 +198,9 @@ def test_a_wrong_kernel_and_a_known_fault_of_cudnn_are_told_in_a_line_each(diagn
     """A Hopper GPU whose FP8 matmul returns zeros, and whose cuDNN is old."""
     checks = device_checks.FP8_MATMUL, device_checks.FP8_ATTENTION
     zeros = dataclasses.replace(checks[0], kernel=lambda x, w: 0 * matmul(x, w))
-    monkeypatch.setattr(doctor, "local_device", lambda: DeviceInfo("gpu", "NVIDIA H100", (9, 0)))
+    monkeypatch.setattr(
+        doctor, "first_device_info", lambda: DeviceInfo("gpu", "NVIDIA H100", (9, 0))
+    )
     monkeypatch.setattr(doctor, "cudnn", lambda: "9.12.0")
     monkeypatch.setattr(device_checks, "checks_for", lambda device: (zeros, checks[1]))
     code, report = diagnosed()

@@ -173,7 +173,7 @@ def test_the_transformers_attend_in_cudnns_flash_attention_forwards_and_backward
 @pytest.mark.parametrize(("capability", "kernel"), [("8.9", ""), ("9.0", "F8"), ("10.0", "F8")])
 def test_gpus_from_hopper_on_take_cudnns_and_others_that_of_bf16(monkeypatch, capability, kernel):
     device = SimpleNamespace(platform="gpu", compute_capability=capability)
-    monkeypatch.setattr(compile_target, "local_device", lambda: device)
+    monkeypatch.setattr(compile_target, "first_device", lambda: device)
     shapes = [(2, length, 3, 16) for length in (7, 9, 9)]
     q, k, v = (jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn) for shape in shapes)
     traced = jax.jit(lambda *qkv: attention_fp8(*qkv)).trace(q, k, v)

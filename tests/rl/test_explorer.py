@@ -213,7 +213,7 @@ def refusal(folder, precision):
 
 
 def test_a_run_goes_on_in_the_format_that_it_began_in_or_not_at_all(tmp_path, monkeypatch):
-    monkeypatch.setattr(identity, "local_device", lambda: H200)
+    monkeypatch.setattr(identity, "first_device_info", lambda: H200)
     folder = directory(tmp_path / "run", "auto", "nvfp4")  # it began on Blackwell
     said = refusal(folder, "auto")
     assert said == (
@@ -222,7 +222,7 @@ def test_a_run_goes_on_in_the_format_that_it_began_in_or_not_at_all(tmp_path, mo
     )
     assert "rollout.explore.precision=fp8 is fp8 here" in refusal(folder, "fp8")
     assert not refusal(folder, "nvfp4")  # as it says
-    monkeypatch.setattr(identity, "local_device", lambda: B200)
+    monkeypatch.setattr(identity, "first_device_info", lambda: B200)
     assert not refusal(folder, "auto")
     assert not refusal(directory(tmp_path / "named", "nvfp4", "nvfp4"), "auto")
     assert not refusal(

@@ -176,7 +176,7 @@ def test_a_sweep_is_every_combination_each_once(toy):
 
 
 def test_auto_stands_for_a_format(toy, monkeypatch):
-    monkeypatch.setattr(rank, "local_device", lambda: DeviceInfo("gpu", "NVIDIA H200", (9, 0)))
+    monkeypatch.setattr(rank, "first_device_info", lambda: DeviceInfo("gpu", "NVIDIA H200", (9, 0)))
     assert [s.precision for s in sweep(toy.config, formats=["auto", "fp8", "nvfp4"])] == [
         "fp8",
         "nvfp4",

@@ -16,7 +16,7 @@ from solrl_jax.planning.device_checks import (
     checks_for,
     find_problem,
 )
-from solrl_jax.rl.experiment import local_device
+from solrl_jax.rl.experiment import first_device_info
 
 # Where a device has no kernels to check, the matmuls that it emulates are compared.
 EMULATED = (NVFP4_MATMUL, FP8_MATMUL)
@@ -24,7 +24,7 @@ EMULATED = (NVFP4_MATMUL, FP8_MATMUL)
 
 def checks(task: Task) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """Yields the figures of each check of the kernels that the device has."""
-    for check in checks_for(local_device()) or EMULATED:
+    for check in checks_for(first_device_info()) or EMULATED:
         yield check.name, partial(compare, check)
 
 

@@ -12,7 +12,7 @@ from bench.gpu.measure import target_of
 from bench.gpu.record import Task
 from bench.timing import PACKAGES
 from solrl_jax.quant.formats import FORMATS
-from solrl_jax.rl.experiment import local_device
+from solrl_jax.rl.experiment import first_device_info
 
 
 def facts(task: Task) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
@@ -25,7 +25,7 @@ def facts(task: Task) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
 def device() -> dict[str, Any]:
     """Describes the first device of JAX and counts them."""
     first = jax.devices()[0]
-    info = local_device()
+    info = first_device_info()
     memory = first.memory_stats() or {}
     return {
         "platform": first.platform,

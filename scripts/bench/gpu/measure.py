@@ -21,7 +21,7 @@ from solrl_jax.planning.roofline import roofline
 from solrl_jax.planning.stages import Program
 from solrl_jax.planning.targets import TARGETS, Target
 from solrl_jax.quant.formats import FORMATS
-from solrl_jax.rl.experiment import local_device
+from solrl_jax.rl.experiment import first_device_info
 
 # Formats in the order of the memory that they take, because a high-water mark only rises.
 DEFAULT = ("nvfp4", "fp8")
@@ -42,7 +42,7 @@ def target_of(kind: str) -> Target | None:
 
 def formats(task: Task) -> list[str]:
     """Returns the quantizing formats to measure: the requested ones, or the native ones."""
-    here = local_device()
+    here = first_device_info()
     return list(task.formats) or [name for name in DEFAULT if FORMATS[name].is_native(here)]
 
 
