@@ -161,18 +161,19 @@ def draw() -> None:
             (True, {"ls": style[1:], "label": f"{device}, {stage}"}),
             (False, {"ls": "", "mfc": "none"}),
         ):
-            of = [
+            curve = [
                 row
                 for row in rows
                 if row["device"] == device and row["plain"] == plain and stage in row["stages"]
             ]
-            if of and device in alone:
+            if curve and device in alone:
                 values = [
-                    share(alone[device][stage], row["stages"][stage], row["devices"]) for row in of
+                    share(alone[device][stage], row["stages"][stage], row["devices"])
+                    for row in curve
                 ]
                 for axes, points in zip(panels, zip(*values, strict=True), strict=True):
                     axes.plot(
-                        [row["devices"] for row in of],
+                        [row["devices"] for row in curve],
                         points,
                         style[0],
                         color=color,

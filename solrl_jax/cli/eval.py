@@ -245,5 +245,8 @@ def _draw(
         RunError: If the file cannot be written to the disk.
     """
     gains = [", ".join(f"{gain:+.2f}" for gain in row) for row in differing.gains]
-    prompts = [f"{prompt} ({of})" for prompt, of in zip(first.prompts, gains, strict=True)]
-    save_before_after(path, first.images, second.images, prompts, first.right, second.right, names)
+    captions = [
+        f"{prompt} ({prompt_gains})"
+        for prompt, prompt_gains in zip(first.prompts, gains, strict=True)
+    ]
+    save_before_after(path, first.images, second.images, captions, first.right, second.right, names)

@@ -144,19 +144,19 @@ class Roofline:
             meanwhile), "count" (the number of runs), "sent" (bytes that one device sends in all
             runs), "crossing" (how many of them go to another host) and "seconds".
         """
-        alike: defaultdict[tuple[str, bool], list[Collective]] = defaultdict(list)
-        for one in self.collectives:
-            alike[one.kind, one.overlaps].append(one)
+        groups: defaultdict[tuple[str, bool], list[Collective]] = defaultdict(list)
+        for collective in self.collectives:
+            groups[collective.kind, collective.overlaps].append(collective)
         return [
             {
                 "kind": kind,
                 "overlaps": overlaps,
-                "count": sum(c.times for c in of),
-                "sent": sum(c.times * c.sent for c in of),
-                "crossing": sum(c.times * c.crossing(self.on_host) for c in of),
-                "seconds": sum(map(self.link_seconds, of)),
+                "count": sum(c.times for c in collectives),
+                "sent": sum(c.times * c.sent for c in collectives),
+                "crossing": sum(c.times * c.crossing(self.on_host) for c in collectives),
+                "seconds": sum(map(self.link_seconds, collectives)),
             }
-            for (kind, overlaps), of in alike.items()
+            for (kind, overlaps), collectives in groups.items()
         ]
 
     def _largest(self) -> list[dict[str, Any]]:
@@ -168,19 +168,19 @@ class Roofline:
             "times" (the number of runs), "seconds" (of all runs) and "at_peak" (the seconds of the
             arithmetic alone).
         """
-        alike: defaultdict[tuple[str, str, str], list[Kernel]] = defaultdict(list)
+        groups: defaultdict[tuple[str, str, str], list[Kernel]] = defaultdict(list)
         for kernel in self.kernels:
-            alike[kernel.name, kernel.result, kernel.source].append(kernel)
+            groups[kernel.name, kernel.result, kernel.source].append(kernel)
         rows = [
             {
                 "name": name,
                 "result": result,
                 "source": source,
-                "times": sum(k.times for k in of),
-                "seconds": sum(map(self.kernel_seconds, of)),
-                "at_peak": sum(map(self.peak_seconds, of)),
+                "times": sum(k.times for k in kernels),
+                "seconds": sum(map(self.kernel_seconds, kernels)),
+                "at_peak": sum(map(self.peak_seconds, kernels)),
             }
-            for (name, result, source), of in alike.items()
+            for (name, result, source), kernels in groups.items()
         ]
         return sorted(rows, key=lambda row: -float(row["seconds"]))[:LARGEST]
 

@@ -245,14 +245,16 @@ def draw(path: Path, courses: Mapping[str, Sequence[Course]], sweeps: Sweeps, se
     Raises:
         RunError: If the file cannot be written to the disk.
     """
-    arms = {arm: of for arm, of in courses.items() if of}
-    faithful = {arm: of for arm, of in arms.items() if of[0].fidelity}
+    arms = {arm: arm_courses for arm, arm_courses in courses.items() if arm_courses}
+    faithful = {arm: arm_courses for arm, arm_courses in arms.items() if arm_courses[0].fidelity}
     swept = {
         setting: points
         for setting, points in sweeps.items()
         if any(arm in arms for _, arm in points)
     }
-    watched = dict.fromkeys(name for of in arms.values() for name in of[0].watched)
+    watched = dict.fromkeys(
+        name for arm_courses in arms.values() for name in arm_courses[0].watched
+    )
     panels = 2 + len(watched) + bool(faithful) + len(swept)
     figure = new_figure(9.0, 0.3 + 3.4 * -(-panels // 2))
     figure.suptitle(f"held-out reward: {setting}", fontsize=7, x=0.01, ha="left", wrap=True)
@@ -263,11 +265,11 @@ def draw(path: Path, courses: Mapping[str, Sequence[Course]], sweeps: Sweeps, se
     }
     for x, label in (("cost", "counted seconds"), ("iterations", "iteration")):
         panel = next(axes)
-        for arm, of in arms.items():
+        for arm, arm_courses in arms.items():
             _band(
                 panel,
-                getattr(of[0], x),
-                np.array([course.reward for course in of]),
+                getattr(arm_courses[0], x),
+                np.array([course.reward for course in arm_courses]),
                 looks[arm],
                 arm,
             )
@@ -278,15 +280,15 @@ def draw(path: Path, courses: Mapping[str, Sequence[Course]], sweeps: Sweeps, se
         )
     for name in watched:
         panel = next(axes)
-        for arm, of in arms.items():
-            scores = [course.score(name) for course in of]
+        for arm, arm_courses in arms.items():
+            scores = [course.score(name) for course in arm_courses]
             if all(score is not None for score in scores):
-                _band(panel, of[0].cost, np.array(scores), looks[arm], arm)
+                _band(panel, arm_courses[0].cost, np.array(scores), looks[arm], arm)
         panel.set(xlabel="counted seconds", ylabel=f"held-out {name} (watched)")
     if faithful:
         panel = next(axes)
-        for arm, of in faithful.items():
-            spearman = np.array([course.fidelity["spearman"] for course in of])
+        for arm, arm_courses in faithful.items():
+            spearman = np.array([course.fidelity["spearman"] for course in arm_courses])
             _band(panel, np.arange(1, spearman.shape[1] + 1), spearman, looks[arm], arm)
         panel.set(xlabel="iteration", ylabel="Spearman, kept samples")
     for setting, points in swept.items():

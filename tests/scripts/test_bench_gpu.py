@@ -25,22 +25,24 @@ from tests.small import SMALL
 HLO = Path(__file__).parents[1] / "planning" / "hlo"
 
 
-def task(folder: Path, of: str, model: str = "") -> Task:
-    return Task(of, model, ("tiny",), SMALL, ("nvfp4",), 1, str(folder))
+def task(folder: Path, step_name: str, model: str = "") -> Task:
+    return Task(step_name, model, ("tiny",), SMALL, ("nvfp4",), 1, str(folder))
 
 
-def ran(of: Task) -> dict:
+def ran(step_task: Task) -> dict:
     """The figures of a step that went well, run in this process."""
-    step.run(of)
-    record = json.loads(of.path.read_text())
+    step.run(step_task)
+    record = json.loads(step_task.path.read_text())
     assert (record["state"], record["reason"]) == ("done", "")
     return record["result"]
 
 
 def test_no_step_begins_without_time(tmp_path, capsys):
     bench_gpu.main(["--minutes", "0", "--out", str(tmp_path), "--models", "tiny,sana"])
-    of_models = [f"{of}-{m}" for m in ("tiny", "sana") for of in ("steps", "rollout", "update")]
-    names = ["facts", "checks", "kernels", "parity", *of_models, "products"]
+    model_steps = [
+        f"{name}-{m}" for m in ("tiny", "sana") for name in ("steps", "rollout", "update")
+    ]
+    names = ["facts", "checks", "kernels", "parity", *model_steps, "products"]
     assert {path.stem for path in tmp_path.glob("*.json")} == {*names}
     for name in names:
         record = json.loads((tmp_path / f"{name}.json").read_text())
@@ -147,7 +149,7 @@ def test_an_iteration_is_put_together_from_its_programs(tmp_path):
         8,
     )  # of 2 terms; 2 prompts, 4 kept, 2 sigmas
     assert row["iteration_seconds"] == pytest.approx(row["seconds"] / 2 * 8)
-    page = summary.page([task(tmp_path, of, "tiny") for of in schedule.EACH])
+    page = summary.page([task(tmp_path, name, "tiny") for name in schedule.EACH])
     assert page.count("\n| tiny |") == 2 + 4 + 1
 
 

@@ -279,10 +279,10 @@ def gradient(f: Callable[..., jax.Array]) -> Callable[..., Any]:
 def attention_cases(sizes: Sizes) -> Iterator[Case]:
     """cuDNN's flash attention in BF16 and FP8, beside XLA's matmuls and softmax."""
     batch, rows, columns, _, _, text = sizes.sana
-    flux, of_text, image, flux_heads, flux_head = sizes.flux
+    flux, flux_text, flux_image, flux_heads, flux_head = sizes.flux
     sd3, tokens, sd3_heads, sd3_head = sizes.sd3
     lengths = {
-        "FLUX.1": [(flux, of_text + image, flux_heads, flux_head)] * 3,
+        "FLUX.1": [(flux, flux_text + flux_image, flux_heads, flux_head)] * 3,
         "SD3.5": [(sd3, tokens, sd3_heads, sd3_head)] * 3,
     }
     for name, shapes in lengths.items():

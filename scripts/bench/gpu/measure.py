@@ -158,12 +158,12 @@ class Gauge:
         live_bytes = bytes_per_device(
             [x for x in jax.live_arrays() if device in x.sharding.device_set]
         )
-        of_program = (
+        program_bytes = (
             analysis.temp_size_in_bytes
             + analysis.output_size_in_bytes
             + analysis.generated_code_size_in_bytes
         )
-        planned = live_bytes + of_program - analysis.alias_size_in_bytes
+        planned = live_bytes + program_bytes - analysis.alias_size_in_bytes
 
         def mark():
             return (device.memory_stats() or {}).get("peak_bytes_in_use")

@@ -43,18 +43,21 @@ SCRIPTS = Path(__file__).parents[2]
 MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
 
 
-def tasks(of: Task, steps: Sequence[str]) -> Iterator[Task]:
+def tasks(template: Task, steps: Sequence[str]) -> Iterator[Task]:
     """Yields the tasks in the order in which they run: all of one model before the next.
 
     Args:
-        of: The fields that all tasks share.
+        template: A task with the fields that all tasks share.
         steps: The names of the requested steps.
     """
-    yield from (replace(of, step=step) for step in FIRST if step in steps)
+    yield from (replace(template, step=step) for step in FIRST if step in steps)
     yield from (
-        replace(of, step=step, model=model) for model in of.models for step in EACH if step in steps
+        replace(template, step=step, model=model)
+        for model in template.models
+        for step in EACH
+        if step in steps
     )
-    yield from (replace(of, step=step) for step in LAST if step in steps)
+    yield from (replace(template, step=step) for step in LAST if step in steps)
 
 
 def run(todo: Sequence[Task], seconds: float, after: Callable[[Record], None]) -> None:

@@ -18,7 +18,7 @@ def page(todo: Sequence[Task]) -> str:
     """Returns the page in Markdown. A step without a record has not begun."""
     records = {task.name: Record.read(task.path) or Record(task.name, "not begun") for task in todo}
 
-    def of_models(step):
+    def records_by_model(step):
         return {task.model: records[task.name] for task in todo if task.step == step}
 
     def whole(step):
@@ -32,9 +32,9 @@ def page(todo: Sequence[Task]) -> str:
         ("Kernels and their twins", table(KERNELS, kernels(whole("kernels")))),
         ("Rewards here and on the CPU", table(PARITY, parity(whole("parity")))),
         ("Products", table(PRODUCTS, products(whole("products")))),
-        ("A chunk sampled", table(STEPS, of_each(sampled, of_models("steps")))),
-        ("The rollout phase", table(ROLLOUT, of_each(rollout, of_models("rollout")))),
-        ("The update", table(UPDATE, of_each(update, of_models("update")))),
+        ("A chunk sampled", table(STEPS, rows_by_model(sampled, records_by_model("steps")))),
+        ("The rollout phase", table(ROLLOUT, rows_by_model(rollout, records_by_model("rollout")))),
+        ("The update", table(UPDATE, rows_by_model(update, records_by_model("update")))),
     ]
     note = (
         "measured / plan: the measured time over the roofline time of the same compiled program, "
@@ -174,7 +174,7 @@ def products(record: Record) -> Iterator[Sequence[Any]]:
         yield *about, row["tflops"], row["share_of_peak"], times, row["ratio"], named(row["native"])
 
 
-def of_each(rows: Any, records: dict[str, Record]) -> Iterator[Sequence[Any]]:
+def rows_by_model(rows: Any, records: dict[str, Record]) -> Iterator[Sequence[Any]]:
     """Yields the rows of all models, each with the name of its model."""
     for model, record in records.items():
         yield from ((model, *row) for row in rows(record))
