@@ -303,7 +303,7 @@ def proposal(config: Config) -> dict[str, Any]:
     Returns:
         A dict: "settings" (a list of `key=value` that differ from `config`), "planned" (the bytes
         of one device that an earlier plan with these settings needs; None if they are a guess),
-        "seconds" (lower bounds of that plan by the stage of an iteration; may be empty) and
+        "seconds" (lower bounds of that plan by the phase of an iteration; may be empty) and
         "reason" (a line on where the settings come from).
     """
     here = api.this_machine()

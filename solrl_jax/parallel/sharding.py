@@ -23,8 +23,8 @@ T = TypeVar("T")
 AXES = ("data", "fsdp", SEQUENCE, TENSOR)
 AUTO = (jax.sharding.AxisType.Auto,) * len(AXES)
 ROWS = PartitionSpec(AXES[:2])  # for arrays with one row per sample
-# Every stage is compiled with these options, because results would otherwise depend on the mesh. By
-# default XLA keeps float32 instead of BF16 wherever it fuses operations, which differs between
+# Every program is compiled with these options, because results would otherwise depend on the mesh.
+# By default XLA keeps float32 instead of BF16 wherever it fuses operations, which differs between
 # programs (gradients by 4 %, measured). On a CPU it also chooses kernels by the shape of a matmul:
 # with AMX, the matmul of half of the columns then differs from half of the matmul. On a GPU, JAX
 # 0.11 would compute a matmul a second time to write it into a stack of layers (SANA's update:
@@ -42,21 +42,21 @@ in_float32 = jax.default_matmul_precision("highest")
 SMALLEST_SHARDED = 2**12
 
 
-def jit(stage: Callable[..., Any], **options: Any) -> Any:
+def jit(function: Callable[..., Any], **options: Any) -> Any:
     """Jits a function so that its result does not depend on the mesh.
 
     It sets the compiler options `OPTIONS` (among others: no more precision than the dtypes have),
     and float32 matmuls in full precision.
 
     Args:
-        stage: The function.
+        function: The function.
         **options: Further arguments of `jax.jit`, such as `static_argnums` or `donate_argnums`, but
             not `compiler_options`.
 
     Returns:
         The jitted function.
     """
-    return jax.jit(in_float32(stage), compiler_options=OPTIONS, **options)
+    return jax.jit(in_float32(function), compiler_options=OPTIONS, **options)
 
 
 def make_mesh(

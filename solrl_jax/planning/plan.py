@@ -42,7 +42,7 @@ COPY = "quantized copy"
 ENCODERS = "text encoders"
 CONDITIONING = "conditioning"
 ROLLOUT = ("sync", "explore", "regenerate")
-# The settings with which a stage takes less memory.
+# The settings with which a phase takes less memory.
 SETTINGS = {
     "encode": ("`solrl encode PRESET` beforehand",),
     "sync": ("mesh.fsdp",),
@@ -88,14 +88,14 @@ class Planner:
         pipeline: The model without weights.
         device: The kind of device as `quant.formats` describes it, which decides which format
             "auto" stands for.
-        stages: Builds the programs of each stage of an iteration, with shapes in place of arrays.
+        stages: Builds the programs of each phase of an iteration, with shapes in place of arrays.
         codes: The quantized weights that exploration samples with, as ShapeDtypeStructs by
             parameter path. An empty dict if exploration does not quantize.
         usable: The bytes of a device's memory that arrays may take: 92% of it.
     """
 
     def __init__(self, config: Config, where: Devices):
-        """Builds the experiment of shapes and the programs of its stages. Compiles nothing.
+        """Builds the experiment of shapes and the programs of its phases. Compiles nothing.
 
         Args:
             config: The configuration whose iteration is planned: model, sizes, batches, rewards and
@@ -122,14 +122,14 @@ class Planner:
     def programs(self, threads: Executor) -> list[tuple[str, Program, Future[Any]]]:
         """Starts to compile all programs of an iteration, in threads.
 
-        The stage "sync", which quantizes the policy, is compiled first and waited for: the
+        The phase "sync", which quantizes the policy, is compiled first and waited for: the
         shardings of its result are needed to lower the other programs.
 
         Args:
             threads: The executor that runs the compilations.
 
         Returns:
-            One tuple per program, in the order of an iteration: the name of its stage, the program,
+            One tuple per program, in the order of an iteration: the name of its phase, the program,
             and the future of the compiled program (`jax.stages.Compiled`).
         """
         compilations = []
@@ -156,12 +156,12 @@ class Planner:
             return topology.lowered(program.function, program.arguments)
 
     def place(self, sync: Any) -> None:
-        """Sets the shardings of `codes` to those that the stage "sync" returns its result with.
+        """Sets the shardings of `codes` to those that the phase "sync" returns its result with.
 
-        `programs` calls it as soon as that stage is compiled.
+        `programs` calls it as soon as that phase is compiled.
 
         Args:
-            sync: The compiled program of the stage "sync" (`jax.stages.Compiled`).
+            sync: The compiled program of the phase "sync" (`jax.stages.Compiled`).
         """
         self.codes = jax.tree.map(
             lambda x, where: abstract(x, self.stages.mesh, where), self.codes, sync.output_shardings
@@ -173,11 +173,11 @@ class Planner:
         """Returns the memory and the time of one compiled program on one device, as JSON values.
 
         Args:
-            stage: The name of its stage, e.g. "explore".
+            stage: The name of its phase, e.g. "explore".
             program: The program before it was compiled.
             compiled: The compiled program (`jax.stages.Compiled`).
             hlo: An existing directory, in which the compiled text is written to
-                `STAGE-PROGRAM.hlo`. None: it is not written.
+                `PHASE-PROGRAM.hlo`. None: it is not written.
 
         Returns:
             A dict with these keys:
@@ -233,7 +233,7 @@ class Planner:
         """Returns how many bytes of one device are in use while a program runs.
 
         Args:
-            stage: The name of its stage, e.g. "explore".
+            stage: The name of its phase, e.g. "explore".
             program: The program.
             analysis: The result of `memory_analysis()` of the compiled program.
 
@@ -298,26 +298,26 @@ def plan(
     Args:
         config: The configuration that is planned.
         where: The kind and the number of the devices.
-        hlo: A directory for the compiled texts, `STAGE-PROGRAM.hlo`. It is created if necessary,
+        hlo: A directory for the compiled texts, `PHASE-PROGRAM.hlo`. It is created if necessary,
             and existing files are replaced. None: they are not written.
-        progress: Called with "STAGE: PROGRAM" before each program is measured.
+        progress: Called with "PHASE: PROGRAM" before each program is measured.
 
     Returns:
         A dict of JSON values. All bytes are those of one device, and all seconds roofline bounds:
 
-        * "stages": a list with a dict per stage of an iteration: "name" (e.g. "explore"),
+        * "stages": a list with a dict per phase of an iteration: "name" (e.g. "explore"),
           "seconds", "peak" (bytes) and "programs", a list of dicts with "name", "calls", "memory"
           and "roofline" (see `Planner.measure`).
-        * "seconds" and "rollout": the seconds of an iteration, and those of its stages "sync",
+        * "seconds" and "rollout": the seconds of an iteration, and those of its phases "sync",
           "explore" and "regenerate", which generate samples.
         * "naive_scaling": a dict of both seconds for a run that explores in the training precision.
           Only if the run regenerates the kept samples.
-        * "peak", "largest", "usable" and "fits": the largest peak of a stage and the name of that
-          stage, the bytes that arrays may take (92% of the memory), and whether the peak is within
+        * "peak", "largest", "usable" and "fits": the largest peak of a phase and the name of that
+          phase, the bytes that arrays may take (92% of the memory), and whether the peak is within
           them.
-        * "too_large": for each stage that does not fit, by its name, a list of settings that take
+        * "too_large": for each phase that does not fit, by its name, a list of settings that take
           less memory.
-        * "faster": settings `key=value` that may save time, by the name of the stage.
+        * "faster": settings `key=value` that may save time, by the name of the phase.
         * "parts": bytes of the arrays that stay in memory, e.g. "base" and "adapters".
         * "assumptions": a list of sentences.
         * "preset", "objective", "device", "devices" (per host), "hosts", "size" (height and width
@@ -393,11 +393,11 @@ def faster(planner: Planner, left: dict[str, int]) -> dict[str, str]:
 
     Args:
         planner: The planner, for its configuration, device and usable memory.
-        left: Bytes that each stage leaves free of the usable memory, by its name. "update" must be
+        left: Bytes that each phase leaves free of the usable memory, by its name. "update" must be
             among them.
 
     Returns:
-        The settings `key=value` by the stage that they make faster, "explore" or "update". May be
+        The settings `key=value` by the phase that they make faster, "explore" or "update". May be
         empty.
     """
     explorer = planner.stages.experiment.explorer
@@ -422,11 +422,11 @@ def totals(planner: Planner, stages: list[dict[str, Any]]) -> dict[str, Any]:
 
     Args:
         planner: The planner, which tells the number of batches.
-        stages: The stages of the iteration in order: dicts with "name", "seconds" and "programs" (a
+        stages: The phases of the iteration in order: dicts with "name", "seconds" and "programs" (a
             list, of which the roofline seconds of regeneration are used).
 
     Returns:
-        A dict of "seconds" (of the iteration) and "rollout" (of its stages "sync", "explore" and
+        A dict of "seconds" (of the iteration) and "rollout" (of its phases "sync", "explore" and
         "regenerate"). If the run regenerates, also "naive_scaling": a dict of both for that method.
     """
     seconds = {stage["name"]: stage["seconds"] for stage in stages}
@@ -585,7 +585,7 @@ def rows(summary: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             and "programs".
 
     Yields:
-        Pairs of the name of the stage and the dict of the program, with "name", "calls", "memory"
+        Pairs of the name of the phase and the dict of the program, with "name", "calls", "memory"
         and "roofline" (the result of `Planner.measure`).
     """
     for stage in summary["stages"]:

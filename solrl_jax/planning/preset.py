@@ -39,10 +39,10 @@ def plan(
         device: The kind of device, a key of `planning.targets.TARGETS`, e.g. "b200".
         devices: The number of devices on each host, at least 1.
         hosts: The number of hosts, at least 1.
-        hlo: A directory for the compiled programs as text, `STAGE-PROGRAM.hlo`. It is created if
+        hlo: A directory for the compiled programs as text, `PHASE-PROGRAM.hlo`. It is created if
             necessary. None: they are not written.
         force: Whether `hlo` may contain files `*.hlo` already, which may be replaced.
-        progress: Called with "STAGE: PROGRAM" before each program is measured.
+        progress: Called with "PHASE: PROGRAM" before each program is measured.
 
     Returns:
         A dict of JSON values, as `solrl plan` prints it. All bytes are those of one device, and all
@@ -52,7 +52,7 @@ def plan(
               samples.
             * "peak", "usable" and "fits": the bytes that are needed and those that arrays may take,
               and whether the former fit.
-            * "stages": a list with a dict per stage of the iteration: "name", "seconds", "peak" and
+            * "stages": a list with a dict per phase of the iteration: "name", "seconds", "peak" and
               "programs" (their memory, kernels and collectives).
             * Others, such as settings that take less memory or time; `planning.plan.plan` lists
               them.

@@ -42,7 +42,7 @@ class Record(NamedTuple):
             `optimizer.per_device_batch_size`.
         rollout_batch: The samples that a device generates at once, `rollout.per_device_batch_size`.
         peak: The bytes that the iteration needs on one device at most.
-        seconds: Lower bounds of the seconds per iteration, by the name of the stage, e.g.
+        seconds: Lower bounds of the seconds per iteration, by the name of the phase, e.g.
             "explore". May be empty.
         source: The file of the plan in the repository.
     """

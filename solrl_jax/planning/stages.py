@@ -62,7 +62,7 @@ class Program:
 class Stages:
     """Builds the programs of a training iteration from an experiment that has shapes for arrays.
 
-    The stages are:
+    The phases are:
 
       - "encode": encodes the prompts.
       - "sync": quantizes the policy.
@@ -110,28 +110,28 @@ class Stages:
         )
 
     def has(self, stage: str) -> bool:
-        """Returns whether a stage has programs of its own in the run.
+        """Returns whether a phase has programs of its own in the run.
 
         False for "sync" if exploration does not quantize, for "regenerate" if the run does not
         regenerate, for "targets" if the objective does not train on reward gradients, and for
         "evaluate" if it generates images no larger than those of training. True for all other
-        stages.
+        phases.
 
         Args:
-            stage: The name of the stage, one of `STAGES`.
+            stage: The name of the phase, one of `STAGES`.
         """
         if stage == "sync":
             return self.experiment.explorer.format.quantize is not None
         if stage == "targets":
             return self.experiment.config.algorithm.trains_on == "reward_gradients"
-        if stage == "evaluate":  # else its programs take no more than those of the other stages
+        if stage == "evaluate":  # else its programs take no more than those of the other phases
             return math.prod(evaluation_size(self.experiment.config)) > math.prod(
                 self.experiment.size
             )
         return stage != "regenerate" or self.experiment.config.rollout.regenerate
 
     def codes(self) -> Any:
-        """Returns the shapes of the quantized weights that the stage "sync" produces.
+        """Returns the shapes of the quantized weights that the phase "sync" produces.
 
         Returns:
             A dict of ShapeDtypeStructs by parameter path, e.g. "blocks/attn/to_q/kernel",
@@ -175,12 +175,12 @@ class Stages:
         )
 
     def programs(self, stage: str, codes: Any) -> list[Program]:
-        """Returns the programs of a stage, in the order in which they are called.
+        """Returns the programs of a phase, in the order in which they are called.
 
         Args:
-            stage: The name of the stage, one of `STAGES`. The run must have it (`has`).
+            stage: The name of the phase, one of `STAGES`. The run must have it (`has`).
             codes: The quantized weights that exploration samples with, as ShapeDtypeStructs by
-                parameter path. An empty dict if it does not quantize. Other stages ignore it.
+                parameter path. An empty dict if it does not quantize. Other phases ignore it.
 
         Returns:
             One program; at most two for "score" (decoding and scoring), and up to three for

@@ -168,7 +168,7 @@ def iterate(
     explore_sampler, full_sampler = make_samplers(experiment, state.old, exploration, noise_start)
     timer.wait(explore_sampler.segments)
 
-    # Stage 1: explore all candidates in low precision, and select K of each prompt by their proxy
+    # Explore: generate all candidates in low precision, and select K of each prompt by their proxy
     # rewards.
     timer.start("explore")
     total = seeds.shape[0] * seeds.shape[1]
@@ -188,7 +188,7 @@ def iterate(
     chosen, usable = select(ranking, rollout.kept, rollout.selection, seed=(config.seed, iteration))
     selection = Selection(prompts, seeds, proxy, ranking, chosen, usable)
 
-    # Stage 2: regenerate the kept seeds in the training precision with all steps, of which
+    # Regenerate: generate the kept seeds again in the training precision with all steps, of which
     # exploration may have taken the first ones already.
     timer.start("regenerate")
     places = chosen + rollout.candidates * np.arange(len(prompts))[:, None]

@@ -342,7 +342,7 @@ class PoolImages:
         prompts: The p prompts, one per row of each grid.
         candidates: The indices of the candidates within their prompt, int [p, m], in the order of
             their rank by reward, the best first.
-        stages: The images by the stage that made them: "explored", and "regenerated" if the run
+        stages: The images by the phase that made them: "explored", and "regenerated" if the run
             regenerates the kept candidates. Each grid has p rows of m images.
     """
 

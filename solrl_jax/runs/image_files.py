@@ -46,7 +46,7 @@ _SMALLEST = 96
 _LARGEST = 384
 # The metadata of a PNG file of `save_grid` that holds the facts about its images.
 _CELLS = "Cells"
-# The largest number of images in a file that is read: two stages of a pool of the largest
+# The largest number of images in a file that is read: two phases of a pool of the largest
 # `eval.num_grid_images`.
 _MAX_CELLS = 2**11
 FRAMES_PER_SECOND = 16  # of clips, as those of Wan 2.1

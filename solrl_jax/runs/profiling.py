@@ -4,7 +4,7 @@
         *.xplane.pb                 for TensorBoard
         perfetto_trace.json.gz      for ui.perfetto.dev
 
-A trace names the stages of the iteration (`rl.phase_timer.PhaseTimer`). If there are several
+A trace names the phases of the iteration (`rl.phase_timer.PhaseTimer`). If there are several
 processes, only the first writes one, of itself.
 """
 

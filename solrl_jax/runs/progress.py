@@ -1,4 +1,4 @@
-"""The output in the terminal: one bar over the iterations with stage, reward and remaining time."""
+"""The output in the terminal: one bar over the iterations with phase, reward and remaining time."""
 
 import contextlib
 import shutil
@@ -117,18 +117,18 @@ class TerminalProgress:
             self._bar = None
 
     def stage(self, name: str, total: int, done: int) -> None:
-        """Shows how far a stage of an iteration has come.
+        """Shows how far a phase of an iteration has come.
 
-        A stage begins with a call with `done` 0; further calls add to its count.
+        A phase begins with a call with `done` 0; further calls add to its count.
 
         Args:
-            name: The name of the stage, e.g. "explore". Another name than in the last call also
-                begins a stage, with the count 0, whatever `done` is.
-            total: The number of samples (for "encode": prompts) of the stage.
+            name: The name of the phase, e.g. "explore". Another name than in the last call also
+                begins a phase, with the count 0, whatever `done` is.
+            total: The number of samples (for "encode": prompts) of the phase.
             done: The number of them that are done since the last call.
 
         Raises:
-            KeyboardInterrupt: After a signal. If the run has several processes, only where a stage
+            KeyboardInterrupt: After a signal. If the run has several processes, only where a phase
                 begins, so that all stop together.
         """
         if self._is_interrupted(between_stages=not done):
@@ -172,7 +172,7 @@ class TerminalProgress:
 
         Args:
             between_stages: Whether every process of the run makes this call at the same point
-                (where a stage or iteration begins or ends). Only then can several processes agree,
+                (where a phase or iteration begins or ends). Only then can several processes agree,
                 which waits for all; otherwise the result is False for them. Not read for a single
                 process.
         """
@@ -192,6 +192,6 @@ class TerminalProgress:
         sys.stderr.flush()
 
     def _show(self) -> None:
-        """Shows the stage, its progress and the last reward behind the bar, if there is a bar."""
+        """Shows the phase, its progress and the last reward behind the bar, if there is a bar."""
         if self._bar is not None:
             self._bar.set_postfix_str(f"{self._stage} {self._done}/{self._total}{self._reward}")

@@ -143,8 +143,8 @@ def draw_pools(
 ) -> None:
     """Writes `pictures/pool-NNNNNN.png`: the best and the worst kept candidates of an iteration.
 
-    The grid has one row per prompt and stage ("explored" and, if the kept candidates are
-    regenerated, "regenerated"). The caption of an image is its stage and reward. The images are
+    The grid has one row per prompt and phase ("explored" and, if the kept candidates are
+    regenerated, "regenerated"). The caption of an image is its phase and reward. The images are
     generated again from the seeds of the candidates. Every process calls this; the first one
     writes.
 

@@ -159,7 +159,7 @@ function curves(id, title, note, ...before) {
 }
 
 const STAGES = {encode: 35, sync: 55, explore: 100, regenerate: 70, update: 20};  // and their shades, % of the accent
-/** The median seconds of each stage as a bar a run, all on one scale. */
+/** The median seconds of each phase as one bar per run, all on one scale. */
 function stages() {
   const seconds = runs.map(run => Object.keys(STAGES).map(stage => typical(run, `seconds/${stage}`) || 0));
   const longest = Math.max(...seconds.map(sum)) || 1;

@@ -316,7 +316,7 @@ def _read_plan(path: Path) -> dict[str, Any]:
     Returns:
         A dict with the plan's entries "preset", "device", "devices", "hosts", "exploration",
         "rollout", "naive_scaling" and "fits" (None if absent), "usable" and "seconds" as floats,
-        and "stages": for each stage a list of its name; its roofline seconds; the seconds if only
+        and "stages": for each phase a list of its name; its roofline seconds; the seconds if only
         matmuls, only attention, only memory or only links between devices limited it (a list of
         four); and its peak memory in bytes.
 

@@ -604,7 +604,7 @@ def _refuse_divergence(this: _Run, row: Row, failures: int) -> None:
 
     Args:
         this: The run, after the iteration.
-        row: The metrics of the iteration by name, from which the message names the first stage
+        row: The metrics of the iteration by name, from which the message names the first phase
             without finite values ("kept/spread" and "pool/reward" may be NaN, and
             "unusable_prompts" may be all).
         failures: The number of iterations in a row, up to this one, from which nothing could be

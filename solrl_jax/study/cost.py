@@ -143,21 +143,21 @@ def evaluations(config: Config, precision: str, steps: int, continued: int | Non
 def prices_of(plan: Mapping[str, Any]) -> Prices:
     """Returns the prices of one model on one device, from the plan of an iteration.
 
-    A plan has the seconds of each stage of an iteration of a preset. They are divided by the
+    A plan has the seconds of each phase of an iteration of a preset. They are divided by the
     preset's numbers of samples, steps and training terms, so the plan must not have been made with
     overrides of these numbers. The only exceptions are the objectives on reward gradients, whose
-    stage "targets" gives the price of a gradient of the reward.
+    phase "targets" gives the price of a gradient of the reward.
 
     Args:
         plan: The plan, as `solrl plan` prints it in JSON, with the keys "preset" (its name),
             "device", "objective" (its name), "exploration" (a text whose first word is the number
-            format) and "stages" (a list of dicts with "name" and "seconds"). Without a stage "sync"
+            format) and "stages" (a list of dicts with "name" and "seconds"). Without a phase "sync"
             its price is 0. If exploration has the training precision, its price is that of
             regeneration.
 
     Raises:
         ConfigError: If there is no such preset.
-        KeyError: If an entry or a stage is missing, e.g. "regenerate".
+        KeyError: If an entry or a phase is missing, e.g. "regenerate".
         TypeError: If an entry is of another type. Other malformed plans raise ValueError,
             AttributeError or IndexError.
     """

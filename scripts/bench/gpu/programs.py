@@ -96,7 +96,7 @@ def reward_gradients(shapes: Experiment) -> list[Program]:
 
 
 def _filled(stages: Stages, stage: str) -> list[Program]:
-    """Returns the programs of a stage with random arrays as their arguments."""
+    """Returns the programs of a phase with random arrays as their arguments."""
     return [
         dataclasses.replace(program, arguments=fill(program.arguments), meanwhile=())
         for program in stages.programs(stage, {})
