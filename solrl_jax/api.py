@@ -101,8 +101,8 @@ def open_policy(
     """Opens a policy to evaluate or rank it: that of a run, or the starting point of training from
     a preset or a model.
 
-    Builds the experiment as `load` does, with the same effects. For a run, the averaged policy
-    (EMA) is opened.
+    Builds the experiment as `load` does, with the same effects. For a run, the EMA policy
+    (with the exponential moving average of the trained parameters) is opened.
 
     Args:
         target: A run directory; the name of a preset; or a model, that is a directory in the layout
@@ -235,8 +235,8 @@ def rank(
     (docs/method.md, section 2).
 
     The candidates of some test prompts are generated once with all steps in the training precision,
-    which gives their true rewards, and once for every combination of recipes, formats and numbers
-    of steps, which gives proxy rewards.
+    which gives their true rewards, and once for every combination of exploration options, formats
+    and numbers of steps, which gives proxy rewards.
 
     Args:
         experiment: The experiment, with its test prompts, rewards and exploration.
@@ -245,19 +245,19 @@ def rank(
         adapters: The trainable parameters of the policy by path, e.g. those of `open_policy`.
         prompts: The number of test prompts to use, from the first one on.
         formats: Number formats to explore in, e.g. ["nvfp4", "fp8"], or "auto" for the fastest
-            native one. Empty: that of each recipe.
-        explore: Names of exploration recipes in `configs/explore/`, e.g. ["paper", "best"]. Empty:
-            the experiment's own exploration.
+            native one. Empty: that of each set of options.
+        explore: Names of sets of exploration options, files in `configs/explore/`, e.g. ["paper",
+            "best"]. Empty: the experiment's own options.
         steps: Numbers of solver steps to explore with, up to `rollout.num_steps`. Empty: that of
-            each recipe.
+            each set of options.
         progress: A function that is called as images are generated, with the name of the phase
             ("regenerate" or "explore"), its total number of images, and the number of images in the
             last batch (0 when a phase starts; "explore" starts once per combination). The default
             does nothing.
 
     Returns:
-        One dictionary per combination. "explore" (the recipe), "precision" and "steps" identify it;
-        "candidates" (per prompt), "kept", "prompts" and "top_k" (4) are counts. These are means
+        One dictionary per combination. "explore" (the options), "precision" and "steps" identify
+        it; "candidates" (per prompt), "kept", "prompts" and "top_k" (4) are counts. These are means
         over prompts: "spearman" and "kendall" (rank correlations of proxy and true rewards);
         "top_k_match" (the share of the 4 truly best candidates among the kept / 2 best by proxy),
         "bottom_k_match" (the same for the worst); "top_k_regret" (what the missed candidates cost
@@ -270,8 +270,8 @@ def rank(
     Raises:
         InputError: If `prompts` is not from 1 to the number of test prompts, or an entry of a list
             cannot be used.
-        ConfigError: If a recipe does not exist or does not fit the configuration, or a number of
-            steps does not.
+        ConfigError: If a set of options does not exist or does not fit the configuration, or a
+            number of steps does not.
         RunError: If a reward outside of JAX fails and the configuration says that this stops the
             run, or if the cache of prompts cannot be written.
         numpy.linalg.LinAlgError: If exploration options measure values that are not finite.
@@ -325,7 +325,7 @@ def generate(
     """Generates one image or clip per prompt, with a diffusers model or with the policy of a run.
 
     A model samples as its diffusers pipeline does. A run samples as its evaluation does, with its
-    averaged policy (EMA). The model is loaded in every call, so pass all prompts at once.
+    EMA policy. The model is loaded in every call, so pass all prompts at once.
 
     An image depends on its prompt and the seed, not on the other prompts. Repetitions of a prompt
     get different noise.
@@ -481,7 +481,7 @@ def export(
     private: bool = False,
     dry_run: bool = False,
 ) -> dict[str, Any]:
-    """Writes the averaged policy (EMA) of a run to files that diffusers or PEFT load.
+    """Writes the EMA policy of a run to files that diffusers or PEFT load.
 
     LoRA adapters become a LoRA. A run that trains parameters in full becomes a directory for
     `from_pretrained` of the transformer's class (with a LoRA in it if there are adapters too). The

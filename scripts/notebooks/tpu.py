@@ -111,7 +111,7 @@ plt.show()
 # %% [markdown]
 # ## Generate
 #
-# The averaged policy of the run (EMA), with prompts of your own.
+# The EMA policy of the run, with prompts of your own.
 
 # %%
 images = solrl.generate(RUN, PROMPTS, seed=1, batch_size=len(PROMPTS))

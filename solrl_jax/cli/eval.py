@@ -74,7 +74,7 @@ def command(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Score a run's averaged policy, or a model, on the held-out prompts (prompts.test).
+    """Score a run's EMA policy, or a model, on the held-out prompts (prompts.test).
 
     \b
     solrl eval runs/demo --rewards shapes,tiny-clip

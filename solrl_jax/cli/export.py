@@ -1,4 +1,4 @@
-"""`solrl export`: writes a run's averaged policy for diffusers or PEFT, or publishes it."""
+"""`solrl export`: writes a run's EMA policy for diffusers or PEFT, or publishes it."""
 
 from pathlib import Path
 from typing import Literal
@@ -50,7 +50,7 @@ def command(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Write a run's averaged policy as a LoRA that diffusers or PEFT loads.
+    """Write a run's EMA policy as a LoRA that diffusers or PEFT loads.
 
     A run that trains parameters in full becomes the directory of a whole transformer, with a LoRA
     in it if there are adapters too.

@@ -212,7 +212,7 @@ def command(
     as_json: bool,
     **arguments: Any,
 ) -> None:
-    """Generate images with a run's averaged policy, or with a model.
+    """Generate images with a run's EMA policy, or with a model.
 
     A model is a diffusers directory, OWNER/NAME of a Hub repository, or embedded:NAME.
 

@@ -33,7 +33,7 @@ DROP = 0.02  # by how much a proposed rule may lower the rank correlation (Spear
 @click.option(
     "--errors",
     is_flag=True,
-    help="Load the weights, merge a run's averaged policy, and measure errors.",
+    help="Load the weights, merge a run's EMA policy, and measure errors.",
 )
 @click.option(
     "--sensitivity",

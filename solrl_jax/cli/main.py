@@ -26,12 +26,12 @@ from solrl_jax.storage.files import disk_reason
 
 COMMANDS = {
     "train": "Train a preset; the same command resumes.",
-    "eval": "Score a run's averaged policy, or a model, on the held-out prompts.",
+    "eval": "Score a run's EMA policy, or a model, on the held-out prompts.",
     "rank": "Measure how well exploration ranks candidates.",
     "study": "Train the arms of a plan with several seeds, and compare them.",
     "report": "Show what runs did as one HTML page, which needs no network.",
-    "generate": "Generate images with a run's averaged policy, or with a model.",
-    "export": "Write a run's averaged policy as a LoRA that diffusers or PEFT loads.",
+    "generate": "Generate images with a run's EMA policy, or with a model.",
+    "export": "Write a run's EMA policy as a LoRA that diffusers or PEFT loads.",
     "convert": "Turn a torch pickle into safetensors.",
     "encode": "Fill the cache with a preset's encoded prompts.",
     "layers": "List a model's linear layers: quantized, or why not.",

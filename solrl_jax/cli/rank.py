@@ -39,11 +39,17 @@ from solrl_jax.storage.stores import RunPath
     help="Number of held-out prompts (prompts.test).",
 )
 @click.option(
-    "--explore", metavar="paper,best", help="Recipes of configs/explore/ (default: the run's own)."
+    "--explore",
+    metavar="paper,best",
+    help="Exploration options of configs/explore/ (default: the run's own).",
 )
-@click.option("--formats", metavar="F,F,...", help="Formats to explore in (default: the recipe's).")
 @click.option(
-    "--steps", metavar="S,S,...", help="Numbers of steps to explore with (default: the recipe's)."
+    "--formats", metavar="F,F,...", help="Formats to explore in (default: that of the options)."
+)
+@click.option(
+    "--steps",
+    metavar="S,S,...",
+    help="Numbers of steps to explore with (default: that of the options).",
 )
 @click.option("--out", type=PATH, help="Directory for rank.json (default: the run, or runs/rank).")
 @trust_option
@@ -74,12 +80,12 @@ def command(
         target: A run directory or the name of a preset.
         overrides: Settings that differ, as `key=value`.
         prompts: The number of held-out prompts, from the first one on.
-        explore: Recipes to measure, separated by commas: names of files in `configs/explore/`, e.g.
-            "paper,best". None: the exploration settings of the target.
+        explore: Names of sets of exploration options, files in `configs/explore/`, separated by
+            commas, e.g. "paper,best". None: the exploration options of the target.
         formats: Number formats to explore in, separated by commas, e.g. "nvfp4,fp8"; None: that of
-            each recipe.
+            each set of options.
         steps: Numbers of solver steps to explore with, separated by commas; None: that of each
-            recipe.
+            set of options.
         out: The directory in which `rank.json`, the figures of each prompt, is written; None: the
             run directory, or `runs/rank` for a preset.
         trust: Whether to use rewards and objectives outside the package that a run directory names.
@@ -87,7 +93,7 @@ def command(
         as_json: Whether to print the result as one line of JSON in place of text.
 
     Raises:
-        ConfigError: If the configuration, an override or a recipe is invalid.
+        ConfigError: If the configuration, an override or a set of options is invalid.
         InputError: If an argument cannot be used.
         RunError: If the checkpoint is damaged, a reward fails, or the disk cannot be written to.
     """

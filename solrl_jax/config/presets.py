@@ -227,17 +227,17 @@ def _apply_files(
 
 
 def _apply_quantization_rules(tree: dict[str, Any], model: str, recipe: str) -> None:
-    """Updates the section `model.quantization` of a configuration for an exploration recipe, in
-    place.
+    """Updates the section `model.quantization` of a configuration for a set of exploration options,
+    in place.
 
-    Each model's file has such rules for each recipe. A section that differs from all of them was
+    Each model's file has such rules for each set. A section that differs from all of them was
     changed by the user, and stays.
 
     Args:
         tree: The configuration as nested dicts. It is changed.
         model: The name of the model, a file in `solrl_jax/configs/model/`. For any other name
             nothing is changed.
-        recipe: The name of a file in `solrl_jax/configs/explore/`.
+        recipe: The name of the set, a file in `solrl_jax/configs/explore/`.
     """
     if model not in part_files("model"):
         return
@@ -247,11 +247,12 @@ def _apply_quantization_rules(tree: dict[str, Any], model: str, recipe: str) -> 
 
 
 def _quantization_rules(model: str, recipe: str) -> dict[str, Any]:
-    """Returns the section `model.quantization` that a preset of a model and a recipe has.
+    """Returns the section `model.quantization` that a preset of a model has with a set of
+    exploration options.
 
     Args:
         model: The name of a file in `solrl_jax/configs/model/`.
-        recipe: The name of a file in `solrl_jax/configs/explore/`.
+        recipe: The name of the set, a file in `solrl_jax/configs/explore/`.
 
     Returns:
         The section as a new dict.

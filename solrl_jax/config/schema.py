@@ -519,7 +519,7 @@ class Reward(Section):
 class Algorithm(Section):
     """The loss, the advantages it is given, and the two slowly moving copies of the policy.
 
-    These copies are the old policy, which generates the samples, and an average, which is evaluated
+    These copies are the old policy, which generates the samples, and the EMA, which is evaluated
     and exported.
 
     Attributes:
@@ -562,8 +562,8 @@ class Algorithm(Section):
         decay_type: How slowly the old policy follows the trained one. 0: at once. 1: its decay rate
             grows by 0.001 per optimizer step up to 0.5. 2: it is 0 up to step 75 and then grows by
             0.0075 per step up to 0.999. 3: as 1, but up to 0.3.
-        ema_decay: The decay rate of the averaged policy (an exponential moving average), at least 0
-            and below 1.
+        ema_decay: The decay rate of the EMA (an exponential moving average of the policy), at
+            least 0 and below 1.
 
     Raises:
         ConfigError: If `kl_fraction` is below 1 with dpo or a function of yours.
@@ -723,7 +723,7 @@ class Train(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eval(Section):
-    """The evaluation of the averaged policy on the test prompts.
+    """The evaluation of the EMA policy on the test prompts.
 
     Attributes:
         every: The number of iterations between two evaluations. 0: only before and after the run.
@@ -820,7 +820,7 @@ class Config(Section):
         model: The pipeline that is post-trained.
         rollout: How samples are generated.
         reward: The scores and their weights.
-        algorithm: The loss, the advantages, and the old and the averaged policy.
+        algorithm: The loss, the advantages, and the old policy and the EMA.
         lora: The LoRA adapters.
         optimizer: AdamW, and how the loss is divided among its steps.
         prompts: The prompts for training and for evaluations.

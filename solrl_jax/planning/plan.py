@@ -211,7 +211,7 @@ class Planner:
             * "base": the frozen parameters of the transformer.
             * "quantized copy": the quantized weights that exploration samples with.
             * "adapters": the trainable parameters in three versions: those that are trained, those
-              of the old policy that samples, and their moving average.
+              of the old policy that samples, and the EMA.
             * "optimizer": the state of the optimizer.
             * "text encoders", "vae" and "reward networks": the parameters of these networks.
             * "conditioning": prompt embeddings, and what the reward computed from the prompts.

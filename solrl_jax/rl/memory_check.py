@@ -25,9 +25,9 @@ from solrl_jax.rl.trainable.trainable import TrainedPaths, flatten
 
 # Bytes of a float32.
 FLOAT = 4
-# Float32 copies of each adapter: trained, old, averaged, gradient, and two moments.
+# Float32 copies of each adapter: trained, old, EMA, gradient, and two moments.
 ADAPTER_COPIES = 6
-# Float32 copies of each parameter that is trained in full. Sharded over devices: trained, averaged,
+# Float32 copies of each parameter that is trained in full. Sharded over devices: trained, EMA,
 # two moments, and the sum of gradients in two parts. Not sharded: the gradient of a micro-batch.
 SHARDED_COPIES = 6
 WHOLE_COPIES = 1

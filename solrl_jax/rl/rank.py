@@ -67,28 +67,28 @@ def sweep(
     formats: Sequence[str] = (),
     steps: Sequence[int] = (),
 ) -> list[ExplorationSetting]:
-    """Lists every combination of recipes, formats and numbers of steps.
+    """Lists every combination of exploration options, formats and numbers of steps.
 
-    An empty list stands for the value of the run or of the recipe. Repeated entries count once.
+    An empty list stands for the value of the run or of the options. Repeated entries count once.
 
     Args:
         config: The configuration of the run, whose `rollout.explore` has the exploration options,
             the format and the number of steps that empty lists stand for. It is not changed.
-        explore: Recipes: names of files in `configs/explore/`, e.g. "paper" and "best". Empty: the
-            exploration options of `config` alone.
+        explore: Names of sets of exploration options, files in `configs/explore/`, e.g. "paper" and
+            "best". Empty: the exploration options of `config` alone.
         formats: Names of exploration formats, keys of `quant.formats.FORMATS`, e.g. "nvfp4".
-            "auto" stands for the best one of this device. Empty: that of each recipe.
-        steps: Numbers of exploration steps, from 1 to 1000. Empty: that of each recipe.
+            "auto" stands for the best one of this device. Empty: that of each set.
+        steps: Numbers of exploration steps, from 1 to 1000. Empty: that of each set.
 
     Returns:
-        The settings: all of the first recipe first, in it all of the first format first, each in
-        the order in which it is listed. Without `explore`, the recipe of a setting is "".
+        The settings: all of the first set of options first, in it all of the first format first,
+        each in the order in which it is listed. Without `explore`, the `recipe` of a setting is "".
 
     Raises:
-        InputError: If a recipe has no name, a format is unknown, or a number of steps is no integer
-            from 1 to 1000.
-        ConfigError: If a recipe does not exist, or the configuration is not valid with a recipe or
-            a number of steps, for example more than `rollout.num_steps`.
+        InputError: If the name of a set is empty, a format is unknown, or a number of steps is no
+            integer from 1 to 1000.
+        ConfigError: If a set of options does not exist, or the configuration is not valid with one
+            or with a number of steps, for example more than `rollout.num_steps`.
     """
     device = first_device_info()
     if "" in explore:
@@ -136,7 +136,7 @@ def explore_and_regenerate(
             means the base.
         prompts: The number of test prompts, counted from the first, at least 1. If there are fewer,
             all.
-        settings: How candidates are explored: format, steps, and a recipe of exploration options.
+        settings: How candidates are explored: format, steps and exploration options.
         progress: Called with the phase ("regenerate" or "explore"), the number of candidates, and
             the number of further candidates that are done, as they are generated; with 0 when a
             phase starts, which "explore" does once per setting.
@@ -146,9 +146,9 @@ def explore_and_regenerate(
         by setting.
 
     Raises:
-        ConfigError: If the recipe of a setting does not exist, or the configuration is not valid
+        ConfigError: If the `recipe` of a setting does not exist, or the configuration is not valid
             with it.
-        InputError: If a quantization rule of a recipe matches no layer of the network, or all
+        InputError: If a quantization rule of such options matches no layer of the network, or all
             layers are excluded; or if the prompts cannot be encoded.
         KeyError: If the format of a setting is not in `quant.formats.FORMATS`.
         RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop". It is a
@@ -160,7 +160,7 @@ def explore_and_regenerate(
     prompt_batch, seed_batch = draw_candidates(experiment, prompts)
     regeneration = experiment.sampler("regenerate", adapters, experiment.config.rollout.num_steps)
     true = pool_rewards(experiment, regeneration, prompt_batch, seed_batch, progress)
-    # One explorer per recipe, so that it measures once what its options need.
+    # One explorer per set of options, so that it measures once what they need.
     explorers = {
         recipe: with_recipe(experiment, recipe).explorer
         for recipe in dict.fromkeys(setting.recipe for setting in settings)
@@ -258,19 +258,20 @@ def pool_rewards(
 def with_recipe(experiment: Experiment, recipe: str) -> Experiment:
     """Returns the same experiment with other exploration options.
 
-    A recipe sets exploration options (fields of `rollout.explore`) and may also change the rules of
+    A set of options has fields of `rollout.explore` and may also change the rules of
     `model.quantization`. If it does, the layers to quantize are found anew.
 
     Args:
         experiment: The run, whose configuration is the start. It is not changed.
-        recipe: The name of a file in `configs/explore/`. "" returns `experiment` itself.
+        recipe: The name of a set of exploration options, a file in `configs/explore/`. "" returns
+            `experiment` itself.
 
     Returns:
         An experiment with the networks, rewards, prompts and size of `experiment`, the changed
         configuration, and an explorer of its own.
 
     Raises:
-        ConfigError: If there is no such recipe, or the configuration is not valid with it.
+        ConfigError: If there is no such file, or the configuration is not valid with it.
         InputError: If its rules of quantization match no layer of the network, or leave none to a
             format that quantizes.
     """
@@ -293,7 +294,7 @@ def summarize(pools: Pools, setting: ExplorationSetting, kept: int) -> dict[str,
             (rounded down, at least 1) at each end.
 
     Returns:
-        A dict with the setting ("explore", which is the recipe, "precision", "steps"), the counts
+        A dict with the setting ("explore", which is its `recipe`, "precision", "steps"), the counts
         "candidates" (per prompt), "kept", "top_k" (4) and "prompts", these means over prompts, and
         "per_prompt", a list with the text ("prompt") and the figures of each prompt:
 

@@ -1,4 +1,4 @@
-"""Reads a run directory: its configuration, its checkpoints, and the averaged policy (EMA).
+"""Reads a run directory: its configuration, its checkpoints, and the EMA policy.
 
 Most commands also take a preset or a model instead of a run directory. `configuration` and
 `load_policy` accept all three. `identity.py` decides whether a run may write to a directory.
@@ -291,8 +291,8 @@ def load_policy(
     """Loads the policy of a run, or the policy that training would start from.
 
     Args:
-        run: The run directory, whose averaged parameters (EMA) are loaded. None: the start of
-            training, which is the LoRA at `lora.path` or, without one, the base model.
+        run: The run directory, whose EMA is loaded. None: the start of training, which is
+            the LoRA at `lora.path` or, without one, the base model.
         config: The configuration of the run, preset or model, with overrides.
         backbone: The model of that configuration.
         path: The directory of a checkpoint of the run. None: its newest intact one.
@@ -320,7 +320,7 @@ def load_policy(
 def load_ema(
     folder: RunPath, config: Config, backbone: Backbone, path: RunPath | None = None
 ) -> tuple[Trainable, int]:
-    """Loads the averaged trainable parameters (EMA) from a checkpoint of a run.
+    """Loads the EMA of the trainable parameters from a checkpoint of a run.
 
     Every byte of the checkpoint is verified.
 
@@ -333,8 +333,8 @@ def load_ema(
         path: The directory of the checkpoint. None: the newest intact one of the run.
 
     Returns:
-        A tuple. First, the averaged parameters in float32 by path, e.g. "blocks/attn/to_q/kernel":
-        {"a": ..., "b": ...} for an adapter, an array for a parameter that is trained in full.
+        A tuple. First, the EMA in float32 by path, e.g. "blocks/attn/to_q/kernel": {"a": ...,
+        "b": ...} for an adapter, an array for a parameter that is trained in full.
         Second, the iteration of the checkpoint.
 
     Raises:

@@ -2,7 +2,7 @@
 policy.
 
 A model directory samples as its diffusers pipeline does, with the directory's own scheduler. A run
-samples as its evaluation does, with its averaged policy (EMA). `api.generate` is the function for
+samples as its evaluation does, with its EMA policy. `api.generate` is the function for
 users; `generate_images` is what it calls.
 """
 

@@ -87,7 +87,7 @@ class _Run:
             "prompts", "weights/vae" or "code/MODULE:FUNCTION". They are stored with every
             checkpoint.
         state: The training state after iteration `done`: the trainable parameters, those of the
-            older policy that generates samples, their average (EMA), and the optimizer's state.
+            older policy that generates samples, the EMA, and the optimizer's state.
         done: The number of complete iterations.
     """
 
@@ -690,14 +690,14 @@ def _recorded_evaluation(this: _Run) -> Row:
 
 
 def _evaluate(this: _Run) -> Row:
-    """Scores the averaged policy (EMA) on the test prompts and prints the means.
+    """Scores the EMA policy on the test prompts and prints the means.
 
     Also writes a grid of images to `pictures/` unless `eval.num_grid_images` is 0, and warns if
     a score that is not trained on falls while the trained reward rises (`runs.hacking`).
 
     Args:
-        this: The run, whose averaged parameters `state.ema` are evaluated. Its earlier metrics are
-            read for the warnings.
+        this: The run, whose EMA `state.ema` is evaluated. Its earlier metrics are read
+            for the warnings.
 
     Returns:
         The values to record, by name (they are not recorded here):
@@ -745,8 +745,8 @@ def _evaluate(this: _Run) -> Row:
 def _save_grid(this: _Run) -> None:
     """Writes images of fixed test prompts and seeds to `pictures/iteration-NNNNNN.png`.
 
-    They are images of the averaged policy (EMA), with one row per prompt and the prompt as caption.
-    Every process calls this; the first one writes.
+    They are images of the EMA policy, with one row per prompt and the prompt as caption. Every
+    process calls this; the first one writes.
 
     Args:
         this: The run. `eval.num_grid_images` must not be 0.
@@ -854,7 +854,7 @@ def _save_after_stop(this: _Run, cause: BaseException) -> bool:
 def _save_before_after(this: _Run) -> None:
     """Writes `pictures/before-after.png`: images of the base model and of the trained one.
 
-    The trained one is the averaged policy (EMA). Every process calls this; the first one writes.
+    The trained one is the EMA policy. Every process calls this; the first one writes.
     Nothing happens if `eval.num_grid_images` is 0.
 
     Args:

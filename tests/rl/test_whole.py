@@ -194,7 +194,7 @@ def untrained_run(folder, precision):
     """A run directory with `train.parameters=all` and a checkpoint before the first step.
 
     Returns:
-        The configuration, and the averaged parameters in the checkpoint.
+        The configuration, and the EMA in the checkpoint.
     """
     overrides = ("train.parameters=all", f"rollout.precision={precision}")
     config = small_config(folder, *overrides)

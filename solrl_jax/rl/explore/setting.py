@@ -1,4 +1,4 @@
-"""`ExplorationSetting`: the format and the number of steps that candidates are explored with."""
+"""`ExplorationSetting`: the format, steps and options that candidates are explored with."""
 
 import dataclasses
 
@@ -13,8 +13,8 @@ class ExplorationSetting:
         precision: The name of a format, a key of `quant.formats.FORMATS`, such as "nvfp4". Never
             "auto".
         steps: The number of solver steps, at least 1.
-        recipe: The name of a file in `configs/explore/` with the exploration options. "" stands for
-            the options of the run.
+        recipe: The name of a set of exploration options, a file in `configs/explore/`. "" stands
+            for the options of the run.
     """
 
     precision: str
@@ -23,8 +23,8 @@ class ExplorationSetting:
 
     @property
     def name(self) -> str:
-        """The setting in a few words for messages and tables, e.g. "nvfp4, 6 steps", or with a
-        recipe "best: nvfp4, 6 steps".
+        """The setting in a few words for messages and tables, e.g. "nvfp4, 6 steps", or with
+        the name of its options "best: nvfp4, 6 steps".
         """
         recipe = f"{self.recipe}: " if self.recipe else ""
         return f"{recipe}{self.precision}, {self.steps} steps"
