@@ -346,7 +346,7 @@ def plan(
             stages.append({"name": stage, "seconds": seconds, "peak": peak, "programs": programs})
     usable = planner.usable
     largest = max(stages, key=lambda stage: stage["peak"])
-    left = {stage["name"]: usable - stage["peak"] for stage in stages}
+    free_bytes = {stage["name"]: usable - stage["peak"] for stage in stages}
     form = planner.stages.experiment.explorer.format
     return {
         "preset": config.preset,
@@ -369,7 +369,7 @@ def plan(
             for stage in stages
             if stage["peak"] > usable
         },
-        "faster": faster(planner, left),
+        "faster": faster(planner, free_bytes),
         **totals(planner, stages),
         "assumptions": list(assumptions(planner)),
     }
@@ -462,12 +462,12 @@ def assumptions(planner: Planner) -> Iterator[str]:
         f"{USABLE:.0%} of a device's memory are for arrays; JAX takes 75% of a GPU without "
         "XLA_PYTHON_CLIENT_MEM_FRACTION"
     )
-    kept = (
+    encoder_memory = (
         "stay in memory (model.prompt_cache_dir=null)"
         if config.model.prompt_cache_dir is None
         else "encode all prompts of a run, then are freed"
     )
-    yield f"text encoders {kept}"
+    yield f"text encoders {encoder_memory}"
     if len(training_sizes(config)) > 1:
         yield "every iteration has the largest of rollout.size"
     if planner.stages.has("evaluate"):
@@ -557,9 +557,9 @@ def table(summary: dict[str, Any]) -> str:
         f"  {stage} is too large; it takes less with {', '.join(by)}"
         for stage, by in summary["too_large"].items()
     ]
-    left = {stage["name"]: gb(summary["usable"] - stage["peak"]) for stage in summary["stages"]}
+    free_gb = {stage["name"]: gb(summary["usable"] - stage["peak"]) for stage in summary["stages"]}
     lines += [
-        f"  {stage} leaves {left[stage]} GB; it may be faster with {by}"
+        f"  {stage} leaves {free_gb[stage]} GB; it may be faster with {by}"
         for stage, by in summary["faster"].items()
     ]
     by_stage = ", ".join(f"{stage['name']} {stage['seconds']:.3g}" for stage in summary["stages"])

@@ -111,12 +111,12 @@ class Proposal(NamedTuple):
             The differing settings, e.g. ["mesh.fsdp=8"], in the order of `settings`. Empty if all
             are equal.
         """
-        changed = []
+        differences = []
         for name, value in self.settings.items():
             section, field = name.split(".")
             if getattr(getattr(config, section), field) != value:
-                changed.append(f"{name}={value}")
-        return changed
+                differences.append(f"{name}={value}")
+        return differences
 
 
 @functools.cache
@@ -262,9 +262,11 @@ def expand_mesh_auto(
     others = [override for override in overrides if override != MESH_AUTO]
     config = resolve(preset, others)
     proposal = propose(config, find_machine(), load_records())
-    named = {override.partition("=")[0].strip() for override in others}
-    chosen = [
-        setting for setting in proposal.overrides(config) if setting.partition("=")[0] not in named
+    override_names = {override.partition("=")[0].strip() for override in others}
+    mesh_settings = [
+        setting
+        for setting in proposal.overrides(config)
+        if setting.partition("=")[0] not in override_names
     ]
-    settings = " ".join(chosen) or "the preset's own settings"
-    return [*chosen, *others], f"{MESH_AUTO}: {settings}: {proposal.reason}"
+    settings = " ".join(mesh_settings) or "the preset's own settings"
+    return [*mesh_settings, *others], f"{MESH_AUTO}: {settings}: {proposal.reason}"

@@ -402,8 +402,8 @@ class Stages:
         experiment = self.experiment
         config = experiment.config
         mesh = self.rows_mesh
-        kept = config.train.num_prompts * config.rollout.kept
-        rows = rows_per_call(config, kept, mesh.size)
+        num_kept = config.train.num_prompts * config.rollout.kept
+        rows = rows_per_call(config, num_kept, mesh.size)
         latents, index = (
             jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=sharding.rows(mesh))
             for shape, dtype in ((self._sampler.shape, jnp.float32), ((), jnp.int32))
@@ -417,7 +417,7 @@ class Stages:
             index,
         )
         _, gradients = try_targets(config.algorithm)
-        return Program(mesh, reward_gradient, arguments, -(-kept // rows) * gradients)
+        return Program(mesh, reward_gradient, arguments, -(-num_kept // rows) * gradients)
 
     def _update(self) -> Program:
         """Returns the program of the update on the samples of one iteration; it is called once."""

@@ -66,14 +66,14 @@ def advantages(
     def mean_over(x, axis):
         return x.sum(axis, keepdims=True) / jnp.maximum(finite.sum(axis, keepdims=True), 1)
 
-    centred = r - mean_over(r, 1)
-    tied = jnp.abs(centred) <= TIE * jnp.abs(r).max(1, keepdims=True)
-    centred = jnp.where(finite & ~tied, centred, 0.0)
+    deviations = r - mean_over(r, 1)
+    tied = jnp.abs(deviations) <= TIE * jnp.abs(r).max(1, keepdims=True)
+    deviations = jnp.where(finite & ~tied, deviations, 0.0)
     if global_std:
         std = jnp.sqrt(mean_over(jnp.where(finite, (r - mean_over(r, (0, 1))) ** 2, 0.0), (0, 1)))
     else:
-        std = jnp.sqrt(mean_over(centred**2, 1))
-    return MODES[mode](jnp.clip(centred / (std + STD_FLOOR), -clip, clip))
+        std = jnp.sqrt(mean_over(deviations**2, 1))
+    return MODES[mode](jnp.clip(deviations / (std + STD_FLOOR), -clip, clip))
 
 
 def optimality(advantages: Float[Array | np.ndarray, "..."], clip: float) -> Float[Array, "..."]:

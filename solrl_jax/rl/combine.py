@@ -77,38 +77,38 @@ def weighted_advantages(scores: Mapping[str, Values], weights: Mapping[str, floa
     Raises:
         KeyError: If `scores` lacks a name in `weights`.
     """
-    counted = np.all([np.abs(scores[name]) <= MAX_REWARD for name in weights], axis=0)
-    total = np.zeros(counted.shape)
-    magnitude = np.zeros(counted.shape)
+    mask = np.all([np.abs(scores[name]) <= MAX_REWARD for name in weights], axis=0)
+    total = np.zeros(mask.shape)
+    magnitude = np.zeros(mask.shape)
     for name, weight in weights.items():
-        term = weight * _standardized(scores[name], counted)
+        term = weight * _standard_scores(scores[name], mask)
         total += term
         magnitude += np.abs(term)
     total[np.abs(total) <= TIE * magnitude] = 0.0
-    return np.where(counted, total, np.nan)
+    return np.where(mask, total, np.nan)
 
 
-def _standardized(scores: Values, counted: Bool[np.ndarray, "p n"]) -> Values:
+def _standard_scores(scores: Values, mask: Bool[np.ndarray, "p n"]) -> Values:
     """Subtracts from a score its mean over the prompt and divides it by its population standard
     deviation over the prompt.
 
     Args:
         scores: One score, [prompts, candidates].
-        counted: True for the candidates that take part. The others may have any score, also NaN.
+        mask: True for the candidates that take part. The others may have any score, also NaN.
 
     Returns:
         The standardized scores [prompts, candidates], float64. They are 0 for candidates that do
         not take part, and where a score equals the mean up to 4e-6 times the largest magnitude in
         the prompt.
     """
-    number = np.maximum(counted.sum(1, keepdims=True), 1)
-    r = np.where(counted, scores, 0.0).astype(np.float64)
-    centred = r - r.sum(1, keepdims=True) / number
-    tied = np.abs(centred) <= TIE * np.abs(r).max(1, keepdims=True)
-    centred = np.where(counted & ~tied, centred, 0.0)
+    number = np.maximum(mask.sum(1, keepdims=True), 1)
+    r = np.where(mask, scores, 0.0).astype(np.float64)
+    deviations = r - r.sum(1, keepdims=True) / number
+    tied = np.abs(deviations) <= TIE * np.abs(r).max(1, keepdims=True)
+    deviations = np.where(mask & ~tied, deviations, 0.0)
     # Dividing by the largest one first keeps the squares of tiny and huge scores representable.
-    largest = np.abs(centred).max(1, keepdims=True)
-    unit = centred / np.where(largest > 0, largest, 1.0)
+    largest = np.abs(deviations).max(1, keepdims=True)
+    unit = deviations / np.where(largest > 0, largest, 1.0)
     std = np.sqrt((unit**2).sum(1, keepdims=True) / number)
     return unit / np.where(std > 0, std, 1.0)
 

@@ -321,8 +321,8 @@ def generate(
             progress(stop - start)
         chunks[-1] = _fetch_chunk(chunks[-1], scoring, groups, keep_images)
         scores, failed, usage = ({}, {}, {}) if scoring is None else scoring.finish()
-    joined = _join_chunks(chunks, len(seed_batch))
-    scores |= joined.scores
+    all_samples = _join_chunks(chunks, len(seed_batch))
+    scores |= all_samples.scores
     if groups is not None:
         group_scores = groups.finish()
         total = group_scores.pop("reward", None)
@@ -330,11 +330,11 @@ def generate(
             group_scores["reward"] = total + scores.get("reward", np.float32(0))
         scores |= group_scores
     return Samples(
-        latents=joined.latents,
+        latents=all_samples.latents,
         scores=scores if host is None else add_total(host.weights, scores),
-        images=joined.images,
-        states=joined.states,
-        intermediate=joined.intermediate,
+        images=all_samples.images,
+        states=all_samples.states,
+        intermediate=all_samples.intermediate,
         failed=failed,
         usage=usage,
     )
@@ -451,10 +451,10 @@ def _join_parts(parts: list[Any], scoring_mesh: jax.sharding.Mesh) -> Any:
         One such tree, with the samples of all parts in order.
     """
     if len(parts) == 1:
-        joined = parts[0]
+        samples = parts[0]
     else:
-        joined = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
-    return jax.device_put(joined, sharding.rows(scoring_mesh))
+        samples = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
+    return jax.device_put(samples, sharding.rows(scoring_mesh))
 
 
 def _score_chunk(
@@ -529,10 +529,10 @@ def _fetch_chunk(
     if scoring is not None:
         assert chunk.host_inputs is not None
         scoring.add(chunk.host_inputs)
-    fetched = hosts.fetch(dataclasses.replace(chunk, host_inputs=None))
+    host_chunk = hosts.fetch(dataclasses.replace(chunk, host_inputs=None))
     if groups is not None:
-        groups.add(fetched.images, fetched.latents)
-    return fetched if keep_images else dataclasses.replace(fetched, images=None)
+        groups.add(host_chunk.images, host_chunk.latents)
+    return host_chunk if keep_images else dataclasses.replace(host_chunk, images=None)
 
 
 def _join_chunks(chunks: list[_Chunk], count: int) -> _Chunk:

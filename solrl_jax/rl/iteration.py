@@ -173,7 +173,7 @@ def iterate(
     timer.start("explore")
     total = seeds.shape[0] * seeds.shape[1]
     progress("explore", total, 0)
-    explored = generate(
+    explored_samples = generate(
         backbone,
         explore_sampler,
         experiment.prepare_for_ranking(prompt_batch),
@@ -183,8 +183,10 @@ def iterate(
     )
     del explore_sampler  # frees the quantized copy of the policy
     combine = config.reward.combine
-    proxy = explored.reward.reshape(len(prompts), rollout.candidates)
-    ranking = ranking_values(combine, explored.scores, experiment.ranking_weights, len(prompts))
+    proxy = explored_samples.reward.reshape(len(prompts), rollout.candidates)
+    ranking = ranking_values(
+        combine, explored_samples.scores, experiment.ranking_weights, len(prompts)
+    )
     chosen, usable = select(ranking, rollout.kept, rollout.selection, seed=(config.seed, iteration))
     selection = Selection(prompts, seeds, proxy, ranking, chosen, usable)
 
@@ -194,12 +196,13 @@ def iterate(
     places = chosen + rollout.candidates * np.arange(len(prompts))[:, None]
     if rollout.regenerate:
         start = None
-        if explored.intermediate is not None:
-            start = explored.intermediate[places.reshape(-1)]
-            explored = dataclasses.replace(explored, intermediate=None)  # frees the others
+        if explored_samples.intermediate is not None:
+            start = explored_samples.intermediate[places.reshape(-1)]
+            # The latents of the other candidates are freed.
+            explored_samples = dataclasses.replace(explored_samples, intermediate=None)
         kept_seeds = SeedBatch.from_seeds(selection.kept_seeds)
         progress("regenerate", chosen.size, 0)
-        kept = generate(
+        kept_samples = generate(
             backbone,
             full_sampler,
             prompt_batch,
@@ -208,20 +211,20 @@ def iterate(
             progress=partial(progress, "regenerate", chosen.size),
         )
     else:
-        kept = explored.take(places)
+        kept_samples = explored_samples.take(places)
 
     # Make the targets of objectives that train on the gradient of the reward.
     if config.algorithm.trains_on == "reward_gradients":
         timer.start("targets")
         progress("targets", chosen.size, 0)
-        kept = add_targets(
-            experiment, prompt_batch, kept, np.repeat(np.arange(len(prompts)), rollout.kept)
+        kept_samples = add_targets(
+            experiment, prompt_batch, kept_samples, np.repeat(np.arange(len(prompts)), rollout.kept)
         )
 
     # Compute the advantages, from the rewards of the samples that are trained on.
     timer.start("update")
-    rewards = np.where(usable[:, None], kept.reward.reshape(chosen.shape), np.nan)
-    values = ranking_values(combine, kept.scores, config.reward.weights, len(prompts))
+    rewards = np.where(usable[:, None], kept_samples.reward.reshape(chosen.shape), np.nan)
+    values = ranking_values(combine, kept_samples.scores, config.reward.weights, len(prompts))
     values = np.where(usable[:, None], values, np.nan)
     advantage = np.asarray(
         combined_advantages(
@@ -234,7 +237,7 @@ def iterate(
     )
 
     # Update the trained parameters. The old policy and the EMA follow in the same program.
-    batch = policy_batch(experiment, prompt_batch, selection, kept, values, advantage)
+    batch = policy_batch(experiment, prompt_batch, selection, kept_samples, values, advantage)
     schedule = experiment.schedule(rollout.num_steps, noise_start)
     progress("update", len(batch.weight), 0)
     with jax.set_mesh(backbone.mesh):
@@ -244,7 +247,9 @@ def iterate(
     metrics = {name: float(value) for name, value in jax.device_get(update_metrics).items()}
     timer.stop()
 
-    metrics |= reward_metrics(experiment, selection, rewards, values, kept, explored)
+    metrics |= reward_metrics(
+        experiment, selection, rewards, values, kept_samples, explored_samples
+    )
     metrics["fidelity/level"] = float(setting)
     regenerated_steps = sum(segment.schedule.steps for segment in full_sampler.segments)
     metrics["continued_steps"] = float(rollout.num_steps - regenerated_steps)

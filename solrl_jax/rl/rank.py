@@ -199,9 +199,11 @@ def draw_candidates(experiment: Experiment, prompts: int) -> tuple[PromptBatch, 
         RunError: If the disk refuses the cache of prompts.
     """
     config = experiment.config
-    chosen = experiment.test_prompts[:prompts]
-    seeds = experiment.seeds("ranking", chosen, config.rollout.candidates, seed=config.eval.seed)
-    prompt_batch = experiment.encode_prompts(chosen, experiment.reward)
+    test_prompts = experiment.test_prompts[:prompts]
+    seeds = experiment.seeds(
+        "ranking", test_prompts, config.rollout.candidates, seed=config.eval.seed
+    )
+    prompt_batch = experiment.encode_prompts(test_prompts, experiment.reward)
     return prompt_batch, SeedBatch.from_seeds(seeds)
 
 

@@ -161,11 +161,11 @@ def proposed(exact: float, groups: Sequence[Sensitivity], floor: float) -> list[
     loss = {
         g.group: np.inf if np.isnan(g.spearman) else max(exact - g.spearman, 0.0) for g in groups
     }
-    left = exact - floor
+    budget = exact - floor
     skip = []
     for g in sorted(groups, key=lambda g: loss[g.group] / g.share):
-        if loss[g.group] <= left:
-            left -= loss[g.group]
+        if loss[g.group] <= budget:
+            budget -= loss[g.group]
         else:
             skip.append(g.group)
     return sorted(skip)

@@ -222,7 +222,7 @@ def _fresh(
     """
     flat = flatten(base)
     adapters = init_adapters(key, base, trained_paths.adapted, lora.rank)
-    adapters |= {path: _filled(ab, adapters[path]) for path, ab in start.items()}
+    adapters |= {path: _fill_unused_ranks(ab, adapters[path]) for path, ab in start.items()}
     trained: Trainable = {
         **adapters,
         **{path: flat[path].astype(jnp.float32) for path in trained_paths.whole},
@@ -241,7 +241,7 @@ def _fresh(
     )
 
 
-def _filled(adapter: Adapter, fresh: Adapter) -> Adapter:
+def _fill_unused_ranks(adapter: Adapter, fresh: Adapter) -> Adapter:
     """Replaces the unused ranks of an imported adapter by freshly initialized ones.
 
     A rank is unused if its column of A and its row of B are both zero. No gradient would ever

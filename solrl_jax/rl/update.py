@@ -207,11 +207,11 @@ def _choose_steps(batch: PolicyBatch, schedule: Schedule, config: Config) -> Int
         algorithm = config.algorithm
         first, count = schedule.locate_query_steps(algorithm.last_steps, algorithm.query_sigma)
         return draw_steps(batch.seeds, first, count)[:, None]
-    chosen = permutations(batch.seeds, "sigmas", schedule.steps)
+    steps = permutations(batch.seeds, "sigmas", schedule.steps)
     if batch.states is not None:  # only steps that add noise are recorded, so they come first
-        deterministic = jnp.asarray(schedule.noise_std)[chosen] == 0
-        chosen = jnp.take_along_axis(chosen, jnp.argsort(deterministic, axis=1), axis=1)
-    return chosen[:, : config.num_train_sigmas]
+        deterministic = jnp.asarray(schedule.noise_std)[steps] == 0
+        steps = jnp.take_along_axis(steps, jnp.argsort(deterministic, axis=1), axis=1)
+    return steps[:, : config.num_train_sigmas]
 
 
 def old_decay(step: Int[Array, ""], decay_type: int) -> Float[Array, ""]:

@@ -304,7 +304,7 @@ def restore(
         RunError: If another process gives no answer.
     """
     if isinstance(path, StorePath):
-        with _copied(path) as copy:
+        with _local_copy(path) as copy:
             return restore(copy, abstract_state, expected)
     check = functools.partial(_verify_meta, path, expected or {})
     meta = consensus.first("restore/judge", check, CheckpointError)
@@ -312,7 +312,7 @@ def restore(
 
 
 @contextlib.contextmanager
-def _copied(path: StorePath) -> Iterator[Path]:
+def _local_copy(path: StorePath) -> Iterator[Path]:
     """A context manager that copies a checkpoint from an object store to a temporary directory.
 
     Every process of a run calls this. The copy is removed at the end. Errors of the body name the
@@ -407,26 +407,30 @@ def _read_state(path: Path, abstract_state: Any) -> Any:
     arrays: dict[str, jax.Array] = {}
 
     def read() -> None:
-        saved = _read_header(path)["arrays"]
-        added = {key for key in abstract_leaves.keys() - saved.keys() if ADDED.search(key)}
-        compared = {key: leaf for key, leaf in abstract_leaves.items() if key not in added}
-        compare_leaves(path, saved, compared)
-        stored = {}
+        saved_arrays = _read_header(path)["arrays"]
+        added_keys = {
+            key for key in abstract_leaves.keys() - saved_arrays.keys() if ADDED.search(key)
+        }
+        compared_leaves = {
+            key: leaf for key, leaf in abstract_leaves.items() if key not in added_keys
+        }
+        compare_leaves(path, saved_arrays, compared_leaves)
+        stored_leaves = {}
         for key, leaf in abstract_leaves.items():
-            if math.prod(leaf.shape) and key not in added:
-                stored[key] = leaf
+            if math.prod(leaf.shape) and key not in added_keys:
+                stored_leaves[key] = leaf
             else:  # orbax refuses empty arrays, so they are not saved
                 arrays[key] = _zeros(leaf, shardings[key])
-        if not stored:
+        if not stored_leaves:
             return
         ocp, epath = orbax()
         restore_args = {
             key: ocp.ArrayRestoreArgs(
                 sharding=shardings[key], global_shape=leaf.shape, dtype=leaf.dtype
             )
-            for key, leaf in stored.items()
+            for key, leaf in stored_leaves.items()
         }
-        args = ocp.args.PyTreeRestore(stored, restore_args=restore_args)
+        args = ocp.args.PyTreeRestore(stored_leaves, restore_args=restore_args)
         directory = epath.Path(path.absolute() / ARRAYS)
         try:
             arrays.update(ocp.PyTreeCheckpointHandler().restore(directory, args=args))

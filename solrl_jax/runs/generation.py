@@ -560,6 +560,6 @@ def _seeds(prompts: Sequence[str], seed: int) -> np.ndarray:
     """
     candidates = {}
     for prompt, count in Counter(prompts).items():
-        (drawn,) = prompt_seeds(seed, "candidate", (prompt,), count)
-        candidates[prompt] = iter(drawn)
+        (prompt_candidates,) = prompt_seeds(seed, "candidate", (prompt,), count)
+        candidates[prompt] = iter(prompt_candidates)
     return np.stack([next(candidates[prompt]) for prompt in prompts])

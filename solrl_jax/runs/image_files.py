@@ -218,7 +218,7 @@ def read_moving_grid(
     with _open_image(path, "PNG") as still:
         still_boxes, _ = _boxes_and_facts(still)
         still_size = still.size
-    stored: list[list[Image]] = []
+    frame_images: list[list[Image]] = []
     milliseconds = []
     with _open_image(moving_path, "WEBP") as sheet:
         # The moving grid is smaller than the still one if it had to be shrunk.
@@ -242,14 +242,14 @@ def read_moving_grid(
             images = [frame.crop(box) for box in boxes]
             for image in images:
                 image.thumbnail((longest_side, longest_side))
-            stored.append(images)
+            frame_images.append(images)
             milliseconds.append(sheet.info.get("duration", FRAME_MILLISECONDS))
     # Equal frames in a row are stored as one that is shown for longer.
     ends = np.cumsum(milliseconds)
     count = max(1, round(ends[-1] / FRAME_MILLISECONDS))
-    shown = np.linspace(0, count - 1, min(count, most_frames)).round() * FRAME_MILLISECONDS
-    places = np.minimum(np.searchsorted(ends, shown, side="right"), len(stored) - 1)
-    clips = [[stored[place][clip] for place in places] for clip in range(len(boxes))]
+    times = np.linspace(0, count - 1, min(count, most_frames)).round() * FRAME_MILLISECONDS
+    places = np.minimum(np.searchsorted(ends, times, side="right"), len(frame_images) - 1)
+    clips = [[frame_images[place][clip] for place in places] for clip in range(len(boxes))]
     return clips, count / FRAMES_PER_SECOND / len(places)
 
 
@@ -407,12 +407,12 @@ def save_before_after(
         draw.text((left, margin), title, _INK, title_font)
         for row, column in np.ndindex(images.shape[:2]):
             verdict = None if right is None else bool(right[row, column])
-            framed = _framed(images[row, column], size, verdict)
+            framed = _draw_frame(images[row, column], size, verdict)
             sheet.paste(framed, (left + column * step, margin + head + row * row_height + caption))
     _save_image(path, sheet, Title="    ".join(titles))
 
 
-def _framed(
+def _draw_frame(
     image: UInt8[np.ndarray, "h w 3"], size: tuple[int, int], right: bool | None
 ) -> "Image":
     """Returns an image with a frame of `_FRAME` (4) pixels, and a mark in its lower right corner.

@@ -581,16 +581,16 @@ def _line(index: int, run: Mapping[str, Any], metric: str, *, named: bool) -> Li
     """
     columns = run["metrics"]
     errors = columns.get(f"{metric}/standard_error")
-    known = [i for i, value in enumerate(columns.get(metric, [])) if value is not None]
-    if not known:
+    indices = [i for i, value in enumerate(columns.get(metric, [])) if value is not None]
+    if not indices:
         return None
-    y = [columns[metric][i] for i in known]
+    y = [columns[metric][i] for i in indices]
     return Line(
         run=index,
         label=run["name"] if named else f"{y[-1]:.3g}",
-        x=[columns["iteration"][i] for i in known],
+        x=[columns["iteration"][i] for i in indices],
         y=y,
-        error=[errors[i] or 0.0 for i in known] if errors else [],
+        error=[errors[i] or 0.0 for i in indices] if errors else [],
     )
 
 

@@ -19,7 +19,7 @@ _BOTTOM = 24
 _LETTER_WIDTH = 7  # the largest width of a letter of a label
 _MAX_LETTERS = 15  # letters of a label that are shown
 _LABEL_HEIGHT = 13
-# Placeholder colours for matplotlib. `_themed` replaces each by a variable of the page.
+# Placeholder colours for matplotlib. `_apply_theme` replaces each by a variable of the page.
 _INK = "#010101"
 _RULE = "#010102"
 _RUNS = [f"#0102{number:02}" for number in range(6)]
@@ -102,7 +102,7 @@ def curves(lines: Sequence[Line], name: str) -> tuple[str, list[float]]:
         _label(axes, lines)
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True)
-    return _themed(text.getvalue(), name), [first, max(last, first + 1), _LEFT, right]
+    return _apply_theme(text.getvalue(), name), [first, max(last, first + 1), _LEFT, right]
 
 
 def _label(axes: Any, lines: Sequence[Line]) -> None:
@@ -112,14 +112,14 @@ def _label(axes: Any, lines: Sequence[Line]) -> None:
         axes: The matplotlib axes with the lines, whose limits are final. It is changed.
         lines: The lines. The label of each is written in its colour.
     """
-    placed = sorted(
+    heights = sorted(
         (float(axes.transData.transform((0, line.y[-1]))[1]), number)
         for number, line in enumerate(lines)
     )
     y = {}
     lowest = float("-inf")
-    for wanted, number in placed:
-        lowest = max(wanted, lowest + _LABEL_HEIGHT)
+    for height, number in heights:
+        lowest = max(height, lowest + _LABEL_HEIGHT)
         y[number] = lowest
     for number, line in enumerate(lines):
         axes.annotate(
@@ -152,7 +152,7 @@ def _shorten(label: str) -> str:
     return f"{label[:half]}…{label[-half:]}"
 
 
-def _themed(svg: str, name: str) -> str:
+def _apply_theme(svg: str, name: str) -> str:
     """Returns the `<svg>` element of a document in the colours and the font of the page.
 
     Comments, metadata and the fixed size are removed, the placeholder colours become variables of

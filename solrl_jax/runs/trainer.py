@@ -558,12 +558,12 @@ def exploration_history(
         For each iteration from 1 on, ascending, a pair: the index of its setting, and the rank
         correlation of its explored and regenerated rewards ("fidelity/spearman"; NaN if unknown).
     """
-    explored = {}
+    rows_by_iteration = {}
     for row in rows:
         if row["iteration"] > 0 and row.get("fidelity/level") in range(num_settings):
-            explored[row["iteration"]] = row
+            rows_by_iteration[row["iteration"]] = row
     history = []
-    for _, row in sorted(explored.items()):
+    for _, row in sorted(rows_by_iteration.items()):
         correlation = row.get("fidelity/spearman")
         history.append(
             (int(row["fidelity/level"]), math.nan if correlation is None else correlation)
@@ -615,11 +615,11 @@ def _refuse_divergence(this: _Run, row: Row, failures: int) -> None:
         Diverged: If the run must end. The message names the iteration, the problem and the last
             checkpoint.
     """
-    allowed = MAX_FAILED_ITERATIONS if this.done < this.config.train.iterations else 1
+    max_failures = MAX_FAILED_ITERATIONS if this.done < this.config.train.iterations else 1
     in_a_row = f"in {failures} iteration(s) in a row"
     if not _is_finite(this.state):
         problem = "the trained parameters are not finite after the update"
-    elif failures < allowed:
+    elif failures < max_failures:
         return
     elif not math.isnan(row["kept/spread"]):
         what = "loss" if row["skipped_micro_batches"] else "gradient of the reward"
@@ -632,8 +632,8 @@ def _refuse_divergence(this: _Run, row: Row, failures: int) -> None:
     else:
         problem = f"no finite reward {in_a_row}, first in stage 'regenerate'"
     last = next(iter(checkpoint.candidates(this.folder / "checkpoints")), None)
-    saved = f"the last finite checkpoint is {last}" if last else "nothing is saved"
-    raise Diverged(f"iteration {this.done}: {problem}; {saved}")
+    checkpoint_note = f"the last finite checkpoint is {last}" if last else "nothing is saved"
+    raise Diverged(f"iteration {this.done}: {problem}; {checkpoint_note}")
 
 
 @jax.jit

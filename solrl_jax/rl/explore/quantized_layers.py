@@ -126,15 +126,15 @@ def why_kept(params: Params, rules: Quantization) -> dict[str, str]:
             )
     widths = _widths(kernels, rules.fused)
     # The width of the network: the narrowest layer of the stacked blocks maps it to itself.
-    stacked = [kernel for kernel in kernels.values() if len(kernel.shape) == 3]
-    network_width = min(max(kernel.shape[-2:]) for kernel in stacked or kernels.values())
+    block_kernels = [kernel for kernel in kernels.values() if len(kernel.shape) == 3]
+    network_width = min(max(kernel.shape[-2:]) for kernel in block_kernels or kernels.values())
     min_width = rules.min_width_ratio * network_width
 
     reasons = {}
     for path in kernels:
-        skipped = [name for name in rules.modules_to_not_convert if name in path]
-        if skipped:
-            reasons[path] = f"skip {skipped[0]}"
+        matches = [name for name in rules.modules_to_not_convert if name in path]
+        if matches:
+            reasons[path] = f"skip {matches[0]}"
         elif widths[path] <= min_width:
             reasons[path] = f"min_dim {min_width:g}"
         else:

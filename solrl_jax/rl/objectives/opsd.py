@@ -105,12 +105,12 @@ def opsd(
     bad = self_weighted_error((1 + beta) * v_old - beta * v, target, target.targets["negative"])
     policy = algorithm.adv_clip_max * (target.optimality * good + (1 - target.optimality) * bad)
     anchor = target.x - along(target.sigma, target.x) * v_old
-    moved = mean_per_sample(jnp.square(positive - anchor))
+    squared_distance = mean_per_sample(jnp.square(positive - anchor))
     size = mean_per_sample(jnp.square(anchor))
     parts = {
         "loss/policy": policy,
         "loss/drift": distance_to_old(velocities),
-        "target/distance": jnp.sqrt(moved / jnp.maximum(size, SMALLEST_NORM)),
+        "target/distance": jnp.sqrt(squared_distance / jnp.maximum(size, SMALLEST_NORM)),
     }
     kl = distance_to_reference(velocities)
     return add_reference_term(policy, parts, kl, algorithm.kl_coef)

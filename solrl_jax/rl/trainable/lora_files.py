@@ -198,13 +198,13 @@ def import_lora(
     """
     file = _find_file(path)
     slots = _slots(table)
-    with _opened(file) as (shapes, handle):
-        parsed = parse_keys(shapes, slots)
-        _refuse_other_keys(file, parsed, skip_text_encoders)
-        ranks = _check_shapes(file, shapes, parsed.layers, slots)
+    with _open_file(file) as (shapes, handle):
+        parsed_keys = parse_keys(shapes, slots)
+        _refuse_other_keys(file, parsed_keys, skip_text_encoders)
+        ranks = _check_shapes(file, shapes, parsed_keys.layers, slots)
         config = lora_settings.read_config(file, shapes, handle.metadata() or {})
         alphas = {}
-        for name, layer in parsed.layers.items():
+        for name, layer in parsed_keys.layers.items():
             stated = None
             if "alpha" in layer.keys:
                 stated = float(handle.get_tensor(layer.keys["alpha"]).reshape(()))
@@ -214,22 +214,24 @@ def import_lora(
                 name: {
                     part: handle.get_tensor(layer.keys[part]).astype(np.float32) for part in "ab"
                 }
-                for name, layer in parsed.layers.items()
+                for name, layer in parsed_keys.layers.items()
             }
     nonfinite = [
-        parsed.layers[name].keys[part]
+        parsed_keys.layers[name].keys[part]
         for name, factors in tensors.items()
         for part, tensor in factors.items()
         if not np.isfinite(tensor).all()
     ]
     if nonfinite:
-        raise InputError(f"{file}: {len(nonfinite)} tensor(s) are not finite: {_listed(nonfinite)}")
+        raise InputError(
+            f"{file}: {len(nonfinite)} tensor(s) are not finite: {_list_keys(nonfinite)}"
+        )
 
     rank = max(ranks.values())
     mixed = len(set(ranks.values())) > 1 or len(set(alphas.values())) > 1
     settings = LoraSettings(rank, float(rank) if mixed else next(iter(alphas.values())))
     adapters: dict[str, dict[str, np.ndarray]] = {}
-    for name, layer in parsed.layers.items():
+    for name, layer in parsed_keys.layers.items():
         a = tensors[name]["a"].reshape(ranks[name], -1)
         b = tensors[name]["b"].reshape(-1, ranks[name])
         if mixed:
@@ -289,29 +291,29 @@ def _refuse_other_keys(file: Path, parsed: ParsedKeys, skip_text_encoders: bool)
     if parsed.dora:
         raise InputError(
             f"{where} is a DoRA, which is not supported; accepted is plain LoRA: "
-            f"{_listed(parsed.dora)}"
+            f"{_list_keys(parsed.dora)}"
         )
     if parsed.biases:
         raise InputError(
             f"{where} holds trained biases or whole weights, which is not supported; accepted is "
-            f"plain LoRA: {_listed(parsed.biases)}"
+            f"plain LoRA: {_list_keys(parsed.biases)}"
         )
     if parsed.unknown:
         raise InputError(
             f"{where} {len(parsed.unknown)} key(s) fit no linear layer of this network: "
-            f"{_listed(parsed.unknown)}"
+            f"{_list_keys(parsed.unknown)}"
         )
     if parsed.text_encoders and not skip_text_encoders:
         raise InputError(
             f"{where} {len(parsed.text_encoders)} key(s) belong to text encoders, which are not "
             f"adapted here; lora.skip_text_encoders=true leaves them out: "
-            f"{_listed(parsed.text_encoders)}"
+            f"{_list_keys(parsed.text_encoders)}"
         )
     if not any({"a", "b"} & layer.keys.keys() for layer in parsed.layers.values()):
         raise InputError(f"{file}: holds no adapter (keys that end in .{_A} and .{_B})")
 
 
-def _listed(keys: Sequence[str]) -> str:
+def _list_keys(keys: Sequence[str]) -> str:
     """Joins keys by commas for a message.
 
     Args:
@@ -443,7 +445,7 @@ def _to_modules(
     unknown = sorted(host.keys() - {slot.path for slot in slots.values()})
     if unknown:
         raise InputError(
-            f"adapters on paths that are no linear layer of this network: {_listed(unknown)}"
+            f"adapters on paths that are no linear layer of this network: {_list_keys(unknown)}"
         )
     for module, slot in slots.items():
         if (ab := host.get(slot.path)) is None:
@@ -496,18 +498,20 @@ def _save(
             for part, t in pair.items()
         }
     save_file(tensors, file, metadata={"format": "pt"} | metadata)
-    with _opened(file) as (shapes, handle):
-        read = {key: handle.get_tensor(key) for key in shapes}
-    if read.keys() != tensors.keys() or any(
-        read[k].tobytes() != t.tobytes() for k, t in tensors.items()
+    with _open_file(file) as (shapes, handle):
+        stored_tensors = {key: handle.get_tensor(key) for key in shapes}
+    if stored_tensors.keys() != tensors.keys() or any(
+        stored_tensors[k].tobytes() != t.tobytes() for k, t in tensors.items()
     ):
         raise RunError(f"{target}: does not read back as it was written")
-    if nonfinite := sorted(k for k, t in read.items() if not np.isfinite(t).all()):
+    if nonfinite := sorted(k for k, t in stored_tensors.items() if not np.isfinite(t).all()):
         raise InputError(
             f"{target}: {len(nonfinite)} adapter(s) are not finite in {jnp.dtype(dtype)}: "
             f"{', '.join(nonfinite)}"
         )
-    pairs = [(read[f"{prefix}{m}.{_A}"], read[f"{prefix}{m}.{_B}"]) for m in modules]
+    pairs = [
+        (stored_tensors[f"{prefix}{m}.{_A}"], stored_tensors[f"{prefix}{m}.{_B}"]) for m in modules
+    ]
     # A product B A is not zero if a nonzero row of A meets a nonzero column of B.
     if not any(
         (a.reshape(len(a), -1).any(1) & b.reshape(b.shape[:2]).any(0)).any() for a, b in pairs
@@ -534,21 +538,21 @@ def _find_file(path: Path) -> Path:
     """
     if path.is_dir():
         candidates = sorted(path.glob("*.safetensors"))
-        named = [f for f in candidates if f.name in (PEFT_FILE, DIFFUSERS_FILE)]
-        if len(named or candidates) != 1:
+        standard_files = [f for f in candidates if f.name in (PEFT_FILE, DIFFUSERS_FILE)]
+        if len(standard_files or candidates) != 1:
             contents = ", ".join(f.name for f in path.iterdir()) or "nothing"
             raise InputError(
                 f"{path}: expected one of {PEFT_FILE}, {DIFFUSERS_FILE}, or one .safetensors file; "
                 f"found {contents}"
             )
-        return (named or candidates)[0]
+        return (standard_files or candidates)[0]
     if not path.is_file():
         raise InputError(f"{path}: no such file or directory")
     return path
 
 
 @contextlib.contextmanager
-def _opened(file: Path) -> Iterator[tuple[Shapes, Any]]:
+def _open_file(file: Path) -> Iterator[tuple[Shapes, Any]]:
     """Opens a safetensors file for the body of a `with` statement.
 
     Args:
@@ -565,12 +569,12 @@ def _opened(file: Path) -> Iterator[tuple[Shapes, Any]]:
     """
     with in_one_line():
         tensors = read_header(file)
-    if refused := [
+    if refusals := [
         f"{tensor.name} is {tensor.dtype}"
         for tensor in tensors
         if tensor.dtype not in STORED_DTYPES
     ]:
-        raise InputError(f"{file}: {', '.join(refused)}; accepted: {', '.join(STORED_DTYPES)}")
+        raise InputError(f"{file}: {', '.join(refusals)}; accepted: {', '.join(STORED_DTYPES)}")
     shapes = {tensor.name: tensor.shape for tensor in tensors}
     try:
         with safe_open(file, framework="numpy") as handle:

@@ -191,7 +191,7 @@ def parse_keys(keys: Iterable[str], modules: Collection[str]) -> ParsedKeys:
     """
     names = _file_names(modules)
     parsed = ParsedKeys({}, _layout(keys), [], [], [], [])
-    claimed: dict[tuple[str, str], str] = {}  # (module, part) -> the name in the file
+    owners: dict[tuple[str, str], str] = {}  # (module, part) -> the name in the file
     for key in sorted(keys):
         match = _KEY.fullmatch(key)
         name = _without_prefix(match["name"]) if match else ""
@@ -206,11 +206,11 @@ def parse_keys(keys: Iterable[str], modules: Collection[str]) -> ParsedKeys:
         else:
             part = PARTS[match["part"]]
             layer = parsed.layers.setdefault(name, FileLayer(*names[name], {}))
-            repeated = [module for module in layer.modules if (module, part) in claimed]
+            repeated = [module for module in layer.modules if (module, part) in owners]
             if repeated:
                 parsed.unknown.append(key)
             else:
-                claimed |= {(module, part): name for module in layer.modules}
+                owners |= {(module, part): name for module in layer.modules}
                 layer.keys[part] = key
     return parsed
 

@@ -63,16 +63,18 @@ def find_trained_paths(transformer: Component, config: Config) -> TrainedPaths:
             a LoRA target matches a parameter that is not the kernel of a linear layer.
     """
     params = transformer.abstract_params("float32")
-    chosen = config.train.parameters
+    parameters = config.train.parameters
     field = "train.parameters"
-    if chosen == "all":
+    if parameters == "all":
         return TrainedPaths((), tuple(sorted(flatten(params))))
     whole = {
-        path for path in flatten(params) if chosen != "adapters" and re.fullmatch(chosen, path)
+        path
+        for path in flatten(params)
+        if parameters != "adapters" and re.fullmatch(parameters, path)
     }
-    if chosen != "adapters" and not whole:
+    if parameters != "adapters" and not whole:
         raise ValueError(
-            f"{field}: {chosen!r} matches no parameter; there are "
+            f"{field}: {parameters!r} matches no parameter; there are "
             f"{', '.join(sorted(flatten(params)))}"
         )
     whole |= {e.key for e in parameter_table(transformer.state) if e.start is not None}

@@ -148,13 +148,13 @@ def divide(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
         `diffusion_pytorch_model-00001-of-00002.safetensors` on. Empty without tensors.
     """
     parts: list[list[str]] = []
-    left = 0
+    free_bytes = 0
     for name, size in sizes.items():
-        if not parts or size > left:
+        if not parts or size > free_bytes:
             parts = [*parts, []]
-            left = most
+            free_bytes = most
         parts[-1].append(name)
-        left -= size
+        free_bytes -= size
     if len(parts) == 1:
         return {f"{NAME}{SUFFIX}": parts[0]}
     return {
