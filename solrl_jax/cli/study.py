@@ -48,7 +48,7 @@ def command(
 ) -> None:
     """Train the arms of PLAN with several seeds, and compare them. The same command resumes.
 
-    PLAN is paper, objectives, learning, exploration, proxy, or a YAML file like those in
+    PLAN is paper, objectives, learning, frontier, exploration, proxy, or a YAML file like those in
     configs/study/. Cost is counted work at the prices of a released model on a device (`solrl
     plan`), not the time that this machine took.
 

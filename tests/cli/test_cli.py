@@ -770,7 +770,7 @@ def test_presets_lists_them_all(call):
         (("eval", "tiny", "--rewards", "beauty"), "reward 'beauty'"),
         (
             ("study", "everything"),
-            "'everything': no file, and no plan of the package (exploration, learning, objectives, paper,"
+            "'everything': no file, and no plan of the package (exploration, frontier, learning, objectives, paper,"
             " proxy)",
         ),
         (("study", "paper", "--prices", "tpu"), "--prices=tpu: no file, and none of sana-h200, "),

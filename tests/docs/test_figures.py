@@ -516,42 +516,98 @@ def test_the_gradient_of_the_reward():
     found = record("study-learning")
     runs = found["runs"]
     page = DOCS / "study.md"
-    arms = [
-        [runs[f"{arm}-{seed}"] for seed in found["arms"][arm]["seeds"]] for arm in ("nft", "opsd")
-    ]
-    nft, opsd = arms
+    seeds = found["plan"]["seeds"]
+    arms = {
+        name: [runs[f"{name}-{seed}"] for seed in seeds] for name in ("nft", "opsd", "draft", "awm")
+    }
+    nft = arms["nft"]
     table = rows(page, "after iteration | `nft`")
     assert [int(iteration) for iteration, *_ in table] == nft[0]["iterations"]
     for i, (_, *cells) in enumerate(table):
-        keys = ("cost", "reward", "shapes")
-        means = [np.mean([run[key][i] for run in arm]) for arm in arms for key in keys]
+        means = [
+            np.mean([run[key][i] for run in arms[name]])
+            for name in ("nft", "opsd", "draft")
+            for key in ("cost", "reward", "shapes")
+        ]
         check(cells, means, i)
 
-    def nft_at_the_cost_of_opsd(key: str) -> list[float]:
-        pairs = zip(nft, opsd, strict=True)
-        return [np.interp(b["cost"][-1], a["cost"], a[key]) for a, b in pairs]
+    def gain(name: str, key: str, at_equal_cost: bool) -> tuple[float, float]:
+        others = [
+            np.interp(run["cost"][-1], other["cost"], other[key])
+            if at_equal_cost
+            else other[key][-1]
+            for run, other in zip(arms[name], nft, strict=True)
+        ]
+        gains = np.array([run[key][-1] for run in arms[name]]) - others
+        return gains.mean(), np.std(gains, ddof=1) / math.sqrt(len(gains))
 
-    differences = rows(page, "`opsd` against `nft`")
-    others = (lambda key: [run[key][-1] for run in nft], nft_at_the_cost_of_opsd)
-    for (first, *cells), other in zip(differences, others, strict=True):
+    expected = [(name, equal) for name in ("opsd", "draft") for equal in (False, True)]
+    for (first, *cells), (name, equal) in zip(rows(page, "against `nft`"), expected, strict=True):
+        cost = arms[name][0]["cost"][-1]
+        share = cost / nft[0]["cost"][-1]
+        said = (
+            f"equal cost, {cost:.0f} s" if equal else f"20 iterations, at {share:.3f} of the cost"
+        )
+        assert first.startswith(f"`{name}`"), first
+        assert said in first, first
         for cell, key in zip(cells, ("reward", "shapes"), strict=True):
-            gains = np.array([run[key][-1] for run in opsd]) - other(key)
-            error = np.std(gains, ddof=1) / math.sqrt(len(gains))
-            check(signed(cell), [gains.mean(), error], (first, key))
+            check(signed(cell), gain(name, key, equal), (first, key))
 
     text = " ".join(page.read_text().split())
     iterations = nft[0]["iterations"][-1]
-    each = [arm[0]["cost"][-1] / iterations for arm in arms]
-    draft = found["draft"]
-    scores = draft["arms"]["draft"]["scores"]
+    each = {name: runs_of[0]["cost"][-1] / iterations for name, runs_of in arms.items()}
+    share = each["opsd"] / each["nft"]
+    reward, shapes = (gain("awm", key, False) for key in ("reward", "shapes"))
     for said in (
-        f"of `opsd` counts {each[1]:.1f} s, {each[1] / each[0]:.2f} of the {each[0]:.1f} s of `nft`",
-        f"at {each[1] / each[0]:.3f} of the cost",
-        f"at equal cost, {opsd[0]['cost'][-1]:.0f} s",
-        "reach a reward of {:.3f} ± {:.3f}".format(*scores["reward"]),
-        "`shapes` of {:.3f} ± {:.3f}".format(*scores["shapes"]),
-        f"at {draft['compared'][0]['cost_share']:.3f} of the cost",
+        f"of `opsd` counts {each['opsd']:.1f} s, {share:.2f} of the {each['nft']:.1f} s of `nft`",
+        f"learns the trained reward at {share:.3f} of the cost",
         "rises to {:.3f} ± {:.3f}".format(*found["arms"]["nft"]["scores"]["shapes"]),
+        "{:+.3f} ± {:.3f} on the reward, {:+.3f} ± {:.3f} on `shapes`".format(*reward, *shapes),
+    ):
+        assert said in text, said
+
+
+def test_which_changes_pay_at_equal_cost():
+    found = record("study-frontier")
+    page = DOCS / "study.md"
+    pairs = {
+        prices: {(pair["arm"], pair["against"]): pair for pair in found[key]}
+        for prices, key in (("flux1", "compared"), ("sana", "compared at sana-b200"))
+    }
+    table = rows(page, "arm | setting | iterations")
+    assert {name.strip("`") for name, *_ in table} == found["arms"].keys()
+    for name, _, *cells in table:
+        arm = found["arms"][name.strip("`")]
+        scores = [number for key in ("reward", "shapes/strict") for number in arm["scores"][key]]
+        gains = [
+            number
+            for by_arms in pairs.values()
+            if (pair := by_arms.get((name.strip("`"), "diffusionnft")))
+            for number in pair["at_equal_cost"]["reward"]
+        ]
+        printed = [number for cell in cells for number in signed(cell)]
+        check(printed, [arm["iterations"], arm["cost"], *scores, *gains], name)
+
+    def against_sol_rl(name: str, key: str) -> str:
+        pair = pairs["flux1"][name, "sol_rl"]
+        gains = pair["final"] if key == "final" else pair["at_equal_cost"]["reward"]
+        return "{:+.3f} ± {:.3f}".format(*gains)
+
+    runs = found["runs"]
+    gains = np.array(
+        [
+            runs[f"combined-{seed}"]["reward"][-1] - runs[f"kept8-{seed}"]["reward"][-1]
+            for seed in found["plan"]["seeds"]
+        ]
+    )
+    error = np.std(gains, ddof=1) / math.sqrt(len(gains))
+    text = " ".join(page.read_text().split())
+    for said in (
+        f"equally many iterations differs by {against_sol_rl('kl', 'final')}",
+        f"({against_sol_rl('clip2', 'equal')} against `sol_rl`)",
+        f"exploring steps ({against_sol_rl('steps4', 'equal')} at equal cost)",
+        f"rewards differ by {against_sol_rl('best', 'equal')} at equal cost",
+        f"ends {gains.mean():+.3f} ± {error:.3f} above `kept8`",
     ):
         assert said in text, said
 

@@ -115,7 +115,7 @@ def test_a_wrong_arm_is_refused_before_anything_trains(tmp_path):
 def test_a_plan_that_cannot_be_read_is_refused(tmp_path):
     with pytest.raises(
         InputError,
-        match=r"'none': no file, and no plan of the package \(exploration, learning, objectives, paper, proxy\)",
+        match=r"'none': no file, and no plan of the package \(exploration, frontier, learning, objectives, paper, proxy\)",
     ):
         read_plan("none")
     (tmp_path / "broken.yaml").write_text("a: [")
