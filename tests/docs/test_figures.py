@@ -256,6 +256,42 @@ def test_what_the_compilers_say():
         check(printed[1:], [*stages, rollout, naive["seconds"] / plan["seconds"], *memory], first)
 
 
+def test_int8_on_tpus():
+    page = DOCS / "compiled.md"
+    found = {(row["device"], row["preset"]): row for row in record("tpu-cycles")["rows"]}
+    flux = {device: found[device, "flux1_sol_rl_hpsv2"] for device in ("tpu-v5e", "tpu-v6e")}
+    steps = [*flux.values(), found["tpu-v5e", "sana_sol_rl_hpsv2"]]
+    for (name, *cells), row in zip(rows(page, "model and devices"), steps, strict=True):
+        values = [row[phase]["cycles"] / 1e6 for phase in ("explore", "regenerate")]
+        check([number for cell in cells for number in numbers(cell)], [*values, row["ratio"]], name)
+
+    rotated = {
+        (device, phase): sum(
+            cycles
+            for name, cycles in row[phase]["largest"].items()
+            if name.endswith(("[12,1152,24,64,2]", "[12,1152,24,64,1]"))
+        )
+        for device, row in flux.items()
+        for phase in ("explore", "regenerate")
+    }
+    (attention,) = (
+        cycles
+        for name, cycles in flux["tpu-v5e"]["explore"]["largest"].items()
+        if "flash_attention" in name
+    )
+    text = " ".join(page.read_text().split())
+    for said in (
+        f"attention takes {attention / 1e6:.0f} million",
+        "take {:.0f} million cycles in exploration and {:.0f} million in BF16".format(
+            *(rotated["tpu-v5e", phase] / 1e6 for phase in ("explore", "regenerate"))
+        ),
+        "they take {:.0f} and {:.0f} million".format(
+            *(rotated["tpu-v6e", phase] / 1e6 for phase in ("explore", "regenerate"))
+        ),
+    ):
+        assert said in text, said
+
+
 def test_an_iteration_measured_on_an_h200():
     found = record("gpu-h200-flux1")
     steps = found["steps-flux1"]["result"]
