@@ -1,12 +1,11 @@
-"""Pretrains the embedded pipelines and `tiny-clip`, and writes the prompt sets of colored shapes.
+"""Pretrains the embedded pipelines and `tiny-clip`, and writes the prompt sets of both worlds.
 
     python scripts/pretrain_tiny.py                        # everything, hours on 2 cores
     python scripts/pretrain_tiny.py --pipeline tiny-sana   # one pipeline
     python scripts/pretrain_tiny.py --stop 2 --pictures 600 --out runs/tiny   # a quick check
 
-All networks are trained on rendered images of colored shapes and their captions, never on a
-held-out
-caption:
+All networks are trained on rendered images or clips of colored shapes and their captions, never on
+a held-out caption:
 
 * tiny-clip: a CLIP; each caption is contrasted with one that differs in one word.
 * tiny-sana: a DC-AE, then a SANA transformer and its Gemma 2 text encoder with the flow-matching
@@ -16,18 +15,25 @@ caption:
   then distilled for its embedded guidance scale.
 * tiny-sd3: the same autoencoder, then an SD3 transformer with two CLIPs and T5, distilled from the
   guided velocity of `tiny-flux`.
+* tiny-wan: Wan's autoencoder on clips of one moving object, then a Wan transformer and its UMT5,
+  finally with 30 % wrong captions.
 
 `pretrain/recipe.py` sets the steps and learning rates. Each training saves its state in `--work`
-and resumes from there. `--stop 0` writes the pipelines in their current state.
+and resumes from there. `--stop 0` writes the pipelines in their current state. `--seconds` limits
+the time of a training, as it is printed:
+
+    python scripts/pretrain_tiny.py --pipeline tiny-wan --seconds wan-vae=80 --seconds tiny-wan=160
 """
 
 import argparse
 from functools import cache
 from pathlib import Path
 
-from pretrain.autoencoders import Latents, dc_latents, kl_latents
+import numpy as np
+from pretrain import clips
+from pretrain.autoencoders import Latents, dc_latents, kl_latents, wan_latents
 from pretrain.clip import train_clip
-from pretrain.data import make_dataset, write_prompt_sets
+from pretrain.data import caption_batches, clip_batches, make_dataset, write_prompt_sets
 from pretrain.flows import train_pipeline
 from pretrain.recipe import RECIPES, Settings
 
@@ -47,27 +53,54 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pictures", type=int, default=60_000, help="number of training images")
+    parser.add_argument("--clips", type=int, default=24_000, help="number of training clips")
+    parser.add_argument(
+        "--seconds",
+        type=_limit,
+        action="append",
+        default=[],
+        metavar="NAME=SECONDS",
+        help="limit the time of one training (default: none)",
+    )
     parser.add_argument(
         "--stop", type=int, help="stop every training at this step (default: its end)"
     )
     args = parser.parse_args(arguments)
     args.work.mkdir(parents=True, exist_ok=True)
-    settings = Settings(args.work, args.out / "pipelines", args.seed, args.stop)
+    settings = Settings(args.work, args.out / "pipelines", args.seed, args.stop, dict(args.seconds))
     wanted = ["tiny-clip", *RECIPES] if args.pipeline == "all" else [args.pipeline]
 
-    write_prompt_sets(args.seed, args.out / "prompt_sets")
-    images, captions = make_dataset(args.pictures, args.seed, args.work)
+    @cache
+    def pictures() -> tuple[np.ndarray, list[str]]:
+        write_prompt_sets(args.seed, args.out / "prompt_sets")
+        return make_dataset(args.pictures, args.seed, args.work)
 
     @cache
     def shared() -> Latents:
-        return kl_latents(settings, images)
+        return kl_latents(settings, pictures()[0])
 
     for name in wanted:
         if name == "tiny-clip":
-            train_clip(settings, images, captions)
+            train_clip(settings, *pictures())
+            continue
+        curriculum = RECIPES[name].curriculum
+        batch = RECIPES[name].batch
+        if name == "tiny-wan":
+            clips.write_prompt_sets(args.out / "prompt_sets")
+            videos, captions = clips.make_clips(args.clips, args.seed)
+            latents = wan_latents(settings, videos)
+            draw = clip_batches(len(captions), curriculum, batch, args.seed)
         else:
+            images, captions = pictures()
             latents = dc_latents(settings, images) if name == "tiny-sana" else shared()
-            train_pipeline(settings, name, latents, captions)
+            draw = caption_batches(captions, curriculum, batch, args.seed)
+        train_pipeline(settings, name, latents, captions, draw)
+
+
+def _limit(text: str) -> tuple[str, float]:
+    """Parses NAME=SECONDS. Raises ValueError for another form."""
+    name, seconds = text.split("=")
+    return name, float(seconds)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""Trains the two autoencoders and encodes all images.
+"""Trains the autoencoders and encodes all images and clips.
 
 `tiny-sana` has a small DC-AE. `tiny-flux` and `tiny-sd3` share a small KL autoencoder. Both map 32
-x 32 pixels to 8 x 8 latents of 8 channels. Noise on the latents makes the decoders robust to the
-errors of a transformer.
+x 32 pixels to 8 x 8 latents of 8 channels. That of `tiny-wan` maps clips of 5 frames of this size
+to 3 such latents. Noise on the latents makes the decoders robust to the errors of a transformer.
 """
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,8 +16,9 @@ import numpy as np
 from tqdm import tqdm
 
 from pretrain import recipe
-from pretrain.blueprints import DC, KL
-from pretrain.data import picture_batches, to_signed
+from pretrain.blueprints import DC, KL, WAN
+from pretrain.data import row_batches, to_signed
+from pretrain.networks import Part
 from pretrain.recipe import Settings
 from pretrain.training import train
 from solrl_jax.models.loading.weights import Params
@@ -24,31 +26,33 @@ from solrl_jax.models.loading.weights import Params
 
 @dataclasses.dataclass(frozen=True)
 class Latents:
-    """A trained autoencoder and the latents of all images.
+    """A trained autoencoder and the latents of all images or clips.
 
     Attributes:
         vae: The parameters of the autoencoder.
-        values: The latents, float32 [n, 8, 8, 8], scaled to unit variance as for a transformer.
+        values: The latents, float32 [n, 8, 8, 8] or [n, 3, 8, 8, 8], scaled to unit variance as for
+            a transformer.
         config: The scaling factors in the autoencoder's config.json.
     """
 
     vae: Params
     values: np.ndarray
-    config: dict[str, float]
+    config: dict[str, Any]
 
 
 def dc_latents(settings: Settings, images: np.ndarray) -> Latents:
     """Trains the DC-AE on images [n, 32, 32, 3] (uint8) and encodes them."""
 
-    def loss(params: Params, batch: jax.Array, key: jax.Array) -> jax.Array:
+    def loss(params: Params, images: jax.Array, rows: jax.Array, key: jax.Array) -> jax.Array:
+        batch = to_signed(images[rows])
         vae = DC(params)
         z = vae.encode(batch)
         noisy = z + 0.1 * jax.lax.stop_gradient(z.std()) * jax.random.normal(key, z.shape)
         # A weak penalty keeps the scale of the latents from drifting.
         return _picture_loss(vae.decode(noisy), batch) + 1e-3 * (z**2).mean()
 
-    batches = picture_batches(images, settings.seed, 1)
-    vae = train("vae", DC.initialize(settings.seed), loss, batches, recipe.VAE, settings)
+    batches = row_batches(len(images), settings.seed, 1)
+    vae = train("vae", DC.initialize(settings.seed), loss, images, batches, recipe.VAE, settings)
     values = _encode_all(settings, "vae", lambda x: DC(vae).encode(x), images)
     scale = _rounded(1 / values.std())
     return Latents(vae, values * np.float32(scale), {"scaling_factor": scale})
@@ -57,21 +61,61 @@ def dc_latents(settings: Settings, images: np.ndarray) -> Latents:
 def kl_latents(settings: Settings, images: np.ndarray) -> Latents:
     """Trains the KL autoencoder on images [n, 32, 32, 3] (uint8) and encodes them."""
 
-    def loss(params: Params, batch: jax.Array, key: jax.Array) -> jax.Array:
-        vae = KL(params)
-        mean, logvar = vae.encode(batch)
-        variance = jnp.exp(logvar) + (0.15 * jax.lax.stop_gradient(mean.std())) ** 2
-        decoded = vae.decode(mean + jnp.sqrt(variance) * jax.random.normal(key, mean.shape))
-        divergence = (mean**2 + jnp.exp(logvar) - 1 - logvar).mean() / 2  # KL to a standard normal
-        return _picture_loss(decoded, batch) + 1e-3 * divergence
-
-    batches = picture_batches(images, settings.seed, 5)
-    vae = train("kl", KL.initialize(settings.seed + 3), loss, batches, recipe.KL, settings)
+    vae = train(
+        "kl",
+        KL.initialize(settings.seed + 3),
+        partial(_kl_loss, KL, 0.15),
+        images,
+        row_batches(len(images), settings.seed, 5),
+        recipe.KL,
+        settings,
+    )
     values = _encode_all(settings, "kl", lambda x: KL(vae).encode(x).mean, images)
     scale = _rounded(1 / values.std())
     shift = _rounded(values.mean())
     unit = (values - np.float32(shift)) * np.float32(scale)
     return Latents(vae, unit, {"scaling_factor": scale, "shift_factor": shift})
+
+
+def wan_latents(settings: Settings, clips: np.ndarray) -> Latents:
+    """Trains the autoencoder of clips on clips [n, 5, 32, 32, 3] (uint8) and encodes them."""
+    vae = train(
+        "wan-vae",
+        WAN.initialize(settings.seed + 5),
+        partial(_kl_loss, WAN, 0.3),
+        clips,
+        row_batches(len(clips), settings.seed, 10),
+        recipe.WAN_VAE,
+        settings,
+    )
+    values = _encode_all(settings, "wan-vae", lambda x: WAN(vae).encode(x).mean, clips)
+    channels = values.reshape(-1, values.shape[-1])
+    mean = [_rounded(value) for value in channels.mean(0)]
+    std = [_rounded(value) for value in channels.std(0)]
+    unit = (values - np.array(mean, np.float32)) / np.array(std, np.float32)
+    return Latents(vae, unit, {"latents_mean": mean, "latents_std": std})
+
+
+def _kl_loss(
+    part: Part, noise: float, params: Params, images: jax.Array, rows: jax.Array, key: jax.Array
+) -> jax.Array:
+    """The loss of an autoencoder with a Gaussian latent.
+
+    Args:
+        part: The autoencoder.
+        noise: The standard deviation of additional noise on the latents, as a share of their own.
+        params: The parameters.
+        images: All images [n, 32, 32, 3] or clips [n, 5, 32, 32, 3], uint8.
+        rows: The indices [b] of those of the batch.
+        key: The key of the noise.
+    """
+    batch = to_signed(images[rows])
+    vae = part(params)
+    mean, logvar = vae.encode(batch)
+    variance = jnp.exp(logvar) + (noise * jax.lax.stop_gradient(mean.std())) ** 2
+    decoded = vae.decode(mean + jnp.sqrt(variance) * jax.random.normal(key, mean.shape))
+    divergence = (mean**2 + jnp.exp(logvar) - 1 - logvar).mean() / 2  # KL to a standard normal
+    return _picture_loss(decoded, batch) + 1e-3 * divergence
 
 
 def _rounded(value: Any) -> float:
@@ -86,7 +130,7 @@ def _picture_loss(decoded: jax.Array, image: jax.Array) -> jax.Array:
 def _encode_all(
     settings: Settings, name: str, encode: Callable[[jax.Array], jax.Array], images: np.ndarray
 ) -> np.ndarray:
-    """Returns the unscaled latents [n, 8, 8, 8] of all images.
+    """Returns the unscaled latents [n, ..., 8, 8, 8] of all images or clips.
 
     They are cached in a file until the autoencoder is trained again.
     """
@@ -97,9 +141,9 @@ def _encode_all(
         if len(latents) == len(images):
             return latents
     chunks = np.split(images, range(500, len(images), 500))
-    compiled = jax.jit(encode)
+    compiled = jax.jit(lambda chunk: encode(to_signed(chunk)))
     latents = np.concatenate(
-        [np.asarray(compiled(to_signed(chunk))) for chunk in tqdm(chunks, desc=f"{name} latents")]
+        [np.asarray(compiled(chunk)) for chunk in tqdm(chunks, desc=f"{name} latents")]
     )
     np.save(path, latents)
     return latents

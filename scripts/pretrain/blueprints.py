@@ -1,8 +1,8 @@
 """Describes the embedded pipelines: all files of their directories except the weights.
 
-Every pipeline generates 32 x 32 pixels from an 8 x 8 latent. The networks are miniatures of the
-released ones. SD3 has two CLIPs of different widths, whose outputs are concatenated and padded to
-the width of its T5.
+Every pipeline generates 32 x 32 pixels from an 8 x 8 latent; `tiny-wan` generates 5 such frames
+from 3 latents. The networks are miniatures of the released ones. SD3 has two CLIPs of different
+widths, whose outputs are concatenated and padded to the width of its T5.
 """
 
 import dataclasses
@@ -13,18 +13,26 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pretrain.encoders import AutoencoderDC, AutoencoderKL
+from pretrain.encoders import AutoencoderDC, AutoencoderKL, AutoencoderKLWan
 from pretrain.networks import Part
-from pretrain.recipe import MAX_TOKENS, SHORT
-from pretrain.words import CLIP_END, VOCAB_SIZE, clip_tokenizer, gemma_tokenizer, t5_tokenizer
+from pretrain.recipe import MAX_TOKENS, MOTION_SHIFT, SHORT
+from pretrain.words import (
+    CLIP_END,
+    VOCAB_SIZE,
+    clip_tokenizer,
+    gemma_tokenizer,
+    motion_tokenizer,
+    t5_tokenizer,
+)
 from solrl_jax.models.autoencoders.dc import AutoencoderDCConfig
 from solrl_jax.models.autoencoders.kl import AutoencoderKLConfig
+from solrl_jax.models.autoencoders.wan import AutoencoderKLWanConfig
 from solrl_jax.models.flux.transformer import FluxConfig, FluxTransformer2DModel
 from solrl_jax.models.loading.weights import Params
 from solrl_jax.models.sana.transformer import SanaConfig, SanaTransformer2DModel
 from solrl_jax.models.sd3.transformer import SD3Config, SD3Transformer2DModel
 from solrl_jax.models.text_encoders.gemma2 import Gemma2Config, Gemma2Model
-from solrl_jax.models.text_encoders.t5 import T5Config, T5EncoderModel
+from solrl_jax.models.text_encoders.t5 import T5Config, T5EncoderModel, UMT5Config
 from solrl_jax.models.vision.clip import (
     CLIPConfig,
     CLIPModel,
@@ -32,8 +40,13 @@ from solrl_jax.models.vision.clip import (
     CLIPTextModel,
     CLIPTextModelWithProjection,
 )
+from solrl_jax.models.wan.transformer import WanConfig, WanTransformer3DModel
 
 LATENT_CHANNELS = 8
+
+
+class UMT5EncoderModel(T5EncoderModel):
+    """The same class under the name that transformers gives it with the configuration of UMT5."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +72,7 @@ class Blueprint:
         """The text encoders by folder."""
         return {name: part for name, part in self.parts.items() if name.startswith("text_encoder")}
 
-    def with_vae(self, config: Mapping[str, float]) -> "Blueprint":
+    def with_vae(self, config: Mapping[str, Any]) -> "Blueprint":
         """Returns the same pipeline with further entries in the autoencoder's config.json."""
         vae = dataclasses.replace(self.parts["vae"], config=self.parts["vae"].config | dict(config))
         return dataclasses.replace(self, parts=self.parts | {"vae": vae})
@@ -120,14 +133,14 @@ def _clip(network: type, width: int) -> Part:
     )
 
 
-def _t5(width: int) -> Part:
-    """A T5 encoder with heads of 32 channels."""
+def _t5(width: int, network: type = T5EncoderModel, config: type[T5Config] = T5Config) -> Part:
+    """A T5 or UMT5 encoder with heads of 32 channels."""
     return Part(
         "transformers",
-        T5EncoderModel,
-        T5Config,
+        network,
+        config,
         {
-            "model_type": "t5",
+            "model_type": config.model_type,
             "d_model": width,
             "d_kv": 32,
             "d_ff": 2 * width,
@@ -195,6 +208,25 @@ KL = Part(
         "act_fn": "silu",
     },
 )
+WAN = Part(
+    "diffusers",
+    AutoencoderKLWan,
+    AutoencoderKLWanConfig,
+    {
+        "base_dim": 16,
+        "decoder_base_dim": 12,
+        "z_dim": LATENT_CHANNELS,
+        "dim_mult": [1, 2, 4],
+        "num_res_blocks": 1,
+        "attn_scales": [],
+        "temperal_downsample": [False, True],
+        "dropout": 0.0,
+        "latents_mean": [0.0] * LATENT_CHANNELS,
+        "latents_std": [1.0] * LATENT_CHANNELS,
+        "scale_factor_temporal": 2,
+        "scale_factor_spatial": 4,
+    },
+)
 TOWER = {
     "hidden_size": 96,
     "intermediate_size": 192,
@@ -221,7 +253,7 @@ CLIP = Part(
         | {"num_hidden_layers": 3, "image_size": 32, "patch_size": 4, "num_channels": 3},
     },
 )
-# Schedules are not shifted: shifts are for resolutions far above 32 pixels.
+# Schedules of images are not shifted: shifts are for resolutions far above 32 pixels.
 EULER = {
     "_class_name": "FlowMatchEulerDiscreteScheduler",
     "num_train_timesteps": 1000,
@@ -346,5 +378,36 @@ BLUEPRINTS = {
         {"tokenizer": clip_tokenizer, "tokenizer_2": clip_tokenizer, "tokenizer_3": t5_tokenizer},
         EULER,
         ABSENT,
+    ),
+    "tiny-wan": Blueprint(
+        "WanPipeline",
+        {
+            "transformer": Part(
+                "diffusers",
+                WanTransformer3DModel,
+                WanConfig,
+                {
+                    "patch_size": [1, 2, 2],
+                    "num_attention_heads": 5,
+                    "attention_head_dim": 32,
+                    "in_channels": LATENT_CHANNELS,
+                    "out_channels": LATENT_CHANNELS,
+                    "text_dim": 64,
+                    "freq_dim": 256,
+                    "ffn_dim": 320,
+                    "num_layers": 6,
+                    "cross_attn_norm": True,
+                    "qk_norm": "rms_norm_across_heads",
+                    "eps": 1e-6,
+                    "image_dim": None,
+                    "added_kv_proj_dim": None,
+                    "rope_max_seq_len": 64,
+                },
+            ),
+            "text_encoder": _t5(64, UMT5EncoderModel, UMT5Config),
+            "vae": WAN,
+        },
+        {"tokenizer": motion_tokenizer},
+        EULER | {"shift": MOTION_SHIFT},
     ),
 }

@@ -32,33 +32,38 @@ def train_clip(settings: Settings, images: np.ndarray, captions: list[str]) -> N
     tokenizer = clip_tokenizer(MAX_TOKENS)
 
     def batches(step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns the indices [b] of images, and ids and mask [2 b, t] of captions."""
         rng = np.random.default_rng((settings.seed, 3, step))
         rows = rng.integers(len(images), size=BATCH)
         texts = [captions[row] for row in rows]
         texts += [near_miss(text, rng) for text in texts]
         tokens = tokenizer(texts, padding="max_length", max_length=MAX_TOKENS, return_tensors="np")
-        pixels = ((images[rows] / 255 - MEAN) / STD).astype(np.float32)
-        return pixels, tokens["input_ids"], tokens["attention_mask"]
+        return rows, tokens["input_ids"], tokens["attention_mask"]
 
     trained = train(
-        "clip", CLIP.initialize(settings.seed + 2), _loss, batches, recipe.CLIP, settings
+        "clip", CLIP.initialize(settings.seed + 2), _loss, images, batches, recipe.CLIP, settings
     )
     CLIP.save(settings.out / "tiny-clip", trained, np.float32)
     tokenizer.save_pretrained(settings.out / "tiny-clip")
 
 
 def _loss(
-    params: Params, batch: tuple[jax.Array, jax.Array, jax.Array], key: jax.Array
+    params: Params,
+    images: jax.Array,
+    batch: tuple[jax.Array, jax.Array, jax.Array],
+    key: jax.Array,
 ) -> jax.Array:
     """CLIP's contrastive loss (arXiv 2103.00020), with near misses as additional negative texts.
 
     Args:
         params: The parameters of the CLIP.
-        batch: Pixels [b, 32, 32, 3], token ids and attention mask [2 b, t]; the second half are the
-            near misses.
+        images: All images [n, 32, 32, 3], uint8.
+        batch: The indices [b] of images, token ids and attention mask [2 b, t]; the second half are
+            the near misses.
         key: The key of the noise on the pixels.
     """
-    pixels, ids, mask = batch
+    rows, ids, mask = batch
+    pixels = (images[rows] / 255 - jnp.asarray(MEAN, jnp.float32)) / jnp.asarray(STD, jnp.float32)
     clip = CLIP(params)
     # Generated images are never quite clean.
     pixels = pixels + 0.03 * jax.random.normal(key, pixels.shape)

@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
@@ -15,7 +17,10 @@ from pretrain.recipe import Curriculum
 from solrl_jax.data.shapes import scenes
 
 SIDE = 32  # pixels
-BATCH = 64
+BATCH = 64  # of an autoencoder
+
+# Maps a step to the indices [b] of images or clips and those [b] of their prompts.
+Draw = Callable[[int], tuple[np.ndarray, np.ndarray]]
 
 
 def make_dataset(count: int, seed: int, cache: Path) -> tuple[np.ndarray, list[str]]:
@@ -63,28 +68,45 @@ def write_prompt_sets(seed: int, folder: Path) -> None:
         (folder / f"{name}.txt").write_text("\n".join(prompts) + "\n")
 
 
-def to_signed(images: np.ndarray) -> np.ndarray:
+def to_signed(images: jax.Array) -> jax.Array:
     """Maps uint8 pixels to float32 in [-1, 1]."""
-    return images.astype(np.float32) / 127.5 - 1
+    return images.astype(jnp.float32) / 127.5 - 1
 
 
-def picture_batches(images: np.ndarray, seed: int, stream: int) -> Callable[[int], np.ndarray]:
-    """Returns a function from a step to a batch of images [b, 32, 32, 3], float32 in [-1, 1]."""
-    return lambda step: to_signed(
-        images[np.random.default_rng((seed, stream, step)).integers(len(images), size=BATCH)]
-    )
+def row_batches(count: int, seed: int, stream: int) -> Callable[[int], np.ndarray]:
+    """Returns a function from a step to the indices [b] of `count` images or clips."""
+    return lambda step: np.random.default_rng((seed, stream, step)).integers(count, size=BATCH)
 
 
-def caption_batches(
-    captions: list[str], curriculum: Curriculum, seed: int
-) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
-    """Returns a function that maps a step to a batch.
+def clip_batches(count: int, curriculum: Curriculum, batch: int, seed: int) -> Draw:
+    """Returns a function from a step to a batch of clips.
 
-    One prompt in ten is empty, as classifier-free guidance requires.
+    Args:
+        count: The number of clips.
+        curriculum: Which captions are used in a step.
+        batch: The number of clips in a batch.
+        seed: The seed of the batches.
+
+    Returns:
+        A function from the step to the indices [b] of the clips, and the indices [b] of the prompts
+        in `["", *captions]`.
+    """
+
+    def draw(step: int) -> tuple[np.ndarray, np.ndarray]:
+        rng = np.random.default_rng((seed, curriculum.stream, step))
+        rows = rng.integers(count, size=batch)
+        return rows, _choose_prompts(rows, rng, wrong=step in curriculum.wrong)
+
+    return draw
+
+
+def caption_batches(captions: list[str], curriculum: Curriculum, batch: int, seed: int) -> Draw:
+    """Returns a function from a step to a batch of images.
 
     Args:
         captions: The captions of all images.
         curriculum: Which images and captions are used in a step.
+        batch: The number of images in a batch.
         seed: The seed of the batches.
 
     Returns:
@@ -98,19 +120,35 @@ def caption_batches(
 
     def draw(step: int) -> tuple[np.ndarray, np.ndarray]:
         rng = np.random.default_rng((seed, curriculum.stream, step))
-        rows = rng.integers(len(captions), size=BATCH)
+        rows = rng.integers(len(captions), size=batch)
         if step >= curriculum.balance:
             rows = np.where(
-                rng.random(BATCH) < 0.5, pairs[rows % len(pairs)], singles[rows % len(singles)]
+                rng.random(batch) < 0.5, pairs[rows % len(pairs)], singles[rows % len(singles)]
             )
         elif step >= curriculum.focus:
             rows = eligible_rows[rows % len(eligible_rows)]
-        prompts = np.where(rng.random(BATCH) < 0.1, 0, rows + 1)
-        if step in curriculum.wrong:
-            prompts = np.where(rng.random(BATCH) < 0.3, rng.permutation(prompts), prompts)
-        return rows, prompts
+        return rows, _choose_prompts(rows, rng, wrong=step in curriculum.wrong)
 
     return draw
+
+
+def _choose_prompts(rows: np.ndarray, rng: np.random.Generator, *, wrong: bool) -> np.ndarray:
+    """Returns the prompts of a batch.
+
+    One prompt in ten is empty, as classifier-free guidance requires.
+
+    Args:
+        rows: The indices [b] of the images or clips.
+        rng: The source of random numbers.
+        wrong: Whether 30 % of the prompts are replaced by those of other rows.
+
+    Returns:
+        The indices [b] of the prompts in `["", *captions]`.
+    """
+    prompts = np.where(rng.random(len(rows)) < 0.1, 0, rows + 1)
+    if wrong:
+        prompts = np.where(rng.random(len(rows)) < 0.3, rng.permutation(prompts), prompts)
+    return prompts
 
 
 def near_miss(caption: str, rng: np.random.Generator) -> str:

@@ -1,7 +1,7 @@
-"""The autoencoders with their encoders, which map images in [-1, 1] to latents.
+"""The autoencoders with their encoders, which map images or clips in [-1, 1] to latents.
 
-The package itself has decoders only. Networks, parameters and files are those of `AutoencoderDC`
-and `AutoencoderKL` of diffusers.
+The package itself has decoders only. Networks, parameters and files are those of `AutoencoderDC`,
+`AutoencoderKL` and `AutoencoderKLWan` of diffusers.
 """
 
 from itertools import chain
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from solrl_jax.models.autoencoders import dc, kl
+from solrl_jax.models.autoencoders import dc, kl, wan
 from solrl_jax.models.autoencoders.dc import AutoencoderDCConfig, make_stages
 from solrl_jax.models.autoencoders.kl import (
     GroupNorm,
@@ -19,6 +19,16 @@ from solrl_jax.models.autoencoders.kl import (
     ResnetBlock2D,
     UNetMidBlock2D,
     norm_silu,
+)
+from solrl_jax.models.autoencoders.wan import (
+    KERNEL,
+    ONE,
+    TIME,
+    AutoencoderKLWanConfig,
+    CausalConv,
+    MidBlock,
+    PixelNorm,
+    ResidualBlock,
 )
 from solrl_jax.models.layers.conv import Conv
 from solrl_jax.models.layers.linear import Linear
@@ -88,8 +98,8 @@ class DownBlock(nnx.Module):
 class DiagonalGaussian(NamedTuple):
     """A latent distribution `mean + exp(logvar / 2) * noise` with independent elements."""
 
-    mean: Float[Array, "b h w c"]
-    logvar: Float[Array, "b h w c"]
+    mean: Float[Array, "b *t h w c"]
+    logvar: Float[Array, "b *t h w c"]
 
 
 class AutoencoderKL(kl.AutoencoderKL):
@@ -172,3 +182,73 @@ class Downsample2D(nnx.Module):
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h//2 w//2 c"]:
         return self.conv(jnp.pad(x, ((0, 0), (0, 1), (0, 1), (0, 0))))
+
+
+class AutoencoderKLWan(wan.AutoencoderKLWan):
+    """Maps clips in [-1, 1] to latents and back, without the config's means and deviations."""
+
+    def __init__(self, config: AutoencoderKLWanConfig, *, rngs: nnx.Rngs):
+        self.encoder = WanEncoder(config, rngs=rngs)
+        super().__init__(config, rngs=rngs)
+        self.quant_conv = CausalConv(2 * config.z_dim, 2 * config.z_dim, ONE, rngs=rngs)
+
+    def encode(self, clip: Float[Array, "b T H W 3"]) -> DiagonalGaussian:
+        """Encodes clips.
+
+        Height and width must be multiples of `config.spatial_compression`, and the number of frames
+        one more than a multiple of `config.temporal_compression`. This is not checked.
+
+        diffusers encodes four frames at a time, and caches the last inputs of every convolution.
+        Here all frames are encoded at once, with the same result.
+        """
+        mean, logvar = jnp.split(self.quant_conv(self.encoder(clip)), 2, axis=-1)
+        return DiagonalGaussian(mean, jnp.clip(logvar, *LOGVAR_RANGE))
+
+
+class WanEncoder(nnx.Module):
+    """Residual blocks from fine to coarse resolutions, with downsampling in between.
+
+    Returns means and log-variances, concatenated along the channels.
+    """
+
+    def __init__(self, c: AutoencoderKLWanConfig, *, rngs: nnx.Rngs):
+        widths = [c.base_dim * multiple for multiple in c.dim_mult]
+        self.conv_in = CausalConv(3, widths[0], KERNEL, rngs=rngs)
+        blocks: list[nnx.Module] = []
+        width_in = widths[0]
+        for i, width in enumerate(widths):
+            for _ in range(c.num_res_blocks):
+                blocks.append(ResidualBlock(width_in, width, rngs=rngs))
+                width_in = width
+            if i < len(widths) - 1:
+                blocks.append(WanDownsample(width, temporal=c.temperal_downsample[i], rngs=rngs))
+        self.down_blocks = nnx.List(blocks)
+        self.mid_block = MidBlock(widths[-1], rngs=rngs)
+        self.norm_out = PixelNorm(widths[-1], axes=4)
+        self.conv_out = CausalConv(widths[-1], 2 * c.z_dim, KERNEL, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "b T H W 3"]) -> Float[Array, "b t h w c2"]:
+        x = self.conv_in(x)
+        for block in self.down_blocks:
+            x = block(x)
+        return self.conv_out(self.norm_out.silu(self.mid_block(x)))
+
+
+class WanDownsample(nnx.Module):
+    """Halves height and width and, if `temporal` is set, the number of frames after the first."""
+
+    def __init__(self, channels: int, *, temporal: bool, rngs: nnx.Rngs):
+        # a list in PyTorch, whose index 0 is the padding
+        self.resample = nnx.Dict({"1": Conv(channels, channels, 3, stride=2, rngs=rngs)})
+        self.resample["1"].padding = 0  # `__call__` pads at the right and the bottom only
+        self.time_conv = CausalConv(channels, channels, TIME, rngs=rngs) if temporal else None
+
+    def __call__(self, x: Float[Array, "b T H W c"]) -> Float[Array, "b t H//2 W//2 c"]:
+        frames = jnp.pad(x.reshape(-1, *x.shape[2:]), ((0, 0), (0, 1), (0, 1), (0, 0)))
+        frames = self.resample["1"](frames)
+        x = frames.reshape(*x.shape[:2], *frames.shape[1:])
+        if self.time_conv is None:
+            return x
+        # The first frame is kept. Each further one is made of three, the last of which is the first
+        # of the next three.
+        return jnp.concatenate([x[:, :1], self.time_conv(x)[:, 2::2]], axis=1)

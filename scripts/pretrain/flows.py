@@ -3,17 +3,16 @@
 The training uses the functions that sample from the pipeline later.
 """
 
+import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pretrain.autoencoders import Latents
 from pretrain.blueprints import BLUEPRINTS, Blueprint
-from pretrain.data import BATCH, caption_batches
+from pretrain.data import Draw
 from pretrain.recipe import RECIPES, Settings
 from pretrain.training import train
 from solrl_jax.models.loading.weights import Params
@@ -28,27 +27,28 @@ TEACHING = 3.0  # input guidance scale of a teacher
 Velocity = Callable[[Params, jax.Array, Any, jax.Array, jax.Array], jax.Array]
 
 
-def train_pipeline(settings: Settings, name: str, latents: Latents, captions: list[str]) -> None:
+def train_pipeline(
+    settings: Settings, name: str, latents: Latents, captions: list[str], draw: Draw
+) -> None:
     """Trains a pipeline and writes it to `settings.out`.
 
     Args:
         settings: Where files are kept.
         name: The name of the pipeline, a key of `RECIPES`.
-        latents: The latents [n, 8, 8, 8] of all images, with their autoencoder.
-        captions: The captions of all images.
+        latents: The latents of all images or clips, with their autoencoder.
+        captions: The captions of all images or clips.
+        draw: Maps a step to its batch: indices of latents, and of prompts in `["", *captions]`.
     """
     recipe = RECIPES[name]
     blueprint = BLUEPRINTS[name].with_vae(latents.config)
     blueprint.write(settings.work / name)
     pipeline = open_pipeline(settings.work / name)
     prompts = ["", *captions]
-    tokens = pipeline.tokenize(prompts, recipe.max_tokens)
-    teacher = (
-        Teacher(open_pipeline(settings.out / recipe.teacher), prompts, recipe.max_tokens)
-        if recipe.teacher
-        else None
-    )
-    draw = caption_batches(captions, recipe.curriculum, settings.seed)
+    data = {"latents": latents.values, "tokens": pipeline.tokenize(prompts, recipe.max_tokens)}
+    teacher = None
+    if recipe.teacher:
+        teacher = Teacher(open_pipeline(settings.out / recipe.teacher))
+        data["teacher"] = teacher.load(prompts, recipe.max_tokens)
     params, positions = _initialize(blueprint, settings.seed)
 
     def velocity(
@@ -58,39 +58,42 @@ def train_pipeline(settings: Settings, name: str, latents: Latents, captions: li
             _with_positions(transformer, positions), x, text, 1000 * sigma, guidance
         )
 
-    def loss(params: Params, batch: tuple[jax.Array, Any, Any], key: jax.Array) -> jax.Array:
-        x0, tokens, lesson = batch
-        x, sigma, target = noised(x0, key)
-        if lesson is not None and teacher is not None:
-            target = teacher.velocity(lesson, x, sigma)
-        text = pipeline.encode_text(params["text"], tokens)
+    def encode(text_encoders: Params, tokens: Any, rows: jax.Array) -> Any:
+        return pipeline.encode_text(text_encoders, jax.tree.map(lambda ids: ids[rows], tokens))
+
+    def loss(
+        params: Params, data: Any, batch: tuple[jax.Array, jax.Array], key: jax.Array
+    ) -> jax.Array:
+        rows, text_rows = batch
+        x, sigma, target = noised(data["latents"][rows], key, recipe.shift)
+        if teacher is not None:
+            target = teacher.velocity(data["teacher"], text_rows, x, sigma)
+        text = encode(params["text"], data["tokens"], text_rows)
         return (
             (velocity(params["transformer"], x, text, sigma, jnp.float32(PLAIN)) - target) ** 2
         ).mean()
 
-    def batches(step: int) -> tuple[np.ndarray, Any, Any]:
-        rows, text_rows = draw(step)
-        # With wrong captions the target is the velocity of the images, not the teacher's.
-        lesson = (
-            teacher.lesson(text_rows) if teacher and step not in recipe.curriculum.wrong else None
-        )
-        return latents.values[rows], {part: ids[text_rows] for part, ids in tokens.items()}, lesson
-
-    trained = train(name, params, loss, batches, recipe.schedule, settings)
+    trained = train(name, params, loss, data, draw, recipe.schedule, settings)
     if recipe.distillation:
-        encode = jax.jit(partial(pipeline.encode_text, trained["text"]))
-        empty = encode({part: np.repeat(ids[:1], BATCH, 0) for part, ids in tokens.items()})
-        before = trained["transformer"]
+        distill = guidance_loss(velocity)
 
-        def guided_batches(step: int) -> tuple[np.ndarray, Any, Any, Params]:
-            x0, text_rows, _ = batches(recipe.schedule.last + step)
-            return x0, encode(text_rows), empty, before
+        def guided_loss(
+            params: Params, data: Any, batch: tuple[jax.Array, jax.Array], key: jax.Array
+        ) -> jax.Array:
+            rows, text_rows = batch
+            text, empty = (
+                encode(data["text"], data["tokens"], prompts)
+                for prompts in (text_rows, jnp.zeros_like(text_rows))
+            )
+            x0 = data["latents"][rows]
+            return distill(params, (x0, text, empty, data["transformer"]), key)
 
         trained["transformer"] = train(
             f"{name}-guided",
-            before,
-            guidance_loss(velocity),
-            guided_batches,
+            trained["transformer"],
+            guided_loss,
+            data | trained,
+            lambda step: draw(recipe.schedule.last + step),
             recipe.distillation,
             settings,
         )
@@ -101,22 +104,25 @@ def train_pipeline(settings: Settings, name: str, latents: Latents, captions: li
     blueprint.save(settings.out / name, networks)
 
 
-def noised(x0: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def noised(
+    x0: jax.Array, key: jax.Array, shift: float = 1.0
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Interpolates between latents and noise, for flow matching (arXiv 2210.02747).
 
     Args:
-        x0: Clean latents [b, h, w, c].
+        x0: Clean latents [b, ..., h, w, c].
         key: The key of the noise and of the noise levels, which are logit-normal (arXiv 2403.03206,
-            eq. 19 with m = 0, s = 1).
+            eq. 19 with m = log(shift), s = 1).
+        shift: The factor of sigma / (1 - sigma).
 
     Returns:
-        x = (1 - sigma) x0 + sigma noise [b, h, w, c], sigma [b], and the velocity noise - x0 [b, h,
-        w, c].
+        x = (1 - sigma) x0 + sigma noise [b, ..., h, w, c], sigma [b], and the velocity noise - x0
+        [b, ..., h, w, c].
     """
     noise_key, sigma_key = jax.random.split(key)
     noise = jax.random.normal(noise_key, x0.shape)
-    sigma = jax.nn.sigmoid(jax.random.normal(sigma_key, (len(x0),)))
-    at = sigma[:, None, None, None]
+    sigma = jax.nn.sigmoid(jax.random.normal(sigma_key, (len(x0),)) + math.log(shift))
+    at = sigma.reshape(-1, *[1] * (x0.ndim - 1))
     return (1 - at) * x0 + at * noise, sigma, noise - x0
 
 
@@ -161,32 +167,34 @@ class Teacher:
     arXiv 1503.02531), and it includes the effect of guidance.
     """
 
-    def __init__(self, pipeline: Pipeline, prompts: list[str], max_tokens: int):
+    def __init__(self, pipeline: Pipeline):
         self._pipeline = pipeline
-        self._tokens = pipeline.tokenize(prompts, max_tokens)
-        self._text = {
-            name: part.load(jnp.dtype(jnp.float32)) for name, part in pipeline.text_encoders.items()
-        }
-        self._transformer = pipeline.transformer.load(jnp.dtype(jnp.float32))
-        self._encode = jax.jit(pipeline.encode_text)
 
-    def lesson(self, rows: np.ndarray) -> tuple[Params, Any]:
-        """Returns the arguments of `velocity` for some prompts.
+    def load(self, prompts: list[str], max_tokens: int) -> Params:
+        """Returns the arrays that `velocity` reads: parameters, and the tokens of the prompts."""
+        pipeline = self._pipeline
+        float32 = jnp.dtype(jnp.float32)
+        return {
+            "transformer": pipeline.transformer.load(float32),
+            "text": {name: part.load(float32) for name, part in pipeline.text_encoders.items()},
+            "tokens": pipeline.tokenize(prompts, max_tokens),
+        }
+
+    def velocity(
+        self, arrays: Params, rows: jax.Array, x: jax.Array, sigma: jax.Array
+    ) -> jax.Array:
+        """Returns the velocity at latents.
 
         Args:
+            arrays: The result of `load`.
             rows: The indices [b] of the prompts.
-
-        Returns:
-            The transformer's parameters and the conditioning of the prompts.
+            x: The latents [b, h, w, c].
+            sigma: The noise levels [b].
         """
-        return self._transformer, self._encode(
-            self._text, {part: ids[rows] for part, ids in self._tokens.items()}
-        )
-
-    def velocity(self, lesson: tuple[Params, Any], x: jax.Array, sigma: jax.Array) -> jax.Array:
-        """The velocity [b, h, w, c] at latents x [b, h, w, c] and noise levels sigma [b]."""
-        transformer, text = lesson
-        return self._pipeline.velocity(transformer, x, text, 1000 * sigma, jnp.float32(TEACHING))
+        tokens = jax.tree.map(lambda ids: ids[rows], arrays["tokens"])
+        text = self._pipeline.encode_text(arrays["text"], tokens)
+        scale = jnp.float32(TEACHING)
+        return self._pipeline.velocity(arrays["transformer"], x, text, 1000 * sigma, scale)
 
 
 def _initialize(blueprint: Blueprint, seed: int) -> tuple[Params, Params]:

@@ -1,6 +1,7 @@
 """The recipe of the embedded pipelines: training lengths, learning rates and captions."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 import optax
@@ -10,6 +11,9 @@ MAX_TOKENS = 24
 # Text tokens of `tiny-flux` and `tiny-sd3`, whose networks attend to padding. The longest caption
 # has 10 words.
 SHORT = 12
+# Text tokens of `tiny-wan`. The longest caption has 7 words.
+MOTION_TOKENS = 8
+MOTION_SHIFT = 3.0  # of the noise levels of `tiny-wan`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,12 +25,14 @@ class Settings:
         out: The folder of finished pipelines.
         seed: The seed of all random numbers.
         stop: The step at which every training stops at the latest. None: its own end.
+        seconds: The time limits of some trainings, by name. They include compilation.
     """
 
     work: Path
     out: Path
     seed: int
     stop: int | None = None
+    seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,16 +82,17 @@ class Curriculum:
 
     Attributes:
         stream: The stream of random numbers. 0 to 5 belong to the other trainings.
-        focus: The step from which on only scenes are used that the prompt sets may hold.
-        balance: The step from which on half of the scenes have two groups and a relation, as in the
-            prompt sets.
         wrong: The steps in which 30 % of the captions belong to another image.
+        focus: The step from which on only scenes are used that the prompt sets may hold. No effect
+            on clips.
+        balance: The step from which on half of the scenes have two groups and a relation, as in the
+            prompt sets. No effect on clips.
     """
 
     stream: int
-    focus: int
-    balance: int
     wrong: range = range(0)
+    focus: int = 0
+    balance: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +106,9 @@ class Recipe:
         teacher: The embedded pipeline whose guided velocity is the target. None: the target is the
             velocity of the images.
         distillation: The schedule of the guidance distillation. None: there is none.
+        batch: The number of images or clips in a batch.
+        shift: The factor by which noise levels are shifted towards noise, as by the pipeline's
+            schedule: it multiplies sigma / (1 - sigma).
     """
 
     curriculum: Curriculum
@@ -106,10 +116,13 @@ class Recipe:
     max_tokens: int
     teacher: str | None = None
     distillation: Schedule | None = None
+    batch: int = 64
+    shift: float = 1.0
 
 
 VAE = Schedule(2e-3, 900)
 KL = Schedule(2e-3, 1000)
+WAN_VAE = Schedule(2e-3, 4000)
 CLIP = Schedule(1e-3, 500)
 RECIPES = {
     "tiny-sana": Recipe(
@@ -128,5 +141,14 @@ RECIPES = {
         Schedule(1e-3, 2500, more=(1600, 4000)),
         SHORT,
         teacher="tiny-flux",
+    ),
+    "tiny-wan": Recipe(
+        Curriculum(stream=9, wrong=range(20_000, 24_000)),
+        Schedule(1e-3, 20_000, more=(4000,)),
+        MOTION_TOKENS,
+        batch=256,
+        # A large object is seen through much noise, in many latents of all frames, so colour, shape
+        # and motion are decided at noise levels that the unshifted distribution hardly reaches.
+        shift=MOTION_SHIFT,
     ),
 }

@@ -11,40 +11,55 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from safetensors.numpy import load_file, save_file
-from tqdm import tqdm
 
 from pretrain.recipe import Schedule, Settings
 
+# Steps of one compiled program. On a CPU, XLA runs convolutions inside a loop on one core.
+STEPS_PER_CALL = 50 if jax.default_backend() != "cpu" else 1
+REPORT = 500  # steps between two printed lines
+SAVE = 60.0  # least seconds between two saved states
+
 State = dict[str, Any]  # params, average, opt, step
+# A function of the parameters, the data, a batch and a key that returns a scalar.
+Loss = Callable[[Any, Any, Any, jax.Array], jax.Array]
 
 
 def train(
     name: str,
     params: Any,
-    loss: Callable[[Any, Any, jax.Array], jax.Array],
+    loss: Loss,
+    data: Any,
     batches: Callable[[int], Any],
     schedule: Schedule,
     settings: Settings,
 ) -> Any:
     """Trains a network, resuming from the state in `settings.work` if there is one.
 
-    Batches and keys are functions of the step alone, so an interrupted training gives the same
-    result.
+    The data are put on the device once. Batches, usually indices into them, and keys are functions
+    of the step alone, so an interrupted training gives the same result.
+
+    A training with a time limit (`settings.seconds`) measures how long its steps take. If not all
+    steps of its schedule fit, it skips some of them, evenly spread over the whole schedule, so that
+    learning rates and batches pass through all phases. Its result depends on the machine.
 
     Args:
         name: The name of the state's file.
         params: The initial parameters.
-        loss: Maps parameters, a batch and a key to a scalar.
-        batches: Maps a step to its batch.
+        loss: Maps parameters, data, a batch and a key to a scalar.
+        data: A tree of arrays that the loss reads.
+        batches: Maps a step of the schedule to its batch, a tree of arrays of fixed shapes.
         schedule: The steps and learning rates.
-        settings: Where files are kept.
+        settings: Where files are kept, and limits of steps and time.
 
     Returns:
         The exponential moving average of the parameters.
     """
+    started = time.time()
+    # The learning rate is a factor of `_run`, and no part of the optimizer.
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0),
-        optax.adamw(schedule.learning_rate(), b2=0.99, weight_decay=1e-3),
+        optax.scale_by_adam(b2=0.99),
+        optax.add_decayed_weights(1e-3),
     )
     # Weakly typed parameters would compile the step twice.
     params = jax.tree.map(lambda x: jnp.array(np.asarray(x)), params)
@@ -58,32 +73,68 @@ def train(
     path = settings.work / f"{name}.safetensors"
     if path.exists():
         state = _load(path, state)
-    step = jax.jit(partial(_step, loss, optimizer), donate_argnums=0)
-    last = schedule.last if settings.stop is None else min(schedule.last, settings.stop)
-    smooth = None
-    started = time.time()
-    for i in tqdm(range(int(state["step"]), last), desc=name, mininterval=30):
-        state, value = step(state, batches(i))
-        smooth = float(value) if smooth is None else 0.98 * smooth + 0.02 * float(value)
-        if (i + 1) % 100 == 0 or i + 1 == last:
-            _save(path, state)
+    data = jax.device_put(data)
+    run = jax.jit(partial(_run, loss, optimizer), donate_argnums=0)
+    learning_rate = schedule.learning_rate()
+    limit = settings.seconds.get(name)
+    end = schedule.last if settings.stop is None else min(schedule.last, settings.stop)
+    stride = 1.0  # schedule steps per step
+    step = first = int(state["step"])
+    compiled = saved = started
+    losses: list[float] = []
+    while step < end:
+        count = min(STEPS_PER_CALL, end - step)
+        steps = (stride * np.arange(step, step + count)).astype(int)
+        stacked = jax.tree.map(lambda *x: np.stack(x), *map(batches, steps.tolist()))
+        state, values = run(state, data, stacked, np.asarray(learning_rate(steps), np.float32))
+        losses += np.asarray(values).tolist()
+        step += count
+        now = time.time()
+        if step == first + count:
+            compiled = now
+        elif limit is not None:
+            pace = (now - compiled) / (step - first - STEPS_PER_CALL)
+            left = max(0.0, started + limit - now) / pace
+            fitting = step + int(left) // STEPS_PER_CALL * STEPS_PER_CALL
+            end = min(end if settings.stop else schedule.last, fitting)
+            stride = max(1.0, schedule.last / end)
+        if step % REPORT < count or step >= end:
             print(
-                f"{name} step {i + 1}/{last} loss {smooth:.4f} {time.time() - started:.0f} s",
+                f"{name} step {step}/{end} loss {np.mean(losses):.4f} {now - started:.0f} s",
                 flush=True,
             )
+            losses = []
+        if now - saved > SAVE or step >= end:
+            _save(path, state)
+            saved = now
     return state["average"]
 
 
-def _step(
-    loss: Callable, optimizer: optax.GradientTransformation, state: State, batch: Any
+def _run(
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    state: State,
+    data: Any,
+    batches: Any,
+    rates: jax.Array,
 ) -> tuple[State, jax.Array]:
-    key = jax.random.fold_in(jax.random.key(0), state["step"])
-    value, gradient = jax.value_and_grad(loss)(state["params"], batch, key)
-    update, opt = optimizer.update(gradient, state["opt"], state["params"])
-    params = optax.apply_updates(state["params"], update)
-    decay = jnp.minimum(0.999, (1 + state["step"]) / (10 + state["step"]))
-    mean = jax.tree.map(lambda m, p: decay * m + (1 - decay) * p, state["average"], params)
-    return {"params": params, "average": mean, "opt": opt, "step": state["step"] + 1}, value
+    """Takes one step for each row of `batches` and `rates`.
+
+    Returns:
+        The state after the last step, and the loss of each step.
+    """
+
+    def step(state: State, inputs: tuple[Any, jax.Array]) -> tuple[State, jax.Array]:
+        batch, rate = inputs
+        key = jax.random.fold_in(jax.random.key(0), state["step"])
+        value, gradient = jax.value_and_grad(loss)(state["params"], data, batch, key)
+        update, opt = optimizer.update(gradient, state["opt"], state["params"])
+        params = jax.tree.map(lambda p, u: p - rate * u, state["params"], update)
+        decay = jnp.minimum(0.999, (1 + state["step"]) / (10 + state["step"]))
+        mean = jax.tree.map(lambda m, p: decay * m + (1 - decay) * p, state["average"], params)
+        return {"params": params, "average": mean, "opt": opt, "step": state["step"] + 1}, value
+
+    return jax.lax.scan(step, state, (batches, rates))
 
 
 def _save(path: Path, state: State) -> None:

@@ -3,8 +3,8 @@
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from pretrain import drawing
-from pretrain.recipe import MAX_TOKENS, SHORT
+from pretrain import clips, drawing
+from pretrain.recipe import MAX_TOKENS, MOTION_TOKENS, SHORT
 
 VOCAB_SIZE = 32  # rows of every token embedding; a few are unused
 
@@ -31,11 +31,16 @@ def clip_tokenizer(length: int = SHORT) -> PreTrainedTokenizerFast:
 CLIP_END = 2 + len(drawing.VOCABULARY) + 1  # id of the end of text in `clip_tokenizer`
 
 
-def t5_tokenizer() -> PreTrainedTokenizerFast:
+def t5_tokenizer(
+    vocabulary: tuple[str, ...] = drawing.VOCABULARY, length: int = SHORT
+) -> PreTrainedTokenizerFast:
     """Like T5's: an end but no beginning. Padding is 0, the end 1, an unknown word 2."""
-    return _tokenizer(
-        ["<pad>", "<eos>", "<unk>", *drawing.VOCABULARY], "$A <eos>", ("<eos>",), SHORT
-    )
+    return _tokenizer(["<pad>", "<eos>", "<unk>", *vocabulary], "$A <eos>", ("<eos>",), length)
+
+
+def motion_tokenizer() -> PreTrainedTokenizerFast:
+    """`t5_tokenizer` for the captions of clips."""
+    return t5_tokenizer(clips.VOCABULARY, MOTION_TOKENS)
 
 
 def _tokenizer(

@@ -31,6 +31,7 @@ from solrl_jax.rewards.host import import_object
 from solrl_jax.rewards.imagereward import imagereward
 from solrl_jax.rewards.judge.settings import open_judge
 from solrl_jax.rewards.mixture import mixture
+from solrl_jax.rewards.motion import motion
 from solrl_jax.rewards.protocol import (
     MAX_BATCH,
     Check,
@@ -93,6 +94,7 @@ class OutsideJax:
 
 REWARDS: dict[str, InJax | OutsideJax] = {
     "shapes": InJax(shapes, ("strict",), differentiable=False),  # it counts and compares
+    "motion": InJax(motion, ("moves", "strict"), differentiable=False),
     "tiny-clip": InJax(tiny_clip),
     "pickscore": InJax(pickscore),
     "clipscore": InJax(clipscore),

@@ -34,7 +34,7 @@ _TINTS = _PALETTE - _BACKGROUND
 _NUM_COMPONENTS = 8
 # Smallest area of an object, in pixels of an image 32 wide. The smallest object, a small triangle,
 # has an area of 18.
-_MIN_AREA = 8.0
+MIN_AREA = 8.0
 # Diameter that separates small from large objects, in pixels of an image 32 wide.
 _SIZE_THRESHOLD = (max(scenes.DIAMETERS["small"]) + min(scenes.DIAMETERS["large"])) / 2
 # Intersection over union with an ideal shape: the ends of the soft ramp, the threshold of the
@@ -116,7 +116,7 @@ class Detections(NamedTuple):
     diameter: Float[Array, "*n k"]
 
 
-class _Components(NamedTuple):
+class Components(NamedTuple):
     """Measurements of the k = 8 largest components of one image, the largest first.
 
     A component is a connected set of pixels of one colour. Its cover of a pixel, in [0, 1], is the
@@ -135,6 +135,7 @@ class _Components(NamedTuple):
         shape: Whether the component has each shape, soft, in [0, 1].
         diameter: Side of the bounding box, which is a square.
         centre: (x, y) of the centre of the bounding box.
+        centroid: (x, y) of the centroid of the pixels, which depends on no choice of a shape.
         specks: Area of all components that are no objects: those of fewer than 8 pixels, and those
             that are not among the k largest.
     """
@@ -148,6 +149,7 @@ class _Components(NamedTuple):
     shape: Float[Array, "k shapes"]
     diameter: Float[Array, " k"]
     centre: Float[Array, "k 2"]
+    centroid: Float[Array, "k 2"]
     specks: Float[Array, ""]
 
 
@@ -196,8 +198,7 @@ def verify(images: Float[Array, "n h w 3"], targets: Targets) -> Verdict:
     """
 
     def verify_one(image: Float[Array, "h w 3"], target: Targets) -> Verdict:
-        components = _measure(image.astype(jnp.float32))
-        return Verdict(_score(components, target), _strict_verdict(components, target))
+        return judge(measure(image.astype(jnp.float32)), target)
 
     return jax.vmap(verify_one)(images, targets)
 
@@ -217,15 +218,15 @@ def detect(images: Float[Array, "n h w 3"]) -> Detections:
     """
 
     def detect_one(image: Float[Array, "h w 3"]) -> Detections:
-        components = _measure(image.astype(jnp.float32))
+        components = measure(image.astype(jnp.float32))
         names = jnp.stack(_classify_components(components))
-        colour, shape, size = jnp.where(components.area >= _MIN_AREA, names, -1)
+        colour, shape, size = jnp.where(components.area >= MIN_AREA, names, -1)
         return Detections(colour, shape, size, components.centre, components.diameter)
 
     return jax.vmap(detect_one)(images)
 
 
-def _measure(image: Float[Array, "h w 3"]) -> _Components:
+def measure(image: Float[Array, "h w 3"]) -> Components:
     """Finds the components of one image, connected sets of pixels of one colour, and measures them.
 
     The mask of a component is soft at its edge, where pixels are mixtures of its colour and the
@@ -264,7 +265,7 @@ def _measure(image: Float[Array, "h w 3"]) -> _Components:
     colour_distance = jnp.sqrt(jnp.sum((colour[:, None] - _TINTS) ** 2, -1) + 1e-12)
     peak = mask.max((1, 2))
     nearness = jax.nn.softmax(-0.5 * (colour_distance / _COLOUR_SCALE) ** 2, -1)
-    likeness = nearness * _ramp(colour_distance, *_COLOUR_RAMP)
+    likeness = nearness * ramp(colour_distance, *_COLOUR_RAMP)
     # Diameters of the circle, square and triangle of this area.
     diameters = jnp.sqrt(mass[:, None] * jnp.asarray([4 / np.pi, 1.0, 2.0]))
     iou = _iou_with_shapes(mask, centroid, diameters)
@@ -273,19 +274,34 @@ def _measure(image: Float[Array, "h w 3"]) -> _Components:
     # The centroid of a triangle is a sixth of its height below the middle of its bounding box.
     raised = shape_share[:, 2] * diameter / 6
     centre = centroid - jnp.stack([jnp.zeros_like(diameter), raised], -1)
-    object_area = jnp.where(area >= _MIN_AREA * unit**2, area, 0).sum()
-    return _Components(
+    object_area = jnp.where(area >= MIN_AREA * unit**2, area, 0).sum()
+    return Components(
         area=area / unit**2,
-        present=_ramp(mass / unit**2, 5.0, 12.0) * (area > 0),
-        colour=likeness * _ramp(peak, *_PEAK_RAMP)[:, None],
+        present=ramp(mass / unit**2, 5.0, 12.0) * (area > 0),
+        colour=likeness * ramp(peak, *_PEAK_RAMP)[:, None],
         colour_distance=colour_distance,
         peak=peak,
         iou=iou,
-        shape=shape_share * _ramp(iou, *_IOU_RAMP),
+        shape=shape_share * ramp(iou, *_IOU_RAMP),
         diameter=diameter / unit,
         centre=centre / unit,
+        centroid=centroid / unit,
         specks=((pixel_colour >= 0).sum() - object_area) / unit**2,
     )
+
+
+def judge(components: Components, target: Targets) -> Verdict:
+    """Judges one image against the objects that its caption asks for.
+
+    Args:
+        components: Measurements of the components of the image.
+        target: The objects that the caption asks for: arrays [2], one entry per group, and a scalar
+            relation.
+
+    Returns:
+        The score in [0, 1] (float32) and the strict verdict (bool), both scalars.
+    """
+    return Verdict(_score(components, target), _strict_verdict(components, target))
 
 
 def _classify_pixels(offset: list[Float[Array, "h w"]]) -> Int[Array, "h w"]:
@@ -377,7 +393,7 @@ def _edge_cover(inside: Array, width: float) -> Array:
     return jnp.clip(0.5 + inside / width, 0, 1)
 
 
-def _ramp(x: Array, low: float, high: float) -> Array:
+def ramp(x: Array, low: float, high: float) -> Array:
     """A sigmoid that is 0.018 at `low`, 0.5 in the middle and 0.982 at `high`.
 
     Args:
@@ -391,7 +407,7 @@ def _ramp(x: Array, low: float, high: float) -> Array:
     return jax.nn.sigmoid(8 * (x - (low + high) / 2) / (high - low))
 
 
-def _score(components: _Components, target: Targets) -> Float[Array, ""]:
+def _score(components: Components, target: Targets) -> Float[Array, ""]:
     """Returns the soft score of one image: the weighted mean of up to five terms in [0, 1].
 
     Numbers of objects are sums over the components of how much each one fits, in [0, 1]. The
@@ -419,7 +435,7 @@ def _score(components: _Components, target: Targets) -> Float[Array, ""]:
     wanted = target.count.astype(jnp.float32)
     colour = components.colour[:, target.colour]
     shape = components.shape[:, target.shape]
-    large = _ramp(components.diameter, _SIZE_THRESHOLD - 1.2, _SIZE_THRESHOLD + 1.2)[:, None]
+    large = ramp(components.diameter, _SIZE_THRESHOLD - 1.2, _SIZE_THRESHOLD + 1.2)[:, None]
     size = jnp.where(target.size < 0, 1.0, jnp.where(target.size == 1, large, 1 - large))
     # How far each component is an object of each group, [k, 2].
     match = components.present[:, None] * colour * shape * size * asked
@@ -456,7 +472,7 @@ def _score(components: _Components, target: Targets) -> Float[Array, ""]:
     return jnp.clip(total / sum(weights.values()), 0, 1)
 
 
-def _strict_verdict(components: _Components, target: Targets) -> Bool[Array, ""]:
+def _strict_verdict(components: Components, target: Targets) -> Bool[Array, ""]:
     """Whether one image shows exactly the objects that its caption asks for.
 
     Every group must have exactly its number of objects of its colour, shape and, if given, size.
@@ -473,7 +489,7 @@ def _strict_verdict(components: _Components, target: Targets) -> Bool[Array, ""]
     Returns:
         The verdict, a Boolean scalar.
     """
-    is_object = components.area >= _MIN_AREA
+    is_object = components.area >= MIN_AREA
     colour, shape, size = _classify_components(components)
     same_kind = (colour[:, None] == target.colour) & (shape[:, None] == target.shape)
     same_size = (target.size < 0) | (size[:, None] == target.size)
@@ -481,7 +497,7 @@ def _strict_verdict(components: _Components, target: Targets) -> Bool[Array, ""]
     exact = (
         (member.sum(0) == target.count).all()
         & (is_object.sum() == target.count.sum())
-        & (components.specks < _MIN_AREA)
+        & (components.specks < MIN_AREA)
     )
     along, across = _displacement(member.astype(jnp.float32), components.centre, target.relation)
     x, y = components.centre.T
@@ -494,7 +510,7 @@ def _strict_verdict(components: _Components, target: Targets) -> Bool[Array, ""]
 
 
 def _classify_components(
-    components: _Components,
+    components: Components,
 ) -> tuple[Int[Array, " k"], Int[Array, " k"], Int[Array, " k"]]:
     """Returns the colour, shape and size of each component as indices, int32 [k] each.
 

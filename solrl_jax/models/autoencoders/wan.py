@@ -35,6 +35,9 @@ from solrl_jax.models.loading.weights import ENCODER_PREFIXES, locate_tensors
 KERNEL = (3, 3, 3)
 ONE = (1, 1, 1)
 TIME = (3, 1, 1)
+# Convolutions with at most so many channels at both ends are computed as two-dimensional ones. The
+# released autoencoder has wider ones.
+NARROW = 64
 SMALLEST_NORM = 1e-12  # the smallest divisor of a normalized pixel
 LATENTS_MEAN = (
     *(-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508),
@@ -515,6 +518,9 @@ class CausalConv(nnx.Module):
         kernel = self.kernel.get_value().astype(x.dtype)
         time, *sides = kernel.shape[:3]
         padding = [(side // 2, side // 2) for side in sides]
+        if x.shape[1] > 1 and max(kernel.shape[3:]) <= NARROW:
+            y = _convolve_joined_frames(x, kernel, padding)
+            return y + self.bias.get_value().astype(x.dtype)
         if x.shape[1] == 1:  # the other slices of the kernel would read zeros
             y = jax.lax.conv_general_dilated(
                 x[:, 0],
@@ -532,6 +538,36 @@ class CausalConv(nnx.Module):
                 dimension_numbers=("NDHWC", "DHWIO", "NDHWC"),
             )
         return y + self.bias.get_value().astype(x.dtype)
+
+
+def _convolve_joined_frames(
+    x: Float[Array, "b t h w n_in"],
+    kernel: Float[Array, "time rows columns n_in n_out"],
+    padding: list[tuple[int, int]],
+) -> Float[Array, "b t h w n_out"]:
+    """A causal convolution as a two-dimensional one, whose input channels are those of a frame and
+    of the frames before it.
+
+    It takes memory for `time` copies of the input. With few channels it is several times as fast as
+    a convolution over three axes (4 to 6 times with 12 to 24 channels on a CPU).
+
+    Args:
+        x: Clips.
+        kernel: The kernel, whose last slice in time meets the frame itself.
+        padding: Zeros before and after rows and columns.
+    """
+    batch, frames = x.shape[:2]
+    time = kernel.shape[0]
+    padded = jnp.pad(x, ((0, 0), (time - 1, 0), (0, 0), (0, 0), (0, 0)))
+    joined = jnp.concatenate([padded[:, i : i + frames] for i in range(time)], axis=-1)
+    y = jax.lax.conv_general_dilated(
+        joined.reshape(batch * frames, *joined.shape[2:]),
+        jnp.moveaxis(kernel, 0, 2).reshape(*kernel.shape[1:3], -1, kernel.shape[-1]),
+        window_strides=(1, 1),
+        padding=padding,
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )
+    return y.reshape(batch, frames, *y.shape[1:])
 
 
 class PixelNorm(nnx.Module):

@@ -1,0 +1,159 @@
+"""The verifier of the embedded world of clips: does a clip show the object of its caption, and does
+the object move as the caption says?
+
+Every frame is judged as an image by the verifier of `data.shapes`. The motion is that of the
+centroid of the largest object. Every clip is judged by itself; nothing is summed over the batch, so
+the batch axis may be sharded in any way.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from solrl_jax.data.motion import scenes
+from solrl_jax.data.shapes import verifier
+
+_DIRECTIONS = np.asarray([scenes.DIRECTIONS[motion] for motion in scenes.MOTIONS], np.float32)
+_IS_STILL = np.abs(_DIRECTIONS).sum(-1) == 0
+# The weight of the frames in the score. The rest is that of the motion.
+_FRAMES_WEIGHT = 0.6
+# Lengths in pixels of a clip 32 wide. A moving object covers 8 or more of them.
+# Distance along the direction of the caption: the ends of the soft ramp, and the smallest one.
+_ALONG_RAMP = (0.0, 6.0)
+_ALONG_STRICT = 6.0
+# Distance across this direction, of any frame from the first one.
+_ACROSS_RAMP = (5.0, 1.0)
+_ACROSS_STRICT = 2.5
+# Distance of any frame of an object that stays still from the first one.
+_STILL_RAMP = (4.0, 0.5)
+_STILL_STRICT = 1.5
+# Every step between two frames must be at least this share of the mean step, so that a jump between
+# two positions is no motion.
+_STEADY_STRICT = 0.2
+_STEADY_RAMP = (-0.4, 0.6)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Targets:
+    """What n captions ask for, as indices. Without the axis n: what one caption asks for. It is a
+    pytree.
+
+    Attributes:
+        objects: The object, as the verifier of images takes it.
+        motion: Index into `scenes.MOTIONS`, int32.
+    """
+
+    objects: verifier.Targets
+    motion: Int[Array, "*n"]
+
+
+class Verdict(NamedTuple):
+    """The judgement of n clips, or of one clip without the axis n.
+
+    Attributes:
+        score: Partial credit in [0, 1], float32.
+        moves: Whether there is an object in every frame, and the largest one moves as the caption
+            says, whatever its colour and shape.
+        strict: Whether every frame shows exactly the object that the caption asks for and nothing
+            else, and `moves`.
+    """
+
+    score: Float[Array, "*n"]
+    moves: Bool[Array, "*n"]
+    strict: Bool[Array, "*n"]
+
+
+def parse_targets(captions: Sequence[str]) -> Targets:
+    """Returns what captions ask for, as indices.
+
+    Args:
+        captions: n captions; n may be 0.
+
+    Returns:
+        `Targets` with one row per caption.
+
+    Raises:
+        ValueError: If a caption does not follow the grammar of `scenes`.
+    """
+    parsed = [scenes.parse(caption) for caption in captions]
+    motion = np.array([scenes.MOTIONS.index(scene.motion) for scene in parsed], np.int32)
+    objects = verifier.parse_targets([f"a {scene.colour} {scene.shape}" for scene in parsed])
+    return Targets(objects, jnp.asarray(motion))
+
+
+@jax.jit
+def verify(clips: Float[Array, "n t h w 3"], targets: Targets) -> Verdict:
+    """Judges each clip against what its caption asks for. Compiled for each shape.
+
+    The score is 0.6 times the mean score of the frames, as images of the object, plus 0.4 times how
+    well the largest object moves as the caption says.
+
+    Args:
+        clips: Finite RGB in [0, 1], of any floating-point dtype and size. Lengths scale with the
+            size of the frames.
+        targets: What the captions of the clips ask for, one row per clip.
+
+    Returns:
+        The score in [0, 1] (float32) and two verdicts (bool) of each clip, [n].
+
+    Raises:
+        ValueError: While tracing, if the clips have fewer than two frames, in which nothing moves.
+    """
+    if clips.shape[1] < 2:
+        raise ValueError(f"clips of {clips.shape[1]} frame; the motion needs 2 or more")
+
+    def judge_frame(
+        frame: Float[Array, "h w 3"], target: verifier.Targets
+    ) -> tuple[verifier.Verdict, Float[Array, ""], Float[Array, ""], Float[Array, " 2"]]:
+        objects = verifier.measure(frame.astype(jnp.float32))
+        # The components are sorted by area, the largest first.
+        verdict = verifier.judge(objects, target)
+        return verdict, objects.present[0], objects.area[0], objects.centroid[0]
+
+    def verify_one(clip: Float[Array, "t h w 3"], target: Targets) -> Verdict:
+        frames, present, area, centroid = jax.vmap(judge_frame, (0, None))(clip, target.objects)
+        motion, moves = _judge_motion(centroid, target.motion)
+        moves &= (area >= verifier.MIN_AREA).all()
+        score = _FRAMES_WEIGHT * frames.score.mean()
+        score += (1 - _FRAMES_WEIGHT) * motion * present.min()
+        return Verdict(score, moves, frames.strict.all() & moves)
+
+    return jax.vmap(verify_one)(clips, targets)
+
+
+def _judge_motion(
+    centroid: Float[Array, "t 2"], motion: Int[Array, ""]
+) -> tuple[Float[Array, ""], Bool[Array, ""]]:
+    """Returns how well an object moves as a caption says, in [0, 1], and whether it does.
+
+    Args:
+        centroid: (x, y) of the centroid of the object in each frame, in pixels of a frame scaled to
+            the area 32 x 32, with y growing downwards.
+        motion: Index into `scenes.MOTIONS`.
+    """
+    direction = jnp.asarray(_DIRECTIONS)[motion]
+    offset = centroid - centroid[0]
+    along = (offset * direction).sum(-1)
+    across = jnp.abs((offset * direction[::-1]).sum(-1)).max()
+    total = along[-1]
+    # Each step as a share of the mean one. A positive bound keeps it finite where nothing moves.
+    mean_step = jnp.maximum(total / (len(centroid) - 1), 0.25)
+    slowest = jnp.diff(along).min() / mean_step
+    moving = (
+        verifier.ramp(total, *_ALONG_RAMP)
+        * verifier.ramp(across, *_ACROSS_RAMP)
+        * verifier.ramp(slowest, *_STEADY_RAMP)
+    )
+    moves = (total > _ALONG_STRICT) & (across < _ACROSS_STRICT) & (slowest > _STEADY_STRICT)
+    distance = jnp.sqrt((offset**2).sum(-1) + 1e-12).max()
+    is_still = jnp.asarray(_IS_STILL)[motion]
+    return (
+        jnp.where(is_still, verifier.ramp(distance, *_STILL_RAMP), moving),
+        jnp.where(is_still, distance < _STILL_STRICT, moves),
+    )

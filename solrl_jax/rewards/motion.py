@@ -1,0 +1,66 @@
+"""The verifier of the embedded world of clips as a reward."""
+
+from collections.abc import Mapping, Sequence
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from solrl_jax.data.motion import scenes, verifier
+from solrl_jax.errors import InputError
+from solrl_jax.rewards.protocol import Reward, Scores
+
+
+def motion(paths: Mapping[str, str]) -> Reward:
+    """Opens the verifier of the embedded world of clips as a reward of whole clips.
+
+    "reward" is partial credit in [0, 1]. "moves" is 1 if the largest object moves as the caption
+    says, whatever it is, and else 0. "strict" is 1 if, besides, every frame shows exactly the
+    object of the caption, and else 0. The check of the reward accepts the captions that
+    `data.motion.scenes.parse` accepts, such as "a red circle moves left to right".
+
+    Args:
+        paths: Not read, because the verifier has no files.
+
+    Returns:
+        A reward without parameters, with the scores "reward", "moves" and "strict".
+    """
+    return Reward(None, prepare, score, others=("moves", "strict"), check=scenes.parse, clips=True)
+
+
+def prepare(prompts: Sequence[str]) -> verifier.Targets:
+    """Parses captions into what they ask for.
+
+    Args:
+        prompts: The captions; there may be none.
+
+    Returns:
+        `Targets` with one row per caption.
+
+    Raises:
+        InputError: If a prompt is no caption of the embedded world of clips.
+    """
+    try:
+        return verifier.parse_targets(prompts)
+    except ValueError as error:
+        raise InputError(f"reward 'motion': {error}") from error
+
+
+def score(params: None, clips: Float[Array, "b T H W 3"], targets: verifier.Targets) -> Scores:
+    """Scores clips against what their captions ask for.
+
+    Args:
+        params: Not read, because the verifier has no parameters.
+        clips: The clips [b, T, H, W, 3], in [0, 1], of two or more frames.
+        targets: What the caption of each clip asks for, from `prepare`.
+
+    Returns:
+        {"reward": partial credit in [0, 1], "moves": 1 if the largest object moves as the caption
+        says, otherwise 0, "strict": 1 if every frame also shows exactly the object of the caption,
+        otherwise 0}. All are float32 [b].
+    """
+    verdict = verifier.verify(clips, targets)
+    return {
+        "reward": verdict.score,
+        "moves": verdict.moves.astype(jnp.float32),
+        "strict": verdict.strict.astype(jnp.float32),
+    }
