@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict
@@ -38,8 +39,8 @@ class Part:
         return nnx.merge(self._graph[0], params)
 
     def initialize(self, seed: int) -> Params:
-        """Returns initial parameters."""
-        return nnx.to_pure_dict(nnx.split(self._make(nnx.Rngs(seed)))[1])
+        """Returns initial parameters, computed by one program."""
+        return jax.jit(lambda: nnx.to_pure_dict(nnx.split(self._make(nnx.Rngs(seed)))[1]))()
 
     @property
     def stored_config(self) -> dict[str, Any]:

@@ -134,6 +134,9 @@ def _run(
         mean = jax.tree.map(lambda m, p: decay * m + (1 - decay) * p, state["average"], params)
         return {"params": params, "average": mean, "opt": opt, "step": state["step"] + 1}, value
 
+    if len(rates) == 1:
+        state, value = step(state, jax.tree.map(lambda x: x[0], (batches, rates)))
+        return state, value[None]
     return jax.lax.scan(step, state, (batches, rates))
 
 
