@@ -60,7 +60,7 @@ def test_the_prompt_sets_are_those_that_ship(pretrain, tmp_path):
 def test_captions_follow_the_curriculum(pretrain):
     curriculum = pretrain("recipe").Curriculum(stream=1, focus=10, balance=20, wrong=range(30, 40))
     captions = list(drawing.draw_prompts(np.random.default_rng(0), 400, held_out=False))
-    draw = pretrain("data").caption_batches(captions, curriculum, seed=0)
+    draw = pretrain("data").caption_batches(captions, curriculum, batch=64, seed=0)
 
     def asked(row):
         return (
