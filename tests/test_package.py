@@ -111,6 +111,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(archives, packed):
         "configs/model/flux1.yaml",
         "models/flux/transformer.py",
         "assets/pipelines/tiny-sana",
+        "assets/pipelines/tiny-wan/transformer",
     ):
         assert any(packed_name.startswith(f"solrl_jax/{name}") for packed_name in names), name
 

@@ -1,6 +1,6 @@
 """Draws the training data of `tiny-wan`: clips of one moving object and their captions.
 
-This file uses NumPy, not JAX. All clips are drawn at once.
+This file uses NumPy, not JAX. Many clips are drawn at once.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -22,9 +22,9 @@ VOCABULARY: tuple[str, ...] = (
 SCENES: tuple[Scene, ...] = tuple(
     Scene(colour, shape, motion) for colour, shape, motion in product(COLOURS, SHAPES, MOTIONS)
 )
-WINDOW = 16  # pixels; the side of the square that an object is drawn in
-LINES = 4  # lines per row of pixels, along each of which coverage is exact
-CHUNK = 200  # clips that are drawn at once, which stay in the caches of a core
+WINDOW = 16  # side in pixels of the square in which an object is drawn
+LINES = 4  # sampled lines per row of pixels; coverage along each line is exact
+CHUNK = 200  # clips drawn at once, so few that they stay in the caches of a core
 
 
 def held_out(scene: Scene) -> bool:

@@ -17,7 +17,7 @@ from pretrain.recipe import Curriculum
 from solrl_jax.data.shapes import scenes
 
 SIDE = 32  # pixels
-BATCH = 64  # of an autoencoder
+BATCH = 64  # images or clips in a batch of an autoencoder
 
 # Maps a step to the indices [b] of images or clips and those [b] of their prompts.
 Draw = Callable[[int], tuple[np.ndarray, np.ndarray]]

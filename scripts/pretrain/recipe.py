@@ -83,10 +83,10 @@ class Curriculum:
     Attributes:
         stream: The stream of random numbers. 0 to 5 belong to the other trainings.
         wrong: The steps in which 30 % of the captions belong to another image.
-        focus: The step from which on only scenes are used that the prompt sets may hold. No effect
-            on clips.
-        balance: The step from which on half of the scenes have two groups and a relation, as in the
-            prompt sets. No effect on clips.
+        focus: For images, the step from which on only scenes are used that the prompt sets may
+            hold. Every scene of the clips is in a prompt set.
+        balance: For images, the step from which on half of the scenes have two groups and a
+            relation, as in the prompt sets. Scenes of clips have one object.
     """
 
     stream: int

@@ -14,8 +14,6 @@ from safetensors.numpy import load_file, save_file
 
 from pretrain.recipe import Schedule, Settings
 
-# Steps of one compiled program. On a CPU, XLA runs convolutions inside a loop on one core.
-STEPS_PER_CALL = 50 if jax.default_backend() != "cpu" else 1
 REPORT = 500  # steps between two printed lines
 SAVE = 60.0  # least seconds between two saved states
 
@@ -75,6 +73,8 @@ def train(
         state = _load(path, state)
     data = jax.device_put(data)
     run = jax.jit(partial(_run, loss, optimizer), donate_argnums=0)
+    # Steps of one compiled program. On a CPU, XLA runs convolutions inside a loop on one core.
+    steps_per_call = 1 if jax.default_backend() == "cpu" else 50
     learning_rate = schedule.learning_rate()
     limit = settings.seconds.get(name)
     end = schedule.last if settings.stop is None else min(schedule.last, settings.stop)
@@ -83,7 +83,7 @@ def train(
     compiled = saved = started
     losses: list[float] = []
     while step < end:
-        count = min(STEPS_PER_CALL, end - step)
+        count = min(steps_per_call, end - step)
         steps = (stride * np.arange(step, step + count)).astype(int)
         stacked = jax.tree.map(lambda *x: np.stack(x), *map(batches, steps.tolist()))
         state, values = run(state, data, stacked, np.asarray(learning_rate(steps), np.float32))
@@ -93,9 +93,9 @@ def train(
         if step == first + count:
             compiled = now
         elif limit is not None:
-            pace = (now - compiled) / (step - first - STEPS_PER_CALL)
+            pace = (now - compiled) / (step - first - steps_per_call)
             left = max(0.0, started + limit - now) / pace
-            fitting = step + int(left) // STEPS_PER_CALL * STEPS_PER_CALL
+            fitting = step + int(left) // steps_per_call * steps_per_call
             end = min(end if settings.stop else schedule.last, fitting)
             stride = max(1.0, schedule.last / end)
         if step % REPORT < count or step >= end:

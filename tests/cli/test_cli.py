@@ -730,7 +730,7 @@ def test_presets_lists_them_all(call):
         ),
         (
             ("train", "tiny", "model.path=embedded:big-sana"),
-            "accepted: tiny-flux, tiny-sana, tiny-sd3",
+            "accepted: tiny-flux, tiny-sana, tiny-sd3, tiny-wan",
         ),
         (("train", "tiny", "model.height=30"), "size 30x32"),
         (

@@ -213,6 +213,15 @@ def test_the_other_models_of_tiny_go_with_every_family(model):
         assert config.rollout.kept == (12 if family == "diffusionnft" else 24)
 
 
+def test_clips_of_tiny_have_a_world_of_their_own():
+    for family in FAMILIES:
+        config = resolve("tiny", ["model=tiny-wan", f"family={family}"])
+        assert config.model.path == "embedded:tiny-wan"
+        assert config.reward.weights == {"motion": 1.0}
+        assert config.prompts.train == "embedded:motion-train"
+        assert config.prompts.test == "embedded:motion-test"
+
+
 def test_tiny_is_the_embedded_world():
     config = resolve("tiny")
     assert (config.model.path, config.reward.weights) == ("embedded:tiny-sana", {"shapes": 1.0})

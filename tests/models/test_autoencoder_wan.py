@@ -1,5 +1,6 @@
 """The autoencoder of Wan, and that of Qwen-Image, which is the same network for one frame, against
-diffusers, which decodes frame by frame; outputs and gradients to 1e-5.
+diffusers, which decodes frame by frame; outputs and gradients to 1e-5. The encoder of clips that
+`scripts/pretrain` trains, to the same tolerance.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
+from pretrain import encoders
 from pretrain.networks import to_torch
 
 from solrl_jax.models.autoencoders import wan
@@ -75,6 +77,10 @@ WAN_CASES = {  # name: (changes to the config; frames, height and width of the l
         },
         (2, 1, 2),
     ),
+}
+ENCODED = {  # the same for the encoder: frames, height and width of the clip
+    "two temporal downsamplings": ({}, (9, 12, 8)),
+    "one": ({"temperal_downsample": [False, True], "scale_factor_temporal": 2}, (5, 8, 8)),
 }
 QWEN_IMAGE_CASES = {  # the same without frames
     "two resolutions": ({}, (3, 4)),
@@ -168,6 +174,50 @@ def test_decode_of_clips_and_its_gradient_equal_diffusers(name):
 @pytest.mark.parametrize("name", first_is_quick(QWEN_IMAGE_CASES))
 def test_decode_of_images_and_its_gradient_equal_diffusers(name):
     check_decode_and_its_gradient(QWEN_IMAGE, *QWEN_IMAGE_CASES[name])
+
+
+@pytest.mark.parametrize("name", first_is_quick(ENCODED))
+def test_encode_of_clips_equals_diffusers(name):
+    """With all parameters of diffusers' autoencoder."""
+    changes, size = ENCODED[name]
+    fields = WAN_VAE | changes
+    reference = torch_model(WAN, fields)
+    port = WAN._replace(network=encoders.AutoencoderKLWan)
+    graphdef, state = split(port, port.config.from_dict(fields))
+    params = from_torch(state, {k: v.numpy() for k, v in reference.state_dict().items()})
+    clips = normal(3, 2, *size, 3)
+    posterior = jax.jit(lambda p, x: nnx.merge(graphdef, p).encode(x))(params, clips)
+    with torch.no_grad():
+        theirs = reference.encode(torch.from_numpy(clips).movedim(-1, 1)).latent_dist
+    for got, want in ((posterior.mean, theirs.mean), (posterior.logvar, theirs.logvar)):
+        want = want.movedim(1, -1).numpy()
+        assert got.shape == want.shape
+        assert np.ptp(want, axis=1).max() > 0.1, "hardly depends on the frame"
+        assert relative(got, want) < TOLERANCE
+
+
+@pytest.mark.parametrize("kernel", [wan.KERNEL, wan.TIME])
+def test_a_narrow_convolution_equals_one_over_three_axes(kernel):
+    conv = wan.CausalConv(5, 7, kernel, rngs=nnx.Rngs(0))
+    conv.bias.set_value(jnp.asarray(normal(1, 7)))
+    clips = jnp.asarray(normal(0, 2, 4, 6, 5, 5))
+    time, *sides = kernel
+
+    @jax.jit
+    def over_three_axes(x, weight, bias):
+        return bias + jax.lax.conv_general_dilated(
+            x,
+            weight,
+            window_strides=(1, 1, 1),
+            padding=[(time - 1, 0), *((side // 2, side // 2) for side in sides)],
+            dimension_numbers=("NDHWC", "DHWIO", "NDHWC"),
+            precision=jax.lax.Precision.HIGHEST,
+        )
+
+    want = over_three_axes(clips, conv.kernel.get_value(), conv.bias.get_value())
+    assert relative(conv(clips), want) < 1e-6
+    # Frames are not interchangeable: the convolution is causal.
+    np.testing.assert_array_equal(conv(clips)[:, :2], conv(clips[:, :2]))
 
 
 @both

@@ -73,7 +73,7 @@ def test_an_embedded_pipeline_is_whole_and_has_its_config(index):
     [
         (
             "embedded:huge",
-            "model.path='embedded:huge': no such embedded pipeline; accepted: tiny-flux, tiny-sana, tiny-sd3",
+            "model.path='embedded:huge': no such embedded pipeline; accepted: tiny-flux, tiny-sana, tiny-sd3, tiny-wan",
         ),
         (
             "nowhere",

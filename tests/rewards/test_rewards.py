@@ -170,6 +170,7 @@ GENEVAL = {"tag": "colors", "include": [{"class": "circle", "count": 1, "color":
     ("weights", "set_name"),
     [
         ({"shapes": 1.0}, "shapes-train"),
+        ({"motion": 1.0}, "motion-test"),
         ({"ocr": 1.0, "tiny-clip": 1.0}, "ocr-train"),
         ({"geneval": 1.0}, "geneval-shapes-train"),
     ],
@@ -188,6 +189,12 @@ def test_a_set_of_prompts_that_can_be_scored_passes(weights, set_name):
             Prompt("a red circle"),
             Prompt("a red dog"),
             "cannot parse the caption 'a red dog'; expected GROUP or GROUP above",
+        ),
+        (
+            "motion",
+            Prompt("a red circle moves up"),
+            Prompt("a red dog"),
+            "cannot parse the caption 'a red dog'; expected a|one red|green",
         ),
         (
             "ocr",

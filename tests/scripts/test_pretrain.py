@@ -5,6 +5,7 @@ trains with, step by step.
 import importlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +29,11 @@ def without_scale(path: Path) -> dict:
     return {
         name: value
         for name, value in json.loads(path.read_text()).items()
-        if name not in ("scaling_factor", "shift_factor")
+        if name not in ("scaling_factor", "shift_factor", "latents_mean", "latents_std")
     }
 
 
-@pytest.mark.parametrize("name", ["tiny-sana", "tiny-flux", "tiny-sd3"])
+@pytest.mark.parametrize("name", ["tiny-sana", "tiny-flux", "tiny-sd3", "tiny-wan"])
 def test_a_blueprint_writes_the_files_that_ship(pretrain, tmp_path, name):
     pretrain("blueprints").BLUEPRINTS[name].write(tmp_path)
     shipped = {
@@ -53,7 +54,8 @@ def test_clip_is_configured_as_it_ships(pretrain):
 
 def test_the_prompt_sets_are_those_that_ship(pretrain, tmp_path):
     pretrain("data").write_prompt_sets(0, tmp_path)
-    for file in ("shapes-train.txt", "shapes-test.txt"):
+    pretrain("clips").write_prompt_sets(tmp_path)
+    for file in ("shapes-train.txt", "shapes-test.txt", "motion-train.txt", "motion-test.txt"):
         assert (tmp_path / file).read_text() == (ASSETS / "prompt_sets" / file).read_text()
 
 
@@ -145,3 +147,72 @@ def test_noised_latents_lie_between_picture_and_noise(pretrain):
     np.testing.assert_allclose(
         np.quantile(sigma, [0.1587, 0.5, 0.8413]), [0.2689, 0.5, 0.7311], atol=0.02
     )  # logistic of -1, 0, 1
+
+
+def test_shifted_noise_levels_have_multiplied_odds(pretrain):
+    noised = pretrain("flows").noised
+    x0 = jnp.zeros((100, 3, 2, 2, 1))  # clips
+    _, sigma, _ = noised(x0, jax.random.key(0))
+    _, shifted, _ = noised(x0, jax.random.key(0), 3.0)
+    np.testing.assert_allclose(shifted / (1 - shifted), 3 * sigma / (1 - sigma), rtol=1e-4)
+
+
+def test_wrong_captions_of_clips_belong_to_other_clips(pretrain):
+    curriculum = pretrain("recipe").Curriculum(stream=1, wrong=range(1, 2))
+    draw = pretrain("data").clip_batches(1000, curriculum, batch=4000, seed=0)
+    for step, share in ((0, 0.0), (1, 0.3)):
+        rows, prompts = draw(step)
+        assert len(rows) == 4000
+        assert np.mean(prompts == 0) == pytest.approx(0.1, abs=0.02)
+        wrong = (prompts != 0) & (prompts != rows + 1)
+        assert np.mean(wrong) == pytest.approx(share * 0.9, abs=0.03)
+
+
+class Fit:
+    """The fit of one number to one of 1000 values per step, and the steps whose values were asked
+    for.
+    """
+
+    def __init__(self, pretrain, folder, **settings):
+        self.steps: list[int] = []
+        self._train = pretrain("training").train
+        self._schedule = pretrain("recipe").Schedule(1e-2, 1000)
+        self._settings = pretrain("recipe").Settings(folder, folder, 0, **settings)
+
+    def batch(self, step: int) -> np.ndarray:
+        self.steps.append(step)
+        return np.asarray([step % 7])
+
+    def __call__(self) -> float:
+        def loss(params, values, rows, key):
+            return ((params["x"] - values[rows] - 0.1 * jax.random.normal(key)) ** 2).mean()
+
+        values = np.linspace(1, 2, 7, dtype=np.float32)
+        zero = {"x": np.float32(0)}
+        result = self._train("fit", zero, loss, values, self.batch, self._schedule, self._settings)
+        return float(result["x"])
+
+
+def test_a_time_limit_spreads_the_steps_over_the_schedule(pretrain, tmp_path, monkeypatch):
+    fit = Fit(pretrain, tmp_path, seconds={"fit": 20.0})
+    # One second passes per batch, so 20 of the 1000 steps fit.
+    clock = SimpleNamespace(time=lambda: float(len(fit.steps)))
+    monkeypatch.setattr(pretrain("training"), "time", clock)
+    fit()
+    assert len(fit.steps) == 20
+    assert fit.steps[0] == 0
+    # The first two steps precede the measurement.
+    np.testing.assert_allclose(np.diff(fit.steps[2:]), 50, atol=1)
+    assert fit.steps[-1] >= 940
+
+
+def test_an_interrupted_training_gives_the_same_result(pretrain, tmp_path):
+    folders = [tmp_path / name for name in ("whole", "parts")]
+    for folder in folders:
+        folder.mkdir()
+    whole = Fit(pretrain, folders[0], stop=12)()
+    first = Fit(pretrain, folders[1], stop=5)
+    second = Fit(pretrain, folders[1], stop=12)
+    assert first() != whole
+    assert second() == whole
+    assert (first.steps, second.steps) == ([*range(5)], [*range(5, 12)])

@@ -35,8 +35,8 @@ from solrl_jax.models.loading.weights import ENCODER_PREFIXES, locate_tensors
 KERNEL = (3, 3, 3)
 ONE = (1, 1, 1)
 TIME = (3, 1, 1)
-# Convolutions with at most so many channels at both ends are computed as two-dimensional ones. The
-# released autoencoder has wider ones.
+# Convolutions over time with at most this number of input and output channels are computed as
+# two-dimensional ones. Those of the released autoencoder have more.
 NARROW = 64
 SMALLEST_NORM = 1e-12  # the smallest divisor of a normalized pixel
 LATENTS_MEAN = (
@@ -518,7 +518,7 @@ class CausalConv(nnx.Module):
         kernel = self.kernel.get_value().astype(x.dtype)
         time, *sides = kernel.shape[:3]
         padding = [(side // 2, side // 2) for side in sides]
-        if x.shape[1] > 1 and max(kernel.shape[3:]) <= NARROW:
+        if time > 1 and x.shape[1] > 1 and max(kernel.shape[3:]) <= NARROW:
             y = _convolve_joined_frames(x, kernel, padding)
             return y + self.bias.get_value().astype(x.dtype)
         if x.shape[1] == 1:  # the other slices of the kernel would read zeros
@@ -545,11 +545,11 @@ def _convolve_joined_frames(
     kernel: Float[Array, "time rows columns n_in n_out"],
     padding: list[tuple[int, int]],
 ) -> Float[Array, "b t h w n_out"]:
-    """A causal convolution as a two-dimensional one, whose input channels are those of a frame and
-    of the frames before it.
+    """Computes a causal convolution over time, rows and columns as a two-dimensional one.
 
-    It takes memory for `time` copies of the input. With few channels it is several times as fast as
-    a convolution over three axes (4 to 6 times with 12 to 24 channels on a CPU).
+    The input channels of the two-dimensional convolution are those of a frame and of the frames
+    before it. This takes memory for `time` copies of the input. With few channels it is several
+    times as fast as a three-dimensional convolution (4 to 6 times with 12 to 24 channels on a CPU).
 
     Args:
         x: Clips.
