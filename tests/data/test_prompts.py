@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from solrl_jax.data.prompts import Prompt, draw_prompts, load_prompts
 from solrl_jax.errors import InputError
 
-KINDS = ("general", "geneval-shapes", "ocr", "shapes")
+KINDS = ("general", "geneval-shapes", "motion", "ocr", "shapes")
 SETS = tuple(f"embedded:{kind}-{part}" for kind in KINDS for part in ("test", "train"))
 PROMPTS = [f"prompt {i}" for i in range(12)]
 

@@ -149,7 +149,7 @@ def test_a_picture_scores_the_same_whatever_its_batch_mates(pictures):
 def test_unknown_rewards_and_unreadable_prompts_are_named():
     with pytest.raises(
         InputError,
-        match=r"unknown reward 'beauty', 'truth'; available: shapes, tiny-clip, pickscore, ",
+        match=r"unknown reward 'beauty', 'truth'; available: shapes, motion, tiny-clip, ",
     ):
         make_reward({"truth": 1.0, "beauty": 1.0})
     with pytest.raises(
