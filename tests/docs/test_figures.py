@@ -151,6 +151,39 @@ def test_levers_alone():
     assert not table
 
 
+def test_ranks_of_clips():
+    found = {
+        (row["explore"], row["precision"], row["steps"]): row
+        for row in record("rank-wan")["measurements"]
+    }
+    *formats, (_, *_, best) = rows(DOCS / "exploration.md", "exploration | 3 steps")
+    assert [name for name, *_ in formats] == ["NVFP4", "FP8", "INT8", "BF16"]
+    for name, *cells in formats:
+        for cell, steps in zip(cells, (3, 4, 6), strict=True):
+            row = found["", name.lower(), steps]
+            check(numbers(cell), [row["spearman"], row["spearman_standard_error"]], (name, steps))
+    row = found["best", "nvfp4", 6]
+    check(numbers(best), [row["spearman"], row["spearman_standard_error"]], "best")
+
+
+def test_what_tiny_wan_learns():
+    first, *_, last = record("train-tiny-wan")["evaluations"]
+    text = " ".join((DOCS / "embedded.md").read_text().split())
+    for key, between in (
+        ("motion", "from {:.3f} ± {:.3f} to {:.3f} ± {:.3f}"),
+        ("motion/moves", "from {:.3f} ± {:.3f} to {:.3f} ± {:.3f}"),
+        ("motion/strict", "{:.3f} ± {:.3f} and {:.3f} ± {:.3f}"),
+    ):
+        printed = between.format(
+            *(
+                row[name]
+                for row in (first, last)
+                for name in (f"eval/{key}", f"eval/{key}/standard_error")
+            )
+        )
+        assert printed in text, printed
+
+
 def test_what_quantizing_each_group_costs():
     found = record("linears-tiny")
     page = DOCS / "exploration.md"
