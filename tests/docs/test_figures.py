@@ -784,6 +784,17 @@ def test_sizes_of_exploration():
     check(said.groups(), [found["averaged down"]["16 x 16"]["spearman"]], "averaged down")
 
 
+def test_frames_of_exploration():
+    found = record("exploration-tried")["frames"]["explored"]
+    table = rows(DOCS / "exploration.md", "exploration | latent frames times steps")
+    assert [name for name, *_ in table] == list(found)
+    for name, work, cell in table:
+        frames, steps = (int(number) for number in re.findall(r"\d+", name)[:2])
+        latent_frames = (frames + 1) // 2
+        assert int(work) == latent_frames * steps, name
+        check(signed(cell), found[name].values(), name)
+
+
 def test_the_monitor():
     runs = record("monitor")["runs"]
     text = " ".join((DOCS / "exploration.md").read_text().split())
