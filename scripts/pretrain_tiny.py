@@ -37,6 +37,8 @@ from pretrain.data import caption_batches, clip_batches, make_dataset, write_pro
 from pretrain.flows import train_pipeline
 from pretrain.recipe import RECIPES, Settings
 
+# Names of the trainings, whose time `--seconds` limits.
+TRAININGS = ("vae", "kl", "wan-vae", "clip", *RECIPES, "tiny-flux-guided")
 ASSETS = Path(__file__).parents[1] / "solrl_jax" / "assets"
 
 
@@ -66,6 +68,9 @@ def main(arguments: list[str] | None = None) -> None:
         "--stop", type=int, help="stop every training at this step (default: its end)"
     )
     args = parser.parse_args(arguments)
+    for name, _ in args.seconds:
+        if name not in TRAININGS:
+            parser.error(f"--seconds {name}: expected one of {', '.join(TRAININGS)}")
     args.work.mkdir(parents=True, exist_ok=True)
     settings = Settings(args.work, args.out / "pipelines", args.seed, args.stop, dict(args.seconds))
     wanted = ["tiny-clip", *RECIPES] if args.pipeline == "all" else [args.pipeline]

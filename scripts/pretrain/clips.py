@@ -39,7 +39,9 @@ def held_out(scene: Scene) -> bool:
 
 
 def make_clips(count: int, seed: int) -> tuple[UInt8[np.ndarray, "n t 32 32 3"], list[str]]:
-    """Draws clips of scenes that are not held out, as many of each as possible.
+    """Draws clips of the scenes that are not held out.
+
+    The numbers of clips of two scenes differ by at most one.
 
     Args:
         count: The number of clips.

@@ -40,6 +40,8 @@ def train_pipeline(
         draw: Maps a step to its batch: indices of latents, and of prompts in `["", *captions]`.
     """
     recipe = RECIPES[name]
+    if recipe.teacher and recipe.curriculum.wrong:
+        raise ValueError(f"{name}: wrong captions have no effect with a teacher")
     blueprint = BLUEPRINTS[name].with_vae(latents.config)
     blueprint.write(settings.work / name)
     pipeline = open_pipeline(settings.work / name)

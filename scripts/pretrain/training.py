@@ -14,8 +14,8 @@ from safetensors.numpy import load_file, save_file
 
 from pretrain.recipe import Schedule, Settings
 
-REPORT = 500  # steps between two printed lines
-SAVE = 60.0  # least seconds between two saved states
+REPORT_STEPS = 500  # steps between two printed lines
+SAVE_SECONDS = 60.0  # least seconds between two saved states
 
 State = dict[str, Any]  # params, average, opt, step
 # A function of the parameters, the data, a batch and a key that returns a scalar.
@@ -39,6 +39,8 @@ def train(
     A training with a time limit (`settings.seconds`) measures how long its steps take. If not all
     steps of its schedule fit, it skips some of them, evenly spread over the whole schedule, so that
     learning rates and batches pass through all phases. Its result depends on the machine.
+    A resumed training gets the whole limit again, and starts at the schedule's step that equals its
+    own count, so use a limit only with an empty `settings.work`.
 
     Args:
         name: The name of the state's file.
@@ -52,7 +54,7 @@ def train(
     Returns:
         The exponential moving average of the parameters.
     """
-    started = time.time()
+    start_time = time.time()
     # The learning rate is a factor of `_run`, and no part of the optimizer.
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0),
@@ -80,7 +82,7 @@ def train(
     end = schedule.last if settings.stop is None else min(schedule.last, settings.stop)
     stride = 1.0  # schedule steps per step
     step = first = int(state["step"])
-    compiled = saved = started
+    compile_end = last_save = start_time
     losses: list[float] = []
     while step < end:
         count = min(steps_per_call, end - step)
@@ -91,22 +93,22 @@ def train(
         step += count
         now = time.time()
         if step == first + count:
-            compiled = now
+            compile_end = now
         elif limit is not None:
-            pace = (now - compiled) / (step - first - steps_per_call)
-            left = max(0.0, started + limit - now) / pace
+            pace = (now - compile_end) / (step - first - steps_per_call)
+            left = max(0.0, start_time + limit - now) / pace
             fitting = step + int(left) // steps_per_call * steps_per_call
             end = min(end if settings.stop else schedule.last, fitting)
             stride = max(1.0, schedule.last / end)
-        if step % REPORT < count or step >= end:
+        if step % REPORT_STEPS < count or step >= end:
             print(
-                f"{name} step {step}/{end} loss {np.mean(losses):.4f} {now - started:.0f} s",
+                f"{name} step {step}/{end} loss {np.mean(losses):.4f} {now - start_time:.0f} s",
                 flush=True,
             )
             losses = []
-        if now - saved > SAVE or step >= end:
+        if now - last_save > SAVE_SECONDS or step >= end:
             _save(path, state)
-            saved = now
+            last_save = now
     return state["average"]
 
 

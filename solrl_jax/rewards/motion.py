@@ -57,6 +57,9 @@ def score(params: None, clips: Float[Array, "b T H W 3"], targets: verifier.Targ
         {"reward": partial credit in [0, 1], "moves": 1 if the largest object moves as the caption
         says, otherwise 0, "strict": 1 if every frame also shows exactly the object of the caption,
         otherwise 0}. All are float32 [b].
+
+    Raises:
+        ValueError: While tracing, if the clips have fewer than two frames.
     """
     verdict = verifier.verify(clips, targets)
     return {

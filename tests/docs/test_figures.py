@@ -182,6 +182,9 @@ def test_what_tiny_wan_learns():
             )
         )
         assert printed in text, printed
+    scores = record("train-tiny-wan")["guidance"]["scores"]
+    for scale, *cells in rows(DOCS / "embedded.md", "guidance scale"):
+        check(cells, scores[scale.split()[0]].values(), scale)
 
 
 def test_what_quantizing_each_group_costs():
@@ -295,8 +298,9 @@ def test_int8_on_tpus():
     flux = {device: found[device, "flux1_sol_rl_hpsv2"] for device in ("tpu-v5e", "tpu-v6e")}
     steps = [*flux.values(), found["tpu-v5e", "sana_sol_rl_hpsv2"]]
     for (name, *cells), row in zip(rows(page, "model and devices"), steps, strict=True):
-        values = [row[phase]["cycles"] / 1e6 for phase in ("explore", "regenerate")]
-        check([number for cell in cells for number in numbers(cell)], [*values, row["ratio"]], name)
+        explore, regenerate = (row[phase]["cycles"] / 1e6 for phase in ("explore", "regenerate"))
+        printed = [number for cell in cells for number in numbers(cell)]
+        check(printed, [explore, regenerate, regenerate / explore], name)
 
     rotated = {
         (device, phase): sum(
@@ -373,10 +377,25 @@ def test_an_iteration_measured_on_an_h200():
         check([number for cell in row for number in numbers(cell)], [*parts, sum(parts)], name)
     sums = [sum(parts) for parts in phases]
     rollouts = [sum(parts[:-1]) for parts in phases[:2]]
+    planned_image = sum(
+        rollout[name]["plan"]["seconds"] for name in ("decode_chunk", "score_images")
+    )
+    planned = [
+        candidates * (steps["regenerate"]["plan"]["seconds"] + planned_image),
+        candidates * steps["fp8"]["plan"]["seconds"]
+        + steps["regenerate"]["calls"] * steps["regenerate"]["plan"]["seconds"]
+        + calls * planned_image,
+    ]
+    planned_update = updates["nft"]["iteration_plan"]
+    planned_ratios = (
+        planned[0] / planned[1],
+        (planned[0] + planned_update) / (planned[1] + planned_update),
+    )
     text = " ".join(page.read_text().split())
     for said in (
         f"makes the rollout {rollouts[0] / rollouts[1]:.2f} times as fast and the iteration "
         f"{sums[0] / sums[1]:.2f} times",
+        "The rooflines of the same programs promise {:.2f} and {:.2f}.".format(*planned_ratios),
         f"An iteration of `opsd` takes {sums[2] / sums[1]:.2f} of the time of one of `nft`",
         f"cost {gradient:.0f} s, and the update saves {learned['nft'] - learned['opsd']:.0f} s",
     ):

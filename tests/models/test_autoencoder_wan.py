@@ -69,6 +69,10 @@ WAN_CASES = {  # name: (changes to the config; frames, height and width of the l
         },
         (3, 2, 3),
     ),
+    "wide, over three axes": (  # more channels than `wan.NARROW`
+        {"base_dim": 72, "dim_mult": [1, 1, 1]},
+        (2, 1, 2),
+    ),
     "another decoder": (
         {
             "decoder_base_dim": 4,

@@ -91,8 +91,9 @@ def parse_targets(captions: Sequence[str]) -> Targets:
 def verify(clips: Float[Array, "n t h w 3"], targets: Targets) -> Verdict:
     """Judges each clip against what its caption asks for. Compiled for each shape.
 
-    The score is 0.6 times the mean score of the frames, as images of the object, plus 0.4 times how
-    well the largest object moves as the caption says.
+    The score is 0.6 times the mean score of the frames, judged as images of the object, plus 0.4
+    times how well the largest object moves as the caption says. The second term is multiplied by
+    the least presence of an object in any frame, in [0, 1].
 
     Args:
         clips: Finite RGB in [0, 1], of any floating-point dtype and size. Lengths scale with the
@@ -106,7 +107,7 @@ def verify(clips: Float[Array, "n t h w 3"], targets: Targets) -> Verdict:
         ValueError: While tracing, if the clips have fewer than two frames, in which nothing moves.
     """
     if clips.shape[1] < 2:
-        raise ValueError(f"clips of {clips.shape[1]} frame; the motion needs 2 or more")
+        raise ValueError(f"clips with {clips.shape[1]} frame(s): judging motion needs 2 or more")
 
     def judge_frame(
         frame: Float[Array, "h w 3"], target: verifier.Targets

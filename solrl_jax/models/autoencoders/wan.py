@@ -548,13 +548,18 @@ def _convolve_joined_frames(
     """Computes a causal convolution over time, rows and columns as a two-dimensional one.
 
     The input channels of the two-dimensional convolution are those of a frame and of the frames
-    before it. This takes memory for `time` copies of the input. With few channels it is several
-    times as fast as a three-dimensional convolution (4 to 6 times with 12 to 24 channels on a CPU).
+    before it. This takes memory for `time` copies of the input. On CPUs it is faster than a
+    three-dimensional convolution if there are few channels.
 
     Args:
-        x: Clips.
+        x: Feature maps of clips, of two or more frames.
         kernel: The kernel, whose last slice in time meets the frame itself.
-        padding: Zeros before and after rows and columns.
+        padding: Zeros before and after the rows and the columns, one pair each. Time is padded with
+            `time - 1` zero frames in front.
+
+    Returns:
+        Feature maps of the size of `x` with `n_out` channels, in the dtype of `x`, without the
+        bias.
     """
     batch, frames = x.shape[:2]
     time = kernel.shape[0]
