@@ -2,10 +2,12 @@
 
 from typing import TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from solrl_jax.quant import compile_target
 from solrl_jax.quant.lazy import LazyActivation
 
 # Cosines and sines of the rotation angles: two float32 arrays [b or 1, positions, head_dim / 2].
@@ -60,12 +62,64 @@ def rotate_pairs(
     Returns:
         The rotated array, of the shape and dtype of `x`.
     """
+    if compile_target.platform() == "tpu":
+        return rotate_by_product(x, cos, sin)
     cos = cos[..., None, :]
     sin = sin[..., None, :]
     pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, cos.shape[-1], 2)
     first, second = jnp.unstack(pairs, axis=-1)
     rotated = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.reshape(x.shape).astype(x.dtype)
+
+
+@jax.custom_vjp
+def rotate_by_product(
+    x: Float[Array, "... d"], cos: Float[Array, "... half"], sin: Float[Array, "... half"]
+) -> Float[Array, "... d"]:
+    """Computes `rotate_pairs` with a matmul that swaps the features of each pair.
+
+    TPUs keep the last axis in registers of 128 lanes, so that an axis for the two features of a
+    pair would leave 126 of them empty. The swap is exact: its matrix has one 1 or -1 per column.
+    Results and gradients are those of `rotate_pairs`, to the bit.
+
+    Args:
+        x: Queries or keys [..., d], as for `rotate_pairs`.
+        cos: The cosines of the angles [..., half]. No gradient is computed for them.
+        sin: The sines of the angles [..., half]. No gradient is computed for them.
+
+    Returns:
+        The rotated array, of the shape and dtype of `x`. Where a feature is not finite, more
+        features of its head may be NaN than with `rotate_pairs`.
+    """
+    features = 2 * cos.shape[-1]
+    # Computed in the program: kernels may not capture constants.
+    row = jax.lax.broadcasted_iota(jnp.int32, (features, features), 0)
+    column = jax.lax.broadcasted_iota(jnp.int32, (features, features), 1)
+    sign = jnp.where(column % 2 == 0, -1, 1)
+    swap = jnp.where(row == column - sign, sign, 0)
+    heads = x.reshape(*x.shape[:-1], -1, features)
+    swapped = jnp.matmul(
+        heads,
+        swap.astype(x.dtype),
+        precision=jax.lax.Precision.HIGHEST,  # exact for float32, too
+        preferred_element_type=jnp.float32,
+    )
+    cos, sin = (jnp.repeat(table, 2, axis=-1)[..., None, :] for table in (cos, sin))
+    rotated = heads.astype(jnp.float32) * cos + swapped * sin
+    return rotated.reshape(x.shape).astype(x.dtype)
+
+
+def _rotate_forward(x: Array, cos: Array, sin: Array) -> tuple[Array, tuple[Array, Array]]:
+    return rotate_by_product(x, cos, sin), (cos, sin)
+
+
+def _rotate_backward(tables: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array, Array]:
+    cos, sin = tables
+    inverse = rotate_by_product(cotangent, cos, -sin)
+    return inverse, jnp.zeros_like(cos), jnp.zeros_like(sin)
+
+
+rotate_by_product.defvjp(_rotate_forward, _rotate_backward)
 
 
 def rotate(x: LazyActivation, rotation: Rotation | None, start: int = 0) -> LazyActivation:
