@@ -63,7 +63,6 @@ def test_clips_of_the_base_follow_their_captions():
     assert images.shape == (36, scenes.FRAMES, 32, 32, 3)
     own = score(images, captions)
     others = score(images, captions[1:] + captions[:1])
-    print({name: (values.mean(), others[name].mean()) for name, values in own.items()})
     assert own["reward"].mean() > 0.4
     assert own["motion/moves"].mean() > 0.5
     assert own["reward"].mean() > others["reward"].mean() + 0.1

@@ -112,10 +112,10 @@ def verify(clips: Float[Array, "n t h w 3"], targets: Targets) -> Verdict:
     def judge_frame(
         frame: Float[Array, "h w 3"], target: verifier.Targets
     ) -> tuple[verifier.Verdict, Float[Array, ""], Float[Array, ""], Float[Array, " 2"]]:
-        objects = verifier.measure(frame.astype(jnp.float32))
+        components = verifier.measure(frame.astype(jnp.float32))
+        verdict = verifier.judge(components, target)
         # The components are sorted by area, the largest first.
-        verdict = verifier.judge(objects, target)
-        return verdict, objects.present[0], objects.area[0], objects.centroid[0]
+        return verdict, components.present[0], components.area[0], components.centroid[0]
 
     def verify_one(clip: Float[Array, "t h w 3"], target: Targets) -> Verdict:
         frames, present, area, centroid = jax.vmap(judge_frame, (0, None))(clip, target.objects)
