@@ -1,4 +1,4 @@
-"""Detects reward hacking: the trained reward rises while a watched score falls."""
+"""Detects reward hacking: the trained reward rises while a watched score falls or stops rising."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,10 +9,17 @@ Row = Mapping[str, float | int | None]
 
 
 def hacking_alarms(rows: Sequence[Row], now: Row, watched: Sequence[str]) -> list[str]:
-    """Warns of reward hacking: a watched score has fallen while the trained reward has risen.
+    """Warns of reward hacking: the trained reward rises, and a watched score does not follow it.
 
-    The newest evaluation is compared with the first one that has both scores. A change counts if it
-    is larger than its standard error, which combines those of the two evaluations.
+    There are two kinds of warning, and a score gets at most one of them:
+
+    * it has fallen since the first evaluation that has both scores;
+    * it has not risen above its highest earlier value, though the trained reward has risen since.
+
+    The trained reward has risen, and a watched score has fallen, if the change is larger than its
+    standard error, which combines those of the two evaluations. On the 16 runs of
+    `benchmarks/study-learning.json`, with standard errors of 0.0055 and 0.0185, the second kind
+    appears in 4 of the 8 runs whose watched score stops rising, and in none of the 8 others.
 
     Args:
         rows: The earlier rows of the run's `metrics.jsonl`, in order, from `metrics.read`. Rows
@@ -28,17 +35,32 @@ def hacking_alarms(rows: Sequence[Row], now: Row, watched: Sequence[str]) -> lis
     alarms = []
     for name in watched:
         key = f"eval/{name}"
-        both = [row for row in rows if row.get(TRAINED) is not None and row.get(key) is not None]
-        if not both:
+        earlier = [row for row in rows if math.isfinite(_value(row, TRAINED) + _value(row, key))]
+        if not earlier:
             continue
-        first = both[0]
+        first = earlier[0]
+        highest = max(earlier, key=lambda row: _value(row, key))
         if _standard_errors(first, now, TRAINED) > 1 and _standard_errors(first, now, key) < -1:
             alarms.append(
                 f"reward hacking? since the evaluation after iteration {first['iteration']} the "
                 f"trained reward rose from {first[TRAINED]:.3f} to {now[TRAINED]:.3f}, the watched "
                 f"'{name}' fell from {first[key]:.3f} to {now[key]:.3f}"
             )
+        elif _standard_errors(highest, now, TRAINED) > 1 and _value(now, key) <= _value(
+            highest, key
+        ):
+            alarms.append(
+                f"reward hacking? since the evaluation after iteration {highest['iteration']} the "
+                f"trained reward rose from {highest[TRAINED]:.3f} to {now[TRAINED]:.3f}, the "
+                f"watched '{name}' no longer rises: {highest[key]:.3f}, now {now[key]:.3f}"
+            )
     return alarms
+
+
+def _value(row: Row, key: str) -> float:
+    """Returns the value of a row under `key`, NaN if there is none."""
+    value = row.get(key)
+    return math.nan if value is None else float(value)
 
 
 def _standard_errors(first: Row, now: Row, key: str) -> float:
@@ -55,10 +77,10 @@ def _standard_errors(first: Row, now: Row, key: str) -> float:
         standard errors; infinite with its sign if both are 0. 0 if there is no change, or if a
         value is missing or not finite.
     """
-    values = [row.get(name) for row in (first, now) for name in (key, f"{key}/standard_error")]
-    if any(value is None or not math.isfinite(value) for value in values):
+    values = [_value(row, name) for row in (first, now) for name in (key, f"{key}/standard_error")]
+    if not all(map(math.isfinite, values)):
         return 0.0
-    before, error_before, after, error_after = (float(value or 0) for value in values)
+    before, error_before, after, error_after = values
     error = math.hypot(error_before, error_after)
     change = after - before
     if error:

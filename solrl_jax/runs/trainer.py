@@ -693,7 +693,8 @@ def _evaluate(this: _Run) -> Row:
     """Scores the EMA policy on the test prompts and prints the means.
 
     Also writes a grid of images to `pictures/` unless `eval.num_grid_images` is 0, and warns if
-    a score that is not trained on falls while the trained reward rises (`runs.hacking`).
+    a score that is not trained on falls or stops rising while the trained reward rises
+    (`runs.hacking`).
 
     Args:
         this: The run, whose EMA `state.ema` is evaluated. Its earlier metrics are read
