@@ -33,7 +33,7 @@ from solrl_jax.rl.trainable.trainable import attach, init_adapters, matching
 
 LIMIT = 10.0  # seconds per program
 BF16 = jnp.bfloat16
-REMAT = "blocks"  # gradient checkpointing as in the recipes
+CHECKPOINTING = "blocks"  # gradient checkpointing as in the recipes
 
 
 def shaped(*shape, dtype=BF16):
@@ -53,21 +53,25 @@ LARGE = SD3Config(
 # number of blocks, their width, and the number of image and text tokens.
 MODELS = {
     "flux1": (
-        lambda r: FluxTransformer2DModel(FluxConfig(guidance_embeds=True), remat=REMAT, rngs=r),
+        lambda r: FluxTransformer2DModel(
+            FluxConfig(guidance_embeds=True), gradient_checkpointing=CHECKPOINTING, rngs=r
+        ),
         (shaped(1, 64, 64, 16), shaped(1, 128, 4096), shaped(1, 768), TIME, TIME),
         57,
         3072,
         1024 + 128,
     ),
     "sd3": (
-        lambda r: SD3Transformer2DModel(LARGE, remat=REMAT, rngs=r),
+        lambda r: SD3Transformer2DModel(LARGE, gradient_checkpointing=CHECKPOINTING, rngs=r),
         (shaped(1, 128, 128, 16), shaped(1, 205, 4096), shaped(1, 2048), TIME),
         38,
         2432,
         4096 + 205,
     ),
     "sana": (
-        lambda r: SanaTransformer2DModel(SanaConfig(), remat=REMAT, rngs=r),
+        lambda r: SanaTransformer2DModel(
+            SanaConfig(), gradient_checkpointing=CHECKPOINTING, rngs=r
+        ),
         (shaped(1, 32, 32, 32), shaped(1, 300, 2304), shaped(1, 300, dtype=bool), TIME),
         20,
         2240,

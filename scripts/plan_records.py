@@ -80,7 +80,7 @@ def collect() -> list[dict[str, Any]]:
                 plan["mesh"],
                 devices=plan["devices"] * plan["hosts"],
                 hosts=plan["hosts"],
-                checkpointing=RENAMED.get(plan["remat"], plan["remat"]),
+                checkpointing=RENAMED.get(kept := plan["gradient_checkpointing"], kept),
                 peak=plan["peak"],
                 seconds={stage["name"]: stage["seconds"] for stage in plan["stages"]},
                 source=source,

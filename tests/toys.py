@@ -69,7 +69,7 @@ class ToyPipeline(Pipeline):
     compression = 8
     channels = SHAPE[2]
     patch = 1
-    remat = "none"
+    gradient_checkpointing = "none"
 
     def __init__(self):
         """Opens no directory."""

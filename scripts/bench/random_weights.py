@@ -63,8 +63,8 @@ def shapes_of_experiment(config: Config) -> Experiment:
     mesh = open_mesh(config)
     mhla = mhla_override(config.model)
 
-    def open_with(remat: str) -> Pipeline:
-        return open_configurations(config.model.path, remat, mhla)
+    def open_with(gradient_checkpointing: str) -> Pipeline:
+        return open_configurations(config.model.path, gradient_checkpointing, mhla)
 
     pipeline = open_for_training(config, mesh, device_memory(), open_with)
     return abstract_experiment(config, pipeline, first_device_info(), mesh)

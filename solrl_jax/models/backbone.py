@@ -161,7 +161,7 @@ def load_backbone(
         model: an open pipeline; or a name of one: the directory of a diffusers pipeline,
             `embedded:NAME` for one that this package carries, or OWNER/NAME of a hub repository,
             which is downloaded if it is not in the hub's cache. A model given by name stores all
-            activations for the backward pass (rematerialization "none").
+            activations for the backward pass (gradient checkpointing "none").
         precision: dtype in which the transformer and the text encoders compute, "bf16" or "fp32".
         mesh: devices that hold the parameters, with the axes `data`, `fsdp`, `sequence` and
             `tensor`. The decoder is sharded over the same devices, but without sequence and tensor

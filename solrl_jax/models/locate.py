@@ -18,17 +18,19 @@ EMBEDDED = "embedded:"
 EMBEDDED_FOLDER = Path(__file__).parents[1] / "assets" / "pipelines"
 
 
-def open_model(path: str, remat: str = "none", mhla: MhlaOverride | None = None) -> Pipeline:
+def open_model(
+    path: str, gradient_checkpointing: str = "none", mhla: MhlaOverride | None = None
+) -> Pipeline:
     """Opens the pipeline that `path` names. Its weights are not read, but those of a hub repository
     are downloaded if they are not in the hub's cache.
 
     Args:
         path: the directory of a diffusers pipeline, `embedded:NAME` for one that this package
             carries, or OWNER/NAME of a hub repository, unless a directory has that name.
-        remat: what the backward pass of the transformer recomputes instead of storing: "none"
-            (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
-            (everything inside a block; only the inputs of blocks are stored). Another value raises
-            KeyError when the transformer is traced.
+        gradient_checkpointing: what the backward pass of the transformer recomputes instead of
+            storing: "none" (nothing), "matmuls" (everything except matmuls and attention kernels)
+            or "blocks" (everything inside a block; only the inputs of blocks are stored). Another
+            value raises KeyError when the transformer is traced.
         mhla: for SANA: replaces its linear attention by MHLA, token-level multi-head linear
             attention (arXiv 2601.07832). Made by `mhla_override`: the settings of MHLA, and the
             (height, width) of images in pixels. None keeps the model's own attention.
@@ -43,7 +45,7 @@ def open_model(path: str, remat: str = "none", mhla: MhlaOverride | None = None)
     """
     folder = find_model(path)
     with in_one_line():
-        return open_pipeline(folder, remat, mhla)
+        return open_pipeline(folder, gradient_checkpointing, mhla)
 
 
 def mhla_override(model: Model) -> MhlaOverride | None:

@@ -45,10 +45,10 @@ class Pipeline(abc.ABC):
             steps, as diffusers' pipeline of this model does, instead of those of its scheduler. It
             counts where sampling follows the released scheduler, not a configured schedule.
         folder: the directory that the pipeline was opened from.
-        remat: what the backward pass of the transformer recomputes instead of storing: "none"
-            (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
-            (everything inside a block; only the inputs of blocks are stored). Another value raises
-            KeyError when the transformer is traced.
+        gradient_checkpointing: what the backward pass of the transformer recomputes instead of
+            storing: "none" (nothing), "matmuls" (everything except matmuls and attention kernels)
+            or "blocks" (everything inside a block; only the inputs of blocks are stored). Another
+            value raises KeyError when the transformer is traced.
         scheduler: contents of `scheduler/scheduler_config.json`, a dictionary.
         transformer: the denoising network, a `Component` (a network without parameters, and its
             files).
@@ -79,7 +79,7 @@ class Pipeline(abc.ABC):
     linear_sigmas: ClassVar[bool] = False
 
     folder: Path
-    remat: str
+    gradient_checkpointing: str
     scheduler: dict[str, Any]
     transformer: Component
     text_encoders: dict[str, Component]
@@ -95,18 +95,18 @@ class Pipeline(abc.ABC):
     vae_dtype: jnp.dtype | None = None
     shift_terminal: float | None = None
 
-    def __init__(self, folder: Path, remat: str):
+    def __init__(self, folder: Path, gradient_checkpointing: str):
         """Opens a model directory. No weight is read.
 
-        This constructor sets `folder`, `remat` and `scheduler`; the one of the subclass calls it
-        and sets the other attributes.
+        This constructor sets `folder`, `gradient_checkpointing` and `scheduler`; the one of the
+        subclass calls it and sets the other attributes.
 
         Args:
             folder: directory of a diffusers pipeline of this kind.
-            remat: what the backward pass of the transformer recomputes instead of storing: "none"
-                (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
-                (everything inside a block; only the inputs of blocks are stored). Another value
-                raises KeyError when the transformer is traced.
+            gradient_checkpointing: what the backward pass of the transformer recomputes instead of
+                storing: "none" (nothing), "matmuls" (everything except matmuls and attention
+                kernels) or "blocks" (everything inside a block; only the inputs of blocks are
+                stored). Another value raises KeyError when the transformer is traced.
 
         Raises:
             FileNotFoundError: a file is missing.
@@ -114,7 +114,7 @@ class Pipeline(abc.ABC):
                 number of channels of one component is not what another one takes or returns.
         """
         self.folder = folder
-        self.remat = remat
+        self.gradient_checkpointing = gradient_checkpointing
         self.scheduler = read_json(folder / "scheduler" / "scheduler_config.json")
 
     @abc.abstractmethod

@@ -29,16 +29,18 @@ PIPELINES: dict[str, type[Pipeline]] = {
 }
 
 
-def open_pipeline(folder: Path, remat: str = "none", mhla: MhlaOverride | None = None) -> Pipeline:
+def open_pipeline(
+    folder: Path, gradient_checkpointing: str = "none", mhla: MhlaOverride | None = None
+) -> Pipeline:
     """Opens the directory of a diffusers pipeline. No weight is read.
 
     Args:
         folder: directory with a `model_index.json`, whose `_class_name` selects the class among
             `PIPELINES`.
-        remat: what the backward pass of the transformer recomputes instead of storing: "none"
-            (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
-            (everything inside a block; only the inputs of blocks are stored). Another value raises
-            KeyError when the transformer is traced.
+        gradient_checkpointing: what the backward pass of the transformer recomputes instead of
+            storing: "none" (nothing), "matmuls" (everything except matmuls and attention kernels)
+            or "blocks" (everything inside a block; only the inputs of blocks are stored). Another
+            value raises KeyError when the transformer is traced.
         mhla: for SANA: replaces its linear attention by MHLA, token-level multi-head linear
             attention (arXiv 2601.07832): the settings of MHLA, and the (height, width) of images in
             pixels. None keeps the model's own attention.
@@ -59,10 +61,10 @@ def open_pipeline(folder: Path, remat: str = "none", mhla: MhlaOverride | None =
         raise ValueError(f"{index}: _class_name={name!r}; accepted: {', '.join(PIPELINES)}")
     kind = PIPELINES[name]
     if mhla is None:
-        return kind(folder, remat)
+        return kind(folder, gradient_checkpointing)
     if not issubclass(kind, SanaPipeline):
         raise ValueError(
             f"model.attention=mhla: {folder} is a {name}; "
             "only SanaPipeline has linear attention to replace"
         )
-    return kind(folder, remat, mhla)
+    return kind(folder, gradient_checkpointing, mhla)

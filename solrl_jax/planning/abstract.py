@@ -38,7 +38,7 @@ from solrl_jax.storage import hub
 
 
 def open_configurations(
-    path: str, remat: str = "none", mhla: MhlaOverride | None = None
+    path: str, gradient_checkpointing: str = "none", mhla: MhlaOverride | None = None
 ) -> Pipeline:
     """Opens a model for planning: its configuration files, without its weights. Downloads nothing.
 
@@ -47,9 +47,9 @@ def open_configurations(
             `embedded:NAME` for one of the small pipelines inside this package, or OWNER/NAME of a
             repository of the Hugging Face hub. A repository is read from the local cache of the
             hub, or else from the configurations of released models that this package contains.
-        remat: What the backward pass of the transformer computes again instead of keeping it in
-            memory: "none" (nothing), "matmuls" (everything but the outputs of matmuls) or "blocks"
-            (every block).
+        gradient_checkpointing: What the backward pass of the transformer computes again instead of
+            keeping it in memory: "none" (nothing), "matmuls" (everything but the outputs of
+            matmuls) or "blocks" (every block).
         mhla: Replaces the linear attention of SANA's blocks by multi-head linear attention of this
             setting (`mhla_override(config.model)`). None keeps the model's own attention.
 
@@ -61,7 +61,7 @@ def open_configurations(
             for another model than SANA.
     """
     if Path(path).is_dir() or not hub.is_name(path):
-        return open_model(path, remat, mhla)
+        return open_model(path, gradient_checkpointing, mhla)
     folder = hub.cached(path)
     if folder is None or not (folder / "transformer" / "config.json").is_file():
         folder = hub.CARRIED / path
@@ -73,7 +73,7 @@ def open_configurations(
         raise InputError(
             f"model.path={path!r}: no such directory, not in the Hub's cache; {accepted}"
         )
-    return open_model(str(folder), remat, mhla)
+    return open_model(str(folder), gradient_checkpointing, mhla)
 
 
 def abstract_experiment(

@@ -322,7 +322,8 @@ def plan(
         * "assumptions": a list of sentences.
         * "preset", "objective", "device", "devices" (per host), "hosts", "size" (height and width
           in pixels), "mesh" (the sizes of its axes by name), "exploration" (its format, as a
-          sentence) and "remat" (what the backward pass computes again): what was planned.
+          sentence) and "gradient_checkpointing" (what the backward pass computes again): what was
+          planned.
 
     Raises:
         InputError: If the devices do not exist or do not match the mesh of the configuration, if
@@ -358,7 +359,7 @@ def plan(
         "usable": usable,
         "mesh": dict(planner.stages.mesh.shape),
         "exploration": form.describe(planner.device),
-        "remat": planner.pipeline.remat,
+        "gradient_checkpointing": planner.pipeline.gradient_checkpointing,
         "parts": {name: bytes_per_device(arrays(tree)) for name, tree in planner.parts().items()},
         "stages": stages,
         "largest": largest["name"],
@@ -401,7 +402,7 @@ def faster(planner: Planner, left: dict[str, int]) -> dict[str, str]:
         empty.
     """
     explorer = planner.stages.experiment.explorer
-    remat = planner.config.model.gradient_checkpointing
+    gradient_checkpointing = planner.config.model.gradient_checkpointing
     settings = (
         {}
         if explorer.format.is_native(planner.device)
@@ -409,7 +410,9 @@ def faster(planner: Planner, left: dict[str, int]) -> dict[str, str]:
     )
     roomy = left["update"] > planner.usable / 2
     return settings | (
-        {"update": "model.gradient_checkpointing=matmuls"} if roomy and remat == "blocks" else {}
+        {"update": "model.gradient_checkpointing=matmuls"}
+        if roomy and gradient_checkpointing == "blocks"
+        else {}
     )
 
 
@@ -520,7 +523,7 @@ def table(summary: dict[str, Any]) -> str:
     lines[0] += f"; {kind} of {height} x {width} pixels"
     lines += [
         f"exploration: {summary['exploration']}",
-        f"the update recomputes: {summary['remat']}",
+        f"the update recomputes: {summary['gradient_checkpointing']}",
         "",
         "parts, GB per device",
     ]

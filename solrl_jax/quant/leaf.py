@@ -22,7 +22,8 @@ from jaxtyping import Array, Float
 from solrl_jax.quant import tensor_parallel
 from solrl_jax.quant.lazy import ColumnView, LazyActivation, LazyPart
 
-MATMUL = "matmul"  # the checkpoint name of every matmul with a weight (`models.layers.stack.REMAT`)
+# the checkpoint name of every matmul with a weight (`models.layers.stack.CHECKPOINT_POLICIES`)
+MATMUL = "matmul"
 Matrix: TypeAlias = Float[Array | np.ndarray, "... n_in n_out"]
 
 

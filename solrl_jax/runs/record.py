@@ -89,7 +89,7 @@ def _facts(experiment: Experiment, done: int) -> dict[str, Any]:
             for here), "native" (whether the devices have units for it), "options" (class names of
             the active options) and "means" (a phrase for people);
           * "evaluation": one line with prompts, images, solver, guidance, precision and seed;
-          * "remat": what the gradient recomputes: "none", "matmuls" or "blocks";
+          * "gradient_checkpointing": what the gradient recomputes: "none", "matmuls" or "blocks";
           * "parameters": their number by component;
           * "adapted", "trained_in_full" and "quantized": lists of parameter paths, e.g.
             "blocks/attn/to_q/kernel";
@@ -123,7 +123,7 @@ def _facts(experiment: Experiment, done: int) -> dict[str, Any]:
             "means": explorer.format.describe(experiment.device),
         },
         "evaluation": setting(experiment),
-        "remat": pipeline.remat,
+        "gradient_checkpointing": pipeline.gradient_checkpointing,
         "parameters": parameters,
         "adapted": list(experiment.trained_paths.adapted),
         "trained_in_full": list(experiment.trained_paths.whole),

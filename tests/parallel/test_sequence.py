@@ -146,7 +146,7 @@ def inputs(shape, names):
 @functools.cache
 def network(name):
     kind, config, shape, names = NETWORKS[name]
-    model = kind(config, remat="matmuls", rngs=nnx.Rngs(0))
+    model = kind(config, gradient_checkpointing="matmuls", rngs=nnx.Rngs(0))
     graphdef, params = nnx.split(model)
     rng = np.random.default_rng(0)
     params = jax.tree.map(

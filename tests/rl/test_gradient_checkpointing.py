@@ -12,7 +12,7 @@ import pytest
 from solrl_jax.config.batch import effective_batch
 from solrl_jax.config.presets import resolve
 from solrl_jax.errors import InputError
-from solrl_jax.models.layers.stack import REMAT
+from solrl_jax.models.layers.stack import CHECKPOINT_POLICIES
 from solrl_jax.models.locate import open_model
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.quant.matmul import LowRank, dequantize
@@ -33,9 +33,9 @@ MESH = make_mesh(1, 1)
 open_flux = cache(partial(open_model, CONFIG.model.path))
 
 
-def gradient(remat, policy_of=lambda policy: policy):
+def gradient(gradient_checkpointing, policy_of=lambda policy: policy):
     """Of the objective, with respect to the adapters of tiny-flux."""
-    pipeline = open_flux(remat)
+    pipeline = open_flux(gradient_checkpointing)
     rng = np.random.default_rng(0)
 
     def draw(*shape):
@@ -91,12 +91,12 @@ def dense_gradient():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("remat", REMAT)
-def test_the_gradient_of_an_adapted_network_is_that_of_whole_matrices(remat):
+@pytest.mark.parametrize("gradient_checkpointing", CHECKPOINT_POLICIES)
+def test_the_gradient_of_an_adapted_network_is_that_of_whole_matrices(gradient_checkpointing):
     def norm(tree):
         return np.sqrt(sum(np.square(x, dtype=np.float64).sum() for x in jax.tree.leaves(tree)))
 
-    got = gradient(remat)
+    got = gradient(gradient_checkpointing)
     want = dense_gradient()
     for path, of in want.items():
         for factor, values in of.items():
@@ -108,13 +108,13 @@ def test_the_gradient_of_an_adapted_network_is_that_of_whole_matrices(remat):
 
 def test_auto_keeps_products_where_they_fit():
     none, products, blocks = (
-        saved_residual_bytes(CONFIG, open_flux(remat), MESH)
-        for remat in ("none", "matmuls", "blocks")
+        saved_residual_bytes(CONFIG, open_flux(gradient_checkpointing), MESH)
+        for gradient_checkpointing in ("none", "matmuls", "blocks")
     )
     assert none > 1.2 * products > 1.2 * blocks
 
     def chosen(memory):
-        return open_for_training(CONFIG, MESH, memory, open_flux).remat
+        return open_for_training(CONFIG, MESH, memory, open_flux).gradient_checkpointing
 
     assert [chosen((products + change) / SHARE) for change in (none, 1, -1)] == [
         "matmuls",
@@ -164,10 +164,14 @@ def test_what_is_kept_grows_with_the_micro_batch_and_the_base_is_divided_over_fs
 
 def test_a_run_resolves_auto_and_takes_other_settings_as_they_are():
     assert (
-        build(small_config("unused", "model.gradient_checkpointing=auto")).backbone.pipeline.remat
+        build(
+            small_config("unused", "model.gradient_checkpointing=auto")
+        ).backbone.pipeline.gradient_checkpointing
         == "matmuls"
     )  # tiny fits anywhere
     assert (
-        build(small_config("unused", "model.gradient_checkpointing=blocks")).backbone.pipeline.remat
+        build(
+            small_config("unused", "model.gradient_checkpointing=blocks")
+        ).backbone.pipeline.gradient_checkpointing
         == "blocks"
     )

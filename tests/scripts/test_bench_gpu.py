@@ -237,9 +237,9 @@ def test_a_twin_that_fails_leaves_the_kernels_own_figures():
 
 def test_the_update_keeps_what_the_configuration_says():
     """Without a policy the gradient of FLUX.1 keeps every intermediate, which no GPU holds."""
-    for remat in ("none", "blocks"):
-        config = resolve("tiny", ("mesh.data=1", f"model.remat={remat}"))
-        assert shapes_of_experiment(config).backbone.pipeline.remat == remat
+    for kind in ("none", "blocks"):
+        config = resolve("tiny", ("mesh.data=1", f"model.gradient_checkpointing={kind}"))
+        assert shapes_of_experiment(config).backbone.pipeline.gradient_checkpointing == kind
 
 
 def test_how_rewards_differ():

@@ -136,7 +136,7 @@ def test_the_transformer_attends_in_flash_attention(planned):
     forwards, backwards = flash(planned, UPDATE)
     assert backwards > 0
     assert backwards % count == 0
-    again = {"matmuls": 0, "blocks": 1}[planned.plan["remat"]]  # for the gradient
+    again = {"matmuls": 0, "blocks": 1}[planned.plan["gradient_checkpointing"]]  # for the gradient
     assert forwards == (3 + again) * backwards  # old, reference, trained
 
 

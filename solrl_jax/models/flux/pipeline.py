@@ -30,8 +30,8 @@ class FluxPipeline(Pipeline):
     The transformer gets T5's encoding of every prompt token, and one vector from CLIP for the whole
     prompt.
 
-    `FluxPipeline(folder, remat)` opens a model directory in the layout of diffusers without reading
-    a weight. The attributes below are in addition to those of `Pipeline`.
+    `FluxPipeline(folder, gradient_checkpointing)` opens a model directory in the layout of
+    diffusers without reading a weight. The attributes below are in addition to those of `Pipeline`.
 
     Attributes:
         config: configuration of the transformer (`transformer/config.json`).
@@ -44,15 +44,15 @@ class FluxPipeline(Pipeline):
     linear_sigmas = True
     embedded_guidance = True
 
-    def __init__(self, folder: Path, remat: str = "none"):
+    def __init__(self, folder: Path, gradient_checkpointing: str = "none"):
         """Opens a directory in the layout of `black-forest-labs/FLUX.1-dev`. No weight is read.
 
         Args:
             folder: the directory.
-            remat: what the backward pass of the transformer recomputes instead of storing: "none"
-                (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
-                (everything inside a block; only the inputs of blocks are stored). Another value
-                raises KeyError when the transformer is traced.
+            gradient_checkpointing: what the backward pass of the transformer recomputes instead of
+                storing: "none" (nothing), "matmuls" (everything except matmuls and attention
+                kernels) or "blocks" (everything inside a block; only the inputs of blocks are
+                stored). Another value raises KeyError when the transformer is traced.
 
         Raises:
             FileNotFoundError: a configuration or a tokenizer is missing.
@@ -61,7 +61,7 @@ class FluxPipeline(Pipeline):
                 positions; or a width or number of channels of one component is not what another one
                 takes or returns.
         """
-        super().__init__(folder, remat)
+        super().__init__(folder, gradient_checkpointing)
         config = FluxConfig.read(folder / "transformer")
         vae_config = AutoencoderKLConfig.read(folder / "vae")
         clip_config = CLIPTextConfig.read(folder / "text_encoder")
@@ -74,7 +74,9 @@ class FluxPipeline(Pipeline):
 
         self.transformer = Component.from_builder(
             folder / "transformer",
-            lambda rngs: FluxTransformer2DModel(config, remat=remat, rngs=rngs),
+            lambda rngs: FluxTransformer2DModel(
+                config, gradient_checkpointing=gradient_checkpointing, rngs=rngs
+            ),
         )
         self.text_encoders = {
             "text_encoder": Component.from_builder(

@@ -106,17 +106,17 @@ class FluxTransformer2DModel(nnx.Module):
     Args:
         config: configuration of the network (`FluxConfig`): its widths, heads and blocks of both
             kinds.
-        remat: what the backward pass recomputes instead of storing: "none" (nothing), "matmuls"
-            (everything except matmuls and attention kernels) or "blocks" (everything inside a
-            block; only the inputs of blocks are stored).
+        gradient_checkpointing: what the backward pass recomputes instead of storing: "none"
+            (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
+            (everything inside a block; only the inputs of blocks are stored).
         rngs: random number generators for the initial weights.
     """
 
-    def __init__(self, config: FluxConfig, *, remat: str = "none", rngs: nnx.Rngs):
+    def __init__(self, config: FluxConfig, *, gradient_checkpointing: str = "none", rngs: nnx.Rngs):
         d = config.width
         head_dim = config.attention_head_dim
         self.config = config
-        self.remat = remat
+        self.gradient_checkpointing = gradient_checkpointing
         self.time_text_embed = TimeTextEmbedding(
             d, config.pooled_projection_dim, guided=config.guidance_embeds, rngs=rngs
         )
@@ -194,14 +194,24 @@ class FluxTransformer2DModel(nnx.Module):
                 return block(*streams, condition, rotation, fp8_attention=fp8_attention)
 
             streams = (text, image)
-            text, image = scan_blocks(self.transformer_blocks, apply, streams, remat=self.remat)
+            text, image = scan_blocks(
+                self.transformer_blocks,
+                apply,
+                streams,
+                gradient_checkpointing=self.gradient_checkpointing,
+            )
             return image, text
 
         def run_single(condition, x, rotation, _):
             def apply(block, x):
                 return block(x, condition, rotation, fp8_attention=fp8_attention)
 
-            return scan_blocks(self.single_transformer_blocks, apply, x, remat=self.remat), None
+            return scan_blocks(
+                self.single_transformer_blocks,
+                apply,
+                x,
+                gradient_checkpointing=self.gradient_checkpointing,
+            ), None
 
         image, text = shard_tokens(run_joint, condition, image, rotation, text, start=length)
         x = jnp.concatenate([text, image], axis=1)

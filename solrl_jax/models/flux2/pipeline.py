@@ -57,8 +57,8 @@ class Flux2KleinPipeline(Pipeline):
     guided results from one evaluation without a guidance scale; for them `embedded_guidance` is
     set. The base models use classifier-free guidance, with two evaluations.
 
-    `Flux2KleinPipeline(folder, remat)` opens a model directory in the layout of diffusers without
-    reading a weight. The attribute below is in addition to those of `Pipeline`.
+    `Flux2KleinPipeline(folder, gradient_checkpointing)` opens a model directory in the layout of
+    diffusers without reading a weight. The attribute below is in addition to those of `Pipeline`.
 
     Attributes:
         tokenizer: directory of the tokenizer (a path).
@@ -68,16 +68,16 @@ class Flux2KleinPipeline(Pipeline):
     attends_in_fp8 = True
     linear_sigmas = True
 
-    def __init__(self, folder: Path, remat: str = "none"):
+    def __init__(self, folder: Path, gradient_checkpointing: str = "none"):
         """Opens a directory in the layout of `black-forest-labs/FLUX.2-klein-4B`. No weight is
         read.
 
         Args:
             folder: the directory.
-            remat: what the backward pass of the transformer recomputes instead of storing: "none"
-                (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
-                (everything inside a block; only the inputs of blocks are stored). Another value
-                raises KeyError when the transformer is traced.
+            gradient_checkpointing: what the backward pass of the transformer recomputes instead of
+                storing: "none" (nothing), "matmuls" (everything except matmuls and attention
+                kernels) or "blocks" (everything inside a block; only the inputs of blocks are
+                stored). Another value raises KeyError when the transformer is traced.
 
         Raises:
             FileNotFoundError: a configuration or the tokenizer is missing.
@@ -86,7 +86,7 @@ class Flux2KleinPipeline(Pipeline):
                 of channels of one component is not what another one takes or returns; or
                 `is_distilled` is neither true nor false.
         """
-        super().__init__(folder, remat)
+        super().__init__(folder, gradient_checkpointing)
         config = Flux2Config.read(folder / "transformer")
         vae_config = AutoencoderKLFlux2Config.read(folder / "vae")
         text_config = Qwen3Config.read(folder / "text_encoder")
@@ -102,7 +102,9 @@ class Flux2KleinPipeline(Pipeline):
 
         self.transformer = Component.from_builder(
             folder / "transformer",
-            lambda rngs: Flux2Transformer2DModel(config, remat=remat, rngs=rngs),
+            lambda rngs: Flux2Transformer2DModel(
+                config, gradient_checkpointing=gradient_checkpointing, rngs=rngs
+            ),
         )
         self.text_encoders = {
             "text_encoder": open_qwen3(folder / "text_encoder", text_config, HIDDEN_STATES)

@@ -126,16 +126,18 @@ class Flux2Transformer2DModel(nnx.Module):
     Args:
         config: configuration of the network (`Flux2Config`): its widths, heads and blocks of both
             kinds.
-        remat: what the backward pass recomputes instead of storing: "none" (nothing), "matmuls"
-            (everything except matmuls and attention kernels) or "blocks" (everything inside a
-            block; only the inputs of blocks are stored).
+        gradient_checkpointing: what the backward pass recomputes instead of storing: "none"
+            (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
+            (everything inside a block; only the inputs of blocks are stored).
         rngs: random number generators for the initial weights.
     """
 
-    def __init__(self, config: Flux2Config, *, remat: str = "none", rngs: nnx.Rngs):
+    def __init__(
+        self, config: Flux2Config, *, gradient_checkpointing: str = "none", rngs: nnx.Rngs
+    ):
         d = config.width
         self.config = config
-        self.remat = remat
+        self.gradient_checkpointing = gradient_checkpointing
 
         def linear(n_in: int, n_out: int) -> Linear:
             return Linear(n_in, n_out, bias=False, rngs=rngs)
@@ -202,14 +204,24 @@ class Flux2Transformer2DModel(nnx.Module):
                 )
 
             streams = (text, image)
-            text, image = scan_blocks(self.transformer_blocks, apply, streams, remat=self.remat)
+            text, image = scan_blocks(
+                self.transformer_blocks,
+                apply,
+                streams,
+                gradient_checkpointing=self.gradient_checkpointing,
+            )
             return image, text
 
         def run_single(vectors, x, rotation, _):
             def apply(block, x):
                 return block(x, vectors, rotation, fp8_attention=fp8_attention)
 
-            return scan_blocks(self.single_transformer_blocks, apply, x, remat=self.remat), None
+            return scan_blocks(
+                self.single_transformer_blocks,
+                apply,
+                x,
+                gradient_checkpointing=self.gradient_checkpointing,
+            ), None
 
         vectors = (text_vectors, image_vectors)
         image, text = shard_tokens(run_joint, vectors, image, rotation, text, start=length)

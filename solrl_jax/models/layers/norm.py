@@ -150,7 +150,7 @@ def rms_norm(
             the mean of the squares is over `width` columns. The padding stays zero. None: all
             columns.
         save_squares: Whether the backward pass reads the sums of squares from memory instead of
-            computing them again, under the rematerialization "matmuls". The result is the same.
+            computing them again, with gradient checkpointing "matmuls". The result is the same.
 
     Returns:
         `scale * x / sqrt(mean of x**2 + eps)` in float32, of the shape of `x`.

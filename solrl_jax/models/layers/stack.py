@@ -40,7 +40,7 @@ _SAVE_MATMULS = jax.checkpoint_policies.save_from_both_policies(
 #   "none": saves every intermediate, including the gathered weights under FSDP.
 #   "matmuls": saves the outputs of matmuls and of attention kernels that the gradient reads.
 #   "blocks": saves only the input of each block.
-REMAT = {"none": None, "matmuls": _SAVE_MATMULS, "blocks": None}
+CHECKPOINT_POLICIES = {"none": None, "matmuls": _SAVE_MATMULS, "blocks": None}
 
 
 def stack(n: int, make: Callable[[nnx.Rngs], M], rngs: nnx.Rngs, *, first: int | None = None) -> M:
@@ -72,7 +72,9 @@ def stack(n: int, make: Callable[[nnx.Rngs], M], rngs: nnx.Rngs, *, first: int |
     return blocks
 
 
-def scan_blocks(blocks: Any, apply: Callable[..., X], x: X, *each: Array, remat: str = "none") -> X:
+def scan_blocks(
+    blocks: Any, apply: Callable[..., X], x: X, *each: Array, gradient_checkpointing: str = "none"
+) -> X:
     """Applies a stack of blocks one after another: `x = apply(block, x, ...)`.
 
     It is a scan, so only one block is compiled, and sharded weights are gathered for one block at a
@@ -85,15 +87,15 @@ def scan_blocks(blocks: Any, apply: Callable[..., X], x: X, *each: Array, remat:
         x: The input of the first block: an array, or a pytree of arrays.
         *each: Further inputs of the blocks: arrays whose leading axis is the block. `apply`
             receives the block's entry of each as `rows`.
-        remat: What the backward pass recomputes instead of storing: "none" (nothing), "matmuls"
-            (everything except matmuls and attention kernels) or "blocks" (everything inside a
-            block; only the inputs of blocks are stored).
+        gradient_checkpointing: What the backward pass recomputes instead of storing: "none"
+            (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
+            (everything inside a block; only the inputs of blocks are stored).
 
     Returns:
         The output of the last block.
 
     Raises:
-        KeyError: `remat` is another string.
+        KeyError: `gradient_checkpointing` is another string.
     """
     graphdef, params = nnx.split(blocks)
 
@@ -101,9 +103,11 @@ def scan_blocks(blocks: Any, apply: Callable[..., X], x: X, *each: Array, remat:
         layer_params, rows = layer
         return (apply(nnx.merge(graphdef, gather(layer_params)), x, *rows), None)
 
-    if remat != "none":
+    if gradient_checkpointing != "none":
         # preventing common subexpression elimination is unnecessary inside a scan
-        step = jax.checkpoint(step, policy=REMAT[remat], prevent_cse=False)
+        step = jax.checkpoint(
+            step, policy=CHECKPOINT_POLICIES[gradient_checkpointing], prevent_cse=False
+        )
     return jax.lax.scan(step, x, (params, each))[0]
 
 

@@ -53,8 +53,8 @@ class QwenImagePipeline(Pipeline):
     It uses classifier-free guidance with a rescaled result (`guide`). FP8 attention is not
     available, because the attention is masked.
 
-    `QwenImagePipeline(folder, remat)` opens a model directory in the layout of diffusers without
-    reading a weight. The attributes below are in addition to those of `Pipeline`.
+    `QwenImagePipeline(folder, gradient_checkpointing)` opens a model directory in the layout of
+    diffusers without reading a weight. The attributes below are in addition to those of `Pipeline`.
 
     Attributes:
         config: configuration of the transformer (`transformer/config.json`).
@@ -65,15 +65,15 @@ class QwenImagePipeline(Pipeline):
     kind = "QwenImagePipeline"
     linear_sigmas = True
 
-    def __init__(self, folder: Path, remat: str = "none"):
+    def __init__(self, folder: Path, gradient_checkpointing: str = "none"):
         """Opens a directory in the layout of `Qwen/Qwen-Image`. No weight is read.
 
         Args:
             folder: the directory.
-            remat: what the backward pass of the transformer recomputes instead of storing: "none"
-                (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
-                (everything inside a block; only the inputs of blocks are stored). Another value
-                raises KeyError when the transformer is traced.
+            gradient_checkpointing: what the backward pass of the transformer recomputes instead of
+                storing: "none" (nothing), "matmuls" (everything except matmuls and attention
+                kernels) or "blocks" (everything inside a block; only the inputs of blocks are
+                stored). Another value raises KeyError when the transformer is traced.
 
         Raises:
             FileNotFoundError: a configuration or the tokenizer is missing.
@@ -81,7 +81,7 @@ class QwenImagePipeline(Pipeline):
                 that the text encoder lacks, or a width or number of channels of one component is
                 not what another one takes or returns.
         """
-        super().__init__(folder, remat)
+        super().__init__(folder, gradient_checkpointing)
         config = QwenImageConfig.read(folder / "transformer")
         vae_config = AutoencoderKLQwenImageConfig.read(folder / "vae")
         text_config = Qwen2_5_VLTextConfig.read(folder / "text_encoder")
@@ -102,7 +102,9 @@ class QwenImagePipeline(Pipeline):
 
         self.transformer = Component.from_builder(
             folder / "transformer",
-            lambda rngs: QwenImageTransformer2DModel(config, remat=remat, rngs=rngs),
+            lambda rngs: QwenImageTransformer2DModel(
+                config, gradient_checkpointing=gradient_checkpointing, rngs=rngs
+            ),
         )
         self.text_encoders = {"text_encoder": open_qwen2_5_vl(folder / "text_encoder", text_config)}
         self.vae = open_autoencoder(folder / "vae", vae_config)

@@ -112,16 +112,18 @@ class QwenImageTransformer2DModel(nnx.Module):
     Args:
         config: configuration of the network (`QwenImageConfig`): its widths, heads, blocks and
             rotary axes.
-        remat: what the backward pass recomputes instead of storing: "none" (nothing), "matmuls"
-            (everything except matmuls and attention kernels) or "blocks" (everything inside a
-            block; only the inputs of blocks are stored).
+        gradient_checkpointing: what the backward pass recomputes instead of storing: "none"
+            (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
+            (everything inside a block; only the inputs of blocks are stored).
         rngs: random number generators for the initial weights.
     """
 
-    def __init__(self, config: QwenImageConfig, *, remat: str = "none", rngs: nnx.Rngs):
+    def __init__(
+        self, config: QwenImageConfig, *, gradient_checkpointing: str = "none", rngs: nnx.Rngs
+    ):
         d = config.width
         self.config = config
-        self.remat = remat
+        self.gradient_checkpointing = gradient_checkpointing
         self.time_text_embed = nnx.Dict(timestep_embedder=TimestepMLP(d, rngs=rngs))
         self.txt_norm = RMSNorm(config.joint_attention_dim, eps=EPS)
         self.img_in = Linear(config.in_channels, d, rngs=rngs)
@@ -187,7 +189,12 @@ class QwenImageTransformer2DModel(nnx.Module):
             def apply(block, streams):
                 return block(*streams, condition, rotation, key_lengths)
 
-            return scan_blocks(self.transformer_blocks, apply, (image, text), remat=self.remat)
+            return scan_blocks(
+                self.transformer_blocks,
+                apply,
+                (image, text),
+                gradient_checkpointing=self.gradient_checkpointing,
+            )
 
         image, _ = shard_tokens(run, (condition, key_lengths), image, rotation, text)
         scale, shift = self.norm_out.vectors(condition)

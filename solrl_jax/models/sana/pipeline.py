@@ -48,8 +48,8 @@ class MhlaOverride:
 class SanaPipeline(Pipeline):
     """SANA: Gemma 2 encodes the prompt, DC-AE decodes the latents.
 
-    `SanaPipeline(folder, remat, mhla)` opens a model directory in the layout of diffusers without
-    reading a weight. The attributes below are in addition to those of `Pipeline`.
+    `SanaPipeline(folder, gradient_checkpointing, mhla)` opens a model directory in the layout of
+    diffusers without reading a weight. The attributes below are in addition to those of `Pipeline`.
 
     Attributes:
         config: configuration of the transformer (`transformer/config.json`).
@@ -62,16 +62,18 @@ class SanaPipeline(Pipeline):
     kind = "SanaPipeline"
     accepts_instruction = True
 
-    def __init__(self, folder: Path, remat: str = "none", mhla: MhlaOverride | None = None):
+    def __init__(
+        self, folder: Path, gradient_checkpointing: str = "none", mhla: MhlaOverride | None = None
+    ):
         """Opens a directory in the layout of
         `Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers`. No weight is read.
 
         Args:
             folder: the directory.
-            remat: what the backward pass of the transformer recomputes instead of storing: "none"
-                (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
-                (everything inside a block; only the inputs of blocks are stored). Another value
-                raises KeyError when the transformer is traced.
+            gradient_checkpointing: what the backward pass of the transformer recomputes instead of
+                storing: "none" (nothing), "matmuls" (everything except matmuls and attention
+                kernels) or "blocks" (everything inside a block; only the inputs of blocks are
+                stored). Another value raises KeyError when the transformer is traced.
             mhla: replaces the linear attention among image tokens by MHLA, in this variant and with
                 blocks arranged for this image size; None keeps the linear attention.
 
@@ -82,7 +84,7 @@ class SanaPipeline(Pipeline):
                 what another one takes or returns, or the image tokens of `mhla.size` do not divide
                 into `mhla.mhla.blocks` equal blocks.
         """
-        super().__init__(folder, remat)
+        super().__init__(folder, gradient_checkpointing)
         config = SanaConfig.read(folder / "transformer")
         vae_config = AutoencoderDCConfig.read(folder / "vae")
         text_config = Gemma2Config.read(folder / "text_encoder")
@@ -118,7 +120,10 @@ class SanaPipeline(Pipeline):
         self.transformer = Component.from_builder(
             folder / "transformer",
             lambda rngs: SanaTransformer2DModel(
-                config, remat=remat, attention=attention, rngs=rngs
+                config,
+                gradient_checkpointing=gradient_checkpointing,
+                attention=attention,
+                rngs=rngs,
             ),
         )
         self.text_encoders = {

@@ -115,9 +115,9 @@ class SanaTransformer2DModel(nnx.Module):
 
     Args:
         config: configuration of the network (`SanaConfig`): its widths, heads, blocks and patches.
-        remat: what the backward pass recomputes instead of storing: "none" (nothing), "matmuls"
-            (everything except matmuls and attention kernels) or "blocks" (everything inside a
-            block; only the inputs of blocks are stored).
+        gradient_checkpointing: what the backward pass recomputes instead of storing: "none"
+            (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
+            (everything inside a block; only the inputs of blocks are stored).
         attention: builds the attention among the image tokens. A function that is called as
             `attention((d, d, d), heads, normed=..., bias=..., rngs=...)` for tokens of d features,
             and returns a module. The module is called as `module(tokens, (rows, columns))`, and
@@ -129,13 +129,13 @@ class SanaTransformer2DModel(nnx.Module):
         self,
         config: SanaConfig,
         *,
-        remat: str = "none",
+        gradient_checkpointing: str = "none",
         attention: Callable[..., nnx.Module] | None = None,
         rngs: nnx.Rngs,
     ):
         d = config.width
         self.config = config
-        self.remat = remat
+        self.gradient_checkpointing = gradient_checkpointing
         self.patch_embed = PatchEmbed(config, rngs=rngs)
         self.time_embed = TimeEmbedding(d, rngs=rngs)
         self.caption_projection = TextProjection(config.caption_channels, d, rngs=rngs)
@@ -195,7 +195,12 @@ class SanaTransformer2DModel(nnx.Module):
                 grid = (x.shape[1] // columns, columns)
                 return block(x, text, text_mask, modulation, grid)
 
-            return scan_blocks(self.transformer_blocks, apply, x, remat=self.remat), None
+            return scan_blocks(
+                self.transformer_blocks,
+                apply,
+                x,
+                gradient_checkpointing=self.gradient_checkpointing,
+            ), None
 
         x, _ = shard_tokens(run, (text, text_mask, modulation), x)
         table = self.scale_shift_table.get_value().astype(x.dtype) + embedded[:, None]

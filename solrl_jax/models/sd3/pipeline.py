@@ -30,8 +30,9 @@ TOKENIZERS = {
 class StableDiffusion3Pipeline(Pipeline):
     """Stable Diffusion 3 or 3.5: two CLIPs and T5 encode the prompt. A release may leave out T5.
 
-    `StableDiffusion3Pipeline(folder, remat)` opens a model directory in the layout of diffusers
-    without reading a weight. The attributes below are in addition to those of `Pipeline`.
+    `StableDiffusion3Pipeline(folder, gradient_checkpointing)` opens a model directory in the layout
+    of diffusers without reading a weight. The attributes below are in addition to those of
+    `Pipeline`.
 
     Attributes:
         config: configuration of the transformer (`transformer/config.json`).
@@ -42,16 +43,16 @@ class StableDiffusion3Pipeline(Pipeline):
     kind = "StableDiffusion3Pipeline"
     attends_in_fp8 = True
 
-    def __init__(self, folder: Path, remat: str = "none"):
+    def __init__(self, folder: Path, gradient_checkpointing: str = "none"):
         """Opens a directory in the layout of `stabilityai/stable-diffusion-3.5-large`. No weight is
         read.
 
         Args:
             folder: the directory.
-            remat: what the backward pass of the transformer recomputes instead of storing: "none"
-                (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
-                (everything inside a block; only the inputs of blocks are stored). Another value
-                raises KeyError when the transformer is traced.
+            gradient_checkpointing: what the backward pass of the transformer recomputes instead of
+                storing: "none" (nothing), "matmuls" (everything except matmuls and attention
+                kernels) or "blocks" (everything inside a block; only the inputs of blocks are
+                stored). Another value raises KeyError when the transformer is traced.
 
         Raises:
             FileNotFoundError: a configuration or a tokenizer is missing.
@@ -59,7 +60,7 @@ class StableDiffusion3Pipeline(Pipeline):
                 that its text encoder lacks, or a width or number of channels of one component is
                 not what another one takes or returns.
         """
-        super().__init__(folder, remat)
+        super().__init__(folder, gradient_checkpointing)
         config = SD3Config.read(folder / "transformer")
         vae_config = AutoencoderKLConfig.read(folder / "vae")
         check_equal(
@@ -72,7 +73,9 @@ class StableDiffusion3Pipeline(Pipeline):
 
         self.transformer = Component.from_builder(
             folder / "transformer",
-            lambda rngs: SD3Transformer2DModel(config, remat=remat, rngs=rngs),
+            lambda rngs: SD3Transformer2DModel(
+                config, gradient_checkpointing=gradient_checkpointing, rngs=rngs
+            ),
         )
         self.vae = Component.from_builder(
             folder / "vae",

@@ -100,16 +100,16 @@ class SD3Transformer2DModel(nnx.Module):
     Args:
         config: configuration of the network (`SD3Config`): its widths, heads, blocks, patches and
             positions.
-        remat: what the backward pass recomputes instead of storing: "none" (nothing), "matmuls"
-            (everything except matmuls and attention kernels) or "blocks" (everything inside a
-            block; only the inputs of blocks are stored).
+        gradient_checkpointing: what the backward pass recomputes instead of storing: "none"
+            (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
+            (everything inside a block; only the inputs of blocks are stored).
         rngs: random number generators for the initial weights.
     """
 
-    def __init__(self, config: SD3Config, *, remat: str = "none", rngs: nnx.Rngs):
+    def __init__(self, config: SD3Config, *, gradient_checkpointing: str = "none", rngs: nnx.Rngs):
         d = config.width
         self.config = config
-        self.remat = remat
+        self.gradient_checkpointing = gradient_checkpointing
         self.pos_embed = PatchEmbed(config, rngs=rngs)
         self.time_text_embed = TimeTextEmbedding(d, config.pooled_projection_dim, rngs=rngs)
         self.context_embedder = Linear(config.joint_attention_dim, d, rngs=rngs)
@@ -161,7 +161,9 @@ class SD3Transformer2DModel(nnx.Module):
             # by the index of the first layer: the dict itself is ordered alphabetically
             for key in sorted(self.transformer_blocks, key=lambda key: int(key.split("-")[0])):
                 blocks = self.transformer_blocks[key]
-                streams = scan_blocks(blocks, apply, streams, remat=self.remat)
+                streams = scan_blocks(
+                    blocks, apply, streams, gradient_checkpointing=self.gradient_checkpointing
+                )
             text, image = streams
             return image, text
 

@@ -43,14 +43,14 @@ class WanPipeline(Pipeline):
     kind = "WanPipeline"
     attends_in_fp8 = True
 
-    def __init__(self, folder: Path, remat: str = "none"):
+    def __init__(self, folder: Path, gradient_checkpointing: str = "none"):
         """Opens a directory in the layout of `Wan-AI/Wan2.1-T2V-1.3B-Diffusers`. No weight is read.
 
         Args:
             folder: the directory.
-            remat: what the gradient of the transformer recomputes: "none" (nothing), "matmuls" (all
-                but matmuls and attention kernels) or "blocks" (all but the input of each block). It
-                is not checked here.
+            gradient_checkpointing: what the gradient of the transformer recomputes: "none"
+                (nothing), "matmuls" (all but matmuls and attention kernels) or "blocks" (all but
+                the input of each block). It is not checked here.
 
         Raises:
             FileNotFoundError: a configuration or the tokenizer is missing.
@@ -59,7 +59,7 @@ class WanPipeline(Pipeline):
                 tokens that the text encoder lacks; or a width or number of channels of one
                 component is not what another one takes or returns.
         """
-        super().__init__(folder, remat)
+        super().__init__(folder, gradient_checkpointing)
         index = folder / "model_index.json"
         fields = read_json(index)
         for name, accepted in WAN22_FIELDS.items():
@@ -79,7 +79,9 @@ class WanPipeline(Pipeline):
 
         self.transformer = Component.from_builder(
             folder / "transformer",
-            lambda rngs: WanTransformer3DModel(config, remat=remat, rngs=rngs),
+            lambda rngs: WanTransformer3DModel(
+                config, gradient_checkpointing=gradient_checkpointing, rngs=rngs
+            ),
         )
         self.text_encoders = {
             "text_encoder": Component.from_builder(
@@ -127,7 +129,8 @@ class WanPipeline(Pipeline):
         Raises:
             ValueError: while tracing, if height or width is no multiple of the side of a patch, or
                 a clip has more frames, rows or columns of patches than the network has positions.
-            KeyError: while tracing, if `remat` is not "none", "matmuls" or "blocks".
+            KeyError: while tracing, if `gradient_checkpointing` is not "none", "matmuls" or
+                "blocks".
         """
         network = self.transformer(params)
         return network(latent, conditioning["text"], timestep, fp8_attention=fp8_attention)

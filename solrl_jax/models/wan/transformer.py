@@ -123,15 +123,15 @@ class WanTransformer3DModel(nnx.Module):
 
     Args:
         config: configuration of the network: its widths, heads, blocks and patches.
-        remat: what gradients recompute: "none" (nothing), "matmuls" (all but matmuls and attention
-            kernels) or "blocks" (all but the input of each block).
+        gradient_checkpointing: what gradients recompute: "none" (nothing), "matmuls" (all but
+            matmuls and attention kernels) or "blocks" (all but the input of each block).
         rngs: random number generators for the initial weights.
     """
 
-    def __init__(self, config: WanConfig, *, remat: str = "none", rngs: nnx.Rngs):
+    def __init__(self, config: WanConfig, *, gradient_checkpointing: str = "none", rngs: nnx.Rngs):
         d = config.width
         self.config = config
-        self.remat = remat
+        self.gradient_checkpointing = gradient_checkpointing
         self.patch_embedding = PatchEmbedding(config, rngs=rngs)
         self.condition_embedder = ConditionEmbedding(d, config.text_dim, rngs=rngs)
         self.blocks = stack(config.num_layers, lambda rngs: WanBlock(config, rngs=rngs), rngs)
@@ -165,7 +165,7 @@ class WanTransformer3DModel(nnx.Module):
         Raises:
             ValueError: height or width is no multiple of the side of a patch, or there are more
                 frames, rows or columns of patches than `rope_max_seq_len`.
-            KeyError: `remat` is not "none", "matmuls" or "blocks".
+            KeyError: `gradient_checkpointing` is not "none", "matmuls" or "blocks".
         """
         config = self.config
         batch, frames, height, width, _ = latent.shape
@@ -192,7 +192,9 @@ class WanTransformer3DModel(nnx.Module):
             def apply(block, x):
                 return block(x, text, modulation, rotation, fp8_attention)
 
-            return scan_blocks(self.blocks, apply, x, remat=self.remat), None
+            return scan_blocks(
+                self.blocks, apply, x, gradient_checkpointing=self.gradient_checkpointing
+            ), None
 
         x, _ = shard_tokens(run, (text, modulation), self.patch_embedding(latent), rotation)
         table = self.scale_shift_table.get_value().astype(jnp.float32) + embedded[:, None]

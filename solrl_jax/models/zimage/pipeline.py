@@ -31,8 +31,8 @@ DEFAULT_SIDE = 1024  # of images, in pixels; no released config has it
 class ZImagePipeline(Pipeline):
     """Z-Image or Z-Image-Turbo: Qwen3 encodes the prompt.
 
-    `ZImagePipeline(folder, remat)` opens a model directory in the layout of diffusers without
-    reading a weight. The attributes below are in addition to those of `Pipeline`.
+    `ZImagePipeline(folder, gradient_checkpointing)` opens a model directory in the layout of
+    diffusers without reading a weight. The attributes below are in addition to those of `Pipeline`.
 
     Attributes:
         config: configuration of the transformer (`transformer/config.json`).
@@ -43,15 +43,15 @@ class ZImagePipeline(Pipeline):
     kind = "ZImagePipeline"
     linear_sigmas = True
 
-    def __init__(self, folder: Path, remat: str = "none"):
+    def __init__(self, folder: Path, gradient_checkpointing: str = "none"):
         """Opens a directory in the layout of `Tongyi-MAI/Z-Image`. No weight is read.
 
         Args:
             folder: the directory.
-            remat: what the backward pass of the transformer recomputes instead of storing: "none"
-                (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
-                (everything inside a block; only the inputs of blocks are stored). Another value
-                raises KeyError when the transformer is traced.
+            gradient_checkpointing: what the backward pass of the transformer recomputes instead of
+                storing: "none" (nothing), "matmuls" (everything except matmuls and attention
+                kernels) or "blocks" (everything inside a block; only the inputs of blocks are
+                stored). Another value raises KeyError when the transformer is traced.
 
         Raises:
             FileNotFoundError: a configuration or the tokenizer is missing.
@@ -59,7 +59,7 @@ class ZImagePipeline(Pipeline):
                 template (InputError) or has tokens that the text encoder lacks; or a width or
                 number of channels of one component is not what another one takes or returns.
         """
-        super().__init__(folder, remat)
+        super().__init__(folder, gradient_checkpointing)
         config = ZImageConfig.read(folder / "transformer")
         vae_config = AutoencoderKLConfig.read(folder / "vae")
         text_config = Qwen3Config.read(folder / "text_encoder")
@@ -77,7 +77,9 @@ class ZImagePipeline(Pipeline):
 
         self.transformer = Component.from_builder(
             folder / "transformer",
-            lambda rngs: ZImageTransformer2DModel(config, remat=remat, rngs=rngs),
+            lambda rngs: ZImageTransformer2DModel(
+                config, gradient_checkpointing=gradient_checkpointing, rngs=rngs
+            ),
         )
         # The text is the hidden state before the last layer.
         state = text_config.num_hidden_layers - 1

@@ -142,16 +142,18 @@ class ZImageTransformer2DModel(nnx.Module):
     Args:
         config: configuration of the network (`ZImageConfig`): its widths, heads, blocks and rotary
             axes.
-        remat: what the backward pass recomputes instead of storing: "none" (nothing), "matmuls"
-            (everything except matmuls and attention kernels) or "blocks" (everything inside a
-            block; only the inputs of blocks are stored).
+        gradient_checkpointing: what the backward pass recomputes instead of storing: "none"
+            (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
+            (everything inside a block; only the inputs of blocks are stored).
         rngs: random number generators for the initial weights.
     """
 
-    def __init__(self, config: ZImageConfig, *, remat: str = "none", rngs: nnx.Rngs):
+    def __init__(
+        self, config: ZImageConfig, *, gradient_checkpointing: str = "none", rngs: nnx.Rngs
+    ):
         d = config.dim
         self.config = config
-        self.remat = remat
+        self.gradient_checkpointing = gradient_checkpointing
         features = PATCH**2 * config.in_channels
 
         def modulated_block(rngs: nnx.Rngs) -> Block:
@@ -236,7 +238,9 @@ class ZImageTransformer2DModel(nnx.Module):
             def apply(block, x):
                 return block(x, rotation, None, condition)
 
-            return scan_blocks(self.noise_refiner, apply, x, remat=self.remat), None
+            return scan_blocks(
+                self.noise_refiner, apply, x, gradient_checkpointing=self.gradient_checkpointing
+            ), None
 
         x = patches(latent, PATCH).reshape(batch, num_image_tokens, -1)
         x = self.all_x_embedder[f"{PATCH}-1"](x)
@@ -253,7 +257,12 @@ class ZImageTransformer2DModel(nnx.Module):
         text = jnp.where(mask[..., None], text, pad_tokens)
         padding = _repeat_token(self.cap_pad_token, text, -text.shape[1] % MULTIPLE)
         text = jnp.concatenate([text, padding], axis=1)
-        text = scan_blocks(self.context_refiner, refine_text, text, remat=self.remat)
+        text = scan_blocks(
+            self.context_refiner,
+            refine_text,
+            text,
+            gradient_checkpointing=self.gradient_checkpointing,
+        )
 
         lengths = x.shape[1] + text_lengths
         image_cos, image_sin = image_rotation
@@ -269,7 +278,9 @@ class ZImageTransformer2DModel(nnx.Module):
             def apply(block, x):
                 return block(x, rotation, lengths, condition)
 
-            return scan_blocks(self.layers, apply, x, remat=self.remat), None
+            return scan_blocks(
+                self.layers, apply, x, gradient_checkpointing=self.gradient_checkpointing
+            ), None
 
         x = jnp.concatenate([x, text], axis=1)
         x, _ = shard_tokens(run, (lengths, condition), x, rotation)

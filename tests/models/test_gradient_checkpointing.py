@@ -10,7 +10,7 @@ from jax.ad_checkpoint import print_saved_residuals
 from solrl_jax.models.flux.transformer import FluxConfig, FluxTransformer2DModel
 from solrl_jax.models.flux2.transformer import Flux2Config, Flux2Transformer2DModel
 from solrl_jax.models.layers.norm import rms_norm
-from solrl_jax.models.layers.stack import REMAT, scan_blocks, stack
+from solrl_jax.models.layers.stack import CHECKPOINT_POLICIES, scan_blocks, stack
 from solrl_jax.models.sana.transformer import SanaConfig, SanaTransformer2DModel
 from solrl_jax.models.sd3.transformer import SD3Config, SD3Transformer2DModel
 from solrl_jax.quant.matmul import matmul
@@ -72,19 +72,27 @@ SANA = SanaConfig(
 )
 NETWORKS = {
     "sd3": (
-        lambda remat, r: SD3Transformer2DModel(SD3, remat=remat, rngs=r),
+        lambda gradient_checkpointing, r: SD3Transformer2DModel(
+            SD3, gradient_checkpointing=gradient_checkpointing, rngs=r
+        ),
         (draw(7, 12), draw(10), TIME),
     ),
     "flux": (
-        lambda remat, r: FluxTransformer2DModel(FLUX, remat=remat, rngs=r),
+        lambda gradient_checkpointing, r: FluxTransformer2DModel(
+            FLUX, gradient_checkpointing=gradient_checkpointing, rngs=r
+        ),
         (draw(7, 12), draw(10), TIME),
     ),
     "flux2": (
-        lambda remat, r: Flux2Transformer2DModel(FLUX2, remat=remat, rngs=r),
+        lambda gradient_checkpointing, r: Flux2Transformer2DModel(
+            FLUX2, gradient_checkpointing=gradient_checkpointing, rngs=r
+        ),
         (draw(7, 12), TIME),
     ),
     "sana": (
-        lambda remat, r: SanaTransformer2DModel(SANA, remat=remat, rngs=r),
+        lambda gradient_checkpointing, r: SanaTransformer2DModel(
+            SANA, gradient_checkpointing=gradient_checkpointing, rngs=r
+        ),
         (draw(7, 12), np.ones((ROWS, 7), bool), TIME),
     ),
 }
@@ -107,19 +115,29 @@ class Block(nnx.Module):
 def test_a_further_block_keeps_its_input_and_what_is_not_computed_again():
     """By the memory of compiled gradients of six and of two blocks, in float32."""
 
-    def needed(remat, blocks):
+    def needed(gradient_checkpointing, blocks):
         graphdef, params = nnx.split(stack(blocks, lambda r: Block(r), nnx.Rngs(0)))
 
         def loss(x, params):
             return scan_blocks(
-                nnx.merge(graphdef, params), lambda block, x: block(x), x, remat=remat
+                nnx.merge(graphdef, params),
+                lambda block, x: block(x),
+                x,
+                gradient_checkpointing=gradient_checkpointing,
             ).sum()
 
         compiled = jax.jit(jax.grad(loss)).lower(draw(64, WIDTH), params).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     an_input = 4 * ROWS * 64 * WIDTH
-    further = {remat: (needed(remat, 6) - needed(remat, 2)) / 4 / an_input for remat in REMAT}
+    further = {
+        gradient_checkpointing: (
+            needed(gradient_checkpointing, 6) - needed(gradient_checkpointing, 2)
+        )
+        / 4
+        / an_input
+        for gradient_checkpointing in CHECKPOINT_POLICIES
+    }
     assert further["blocks"] == pytest.approx(1, abs=0.1)
     # the output of the first matmul, which is twice as wide
     assert further["matmuls"] == pytest.approx(2, abs=0.1)
@@ -133,8 +151,8 @@ def test_gradients_are_the_same_and_take_less_memory(name):
     told = jax.tree.map(jnp.asarray, NETWORKS[name][1])
     gradients = {}
     memory = {}
-    for remat in REMAT:
-        graphdef, params = nnx.split(make(remat, nnx.Rngs(0)))
+    for gradient_checkpointing in CHECKPOINT_POLICIES:
+        graphdef, params = nnx.split(make(gradient_checkpointing, nnx.Rngs(0)))
         # every parameter counts, those that start at zero too
         params = jax.tree.map(
             lambda p: p + 0.1 * jax.random.normal(jax.random.key(p.size), p.shape), params
@@ -144,10 +162,12 @@ def test_gradients_are_the_same_and_take_less_memory(name):
             return jnp.square(nnx.merge(g, params)(x, *told)).mean()
 
         compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(params, draw(16, 16, 4)).compile()
-        memory[remat] = compiled.memory_analysis().temp_size_in_bytes
-        gradients[remat] = jax.device_get(jax.tree.leaves(compiled(params, draw(16, 16, 4))))
-    for remat in ("matmuls", "blocks"):
-        for got, want in zip(gradients[remat], gradients["none"], strict=True):
+        memory[gradient_checkpointing] = compiled.memory_analysis().temp_size_in_bytes
+        gradients[gradient_checkpointing] = jax.device_get(
+            jax.tree.leaves(compiled(params, draw(16, 16, 4)))
+        )
+    for gradient_checkpointing in ("matmuls", "blocks"):
+        for got, want in zip(gradients[gradient_checkpointing], gradients["none"], strict=True):
             assert np.abs(got - want).max() <= TOLERANCE * max(
                 np.abs(g).max() for g in gradients["none"]
             )
@@ -163,7 +183,7 @@ def test_sums_of_squares_are_kept_only_where_asked_and_change_no_gradient(capsys
     def norm(keep):
         return jax.checkpoint(
             lambda x: (rms_norm(x, weight, 1e-6, save_squares=keep) ** 3).sum(),
-            policy=REMAT["matmuls"],
+            policy=CHECKPOINT_POLICIES["matmuls"],
             prevent_cse=False,
         )
 
