@@ -29,9 +29,9 @@ from solrl_jax.runs.evaluate import (
     Evaluation,
     ImageGrid,
     LargestDifferences,
+    describe_evaluation,
     evaluate,
     paired_difference,
-    setting,
 )
 from solrl_jax.runs.image_files import save_before_after
 from solrl_jax.storage.files import refuse_existing, writable_directory
@@ -138,7 +138,7 @@ def command(
         target, *overrides, preset=preset, checkpoint=checkpoint, trust=trust
     )
     result = _evaluate(experiment, adapters)
-    description = setting(experiment)
+    description = describe_evaluation(experiment)
     lines = [description]
     for name, mean in result.means.items():
         lines.append(f"{name}: {mean:.4f} ± {result.errors[name]:.4f}")

@@ -109,7 +109,7 @@ def iterate(
     experiment: Experiment,
     state: TrainState,
     iteration: int,
-    setting: int = 0,
+    exploration_level: int = 0,
     progress: Progress = no_progress,
 ) -> tuple[TrainState, IterationResult]:
     """Runs one iteration: algorithm 1 of Sol-RL, in its order.
@@ -127,8 +127,8 @@ def iterate(
         state: The state before the iteration. Its old policy generates the samples.
         iteration: The number of the iteration, from 1. It decides the prompts, the seeds and the
             size of the images.
-        setting: The index in `experiment.explorer.settings` of how candidates are explored. 0 is as
-            configured; larger ones are more faithful.
+        exploration_level: The index in `experiment.explorer.settings` of how candidates are
+            explored. 0 is as configured; larger ones are more faithful.
         progress: Called with a phase ("explore", "regenerate", "targets" for objectives that train
             on reward gradients, or "update"), its number of samples and the number of further
             samples that are done; with 0 when the phase starts. What it raises ends the iteration.
@@ -140,7 +140,7 @@ def iterate(
     Raises:
         InputError: If the number of the iteration is not from 1 to 2**31 - 1, or if the prompts
             cannot be encoded.
-        IndexError: If the explorer has no setting of that index.
+        IndexError: If the explorer has no such level.
         RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop". It is a
             RunError.
         PermissionError: If a folder of the cache of prompts may not be searched.
@@ -164,7 +164,7 @@ def iterate(
 
     # Sync: merge the old policy into the base and quantize it.
     timer.start("sync")
-    exploration = experiment.explorer.settings[setting]
+    exploration = experiment.explorer.settings[exploration_level]
     explore_sampler, full_sampler = make_samplers(experiment, state.old, exploration, noise_start)
     timer.wait(explore_sampler.segments)
 
@@ -250,7 +250,7 @@ def iterate(
     metrics |= reward_metrics(
         experiment, selection, rewards, values, kept_samples, explored_samples
     )
-    metrics["fidelity/level"] = float(setting)
+    metrics["fidelity/level"] = float(exploration_level)
     regenerated_steps = sum(segment.schedule.steps for segment in full_sampler.segments)
     metrics["continued_steps"] = float(rollout.num_steps - regenerated_steps)
     metrics |= timer.report(total, chosen.size if rollout.regenerate else None)

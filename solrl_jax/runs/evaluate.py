@@ -104,7 +104,7 @@ def evaluate(
     return Evaluation(means, errors, scores, samples.failed, samples.usage)
 
 
-def setting(experiment: Experiment) -> str:
+def describe_evaluation(experiment: Experiment) -> str:
     """Describes in one line how `evaluate` samples.
 
     Args:

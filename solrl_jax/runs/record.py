@@ -18,7 +18,7 @@ from solrl_jax.rl.explore.quantized_layers import report as report_linears
 from solrl_jax.rl.explore.quantized_layers import totals
 from solrl_jax.rl.trainable.trainable import Trainable
 from solrl_jax.runs import image_files
-from solrl_jax.runs.evaluate import pool_images, setting
+from solrl_jax.runs.evaluate import describe_evaluation, pool_images
 from solrl_jax.runs.progress import TerminalProgress
 from solrl_jax.storage.files import atomic_write
 from solrl_jax.storage.stores import RunPath
@@ -122,7 +122,7 @@ def _facts(experiment: Experiment, done: int) -> dict[str, Any]:
             "options": [type(option).__name__ for option in active_options(explorer.explore)],
             "means": explorer.format.describe(experiment.device),
         },
-        "evaluation": setting(experiment),
+        "evaluation": describe_evaluation(experiment),
         "gradient_checkpointing": pipeline.gradient_checkpointing,
         "parameters": parameters,
         "adapted": list(experiment.trained_paths.adapted),
@@ -137,7 +137,7 @@ def draw_pools(
     experiment: Experiment,
     folder: RunPath,
     old_policy: Trainable,
-    setting_index: int,
+    exploration_level: int,
     ledger: Mapping[str, Any],
     iteration: int,
 ) -> None:
@@ -154,8 +154,8 @@ def draw_pools(
         folder: The run directory, in which the image is written to `pictures/`.
         old_policy: The trainable parameters by path that the iteration generated with, from before
             its update.
-        setting_index: The index, in `experiment.explorer.settings`, of the precision and number of
-            steps that the iteration explored with.
+        exploration_level: The index, in `experiment.explorer.settings`, of the precision and number
+            of steps that the iteration explored with.
         ledger: The columns of the iteration's candidates by name, prompt by prompt: "rank" and
             "kept" choose the candidates, and "proxy_reward" and "regenerated_reward" are the
             captions.
@@ -165,7 +165,7 @@ def draw_pools(
         RunError: If the disk refuses, or if a reward outside of JAX, which scores the images too,
             fails and the configuration says that the run stops then.
     """
-    exploration = experiment.explorer.settings[setting_index]
+    exploration = experiment.explorer.settings[exploration_level]
     pools = pool_images(experiment, old_policy, exploration, ledger, iteration)
     candidates_per_prompt = experiment.config.rollout.candidates
     columns = pools.candidates.shape[1]

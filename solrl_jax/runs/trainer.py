@@ -389,13 +389,13 @@ def _train(this: _Run) -> None:
         # The others follow the gradient of the reward, which equal rewards have too.
         learns_from_advantages = config.algorithm.trains_on != "reward_gradients"
         while this.done < config.train.iterations:
-            setting = hosts.agreed(lambda: _choose_setting(this))
+            level = hosts.agreed(lambda: _choose_exploration_level(this))
             draws_pools = config.eval.num_grid_images and _evaluation_is_due(config, this.done + 1)
             # A copy, because `iterate` deletes the arrays of the state that it is given.
             old_policy = jax.tree.map(jnp.copy, this.state.old) if draws_pools else None
             with profiling.traced(this.folder, this.done + 1, this.profile):
                 this.state, result = iterate(
-                    this.experiment, this.state, this.done + 1, setting, progress.stage
+                    this.experiment, this.state, this.done + 1, level, progress.stage
                 )
                 this.done += 1  # inside, so that a trace that cannot be written costs no iteration
             row = result.metrics
@@ -423,7 +423,7 @@ def _train(this: _Run) -> None:
                         this.experiment,
                         this.folder,
                         old_policy,
-                        setting,
+                        level,
                         result.ledger,
                         this.done,
                     )
@@ -513,7 +513,7 @@ def _remaining_prompts(experiment: Experiment, done: int) -> Sequence[Prompt]:
     ]
 
 
-def _choose_setting(this: _Run) -> int:
+def _choose_exploration_level(this: _Run) -> int:
     """Chooses the precision and number of steps that the next iteration explores with.
 
     If the cheap rewards of exploration have ranked candidates too badly, a more faithful setting is

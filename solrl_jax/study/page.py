@@ -227,7 +227,9 @@ def number(value: float) -> str:
     return UNKNOWN if math.isnan(value) else f"{value:.3g}"
 
 
-def draw(path: Path, courses: Mapping[str, Sequence[Course]], sweeps: Sweeps, setting: str) -> None:
+def draw(
+    path: Path, courses: Mapping[str, Sequence[Course]], sweeps: Sweeps, evaluation: str
+) -> None:
     """Draws the curves of a study as one figure.
 
     It has panels of reward over cost and over iterations, of each watched score over cost (also of
@@ -240,7 +242,7 @@ def draw(path: Path, courses: Mapping[str, Sequence[Course]], sweeps: Sweeps, se
         courses: The finished runs of each arm by its name. Arms without any are not drawn.
         sweeps: For each setting that the study sweeps, by its dotted name, pairs (value of the
             setting, name of the arm that has it), in the order in which they are drawn.
-        setting: How rewards were measured, in one line, for the title.
+        evaluation: How rewards were measured, in one line, for the title.
 
     Raises:
         RunError: If the file cannot be written to the disk.
@@ -257,7 +259,7 @@ def draw(path: Path, courses: Mapping[str, Sequence[Course]], sweeps: Sweeps, se
     )
     panels = 2 + len(watched) + bool(faithful) + len(swept)
     figure = new_figure(9.0, 0.3 + 3.4 * -(-panels // 2))
-    figure.suptitle(f"held-out reward: {setting}", fontsize=7, x=0.01, ha="left", wrap=True)
+    figure.suptitle(f"held-out reward: {evaluation}", fontsize=7, x=0.01, ha="left", wrap=True)
     axes = iter(figure.subplots(-(-panels // 2), 2).flat)
     looks = {
         arm: (COLORS[i % len(COLORS)], _STYLES[i // len(COLORS) % len(_STYLES)])

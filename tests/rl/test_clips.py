@@ -101,7 +101,7 @@ def test_rewards_inside_and_outside_jax_score_frames_and_clips(folder, frames, p
     image_files.save_grid(tmp_path / "grid.png", flat, 2, ["a"] * 4)
     with Image.open(tmp_path / "grid.webp") as moving:
         assert moving.n_frames == FRAMES
-    assert "x 2 clips of 9 frames of 8 x 16; dpm2" in evaluate.setting(experiment)
+    assert "x 2 clips of 9 frames of 8 x 16; dpm2" in evaluate.describe_evaluation(experiment)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from solrl_jax.rl.explore.sync import quantize_policy
 from solrl_jax.rl.generate import decode_chunk, draw_noise, sample_chunk
 from solrl_jax.rl.iteration import iterate
 from solrl_jax.rl.update import update
-from solrl_jax.runs.evaluate import evaluate, pool_images, sample_grid, setting
+from solrl_jax.runs.evaluate import describe_evaluation, evaluate, pool_images, sample_grid
 from tests.toys import toy_experiment
 
 PROGRAMS = (sample_chunk, decode_chunk, score_images, draw_noise, update, quantize_policy)
@@ -103,7 +103,9 @@ def test_an_evaluation_does_not_depend_on_what_is_trained_on(toy):
     scores = [evaluate(t, adapters).scores["reward"] for t in (toy, plain, other)]
     np.testing.assert_array_equal(scores[0], scores[1])
     assert np.abs(scores[2] - scores[1]).max() > 1e-4
-    assert [setting(t).split("; ")[0].rpartition("of ")[2] for t in (toy, plain, other)] == [
+    assert [
+        describe_evaluation(t).split("; ")[0].rpartition("of ")[2] for t in (toy, plain, other)
+    ] == [
         "32 x 32",
         "32 x 32",
         "24 x 40",
