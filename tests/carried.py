@@ -16,6 +16,7 @@ SANA15_1600M = "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers"
 SANA15_4800M = "Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers"
 QWEN_IMAGE = "Qwen/Qwen-Image"
 WAN = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+WAN22 = "Wan-AI/Wan2.2-TI2V-5B-Diffusers"
 ZIMAGE = "Tongyi-MAI/Z-Image"
 
 

@@ -318,6 +318,23 @@ WAN_VAE = {  # four pixels per latent each way, and four frames
 }
 
 
+WAN22_VAE = {  # shortcuts, and patches of two pixels: eight pixels per latent each way
+    "base_dim": 4,
+    "decoder_base_dim": 8,
+    "z_dim": KL_CHANNELS,
+    "dim_mult": [1, 2, 2],
+    "num_res_blocks": 1,
+    "temperal_downsample": [True, True],
+    "latents_mean": [-0.5, 0.3, 1.1, -0.2],
+    "latents_std": [1.5, 0.8, 2.2, 1.1],
+    "is_residual": True,
+    "patch_size": 2,
+    "in_channels": 12,
+    "out_channels": 12,
+    "scale_factor_spatial": 8,
+}
+
+
 def dpm(**changes) -> DPMSolverMultistepScheduler:
     """The scheduler that SANA is released with."""
     released = {"flow_shift": 3.0, "use_flow_sigmas": True, "prediction_type": "flow_prediction"}
@@ -497,7 +514,22 @@ def unipc(**changes) -> UniPCMultistepScheduler:
     return UniPCMultistepScheduler(**released | changes)
 
 
-def save_wan_pipeline(folder: Path, scheduler=None, seed: int = 0, **transformer) -> WanPipeline:
+def save_wan22_pipeline(folder: Path, scheduler=None, seed: int = 0, **transformer) -> WanPipeline:
+    """The same for Wan 2.2 TI2V 5B."""
+    scheduler = scheduler or unipc(flow_shift=5.0)
+    options = dict(vae=WAN22_VAE, expand_timesteps=True)
+    return save_wan_pipeline(folder, scheduler, seed, **options, **transformer)
+
+
+def save_wan_pipeline(
+    folder: Path,
+    scheduler=None,
+    seed: int = 0,
+    *,
+    vae: dict = WAN_VAE,
+    expand_timesteps: bool = False,
+    **transformer,
+) -> WanPipeline:
     """The same for Wan 2.1 T2V."""
     torch.manual_seed(seed)
     tokenizer = make_t5_tokenizer()
@@ -506,10 +538,11 @@ def save_wan_pipeline(folder: Path, scheduler=None, seed: int = 0, **transformer
     return _saved(
         WanPipeline(
             scheduler=scheduler or unipc(),
-            vae=_strong(AutoencoderKLWan(**WAN_VAE), _strengthen_vae),
+            vae=_strong(AutoencoderKLWan(**vae), _strengthen_vae),
             text_encoder=_strong(UMT5EncoderModel(text), _strengthen_t5),
             tokenizer=tokenizer,
             transformer=_strong(network, _strengthen_transformer),
+            expand_timesteps=expand_timesteps,
         ),
         folder,
     )

@@ -110,11 +110,18 @@ def _write(out: Path, generation: Generation, prompts: Sequence[str]) -> None:
             np.save(partial, array)
     for number, image in enumerate(generation.images):
         if image.ndim == 4:
-            image_files.save_clip(out / f"{number:05d}.webp", image)
+            path = out / f"{number:05d}.webp"
+            image_files.save_clip(path, image, generation.frames_per_second)
         else:
             image_files.save_png(out / f"{number:05d}.png", image)
     columns = min(len(prompts), 8)
-    image_files.save_grid(out / "grid.png", generation.images, columns, prompts)
+    image_files.save_grid(
+        out / "grid.png",
+        generation.images,
+        columns,
+        prompts,
+        frames_per_second=generation.frames_per_second,
+    )
 
 
 @click.command(

@@ -63,6 +63,7 @@ class Pipeline(abc.ABC):
         temporal_compression: for video models, the number of frames that each latent frame but
             the first stands for. Latents and images then have an axis of frames after that of
             samples, also where there is one frame. None: the model makes images.
+        frames_per_second: for video models, how fast clips are shown.
         embedded_guidance: whether guidance is built into the transformer, which takes the guidance
             scale as an input or was distilled with a fixed one. Otherwise guidance needs a second
             evaluation with a negative prompt.
@@ -90,6 +91,7 @@ class Pipeline(abc.ABC):
     default_size: tuple[int, ...]
     default_max_tokens: int
     temporal_compression: int | None = None
+    frames_per_second: int = 16
     embedded_guidance: bool = False
     largest_side: int | None = None
     vae_dtype: jnp.dtype | None = None

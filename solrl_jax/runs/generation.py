@@ -184,12 +184,14 @@ class Generation:
         num_steps: The number of solver steps.
         precision: The number format and how the device computes it, as a phrase for people, e.g.
             "bf16 (no linear layer is quantized; native)".
+        frames_per_second: How fast clips are shown.
     """
 
     images: Float[np.ndarray, "n ... h w 3"]
     latents: Float[np.ndarray, "n c ... latent_h latent_w"]
     num_steps: int
     precision: str
+    frames_per_second: int
 
 
 def generate_images(
@@ -304,6 +306,7 @@ def generate_images(
         latents=np.ascontiguousarray(np.moveaxis(latents, -1, 1)),
         num_steps=schedule.steps,
         precision=form.describe(device),
+        frames_per_second=pipeline.frames_per_second,
     )
 
 

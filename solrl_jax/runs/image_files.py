@@ -49,8 +49,6 @@ _CELLS = "Cells"
 # The largest number of images in a file that is read: two phases of a pool of the largest
 # `eval.num_grid_images`.
 _MAX_CELLS = 2**11
-FRAMES_PER_SECOND = 16  # of clips, as those of Wan 2.1
-FRAME_MILLISECONDS = round(1000 / FRAMES_PER_SECOND)  # how WebP stores it
 MAX_WEBP_SIDE = 16_383  # pixels, a limit of the format
 # The most pixels of all frames of a moving grid together. Pillow holds every frame until the file
 # is written, with 4 bytes per pixel: 1 GiB.
@@ -74,20 +72,20 @@ def save_png(path: str | RunPath, image: Float[Numbers, "h w 3"]) -> None:
     _save_image(path, Image.fromarray(to_uint8(image)))
 
 
-def save_clip(path: str | RunPath, clip: Float[Numbers, "t h w 3"]) -> None:
-    """Writes a clip as animated WebP of 16 frames per second (`FRAMES_PER_SECOND`) that repeats
-    forever.
+def save_clip(path: str | RunPath, clip: Float[Numbers, "t h w 3"], frames_per_second: int) -> None:
+    """Writes a clip as animated WebP that repeats forever.
 
     Args:
         path: The file. It is replaced if it exists; missing parent directories are created.
         clip: The frames, with values in [0, 1]. Other values are clipped, and NaN becomes black.
+        frames_per_second: How fast the clip is shown. WebP stores whole milliseconds per frame.
 
     Raises:
         RunError: If the disk refuses, or if a side is above 16,383 pixels (`MAX_WEBP_SIDE`).
     """
     from PIL import Image
 
-    _save_animation(path, map(Image.fromarray, to_uint8(clip)))
+    _save_animation(path, map(Image.fromarray, to_uint8(clip)), frames_per_second)
 
 
 def save_grid(
@@ -96,6 +94,7 @@ def save_grid(
     columns: int,
     captions: Sequence[str],
     facts: Sequence[Mapping[str, Any]] = (),
+    frames_per_second: int = 16,
 ) -> None:
     """Writes images in rows with captions as PNG, one pixel of the file per pixel of an image.
 
@@ -113,6 +112,7 @@ def save_grid(
         facts: For each image a dict of JSON values, which is stored in the file and which
             `read_grid` returns with the image. The key "box" is reserved. If there are fewer than
             n, `read_grid` returns only the first images; dicts beyond n are ignored.
+        frames_per_second: How fast clips are shown.
 
     Raises:
         ValueError: If there is not one caption per image.
@@ -155,7 +155,7 @@ def save_grid(
         moving = Path(path) if isinstance(path, str) else path
         moving_size = _moving_size(size, frames)
         sheets = (draw_sheet(frame, moving_size) for frame in range(frames))
-        _save_animation(moving.with_suffix(".webp"), sheets)
+        _save_animation(moving.with_suffix(".webp"), sheets, frames_per_second)
 
 
 def _moving_size(size: tuple[int, int], frames: int) -> tuple[int, int]:
@@ -243,14 +243,16 @@ def read_moving_grid(
             for image in images:
                 image.thumbnail((longest_side, longest_side))
             frame_images.append(images)
-            milliseconds.append(sheet.info.get("duration", FRAME_MILLISECONDS))
+            # A file with a single frame has no duration.
+            milliseconds.append(max(1, sheet.info.get("duration", 1)))
     # Equal frames in a row are stored as one that is shown for longer.
+    frame_time = np.gcd.reduce(milliseconds)
     ends = np.cumsum(milliseconds)
-    count = max(1, round(ends[-1] / FRAME_MILLISECONDS))
-    times = np.linspace(0, count - 1, min(count, most_frames)).round() * FRAME_MILLISECONDS
+    count = ends[-1] // frame_time
+    times = np.linspace(0, count - 1, min(count, most_frames)).round() * frame_time
     places = np.minimum(np.searchsorted(ends, times, side="right"), len(frame_images) - 1)
     clips = [[frame_images[place][clip] for place in places] for clip in range(len(boxes))]
-    return clips, count / FRAMES_PER_SECOND / len(places)
+    return clips, float(ends[-1]) / 1000 / len(places)
 
 
 @contextlib.contextmanager
@@ -503,12 +505,13 @@ def _save_image(path: str | RunPath, image: "Image", **texts: str) -> None:
         image.save(partial, format="PNG", pnginfo=info)
 
 
-def _save_animation(path: str | RunPath, frames: Iterable["Image"]) -> None:
+def _save_animation(path: str | RunPath, frames: Iterable["Image"], frames_per_second: int) -> None:
     """Writes an animated WebP file, whole or not at all. It repeats forever.
 
     Args:
         path: The file. It is replaced if it exists; missing parent directories are created.
         frames: The images of Pillow, at least one and all of one size, in their order.
+        frames_per_second: How fast the frames are shown.
 
     Raises:
         RunError: If the disk refuses, or if the images cannot be encoded, such as those with a side
@@ -522,7 +525,7 @@ def _save_animation(path: str | RunPath, frames: Iterable["Image"]) -> None:
                 format="WEBP",
                 save_all=True,
                 append_images=others,
-                duration=FRAME_MILLISECONDS,
+                duration=round(1000 / frames_per_second),
                 loop=0,
                 quality=90,
             )

@@ -89,6 +89,7 @@ LICENCES = {
     "Qwen/Qwen-Image": Licence("apache-2.0"),
     "Qwen/Qwen-Image-2512": Licence("apache-2.0"),
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": Licence("apache-2.0"),
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": Licence("apache-2.0"),
     "Tongyi-MAI/Z-Image": Licence("apache-2.0"),
     "Tongyi-MAI/Z-Image-Turbo": Licence("apache-2.0"),
 }

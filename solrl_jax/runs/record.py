@@ -189,4 +189,9 @@ def draw_pools(
                     }
                 )
     path = folder / "pictures" / f"pool-{iteration:06d}.png"
-    hosts.write(lambda: image_files.save_grid(path, np.stack(images), columns, captions, facts))
+    frames_per_second = experiment.backbone.pipeline.frames_per_second
+    hosts.write(
+        lambda: image_files.save_grid(
+            path, np.stack(images), columns, captions, facts, frames_per_second=frames_per_second
+        )
+    )

@@ -764,7 +764,12 @@ def _save_grid(this: _Run) -> None:
         {"prompt": prompt, "right": mark} for prompt, mark in zip(captions, grid.marks, strict=True)
     ]
     path = this.folder / "pictures" / f"iteration-{this.done:06d}.png"
-    hosts.write(lambda: image_files.save_grid(path, images, columns, captions, facts))
+    frames_per_second = this.experiment.backbone.pipeline.frames_per_second
+    hosts.write(
+        lambda: image_files.save_grid(
+            path, images, columns, captions, facts, frames_per_second=frames_per_second
+        )
+    )
 
 
 def _checkpoint_is_due(config: Config, done: int) -> bool:

@@ -91,6 +91,10 @@ RECIPES = {
         *(480, "dpm2", "linear", 3.0, 6, 1.0, 2, 20, 512),
         "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
     ),
+    "wan-2.2-5b": (
+        *(704, "dpm2", "linear", 5.0, 6, 1.0, 2, 20, 512),
+        "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
+    ),
     "zimage": (1024, "dpm2", "linear", 6.0, 6, 1.0, 8, 28, 128, "Tongyi-MAI/Z-Image"),
     "zimage-turbo": (1024, "euler", "linear", 3.0, 4, 1.0, 8, 8, 128, "Tongyi-MAI/Z-Image-Turbo"),
 }
@@ -106,7 +110,7 @@ def test_models_have_the_numbers_of_their_recipe(model):
         *(config.num_train_sigmas, optimizer.max_grad_norm, optimizer.per_device_batch_size),
         *(config.eval.num_steps, config.model.max_sequence_length, config.model.path),
     )
-    width = 832 if model.startswith("wan") else config.model.height
+    width = {"wan-2.1-1.3b": 832, "wan-2.2-5b": 1280}.get(model, config.model.height)
     assert (config.model.name, config.model.width) == (model, width)
     assert rollout.guidance_scale == 1.0
 
@@ -203,6 +207,9 @@ def test_models_of_one_architecture_share_their_rules():
         other = resolve("flux2-klein-4b_sol_rl_hpsv2")
         assert config.lora == other.lora
         assert config.model.quantization == other.model.quantization
+    wan, other = (resolve(f"{name}_sol_rl_hpsv2") for name in ("wan-2.2-5b", "wan-2.1-1.3b"))
+    assert wan.lora == other.lora
+    assert wan.model.quantization == other.model.quantization
 
 
 @pytest.mark.parametrize("model", ["tiny-flux", "tiny-sd3"])

@@ -23,7 +23,7 @@ from solrl_jax.models.qwen_image import autoencoder as qwen_image
 from tests import carried
 from tests.cases import first_is_quick
 from tests.parity import from_torch, parameter_count, relative
-from tests.pipelines import QWEN_IMAGE_VAE, WAN_VAE
+from tests.pipelines import QWEN_IMAGE_VAE, WAN22_VAE, WAN_VAE
 
 TOLERANCE = 1e-5
 
@@ -80,6 +80,22 @@ WAN_CASES = {  # name: (changes to the config; frames, height and width of the l
             "scale_factor_temporal": 2,
         },
         (2, 1, 2),
+    ),
+}
+WAN22_CASES = {
+    "wan 2.2": (WAN22_VAE, (3, 3, 2)),
+    "wan 2.2, one frame": (WAN22_VAE, (1, 1, 3)),
+    "wan 2.2, as released": (
+        WAN22_VAE
+        | {
+            "base_dim": 5,
+            "decoder_base_dim": 8,
+            "dim_mult": [1, 2, 4, 4],
+            "num_res_blocks": 2,
+            "temperal_downsample": [False, True, True],
+            "scale_factor_spatial": 16,
+        },
+        (3, 1, 2),
     ),
 }
 ENCODED = {  # the same for the encoder: frames, height and width of the clip
@@ -170,9 +186,9 @@ def check_decode_and_its_gradient(port, changes, size):
         np.testing.assert_array_equal(back[key], tensor, err_msg=key)
 
 
-@pytest.mark.parametrize("name", first_is_quick(WAN_CASES))
+@pytest.mark.parametrize("name", first_is_quick(WAN_CASES) + first_is_quick(WAN22_CASES))
 def test_decode_of_clips_and_its_gradient_equal_diffusers(name):
-    check_decode_and_its_gradient(WAN, *WAN_CASES[name])
+    check_decode_and_its_gradient(WAN, *(WAN_CASES | WAN22_CASES)[name])
 
 
 @pytest.mark.parametrize("name", first_is_quick(QWEN_IMAGE_CASES))
@@ -224,7 +240,11 @@ def test_a_narrow_convolution_equals_one_over_three_axes(kernel):
     np.testing.assert_array_equal(conv(clips)[:, :2], conv(clips[:, :2]))
 
 
-@both
+@pytest.mark.parametrize(
+    "port",
+    [WAN, WAN._replace(fields=WAN22_VAE), QWEN_IMAGE],
+    ids=["wan", "wan 2.2", "qwen-image"],
+)
 def test_files_of_diffusers_load(port, tmp_path):
     """They have an encoder and, for images too, temporal convolutions, which are passed over."""
     reference = torch_model(port, port.fields)
@@ -241,24 +261,25 @@ def test_files_of_diffusers_load(port, tmp_path):
     ("port", "repository", "size", "decoded_size"),
     [
         (WAN, carried.WAN, (21, 60, 104), (81, 480, 832)),
+        (WAN, carried.WAN22, (31, 44, 80), (121, 704, 1280)),
         (QWEN_IMAGE, carried.QWEN_IMAGE, (64, 48), (512, 384)),
     ],
-    ids=["wan", "qwen-image"],
+    ids=["wan", "wan 2.2", "qwen-image"],
 )
 def test_the_released_network_has_the_released_tensors_and_keeps_shapes(
     port, repository, size, decoded_size
 ):
     fields = carried.config(repository, "vae")
     config = port.config.from_dict(fields)
-    assert config == port.config()
+    assert repository == carried.WAN22 or config == port.config()
     graphdef, state = split(port, config)
     with torch.device("meta"):
-        reference = port.reference(**fields)
+        reference = port.reference.from_config(fields)
     tensors = decoded_tensors(port, reference)
     wanted = {name: tuple(t.shape) for name, t in tensors.items()}
     assert {name: e.torch_shape for e in parameter_table(state) for name in e.names} == wanted
     assert parameter_count(state) == sum(t.numel() for t in tensors.values())
-    latent = jax.ShapeDtypeStruct((2, *size, 16), jnp.bfloat16)
+    latent = jax.ShapeDtypeStruct((2, *size, config.z_dim), jnp.bfloat16)
     decoded = jax.eval_shape(lambda p, z: nnx.merge(graphdef, p).decode(z), state, latent)
     assert (decoded.shape, decoded.dtype) == ((2, *decoded_size, 3), jnp.bfloat16)
 
@@ -274,9 +295,13 @@ def test_config_fields_and_defaults_are_diffusers(port):
     ("port", "change", "message"),
     [
         (WAN, {"scaling_factor": 0.4}, r"unknown config field\(s\) \['scaling_factor'\]"),
-        (WAN, {"is_residual": True}, "is_residual=True; accepted: False"),
-        (WAN, {"patch_size": 2}, "patch_size=2; accepted: None"),
-        (WAN, {"out_channels": 12}, "out_channels=12; accepted: 3"),
+        (WAN, {"out_channels": 12}, "out_channels=12; accepted: 3, which follows from patch_size"),
+        (WAN, {"patch_size": 2}, "out_channels=3; accepted: 12, which follows from patch_size"),
+        (
+            WAN,
+            {"is_residual": True, "dim_mult": [1, 2, 3]},
+            "dim_mult=.*accepted: with is_residual, each entry from the third on divides 4 times",
+        ),
         (WAN, {"scale_factor_temporal": 2}, "scale_factor_temporal=2; accepted: 4, which follows"),
         (WAN, {"scale_factor_spatial": 16}, "scale_factor_spatial=16; accepted: 4, which follows"),
         (

@@ -150,8 +150,11 @@ def test_positions_are_those_of_diffusers(head_dim):
         np.testing.assert_allclose(got[0], want[:, ::2], atol=1e-6)
 
 
-def test_the_released_network_has_the_released_names_and_parameter_count():
-    released = carried.config(carried.WAN, "transformer")
+@pytest.mark.parametrize(
+    ("repository", "count"), [(carried.WAN, 1_418_996_800), (carried.WAN22, 4_999_787_712)]
+)
+def test_the_released_network_has_the_released_names_and_parameter_count(repository, count):
+    released = carried.config(repository, "transformer")
     with torch.device("meta"):
         reference = TorchWan(**released)
         assert WanConfig() == WanConfig.from_dict(dict(TorchWan(num_layers=40).config))
@@ -160,7 +163,21 @@ def test_the_released_network_has_the_released_names_and_parameter_count():
     _, state = nnx.split(nnx.eval_shape(lambda: WanTransformer3DModel(config, rngs=nnx.Rngs(0))))
     theirs = {name: tuple(t.shape) for name, t in reference.state_dict().items()}
     assert {name: e.torch_shape for e in parameter_table(state) for name in e.names} == theirs
-    assert parameter_count(state) == 1_418_996_800
+    assert parameter_count(state) == count
+
+
+def test_one_timestep_per_sample_is_the_same_for_every_token():
+    """Wan 2.2 TI2V has a timestep per token, which is that of the sample where no image is given."""
+    theirs = reference_model({})
+    x = inputs({}, (3, 4, 6))
+    graphdef, _, params = port(theirs, {})
+    got = jax.jit(lambda params, x: nnx.merge(graphdef, params)(**x))(params, x)
+    tokens = 3 * 2 * 3
+    per_token = np.repeat(x["timestep"][:, None], tokens, axis=1)
+    want = run_torch(theirs, x | {"timestep": per_token})
+    assert relative(got, want) < TOLERANCE
+    per_token[:, :6] = 0  # those of the first frame, as if it were given
+    assert relative(got, run_torch(theirs, x | {"timestep": per_token})) > 20 * TOLERANCE
 
 
 @pytest.mark.parametrize(

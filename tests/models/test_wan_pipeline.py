@@ -1,5 +1,5 @@
-"""A Wan 2.1 directory opened: what it refuses, and conditioning and whole clips against diffusers,
-in float32.
+"""A directory of Wan 2.1 or 2.2 opened: what it refuses, and conditioning and whole clips against
+diffusers, in float32.
 """
 
 import json
@@ -15,11 +15,18 @@ from solrl_jax.errors import InputError
 from solrl_jax.models.backbone import load_backbone
 from solrl_jax.models.registry import open_pipeline
 from solrl_jax.parallel.sharding import make_mesh
-from tests.pipelines import KL_CHANNELS, euler, generated, save_wan_pipeline, unipc
+from tests.pipelines import (
+    KL_CHANNELS,
+    euler,
+    generated,
+    save_wan22_pipeline,
+    save_wan_pipeline,
+    unipc,
+)
 
 TOLERANCE = 1e-5  # largest difference over largest value
 CLIP_TOLERANCE = 1e-4  # of frames in 0..1, all steps taken
-COMPRESSION = 4  # pixels per latent, and frames per latent frame
+COMPRESSION = 4  # pixels per latent, of Wan 2.2 twice as many, and frames per latent frame
 TOKENS = 24
 # an empty one; entities and white space, which are cleaned; curly quotes; one that is cut
 PROMPTS = ["", "red  star &amp;amp; cat\n", "a dog\u2019s photo", "two small " * 20]
@@ -31,11 +38,27 @@ def opened(tmp_path_factory):
     return folder, save_wan_pipeline(folder)
 
 
+@pytest.fixture(scope="module")
+def opened22(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wan22")
+    return folder, save_wan22_pipeline(folder)
+
+
+def test_a_directory_of_wan_2_2_says_what_it_is(opened22):
+    pipeline = open_pipeline(opened22[0])
+    assert pipeline.kind == "WanPipeline"
+    assert (pipeline.default_size, pipeline.frames_per_second) == ((704, 1280, 121), 24)
+    assert (pipeline.temporal_compression, pipeline.compression) == (4, 2 * COMPRESSION)
+    assert pipeline.latent_shape(16, 32, 9) == (3, 2, 4, KL_CHANNELS)
+    assert pipeline.size_multiples() == (16, 16)
+
+
 def test_a_directory_says_what_it_is(opened):
     folder, reference = opened
     pipeline = open_pipeline(folder)
     assert (pipeline.kind, pipeline.folder) == ("WanPipeline", folder)
     assert (pipeline.default_size, pipeline.default_max_tokens) == ((480, 832, 81), 512)
+    assert pipeline.frames_per_second == 16
     assert (pipeline.temporal_compression, pipeline.compression) == (4, COMPRESSION)
     assert pipeline.latent_shape(16, 32, 9) == (3, 4, 8, KL_CHANNELS)
     assert pipeline.latent_shape(16, 32, 1) == (1, 4, 8, KL_CHANNELS)
@@ -68,12 +91,27 @@ def test_sizes_that_are_no_whole_tokens_are_refused(size, message, opened):
         ("transformer/config", {"in_channels": 8}, "transformer in_channels=8 .* which need 4"),
         ("transformer/config", {"text_dim": 24}, "transformer text_dim=24 .* which need 32"),
         ("text_encoder/config", {"model_type": "t5"}, "UMT5EncoderModel: model_type='t5'"),
-        ("vae/config", {"is_residual": True}, "AutoencoderKLWan: is_residual=True; accepted"),
-        ("model_index", {"boundary_ratio": 0.9}, "boundary_ratio=0.9; accepted: None, as in Wan"),
-        ("model_index", {"expand_timesteps": True}, "expand_timesteps=True; accepted: False, as"),
+        ("vae/config", {"patch_size": 2}, "AutoencoderKLWan: out_channels=3; accepted: 12"),
+        # two transformers, as Wan 2.2 T2V A14B
+        (
+            "model_index",
+            {"transformer_2": ["diffusers", "WanTransformer3DModel"], "boundary_ratio": 0.875},
+            r"model_index.json: transformer_2=\['diffusers', 'WanTransformer3DModel'\]; accepted: "
+            "None: models with a second transformer",
+        ),
+        ("model_index", {"boundary_ratio": 0.9}, "boundary_ratio=0.9; accepted: None: models with"),
+        ("model_index", {"expand_timesteps": "yes"}, "expand_timesteps='yes'; accepted: true or"),
+        # an image as input, by the kind of pipeline, by channels and by features
+        (
+            "model_index",
+            {"_class_name": "WanImageToVideoPipeline"},
+            "_class_name='WanImageToVideoPipeline'; accepted: ",
+        ),
+        ("transformer/config", {"in_channels": 36}, "transformer in_channels=36 .* which need 4"),
+        ("transformer/config", {"image_dim": 1280}, "image_dim=1280; accepted: None"),
     ],
 )
-def test_what_is_not_wan_2_1_is_refused_before_a_weight_is_read(
+def test_other_models_of_the_family_are_refused_before_a_weight_is_read(
     file, fields, message, opened, tmp_path
 ):
     copy = shutil.copytree(
@@ -104,11 +142,12 @@ def test_conditioning_equals_that_of_diffusers(opened):
 def diffusers_clips(reference, latents, steps, guidance, prompts, scheduler=None, negative=""):
     reference.scheduler = scheduler or unipc()
     _, _, frames, h, w = latents.shape
+    compression = reference.vae.config.scale_factor_spatial
     return reference(
         list(prompts),
         negative_prompt=[negative] * len(prompts),
-        height=h * COMPRESSION,
-        width=w * COMPRESSION,
+        height=h * compression,
+        width=w * compression,
         num_frames=1 + (frames - 1) * 4,
         num_inference_steps=steps,
         guidance_scale=guidance,
@@ -159,6 +198,33 @@ def test_clips_equal_those_of_diffusers(steps, guidance, size, opened):
         moved = np.abs(diffusers_clips(reference, **given | other) - want).max(axis=(1, 2, 3, 4))
         # The first prompt is empty, like the negative one, so guidance changes nothing there.
         assert moved[1:].min() > 10 * CLIP_TOLERANCE, name
+
+
+@pytest.mark.parametrize(
+    ("guidance", "size"),
+    [
+        (3.0, (2, 4, 2)),  # 5 frames
+        pytest.param(1.0, (3, 2, 4), marks=pytest.mark.exhaustive),
+        pytest.param(3.0, (1, 2, 2), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_clips_of_wan_2_2_equal_those_of_diffusers(guidance, size, opened22):
+    """diffusers gives the network a timestep per token."""
+    folder, reference = opened22
+    assert reference.config.expand_timesteps
+    prompts = PROMPTS[1:3]
+    shape = (len(prompts), KL_CHANNELS, *size)
+    latents = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    given = dict(latents=latents, steps=4, guidance=guidance, prompts=prompts)
+    want = diffusers_clips(reference, **given, scheduler=unipc(flow_shift=5.0))
+    options = dict(num_steps=4, guidance_scale=guidance, max_sequence_length=TOKENS)
+    got, _ = generated(folder, prompts, latents=latents, **options)
+    frames = 1 + 4 * (size[0] - 1)
+    assert got.shape == want.shape == (len(prompts), frames, 8 * size[1], 8 * size[2], 3)
+    print(f"guidance {guidance}, {size}: {np.abs(got - want).max():.1e}")
+    assert np.abs(got - want).max() <= CLIP_TOLERANCE
+    moved = diffusers_clips(reference, **given)  # with the shift of Wan 2.1
+    assert np.abs(moved - want).max() > 10 * CLIP_TOLERANCE
 
 
 @pytest.mark.exhaustive

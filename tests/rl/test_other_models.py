@@ -1,5 +1,5 @@
 """One training iteration of FLUX.1 and 2, Stable Diffusion 3, the other models of SANA, Qwen-Image,
-Wan 2.1 and Z-Image in miniature, by the recipes of `configs/model`.
+Wan 2.1 and 2.2, and Z-Image in miniature, by the recipes of `configs/model`.
 """
 
 from functools import partial
@@ -32,6 +32,7 @@ from tests.pipelines import (
     save_pipeline,
     save_qwen_image_pipeline,
     save_sd3_pipeline,
+    save_wan22_pipeline,
     save_wan_pipeline,
     save_zimage_pipeline,
 )
@@ -123,6 +124,10 @@ RECIPES = {
         paths("blocks", [*WAN_ATTENTION, "ffn/net/0/proj", "ffn/net/2"]),
         paths("blocks", WAN_ATTENTION),
     ),
+    "wan-2.2-5b": (
+        paths("blocks", [*WAN_ATTENTION, "ffn/net/0/proj", "ffn/net/2"]),
+        paths("blocks", WAN_ATTENTION),
+    ),
     "flux2-klein-4b": (
         paths(BLOCKS, JOINT + FLUX2_FF) | paths(SINGLE, ["attn/to_qkv_mlp_proj", "attn/to_out"]),
         paths(BLOCKS, JOINT[:4]) | paths(SINGLE, ["attn/to_qkv_mlp_proj"]),
@@ -145,6 +150,7 @@ SIGMAS = {  # of three steps
     "zimage": np.append(shift_sigmas(np.linspace(1, 1 / 3, 3), 6.0), 0),
     "qwen-image": flux(3, TOKENS, qwen_mu, 0.02),
     "wan-2.1-1.3b": np.append(shift_sigmas(np.linspace(1, 1 / 3, 3), 3.0), 0),
+    "wan-2.2-5b": np.append(shift_sigmas(np.linspace(1, 1 / 3, 3), 5.0), 0),
     "flux2-klein-4b": flux(3, TOKENS, empirical_mu),
 }
 save_sana15_pipeline = partial(save_pipeline, qk_norm="rms_norm_across_heads")
@@ -157,7 +163,9 @@ SAVE = {
     "sana-1.5-4.8b": partial(save_sana15_pipeline, num_layers=3),
     "zimage": save_zimage_pipeline,
     "qwen-image": save_qwen_image_pipeline,
-    "wan-2.1-1.3b": save_wan_pipeline,
+    # With fewer layers, their parameters would be too small to be split over devices.
+    "wan-2.1-1.3b": partial(save_wan_pipeline, num_layers=4),
+    "wan-2.2-5b": partial(save_wan22_pipeline, num_layers=4),
     "flux2-klein-4b": save_flux2_pipeline,
 }
 # The queries of the last block's text ask for what nobody reads: nothing flows back to them.
@@ -191,11 +199,12 @@ def build(name: str, folder: Path, *overrides: str) -> Experiment:
     if name.startswith("qwen"):
         tokens = 200  # most of them the template's
     text = f"model.max_sequence_length={tokens}"
+    size = 2 * SIZE if name == "wan-2.2-5b" else SIZE  # its latents are twice as coarse
     of_model = (
         f"model={name}",
         f"model.path={folder}",
-        f"model.height={SIZE}",
-        f"model.width={SIZE}",
+        f"model.height={size}",
+        f"model.width={size}",
         text,
     )
     if name.startswith("wan"):  # rewards of images score the first frame and the last one

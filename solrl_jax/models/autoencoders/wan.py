@@ -9,6 +9,10 @@ In a clip of one frame, only the last of the three temporal slices of a kernel m
 than padding. The convolutions are then two-dimensional, and there is nothing to upsample in time.
 Qwen-Image's autoencoder is this network for one frame.
 
+The autoencoder of Wan 2.2 5B (`is_residual`) differs in three places. A stage that upsamples adds
+its input, with repeated pixels, to its result. Upsampling does not halve the channels. And the last
+convolution returns squares of `patch_size` pixels as channels.
+
 diffusers decodes one latent frame at a time, and caches the last inputs of every convolution for
 the next one. Here all frames are decoded at once, with the same result.
 """
@@ -117,11 +121,21 @@ class VideoAutoencoderConfig(ReleasedConfig):
         return self.base_dim
 
     @property
+    def residual(self) -> bool:
+        """Whether resampling has a shortcut: never, but in Wan 2.2 5B."""
+        return False
+
+    @property
+    def patch(self) -> int:
+        """Side of the squares of pixels that are channels of the decoder network's result."""
+        return 1
+
+    @property
     def spatial_compression(self) -> int:
-        """Side of the square of image pixels that one latent pixel stands for: `2 ** (n - 1)` for n
-        resolutions.
+        """Side of the square of image pixels that one latent pixel stands for: `patch` times `2 **
+        (n - 1)` for n resolutions.
         """
-        return 2 ** (len(self.dim_mult) - 1)
+        return self.patch * 2 ** (len(self.dim_mult) - 1)
 
     @property
     def temporal_compression(self) -> int:
@@ -146,23 +160,29 @@ class VideoAutoencoderConfig(ReleasedConfig):
 
 @dataclasses.dataclass(frozen=True)
 class AutoencoderKLWanConfig(VideoAutoencoderConfig):
-    """The fields of a released `vae/config.json` of Wan 2.1. The defaults are those of diffusers.
+    """The fields of a released `vae/config.json` of Wan 2.1 or of Wan 2.2 5B.
+
+    The defaults are those of diffusers.
 
     The attributes below are those that `VideoAutoencoderConfig` does not have.
 
     Attributes:
         decoder_base_dim: number of channels at the decoder's finest resolution; None: `base_dim`.
-        is_residual: whether resampling has a shortcut (Wan 2.2 5B); only False is supported.
+        is_residual: whether resampling has a shortcut and keeps the number of channels (Wan 2.2
+            5B).
         in_channels: number of channels of the encoder's input. Ignored, because only the decoder is
             built.
-        out_channels: number of colour channels of a frame; only 3 is supported.
-        patch_size: side of the square of pixels that become channels (Wan 2.2 5B); only None is
-            supported.
+        out_channels: number of channels that the decoder network returns: 3 colours of each pixel
+            in a square of `patch_size`.
+        patch_size: side of the squares of pixels that are channels of the decoder network's result
+            (Wan 2.2 5B: 2). None: 1.
         scale_factor_temporal: must equal `temporal_compression`; None is read as 4.
         scale_factor_spatial: must equal `spatial_compression`; None is read as 8.
     """
 
     network = "AutoencoderKLWan"
+    # A field of the released file of Wan 2.2 5B that diffusers does not have: it always clips.
+    unread = ("clip_output",)
 
     decoder_base_dim: int | None = None
     is_residual: bool = False
@@ -176,22 +196,39 @@ class AutoencoderKLWanConfig(VideoAutoencoderConfig):
         """Checks the values of the fields.
 
         Raises:
-            ValueError: If a common field has an unsupported value (`VideoAutoencoderConfig.check`),
-                or if a scale factor is not the compression that follows from `dim_mult` or
-                `temperal_downsample`. The only accepted values of other fields are False for
-                `is_residual`, 3 for `out_channels` and None for `patch_size`. The message names
-                the field.
+            ValueError: If a common field has an unsupported value (`VideoAutoencoderConfig.check`);
+                if a scale factor is not the compression that follows from `dim_mult`,
+                `patch_size` or `temperal_downsample`; if `out_channels` is not 3 times the square
+                of `patch_size`; or if `is_residual` is set and the channels of a resolution, which
+                its shortcut repeats, do not divide those of the pixels that they become. The
+                message names the field.
         """
         super().check()
-        self.require(not self.is_residual, "is_residual", "False")
-        self.require(self.out_channels == 3, "out_channels", "3")
-        self.require(self.patch_size is None, "patch_size", "None")
+        colours = 3 * self.patch**2
+        self.require(
+            self.out_channels == colours,
+            "out_channels",
+            f"{colours}, which follows from patch_size",
+        )
+        if self.is_residual:
+            coarse_to_fine = self.dim_mult[::-1]
+            inputs = (coarse_to_fine[0], *coarse_to_fine)
+            pixels = [8 if temporal else 4 for temporal in reversed(self.temperal_downsample)]
+            self.require(
+                all(
+                    fine * count % coarse == 0
+                    for coarse, fine, count in zip(inputs, coarse_to_fine, pixels, strict=False)
+                ),
+                "dim_mult",
+                "with is_residual, each entry from the third on divides 4 times the one before it "
+                "(8 times, where temperal_downsample is true)",
+            )
         spatial = self.spatial_compression
         temporal = self.temporal_compression
         self.require(
             (self.scale_factor_spatial or 8) == spatial,
             "scale_factor_spatial",
-            f"{spatial}, which follows from dim_mult",
+            f"{spatial}, which follows from dim_mult and patch_size",
         )
         self.require(
             (self.scale_factor_temporal or 4) == temporal,
@@ -203,6 +240,16 @@ class AutoencoderKLWanConfig(VideoAutoencoderConfig):
     def decoder_dim(self) -> int:
         """Number of channels at the decoder's finest resolution."""
         return self.base_dim if self.decoder_base_dim is None else self.decoder_base_dim
+
+    @property
+    def residual(self) -> bool:
+        """Whether resampling has a shortcut, as in Wan 2.2 5B."""
+        return self.is_residual
+
+    @property
+    def patch(self) -> int:
+        """Side of the squares of pixels that are channels of the decoder network's result."""
+        return self.patch_size or 1
 
 
 def open_autoencoder(folder: Path, config: AutoencoderKLWanConfig) -> Component:
@@ -239,6 +286,7 @@ class AutoencoderKLWan(nnx.Module):
     def __init__(self, config: VideoAutoencoderConfig, *, temporal: bool = True, rngs: nnx.Rngs):
         self.post_quant_conv = CausalConv(config.z_dim, config.z_dim, ONE, rngs=rngs)
         self.decoder = Decoder(config, temporal=temporal, rngs=rngs)
+        self.patch = config.patch
 
     def decode(self, latent: Float[Array, "b t h w c"]) -> Float[Array, "b T H W 3"]:
         """Decodes latents to clips in [-1, 1]. Values beyond this range are not clipped.
@@ -250,7 +298,23 @@ class AutoencoderKLWan(nnx.Module):
             The clips, in the dtype of `latent`: T is `(t - 1) * config.temporal_compression + 1`, H
             is `h * config.spatial_compression`, and W is `w * config.spatial_compression`.
         """
-        return self.decoder(self.post_quant_conv(latent))
+        return unpatch(self.decoder(self.post_quant_conv(latent)), self.patch)
+
+
+def unpatch(x: Float[Array, "b t h w c"], patch: int) -> Float[Array, "b t H W colours"]:
+    """Turns channels into pixels: each pixel becomes a square of them.
+
+    Args:
+        x: clips. Their channels are ordered (colour, column, row), the last two within the square.
+        patch: side of a square in pixels.
+
+    Returns:
+        Clips in the dtype of `x`, `patch` times as high and wide.
+    """
+    batch, frames, height, width, channels = x.shape
+    squares = x.reshape(batch, frames, height, width, channels // patch**2, patch, patch)
+    pixels = squares.transpose(0, 1, 2, 6, 3, 5, 4)
+    return pixels.reshape(batch, frames, height * patch, width * patch, -1)
 
 
 class Decoder(nnx.Module):
@@ -272,31 +336,30 @@ class Decoder(nnx.Module):
         stages = []
         width_in = widths[0]
         for i, width in enumerate(widths):
-            upsample = i < len(widths) - 1
-            blocks = config.num_res_blocks + 1
-            stage = Stage(
+            stage = (ResidualStage if config.residual else Stage)(
                 width_in,
                 width,
-                blocks,
-                upsample=upsample,
+                config.num_res_blocks + 1,
+                upsample=i < len(widths) - 1,
                 temporal=temporal and upsample_time[i],
                 rngs=rngs,
             )
             stages.append(stage)
-            width_in = width // 2  # upsampling halves the channels
+            width_in = width if config.residual else width // 2
         self.up_blocks = nnx.List(stages)
         self.norm_out = PixelNorm(widths[-1], axes=4)
-        self.conv_out = CausalConv(widths[-1], 3, KERNEL, rngs=rngs)
+        self.conv_out = CausalConv(widths[-1], 3 * config.patch**2, KERNEL, rngs=rngs)
 
-    def __call__(self, latent: Float[Array, "b t h w c"]) -> Float[Array, "b T H W 3"]:
+    def __call__(self, latent: Float[Array, "b t h w c"]) -> Float[Array, "b T H W colours"]:
         """Decodes latents to clips in [-1, 1]. Values beyond this range are not clipped.
 
         Args:
             latent: latents on the scale of the autoencoder, after `post_quant_conv`.
 
         Returns:
-            The clips, in the dtype of `latent`. Every stage but the last doubles height and width,
-            and every temporal upsampling doubles the number of frames after the first.
+            The clips, in the dtype of `latent`, whose channels are the colours of the pixels in a
+            square (`unpatch`). Every stage but the last doubles height and width, and every
+            temporal upsampling doubles the number of frames after the first.
         """
         x = self.mid_block(self.conv_in(latent))
         for block in self.up_blocks:
@@ -329,7 +392,7 @@ class Stage(nnx.Module):
     ):
         widths_in = [n_in] + [n_out] * (blocks - 1)
         self.resnets = nnx.List([ResidualBlock(width, n_out, rngs=rngs) for width in widths_in])
-        upsamplers = [Upsample(n_out, temporal=temporal, rngs=rngs)] if upsample else []
+        upsamplers = [Upsample(n_out, n_out // 2, temporal=temporal, rngs=rngs)] if upsample else []
         self.upsamplers = nnx.List(upsamplers)
 
     def __call__(self, x: Float[Array, "b t h w n_in"]) -> Float[Array, "b T H W c"]:
@@ -346,6 +409,80 @@ class Stage(nnx.Module):
         for layer in (*self.resnets, *self.upsamplers):
             x = layer(x)
         return x
+
+
+class ResidualStage(nnx.Module):
+    """The residual blocks of one resolution, followed by upsampling if `upsample` is set, as in Wan
+    2.2 5B: the input of a stage that upsamples, with repeated pixels, is added to its result.
+
+    Args:
+        n_in: number of input channels.
+        n_out: number of output channels.
+        blocks: number of residual blocks.
+        upsample: whether the stage ends by doubling height and width.
+        temporal: whether the upsampling also doubles the number of frames after the first. Ignored
+            if `upsample` is False.
+        rngs: random number generators for the initial weights.
+    """
+
+    def __init__(
+        self,
+        n_in: int,
+        n_out: int,
+        blocks: int,
+        *,
+        upsample: bool,
+        temporal: bool,
+        rngs: nnx.Rngs,
+    ):
+        widths_in = [n_in] + [n_out] * (blocks - 1)
+        self.resnets = nnx.List([ResidualBlock(width, n_out, rngs=rngs) for width in widths_in])
+        self.upsampler = Upsample(n_out, n_out, temporal=temporal, rngs=rngs) if upsample else None
+        self.temporal = temporal
+        self.n_out = n_out
+
+    def __call__(self, x: Float[Array, "b t h w n_in"]) -> Float[Array, "b T H W n_out"]:
+        """Applies the residual blocks, then the upsampling and the shortcut if there is one.
+
+        Args:
+            x: clips with `n_in` channels.
+
+        Returns:
+            Clips in the dtype of `x` with `n_out` channels. Without upsampling they have the size
+            of `x`. With it, height and width are twice as large; with temporal upsampling there are
+            `2 t - 1` frames.
+        """
+        y = x
+        for block in self.resnets:
+            y = block(y)
+        if self.upsampler is None:
+            return y
+        frames = 2 if self.temporal else 1
+        return self.upsampler(y) + repeat_pixels(x, self.n_out, frames)[:, frames - 1 :]
+
+
+def repeat_pixels(
+    x: Float[Array, "b t h w n_in"], n_out: int, frames: int
+) -> Float[Array, "b T 2*h 2*w c"]:
+    """Upsamples clips without parameters: each pixel becomes a square of two by two pixels in each
+    of `frames` frames.
+
+    Each channel of a pixel is repeated so often that its channels suffice for all pixels that it
+    becomes. They are ordered (channel, frame, row, column).
+
+    Args:
+        x: clips. Their number of channels divides `4 * frames * n_out`.
+        n_out: number of output channels.
+        frames: number of frames that a frame becomes.
+
+    Returns:
+        Clips with `n_out` channels, in the dtype of `x`: T is `t * frames`.
+    """
+    batch, count, height, width, n_in = x.shape
+    repeated = jnp.repeat(x, 4 * frames * n_out // n_in, axis=-1)
+    pixels = repeated.reshape(batch, count, height, width, n_out, frames, 2, 2)
+    pixels = pixels.transpose(0, 1, 5, 2, 6, 3, 7, 4)
+    return pixels.reshape(batch, count * frames, 2 * height, 2 * width, n_out)
 
 
 class MidBlock(nnx.Module):
@@ -441,27 +578,28 @@ class Upsample(nnx.Module):
     """Upsampling in space and, if `temporal` is set, in time.
 
     In time, a convolution turns every frame but the first into two. In space, height and width are
-    doubled by nearest-neighbor interpolation, and a 3x3 convolution halves the channels.
+    doubled by nearest-neighbor interpolation, and a 3x3 convolution follows.
 
     Args:
-        channels: number of input channels, even.
+        n_in: number of input channels.
+        n_out: number of output channels.
         temporal: whether the number of frames after the first is doubled.
         rngs: random number generators for the initial weights.
     """
 
-    def __init__(self, channels: int, *, temporal: bool, rngs: nnx.Rngs):
+    def __init__(self, n_in: int, n_out: int, *, temporal: bool, rngs: nnx.Rngs):
         # a list in PyTorch, whose index 0 is the interpolation
-        self.resample = nnx.Dict({"1": Conv(channels, channels // 2, 3, rngs=rngs)})
-        self.time_conv = CausalConv(channels, 2 * channels, TIME, rngs=rngs) if temporal else None
+        self.resample = nnx.Dict({"1": Conv(n_in, n_out, 3, rngs=rngs)})
+        self.time_conv = CausalConv(n_in, 2 * n_in, TIME, rngs=rngs) if temporal else None
 
-    def __call__(self, x: Float[Array, "b t h w c"]) -> Float[Array, "b T 2*h 2*w c/2"]:
+    def __call__(self, x: Float[Array, "b t h w n_in"]) -> Float[Array, "b T 2*h 2*w n_out"]:
         """Upsamples in time, if the layer is temporal, and then in space.
 
         Args:
-            x: clips with `channels` channels.
+            x: clips with `n_in` channels.
 
         Returns:
-            Clips with `channels / 2` channels, in the dtype of `x`: T is `2 t - 1` if the layer is
+            Clips with `n_out` channels, in the dtype of `x`: T is `2 t - 1` if the layer is
             temporal, otherwise t.
         """
         if self.time_conv is not None and x.shape[1] > 1:

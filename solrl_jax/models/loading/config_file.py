@@ -78,11 +78,13 @@ class ReleasedConfig:
         network: name of the network's class in diffusers or transformers.
         model_type: for a network of transformers, its `model_type`; unknown fields of a file are
             then ignored. "" for a network of diffusers; unknown fields are then errors, except
-            notes, whose names begin with "_".
+            notes, whose names begin with "_", and `unread`.
+        unread: names of fields of released files that diffusers ignores as well.
     """
 
     network: ClassVar[str]
     model_type: ClassVar[str] = ""
+    unread: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def read(cls: type[C], folder: Path) -> C:
@@ -118,7 +120,7 @@ class ReleasedConfig:
         Args:
             fields: the contents. If `_class_name` (diffusers) or `model_type` (transformers) is
                 among them, it must be that of the network. Unknown fields are ignored for
-                transformers; for diffusers only if their names begin with "_".
+                transformers; for diffusers only if their names begin with "_" or are in `unread`.
 
         Returns:
             The configuration.
@@ -142,8 +144,9 @@ class ReleasedConfig:
             class_name = fields.get("_class_name", cls.network)
             if class_name != cls.network:
                 raise unsupported(cls.network, "_class_name", class_name, repr(cls.network))
+            known = (*types, *cls.unread)
             unknown = sorted(
-                name for name in fields if not name.startswith("_") and name not in types
+                name for name in fields if not name.startswith("_") and name not in known
             )
             if unknown:
                 raise ValueError(

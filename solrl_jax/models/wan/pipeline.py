@@ -1,5 +1,5 @@
-"""Wan 2.1 as a pipeline: text-to-video generation as in diffusers' `WanPipeline` (arXiv
-2503.20314).
+"""Wan 2.1 and Wan 2.2 TI2V 5B as a pipeline: text-to-video generation as in diffusers'
+`WanPipeline` (arXiv 2503.20314).
 """
 
 import html
@@ -23,16 +23,22 @@ from solrl_jax.models.text_encoders.tokenizers import check_vocabulary, tokenize
 from solrl_jax.models.wan.transformer import WanConfig, WanTransformer3DModel
 
 MAX_TOKENS = 512
-# Those of diffusers' pipeline; no released config has them.
+# Of Wan 2.1, as in diffusers' pipeline, and of Wan 2.2 TI2V 5B, as on the page of its release. No
+# released config has them.
 DEFAULT_SIZE = (480, 832, 81)
-# Fields of `model_index.json` of Wan 2.2, with the value that Wan 2.1 has or leaves out.
-WAN22_FIELDS = {"boundary_ratio": None, "expand_timesteps": False}
+WAN22_SIZE = (704, 1280, 121)
+FRAMES_PER_SECOND = 16
+WAN22_FRAMES_PER_SECOND = 24
 
 
 class WanPipeline(Pipeline):
-    """Wan 2.1 T2V: clips of 4 k + 1 frames. UMT5 encodes the prompt.
+    """Wan 2.1 T2V, and Wan 2.2 TI2V 5B without an image: clips of 4 k + 1 frames. UMT5 encodes the
+    prompt.
 
     Guidance takes a second evaluation. The attention among the tokens of a clip can run in FP8.
+
+    Wan 2.2 TI2V (`expand_timesteps`) gives the transformer a timestep per token: that of the tokens
+    of an initial image is 0. Without an image all tokens have the same timestep, as in Wan 2.1.
 
     Attributes:
         config: contents of `transformer/config.json`, checked.
@@ -44,7 +50,8 @@ class WanPipeline(Pipeline):
     attends_in_fp8 = True
 
     def __init__(self, folder: Path, gradient_checkpointing: str = "none"):
-        """Opens a directory in the layout of `Wan-AI/Wan2.1-T2V-1.3B-Diffusers`. No weight is read.
+        """Opens a directory in the layout of `Wan-AI/Wan2.1-T2V-1.3B-Diffusers` or of
+        `Wan-AI/Wan2.2-TI2V-5B-Diffusers`. No weight is read.
 
         Args:
             folder: the directory.
@@ -54,18 +61,13 @@ class WanPipeline(Pipeline):
 
         Raises:
             FileNotFoundError: a configuration or the tokenizer is missing.
-            ValueError: a configuration is unsupported, such as that of Wan 2.2 with two
-                transformers or with a timestep per token; the tokenizer cannot be loaded or has
-                tokens that the text encoder lacks; or a width or number of channels of one
-                component is not what another one takes or returns.
+            ValueError: a configuration is unsupported, such as that of Wan 2.2 A14B, which has two
+                transformers; the tokenizer cannot be loaded or has tokens that the text encoder
+                lacks; or a width or number of channels of one component is not what another one
+                takes or returns.
         """
         super().__init__(folder, gradient_checkpointing)
-        index = folder / "model_index.json"
-        fields = read_json(index)
-        for name, accepted in WAN22_FIELDS.items():
-            value = fields.get(name, accepted)
-            if value != accepted:
-                raise unsupported(str(index), name, value, f"{accepted}, as in Wan 2.1")
+        timestep_per_token = _check_index(folder / "model_index.json")
         config = WanConfig.read(folder / "transformer")
         vae_config = AutoencoderKLWanConfig.read(folder / "vae")
         text_config = UMT5Config.read(folder / "text_encoder")
@@ -93,7 +95,10 @@ class WanPipeline(Pipeline):
         self.temporal_compression = vae_config.temporal_compression
         self.channels = vae_config.z_dim
         self.patch = config.side
-        self.default_size = DEFAULT_SIZE
+        self.default_size = WAN22_SIZE if timestep_per_token else DEFAULT_SIZE
+        self.frames_per_second = (
+            WAN22_FRAMES_PER_SECOND if timestep_per_token else FRAMES_PER_SECOND
+        )
         self.default_max_tokens = MAX_TOKENS
 
     def velocity(
@@ -191,6 +196,35 @@ class WanPipeline(Pipeline):
             An array of the shape and dtype of `latent`.
         """
         return self.vae_config.unscale(latent)
+
+
+def _check_index(index: Path) -> bool:
+    """Reads and checks the fields of a `model_index.json` that Wan 2.1 leaves out.
+
+    Args:
+        index: the file.
+
+    Returns:
+        `expand_timesteps`: whether the model is Wan 2.2 TI2V, which takes a timestep per token.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file cannot be read; the model has a second transformer for low noise
+            (`transformer_2` or `boundary_ratio`, Wan 2.2 A14B); or `expand_timesteps` is not a
+            bool. The message names the field.
+    """
+    fields = read_json(index)
+    one_transformer = "None: models with a second transformer for low noise are not supported"
+    second = fields.get("transformer_2")
+    if second not in (None, [None, None]):
+        raise unsupported(str(index), "transformer_2", second, one_transformer)
+    boundary = fields.get("boundary_ratio")
+    if boundary is not None:
+        raise unsupported(str(index), "boundary_ratio", boundary, one_transformer)
+    expand_timesteps = fields.get("expand_timesteps", False)
+    if not isinstance(expand_timesteps, bool):
+        raise unsupported(str(index), "expand_timesteps", expand_timesteps, "true or false")
+    return expand_timesteps
 
 
 def clean(prompt: str) -> str:

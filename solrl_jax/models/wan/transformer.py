@@ -1,4 +1,4 @@
-"""Wan 2.1's diffusion transformer for clips (arXiv 2503.20314, section 4.2):
+"""The diffusion transformer for clips of Wan 2.1 and 2.2 (arXiv 2503.20314, section 4.2):
 `WanTransformer3DModel` of diffusers in Flax NNX.
 
 Every token is a patch of one latent frame, and attends to all tokens of the clip, then to the text.
