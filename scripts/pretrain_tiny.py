@@ -15,14 +15,18 @@ a held-out caption:
   then distilled for its embedded guidance scale.
 * tiny-sd3: the same autoencoder, then an SD3 transformer with two CLIPs and T5, distilled from the
   guided velocity of `tiny-flux`.
-* tiny-wan: Wan's autoencoder on clips of one moving object, then a Wan transformer and its UMT5,
-  finally with 30 % wrong captions.
+* tiny-wan: Wan's autoencoder on clips of one moving object, then its decoder alone on noisy latents,
+  then a Wan transformer and its UMT5, finally with 30 % wrong captions.
 
 `pretrain/recipe.py` sets the steps and learning rates. Each training saves its state in `--work`
 and resumes from there. `--stop 0` writes the pipelines in their current state. `--seconds` limits
 the time of a training, as it is printed:
 
     python scripts/pretrain_tiny.py --pipeline tiny-wan --seconds wan-vae=80 --seconds tiny-wan=160
+
+`--refine` reads a `tiny-wan` and trains only the decoder of its autoencoder further:
+
+    python scripts/pretrain_tiny.py --refine solrl_jax/assets/pipelines/tiny-wan --clips 3000
 """
 
 import argparse
@@ -31,14 +35,14 @@ from pathlib import Path
 
 import numpy as np
 from pretrain import clips
-from pretrain.autoencoders import Latents, dc_latents, kl_latents, wan_latents
+from pretrain.autoencoders import Latents, dc_latents, kl_latents, refine_pipeline, wan_latents
 from pretrain.clip import train_clip
 from pretrain.data import caption_batches, clip_batches, make_dataset, write_prompt_sets
 from pretrain.flows import train_pipeline
 from pretrain.recipe import RECIPES, Settings
 
 # Names of the trainings, whose time `--seconds` limits.
-TRAININGS = ("vae", "kl", "wan-vae", "clip", *RECIPES, "tiny-flux-guided")
+TRAININGS = ("vae", "kl", "wan-vae", "wan-decoder", "clip", *RECIPES, "tiny-flux-guided")
 ASSETS = Path(__file__).parents[1] / "solrl_jax" / "assets"
 
 
@@ -57,6 +61,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--pictures", type=int, default=60_000, help="number of training images")
     parser.add_argument("--clips", type=int, default=24_000, help="number of training clips")
     parser.add_argument(
+        "--refine",
+        type=Path,
+        metavar="DIRECTORY",
+        help="instead of pretraining, train the decoder of this tiny-wan further",
+    )
+    parser.add_argument(
         "--seconds",
         type=_limit,
         action="append",
@@ -73,6 +83,9 @@ def main(arguments: list[str] | None = None) -> None:
             parser.error(f"--seconds {name}: expected one of {', '.join(TRAININGS)}")
     args.work.mkdir(parents=True, exist_ok=True)
     settings = Settings(args.work, args.out / "pipelines", args.seed, args.stop, dict(args.seconds))
+    if args.refine:
+        refine_pipeline(settings, args.refine, clips.make_clips(args.clips, args.seed)[0])
+        return
     wanted = ["tiny-clip", *RECIPES] if args.pipeline == "all" else [args.pipeline]
 
     @cache

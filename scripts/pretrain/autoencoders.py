@@ -6,8 +6,11 @@ to 3 such latents. Noise on the latents makes the decoders robust to the errors 
 """
 
 import dataclasses
+import json
+import shutil
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +25,10 @@ from pretrain.networks import Part
 from pretrain.recipe import Settings
 from pretrain.training import train
 from solrl_jax.models.loading.weights import Params
+
+# The largest standard deviation of the noise on latents with which the decoder of clips is trained
+# further, as a share of that of each channel.
+DECODER_NOISE = 0.4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +85,9 @@ def kl_latents(settings: Settings, images: np.ndarray) -> Latents:
 
 
 def wan_latents(settings: Settings, clips: np.ndarray) -> Latents:
-    """Trains the autoencoder of clips on clips [n, 5, 32, 32, 3] (uint8) and encodes them."""
+    """Trains the autoencoder of clips on clips [n, 5, 32, 32, 3] (uint8), encodes them, and trains
+    the decoder further.
+    """
     vae = train(
         "wan-vae",
         WAN.initialize(settings.seed + 5),
@@ -89,11 +98,68 @@ def wan_latents(settings: Settings, clips: np.ndarray) -> Latents:
         settings,
     )
     values = _encode_all(settings, "wan-vae", lambda x: WAN(vae).encode(x).mean, clips)
+    vae = _refine_decoder(settings, vae, values, clips)
     channels = values.reshape(-1, values.shape[-1])
     mean = [_rounded(value) for value in channels.mean(0)]
     std = [_rounded(value) for value in channels.std(0)]
     unit = (values - np.array(mean, np.float32)) / np.array(std, np.float32)
     return Latents(vae, unit, {"latents_mean": mean, "latents_std": std})
+
+
+def refine_pipeline(settings: Settings, source: Path, clips: np.ndarray) -> None:
+    """Trains the decoder of a finished `tiny-wan` further, and writes the pipeline to
+    `settings.out`.
+
+    Args:
+        settings: Where files are kept, and limits of steps and time.
+        source: The directory of the pipeline.
+        clips: The clips [n, 5, 32, 32, 3] (uint8).
+    """
+    vae = WAN.load(source / "vae")
+    values = _encode_all(settings, "wan-vae", lambda x: WAN(vae).encode(x).mean, clips)
+    vae = _refine_decoder(settings, vae, values, clips)
+    folder = settings.out / "tiny-wan"
+    if source.resolve() != folder.resolve():
+        shutil.copytree(source, folder, dirs_exist_ok=True)
+    config = json.loads((source / "vae" / "config.json").read_text())
+    dataclasses.replace(WAN, config=config).save(folder / "vae", vae, jnp.bfloat16)
+
+
+def _refine_decoder(
+    settings: Settings, vae: Params, latents: np.ndarray, clips: np.ndarray
+) -> Params:
+    """Trains the decoder of the autoencoder of clips alone.
+
+    The encoder stays as it is. So the latents do too, and a transformer that was trained on them
+    remains valid. Each clip of a batch has its own level of noise on its latents, because those
+    that a transformer generates are noisy.
+
+    Args:
+        settings: Where files are kept, and limits of steps and time.
+        vae: The parameters of the autoencoder.
+        latents: The unscaled latents [n, 3, 8, 8, 8] of the clips.
+        clips: The clips [n, 5, 32, 32, 3] (uint8).
+
+    Returns:
+        The parameters of the autoencoder, with those of the new decoder.
+    """
+    std = latents.std(axis=(0, 1, 2, 3))
+    decoder = {name: vae[name] for name in ("post_quant_conv", "decoder")}
+    encoder = {name: part for name, part in vae.items() if name not in decoder}
+
+    def loss(
+        params: Params, data: tuple[jax.Array, jax.Array], rows: jax.Array, key: jax.Array
+    ) -> jax.Array:
+        z, batch = (x[rows] for x in data)
+        level_key, noise_key = jax.random.split(key)
+        level = jax.random.uniform(level_key, (len(rows), 1, 1, 1, 1), maxval=DECODER_NOISE)
+        noisy = z + level * std * jax.random.normal(noise_key, z.shape)
+        return _picture_loss(WAN(encoder | params).decode(noisy), to_signed(batch))
+
+    batches = row_batches(len(clips), settings.seed, 11, recipe.WAN_DECODER_BATCH)
+    return encoder | train(
+        "wan-decoder", decoder, loss, (latents, clips), batches, recipe.WAN_DECODER, settings
+    )
 
 
 def _kl_loss(

@@ -73,9 +73,11 @@ def to_signed(images: jax.Array) -> jax.Array:
     return images.astype(jnp.float32) / 127.5 - 1
 
 
-def row_batches(count: int, seed: int, stream: int) -> Callable[[int], np.ndarray]:
-    """Returns a function from a step to the indices [b] of `count` images or clips."""
-    return lambda step: np.random.default_rng((seed, stream, step)).integers(count, size=BATCH)
+def row_batches(
+    count: int, seed: int, stream: int, batch: int = BATCH
+) -> Callable[[int], np.ndarray]:
+    """Returns a function from a step to the indices [batch] of `count` images or clips."""
+    return lambda step: np.random.default_rng((seed, stream, step)).integers(count, size=batch)
 
 
 def clip_batches(count: int, curriculum: Curriculum, batch: int, seed: int) -> Draw:

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict
 from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
+from solrl_jax.models.loading.component import Component
 from solrl_jax.models.loading.weights import Params, parameter_table, to_torch_order
 from solrl_jax.storage.files import atomic, atomic_write
 
@@ -41,6 +43,10 @@ class Part:
     def initialize(self, seed: int) -> Params:
         """Returns initial parameters, computed by one program."""
         return jax.jit(lambda: nnx.to_pure_dict(nnx.split(self._make(nnx.Rngs(seed)))[1]))()
+
+    def load(self, folder: Path) -> Params:
+        """Reads parameters that `save` wrote, in float32."""
+        return Component(*self._graph, folder).load(jnp.float32)
 
     @property
     def stored_config(self) -> dict[str, Any]:

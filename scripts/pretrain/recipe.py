@@ -123,6 +123,8 @@ class Recipe:
 VAE = Schedule(2e-3, 900)
 KL = Schedule(2e-3, 1000)
 WAN_VAE = Schedule(2e-3, 4000)
+WAN_DECODER = Schedule(1e-3, 4000)
+WAN_DECODER_BATCH = 2  # clips; small, so that a CPU takes many steps
 CLIP = Schedule(1e-3, 500)
 RECIPES = {
     "tiny-sana": Recipe(
