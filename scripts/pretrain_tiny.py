@@ -15,8 +15,8 @@ a held-out caption:
   then distilled for its embedded guidance scale.
 * tiny-sd3: the same autoencoder, then an SD3 transformer with two CLIPs and T5, distilled from the
   guided velocity of `tiny-flux`.
-* tiny-wan: Wan's autoencoder on clips of one moving object, then its decoder alone on noisy latents,
-  then a Wan transformer and its UMT5, finally with 30 % wrong captions.
+* tiny-wan: Wan's autoencoder on clips of one moving object, then its decoder alone on noisy
+  latents, then a Wan transformer and its UMT5, finally with 30 % wrong captions.
 
 `pretrain/recipe.py` sets the steps and learning rates. Each training saves its state in `--work`
 and resumes from there. `--stop 0` writes the pipelines in their current state. `--seconds` limits

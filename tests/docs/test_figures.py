@@ -182,9 +182,25 @@ def test_what_tiny_wan_learns():
             )
         )
         assert printed in text, printed
-    scores = record("train-tiny-wan")["guidance"]["scores"]
+    guidance = record("train-tiny-wan")["guidance"]
     for scale, *cells in rows(DOCS / "embedded.md", "guidance scale"):
-        check(cells, scores[scale.split()[0]].values(), scale)
+        check(cells, guidance["scores"][scale.split()[0]].values(), scale)
+    none, _, strong = (scores["strict"] for scores in guidance["before"]["scores"].values())
+    assert f"strict success of the base was {none:.3f}, and {strong:.3f} at scale 3" in text
+
+
+def test_what_refining_the_decoder_of_tiny_wan_changes():
+    refinement = record("train-tiny-wan")["refinement"]
+    before, after = (refinement["reconstructions"][when] for when in ("before", "after"))
+    text = " ".join((DOCS / "embedded.md").read_text().split())
+    for printed in (
+        refinement["command"],
+        f"took {refinement['steps']} steps of {refinement['batch']} clips",
+        f"among {refinement['reconstructions']['clips']} true clips "
+        f"from {before['strict']:.3f} to {after['strict']:.3f}, "
+        f"and their reward from {before['reward']:.3f} to {after['reward']:.3f}",
+    ):
+        assert printed in text, printed
 
 
 def test_what_quantizing_each_group_costs():

@@ -47,7 +47,7 @@ def test_the_reward_gets_whole_clips_and_tells_motions_apart():
 
 
 def test_clips_of_the_base_follow_their_captions():
-    """`docs/embedded.md` has the scores of more clips: 0.545 of reward and 0.694 of motions at this
+    """`docs/embedded.md` has the scores of more clips: 0.654 of reward and 0.708 of motions at this
     guidance scale, with standard deviations of clips below 0.4 and 0.5.
     """
     captions = CAPTIONS * 2
@@ -63,7 +63,7 @@ def test_clips_of_the_base_follow_their_captions():
     assert images.shape == (36, scenes.FRAMES, 32, 32, 3)
     own = score(images, captions)
     others = score(images, captions[1:] + captions[:1])
-    assert own["reward"].mean() > 0.4
+    assert own["reward"].mean() > 0.5
     assert own["motion/moves"].mean() > 0.5
     assert own["reward"].mean() > others["reward"].mean() + 0.1
     assert own["motion/moves"].mean() > others["motion/moves"].mean() + 0.2

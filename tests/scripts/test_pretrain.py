@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from pretrain import drawing
+from safetensors.numpy import load_file
 
 from solrl_jax.data.shapes import scenes
 
@@ -166,6 +167,23 @@ def test_wrong_captions_of_clips_belong_to_other_clips(pretrain):
         assert np.mean(prompts == 0) == pytest.approx(0.1, abs=0.02)
         wrong = (prompts != 0) & (prompts != rows + 1)
         assert np.mean(wrong) == pytest.approx(share * 0.9, abs=0.03)
+
+
+def test_refinement_changes_only_the_decoder(pretrain, tmp_path):
+    source = ASSETS / "pipelines" / "tiny-wan"
+    videos, _ = pretrain("clips").make_clips(8, seed=0)
+    settings = pretrain("recipe").Settings(tmp_path, tmp_path / "out", seed=0, stop=2)
+    pretrain("autoencoders").refine_pipeline(settings, source, videos)
+    files = [file.relative_to(source) for file in source.rglob("*") if file.is_file()]
+    weights = Path("vae", "diffusion_pytorch_model.safetensors")
+    for file in set(files) - {weights}:
+        assert (tmp_path / "out" / "tiny-wan" / file).read_bytes() == (source / file).read_bytes()
+    old, new = (load_file(folder / weights) for folder in (source, tmp_path / "out" / "tiny-wan"))
+    assert old.keys() == new.keys()
+    for name, tensor in old.items():
+        trained = name.startswith(("decoder.", "post_quant_conv."))
+        assert trained or np.array_equal(new[name], tensor), name
+    assert any(not np.array_equal(new[name], tensor) for name, tensor in old.items())
 
 
 class Fit:
