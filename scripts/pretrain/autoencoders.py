@@ -144,7 +144,8 @@ def reconstruction_scores(pipeline: Path) -> dict[str, float]:
     scenes = 2 * SCENES
     clips = render(list(scenes), np.random.default_rng((0, 12)))
     vae = WAN.load(pipeline / "vae")
-    decoded = jax.jit(lambda x: WAN(vae).decode(WAN(vae).encode(x).mean))(to_signed(clips))
+    reconstruct = jax.jit(lambda x: WAN(vae).decode(WAN(vae).encode(x).mean))
+    decoded = reconstruct(to_signed(jnp.asarray(clips)))
     images = jnp.clip(decoded / 2 + 0.5, 0, 1)
     scores = motion.score(None, images, motion.prepare([scene.caption for scene in scenes]))
     return {name: float(values.mean()) for name, values in scores.items()}

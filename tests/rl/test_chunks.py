@@ -10,7 +10,7 @@ from solrl_jax.config.presets import resolve
 from solrl_jax.rl.experiment import build, fresh_state
 from solrl_jax.rl.generate import SeedBatch, generate
 
-LEAST = {"tiny-sana": 1, "tiny-flux": 5, "tiny-sd3": 4}  # rows a device
+LEAST = {"tiny-sana": 1, "tiny-flux": 5, "tiny-sd3": 4, "tiny-wan": 3}  # rows a device
 # the verifier's sums round otherwise in other chunks
 ROWS = 12
 SCORES = 1e-5

@@ -169,6 +169,7 @@ def test_wrong_captions_of_clips_belong_to_other_clips(pretrain):
         assert np.mean(wrong) == pytest.approx(share * 0.9, abs=0.03)
 
 
+@pytest.mark.exhaustive
 def test_refinement_changes_only_the_decoder(pretrain, tmp_path):
     source = ASSETS / "pipelines" / "tiny-wan"
     videos, _ = pretrain("clips").make_clips(8, seed=0)
