@@ -1016,7 +1016,8 @@ class Config(Section):
         if self.algorithm.objective == "draft" and last_steps != 1:
             accepted = (
                 "must be 1 with algorithm.objective=draft, whose gradient goes through the last "
-                "step alone; refl draws from several last steps"
+                "step alone, since further steps did not pay (docs/objectives.md); refl draws from "
+                "several last steps"
             )
             raise ConfigError.of_field("algorithm.last_steps", last_steps, accepted)
         if last_steps is not None and last_steps > self.rollout.num_steps:

@@ -662,6 +662,35 @@ def test_the_gradient_of_the_reward():
         assert said in text, said
 
 
+def test_the_reward_followed_through_several_steps():
+    found = record("draft-steps")
+    one, three = (found["runs"][f"K={k} seed 0"] for k in (1, 3))
+    page = DOCS / "objectives.md"
+    table = rows(page, "after iteration | K = 1")
+    assert [int(iteration) for iteration, *_ in table] == three["iterations"]
+    for i, (iteration, *cells) in enumerate(table):
+        values = [run[key][i] for run in (one, three) for key in ("reward", "shapes")]
+        check(cells, values, iteration)
+    change = np.subtract(three["training reward"], one["training reward"])[1:]
+    error = np.std(change, ddof=1) / math.sqrt(len(change))
+    seconds = found["seconds of an iteration"].values()
+    shares = [price["K=3"] / price["K=1"] for price in seconds]
+    half = three["iterations"].index(10)
+    equal = {
+        key: (three[key][half], np.interp(three["cost"][half], one["cost"], one[key]))
+        for key in ("reward", "shapes")
+    }
+    text = " ".join(page.read_text().split())
+    for said in (
+        f"differs by {change.mean():+.4f} ± {error:.4f}",
+        f"counts {shares[0]:.2f} times the price",
+        f"and {shares[1]:.2f} times with two-stage exploration",
+        "{:.3f} against {:.3f} for the reward".format(*equal["reward"]),
+        "{:.3f} against {:.3f} for `shapes`".format(*equal["shapes"]),
+    ):
+        assert said in text, said
+
+
 def test_which_changes_pay_at_equal_cost():
     found = record("study-frontier")
     page = DOCS / "study.md"
