@@ -691,6 +691,36 @@ def test_the_reward_followed_through_several_steps():
         assert said in text, said
 
 
+def test_the_gradient_of_the_reward_on_another_model():
+    found = record("study-learning-sd3")
+    runs = found["runs"]
+    seeds = found["plan"]["seeds"]
+    nft, opsd = ([runs[f"{name}-{seed}"] for seed in seeds] for name in ("nft", "opsd"))
+    page = DOCS / "study.md"
+    for i, (iteration, *cells) in enumerate(rows(page, "after iteration, on `tiny-sd3`")):
+        assert int(iteration) == nft[0]["iterations"][i]
+        columns = [(arm, key) for arm in (nft, opsd) for key in ("cost", "reward", "shapes")]
+        check(cells, [np.mean([run[key][i] for run in arm]) for arm, key in columns], i)
+    after, equal = rows(page, "`opsd` against `nft`, on `tiny-sd3`")
+    cost = opsd[0]["cost"][-1]
+    assert f"at {cost / nft[0]['cost'][-1]:.3f} of the cost" in after[0]
+    assert f"at equal cost, {cost:.0f} s" in equal[0]
+    for column, key in enumerate(("reward", "shapes"), 1):
+        pairs = list(zip(opsd, nft, strict=True))
+        gains = np.array([ours[key][-1] - theirs[key][-1] for ours, theirs in pairs])
+        level = [
+            ours[key][-1] - np.interp(cost, theirs["cost"], theirs[key]) for ours, theirs in pairs
+        ]
+        for cell, differences in ((after[column], gains), (equal[column], np.array(level))):
+            error = differences.std(ddof=1) / math.sqrt(len(seeds))
+            check(signed(cell), (differences.mean(), error), key)
+    gained = np.mean([run["reward"][-1] - run["reward"][0] for run in nft])
+    sana = [run for name, run in record("study-learning")["runs"].items() if name.startswith("nft")]
+    there = np.mean([run["reward"][-1] - run["reward"][0] for run in sana])
+    said = f"`nft` gains {gained:.3f} of the trained reward in 20 iterations, where `tiny-sana` gains {there:.3f}"
+    assert said in " ".join(page.read_text().split())
+
+
 def test_which_changes_pay_at_equal_cost():
     found = record("study-frontier")
     page = DOCS / "study.md"
