@@ -42,8 +42,8 @@ class Decoder:
         tile: side, in pixels, of the square tiles that are decoded one after another to save
             memory: a multiple of `pipeline.compression`. None: images are decoded whole, as are
             images that fit into one tile.
-        max_pixels: the most pixels that a device decodes at once. One image, or one tile of it, is
-            decoded even if it has more.
+        max_pixels: the most pixels that a device decodes at once. One image or one latent frame of
+            a clip, or one tile of it, is decoded even if it has more.
     """
 
     params: Params
@@ -58,7 +58,9 @@ class Decoder:
         Each device decodes a few images at a time: up to four, or fewer if together they
         would have more than `max_pixels` (with tiles: if that many tiles would; all frames count),
         but at least one. If `tile` is set, images that exceed a tile are decoded in tiles, which
-        overlap by a quarter of a tile or more.
+        overlap by a quarter of a tile or more. A clip, or a tile of it, that has more than
+        `max_pixels` pixels is decoded in chunks of as many latent frames as `max_pixels` allows, at
+        least one. Tiles change the result, chunks do not.
 
         Args:
             latents: the transformer's latents [b, h, w, c], or [b, t, h, w, c] of clips, of any
@@ -72,16 +74,20 @@ class Decoder:
         decode = partial(self.pipeline.decode, gather(self.params))
         compression = self.pipeline.compression
         height, width = latents.shape[-3:-1]
-        if self.tile is not None:
-            tile = self.tile // compression
+        tile = None if self.tile is None else self.tile // compression
+        if tile is not None:
+            height = min(height, tile)
+            width = min(width, tile)
+        pixels = height * width * compression**2
+        if latents.ndim == 5:
+            pixels *= self.pipeline.temporal_compression or 1  # of a latent frame
+            chunk = max(1, self.max_pixels // pixels)
+            if latents.shape[1] > chunk:
+                decode = partial(decode, chunk=chunk)
+            pixels *= latents.shape[1]
+        if tile is not None:
             decode = partial(
                 decode_tiled, decode, tile=tile, overlap=tile // 4, compression=compression
             )
-            height = min(height, tile)
-            width = min(width, tile)
-        frames = 1
-        if latents.ndim == 5:
-            frames = latents.shape[1] * (self.pipeline.temporal_compression or 1)
-        pixels = frames * height * width * compression**2
         batch_size = max(1, min(MAX_IMAGES, self.max_pixels // pixels))
         return sharding.map_rows(decode, latents.astype(self.dtype), batch_size)

@@ -204,7 +204,9 @@ class Pipeline(abc.ABC):
             An array of the shape and dtype of `latent`.
         """
 
-    def decode(self, params: Params, latent: Float[Array, "b ... c"]) -> Float[Array, "b ... 3"]:
+    def decode(
+        self, params: Params, latent: Float[Array, "b ... c"], chunk: int | None = None
+    ) -> Float[Array, "b ... 3"]:
         """Decodes latents to images in [0, 1], float32, clipped to this range. For use under jit.
 
         The autoencoder computes in the dtype of `latent`. NaN stays NaN.
@@ -213,12 +215,17 @@ class Pipeline(abc.ABC):
             params: parameters of the autoencoder: nested dictionaries keyed by module name. They
                 are not sharded.
             latent: the transformer's latents. `unscale` is applied here.
+            chunk: for video models, the most latent frames that are decoded at once, to save
+                memory; None: all of them. The result is the same up to rounding.
 
         Returns:
             The images [b, H, W, 3] or clips [b, T, H, W, 3], `compression` times as high and wide
             as the latents.
         """
-        image = self.vae(params).decode(self.unscale(latent))  # in [-1, 1], overshoots included
+        vae = self.vae(params)
+        latent = self.unscale(latent)
+        # in [-1, 1], overshoots included
+        image = vae.decode(latent) if chunk is None else vae.decode_in_chunks(latent, chunk)
         return jnp.clip(image.astype(jnp.float32) / 2 + 0.5, 0.0, 1.0)
 
     def guide(

@@ -3,8 +3,8 @@
 Decoder and reward networks are functions of JAX, so the gradient is one `jax.grad`. It is a program
 of its own between regeneration and update, so that its memory does not add to that of the update:
 a device differentiates up to four images (or tiles) at a time if together they have at most
-`MAX_PIXELS` pixels, otherwise one, and `network.IMAGES_PER_DEVICE` images of a reward network. Both
-are evaluated again for it.
+`MAX_PIXELS` pixels, otherwise one, or a clip in chunks of latent frames, and
+`network.IMAGES_PER_DEVICE` images of a reward network. Both are evaluated again for it.
 """
 
 import dataclasses
@@ -85,7 +85,7 @@ def add_targets(
 
 def gradient_decoder(decoder: Decoder) -> Decoder:
     """Returns a copy of the decoder for differentiation. A device decodes at most `MAX_PIXELS`
-    (2^18) pixels at a time with it, or one image or tile if that has more.
+    (2^18) pixels at a time with it, or one image, tile or latent frame of a clip if that has more.
 
     Args:
         decoder: The decoder that images are scored with. Tiles stay tiles.

@@ -5,6 +5,7 @@ diffusers, which decodes frame by frame; outputs and gradients to 1e-5. The enco
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import diffusers
@@ -189,6 +190,75 @@ def check_decode_and_its_gradient(port, changes, size):
 @pytest.mark.parametrize("name", first_is_quick(WAN_CASES) + first_is_quick(WAN22_CASES))
 def test_decode_of_clips_and_its_gradient_equal_diffusers(name):
     check_decode_and_its_gradient(WAN, *(WAN_CASES | WAN22_CASES)[name])
+
+
+CHUNKS = {  # name: (changes to the config; frames, height and width; latent frames in a chunk)
+    "one by one": (WAN_VAE, (3, 2, 3), 1),
+    "wan 2.2, fewer in a chunk than allowed": (WAN22_VAE, (5, 2, 1), 3),
+    "all after the first": (WAN_VAE, (4, 2, 2), 9),
+    "one frame": (WAN_VAE, (1, 2, 2), 2),
+    "over three axes": (WAN_CASES["wide, over three axes"][0], (3, 1, 2), 1),
+    "wan 2.2, one by one": (WAN22_VAE, (3, 2, 1), 1),
+}
+
+
+@pytest.mark.parametrize("name", [*list(CHUNKS)[:2], *first_is_quick(CHUNKS)[2:]])
+def test_clips_are_decoded_in_chunks_as_they_are_whole(name):
+    """Also their gradients, to 1e-5 of the largest value."""
+    changes, size, chunk = CHUNKS[name]
+    fields = WAN_VAE | changes
+    config = WAN.config.from_dict(fields)
+    graphdef, state = split(WAN, config)
+    tensors = decoded_tensors(WAN, torch_model(WAN, fields))
+    params = from_torch(state, {name: t.numpy() for name, t in tensors.items()})
+    latent = jnp.asarray(normal(2, 2, *size, config.z_dim))
+
+    @partial(jax.jit, static_argnums=2)
+    def everything(params, latent, chunk):
+        def decode(latent):
+            network = nnx.merge(graphdef, params)
+            return network.decode_in_chunks(latent, chunk) if chunk else network.decode(latent)
+
+        decoded, back = jax.vjp(decode, latent)
+        return decoded, back(jnp.sin(decoded))[0]
+
+    whole = everything(params, latent, None)
+    for got, want in zip(everything(params, latent, chunk), whole, strict=True):
+        print(f"{name}: {relative(got, want):.1e}")
+        assert got.shape == want.shape
+        assert relative(got, want) < TOLERANCE
+    if size[0] > 1:  # the last frame depends on latent frames before its own
+        others = everything(params, latent.at[:, -2].add(1.0), None)[0]
+        assert relative(others[:, -1], whole[0][:, -1]) > 1e-2
+
+
+def test_more_frames_add_no_programs_and_little_memory():
+    """Compiled, not run: in chunks, the memory is that of a chunk, also for a gradient."""
+    config = WAN.config.from_dict(WAN_VAE | {"base_dim": 16})
+    graphdef, state = split(WAN, config)
+
+    def compiled(frames, chunk, *, gradient=False):
+        def decode(params, latent):
+            network = nnx.merge(graphdef, params)
+            return network.decode_in_chunks(latent, chunk) if chunk else network.decode(latent)
+
+        def slope(params, latent):
+            return jax.grad(lambda latent: (decode(params, latent) ** 2).mean())(latent)
+
+        latent = jax.ShapeDtypeStruct((1, frames, 8, 8, config.z_dim), jnp.float32)
+        lowered = jax.jit(slope if gradient else decode).lower(state, latent)
+        memory = lowered.compile().memory_analysis().temp_size_in_bytes
+        return memory, lowered.as_text().count("stablehlo.convolution")
+
+    whole, _ = compiled(17, None)
+    chunked, convolutions = compiled(17, 1)
+    assert compiled(9, 1)[1] == convolutions
+    slope, _ = compiled(17, None, gradient=True)
+    chunked_slope, _ = compiled(17, 1, gradient=True)
+    print(f"{whole / 1e6:.1f} and {chunked / 1e6:.1f} MB", end="; ")
+    print(f"gradient {slope / 1e6:.1f} and {chunked_slope / 1e6:.1f} MB")
+    assert chunked < 0.5 * whole
+    assert chunked_slope < 0.5 * slope
 
 
 @pytest.mark.parametrize("name", first_is_quick(QWEN_IMAGE_CASES))

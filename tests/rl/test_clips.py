@@ -2,6 +2,9 @@
 outside JAX on sampled frames and on whole clips, an evaluation's grid, and the files of a run.
 """
 
+import dataclasses
+
+import jax
 import numpy as np
 import pytest
 from PIL import Image
@@ -11,6 +14,7 @@ from solrl_jax.rewards import registry as rewards
 from solrl_jax.rewards.protocol import Reward
 from solrl_jax.rl import experiment as experiments
 from solrl_jax.rl.generate import SeedBatch, generate
+from solrl_jax.rl.reward_gradient import gradient_decoder, reward_gradient
 from solrl_jax.runs import evaluate, image_files
 from tests.pipelines import save_wan_pipeline
 from tests.small import small_config
@@ -102,6 +106,37 @@ def test_rewards_inside_and_outside_jax_score_frames_and_clips(folder, frames, p
     with Image.open(tmp_path / "grid.webp") as moving:
         assert moving.n_frames == FRAMES
     assert "x 2 clips of 9 frames of 8 x 16; dpm2" in evaluate.describe_evaluation(experiment)
+
+
+def test_the_gradient_of_the_reward_decodes_chunks_of_frames(folder):
+    """As of the whole clip, to 1e-5 of the largest slope. The clip counts as 12 frames, 1536 pixels."""
+    experiment = build(folder, "reward.frames=3", "reward.weights={redness: 2, spread: 1}")
+    backbone = experiment.backbone
+    reward = experiment.reward
+    prompts = experiment.test_prompts[:2]
+    latents = np.random.default_rng(0).standard_normal((2, 3, 4, 2, 4)).astype(np.float32)
+
+    def gradient(max_pixels):
+        decoder = dataclasses.replace(
+            gradient_decoder(backbone.decoder),
+            params=backbone.pipeline.vae.load(np.float32),
+            dtype=np.dtype("float32"),
+            max_pixels=max_pixels,
+        )
+        prepared = reward.prepare(prompts)
+        with jax.set_mesh(backbone.mesh):
+            text = str(jax.make_jaxpr(decoder)(latents))
+            results = reward_gradient(
+                reward, decoder, reward.params, latents, prepared, np.array([0, 1])
+            )
+        return text.count("conv_general_dilated["), *map(np.asarray, results)
+
+    convolutions, rewards, whole = gradient(1536)
+    more, chunked_rewards, chunked = gradient(1535)
+    assert more > convolutions  # those of the first frame, and those of the others in a loop
+    np.testing.assert_allclose(chunked_rewards, rewards, atol=1e-5)
+    assert np.abs(whole).max((2, 3, 4)).min() > 0  # every latent frame counts
+    np.testing.assert_allclose(chunked, whole, atol=1e-5 * np.abs(whole).max())
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,13 @@ its input, with repeated pixels, to its result. Upsampling does not halve the ch
 convolution returns squares of `patch_size` pixels as channels.
 
 diffusers decodes one latent frame at a time, and caches the last inputs of every convolution for
-the next one. Here all frames are decoded at once, with the same result.
+the next one. Here all frames are decoded at once (`decode`), or in chunks of one or more latent
+frames (`decode_in_chunks`), with the same result. In chunks, the decoder needs memory for a chunk
+and for the last two input frames of each convolution (`History`).
 """
 
 import dataclasses
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -300,6 +303,41 @@ class AutoencoderKLWan(nnx.Module):
         """
         return unpatch(self.decoder(self.post_quant_conv(latent)), self.patch)
 
+    def decode_in_chunks(
+        self, latent: Float[Array, "b t h w c"], chunk: int
+    ) -> Float[Array, "b T H W 3"]:
+        """Decodes latents as `decode` does, a few latent frames at a time to save memory.
+
+        The first latent frame is decoded by itself, and the others in a scan over equal chunks. A
+        gradient decodes each chunk once more; what it stores is the state between the chunks.
+
+        Args:
+            latent: latents on the scale of the autoencoder, the result of `config.unscale`.
+            chunk: the most latent frames in a chunk, at least 1. There are as few chunks as this
+                allows where all of them have the same number of frames.
+
+        Returns:
+            The clips, in the dtype of `latent`, as `decode` returns them.
+        """
+        batch, frames, *rest = latent.shape
+
+        def step(
+            before: list[Array] | None, latent: Float[Array, "b t h w c"]
+        ) -> tuple[list[Array], Float[Array, "b T H W 3"]]:
+            history = History(before)
+            clip = self.decoder(self.post_quant_conv(latent), history)
+            return history.after, unpatch(clip, self.patch)
+
+        step = jax.checkpoint(step, prevent_cse=False)
+        state, first = step(None, latent[:, :1])
+        if frames == 1:
+            return first
+        size = next(n for n in range(min(chunk, frames - 1), 0, -1) if (frames - 1) % n == 0)
+        chunks = jnp.moveaxis(latent[:, 1:].reshape(batch, -1, size, *rest), 1, 0)
+        _, clips = jax.lax.scan(step, state, chunks)
+        others = jnp.moveaxis(clips, 0, 1).reshape(batch, -1, *first.shape[2:])
+        return jnp.concatenate([first, others], axis=1)
+
 
 def unpatch(x: Float[Array, "b t h w c"], patch: int) -> Float[Array, "b t H W colours"]:
     """Turns channels into pixels: each pixel becomes a square of them.
@@ -315,6 +353,57 @@ def unpatch(x: Float[Array, "b t h w c"], patch: int) -> Float[Array, "b t H W c
     squares = x.reshape(batch, frames, height, width, channels // patch**2, patch, patch)
     pixels = squares.transpose(0, 1, 2, 6, 3, 5, 4)
     return pixels.reshape(batch, frames, height * patch, width * patch, -1)
+
+
+class History:
+    """The frames that the causal convolutions read before those of a chunk, while a clip is decoded
+    in chunks.
+
+    One object serves one pass of a chunk through the decoder, in which the convolutions take their
+    frames in the order in which they are applied.
+
+    Args:
+        before: `after` of the chunk before. None: the chunk is the first latent frame of the clip.
+
+    Attributes:
+        begins: whether the chunk is the first latent frame of the clip.
+        after: the last input frames of each convolution so far, [b, 2, h, w, c], for the next
+            chunk. They begin with frames of `before` (of the first chunk: zeros) where the chunk
+            has fewer.
+    """
+
+    def __init__(self, before: Iterable[Array] | None):
+        self.begins = before is None
+        self.after: list[Array] = []
+        self._before = iter(before or ())
+
+    def extend(self, x: Float[Array, "b t h w c"], count: int) -> Float[Array, "b T h w c"]:
+        """Returns the input of the next convolution with the frames before it.
+
+        Also stores the last `count` frames of the result for the next chunk.
+
+        Args:
+            x: the input frames of the chunk.
+            count: number of frames before a frame that the convolution reads.
+
+        Returns:
+            `t + count` frames. Those before the beginning of a clip are zeros.
+        """
+        batch, _, *rest = x.shape
+        before = jnp.zeros((batch, count, *rest), x.dtype) if self.begins else next(self._before)
+        extended = jnp.concatenate([before, x], axis=1)
+        self.after.append(extended[:, -count:])
+        return extended
+
+    def skip(self, x: Float[Array, "b t h w c"], count: int) -> None:
+        """Stores zeros for a convolution that does not read the first chunk.
+
+        Args:
+            x: an array of the shape and dtype of the convolution's input.
+            count: number of frames before a frame that the convolution reads.
+        """
+        batch, _, *rest = x.shape
+        self.after.append(jnp.zeros((batch, count, *rest), x.dtype))
 
 
 class Decoder(nnx.Module):
@@ -350,21 +439,25 @@ class Decoder(nnx.Module):
         self.norm_out = PixelNorm(widths[-1], axes=4)
         self.conv_out = CausalConv(widths[-1], 3 * config.patch**2, KERNEL, rngs=rngs)
 
-    def __call__(self, latent: Float[Array, "b t h w c"]) -> Float[Array, "b T H W colours"]:
+    def __call__(
+        self, latent: Float[Array, "b t h w c"], history: History | None = None
+    ) -> Float[Array, "b T H W colours"]:
         """Decodes latents to clips in [-1, 1]. Values beyond this range are not clipped.
 
         Args:
             latent: latents on the scale of the autoencoder, after `post_quant_conv`.
+            history: the frames before these, if they are a chunk of a clip. None: they are a whole
+                clip.
 
         Returns:
             The clips, in the dtype of `latent`, whose channels are the colours of the pixels in a
             square (`unpatch`). Every stage but the last doubles height and width, and every
-            temporal upsampling doubles the number of frames after the first.
+            temporal upsampling doubles the number of frames after the first of the clip.
         """
-        x = self.mid_block(self.conv_in(latent))
+        x = self.mid_block(self.conv_in(latent, history), history)
         for block in self.up_blocks:
-            x = block(x)
-        return self.conv_out(self.norm_out.silu(x))
+            x = block(x, history)
+        return self.conv_out(self.norm_out.silu(x), history)
 
 
 class Stage(nnx.Module):
@@ -395,19 +488,23 @@ class Stage(nnx.Module):
         upsamplers = [Upsample(n_out, n_out // 2, temporal=temporal, rngs=rngs)] if upsample else []
         self.upsamplers = nnx.List(upsamplers)
 
-    def __call__(self, x: Float[Array, "b t h w n_in"]) -> Float[Array, "b T H W c"]:
+    def __call__(
+        self, x: Float[Array, "b t h w n_in"], history: History | None
+    ) -> Float[Array, "b T H W c"]:
         """Applies the residual blocks, then the upsampling if there is one.
 
         Args:
             x: clips with `n_in` channels.
+            history: the frames before these, if they are a chunk of a clip.
 
         Returns:
             Clips in the dtype of `x`. Without upsampling they have the size of `x` and `n_out`
             channels. With it, height and width are twice as large, and there are `n_out / 2`
-            channels; with temporal upsampling there are `2 t - 1` frames.
+            channels; with temporal upsampling there are two frames for each but the first of the
+            clip.
         """
         for layer in (*self.resnets, *self.upsamplers):
-            x = layer(x)
+            x = layer(x, history)
         return x
 
 
@@ -441,24 +538,28 @@ class ResidualStage(nnx.Module):
         self.temporal = temporal
         self.n_out = n_out
 
-    def __call__(self, x: Float[Array, "b t h w n_in"]) -> Float[Array, "b T H W n_out"]:
+    def __call__(
+        self, x: Float[Array, "b t h w n_in"], history: History | None
+    ) -> Float[Array, "b T H W n_out"]:
         """Applies the residual blocks, then the upsampling and the shortcut if there is one.
 
         Args:
             x: clips with `n_in` channels.
+            history: the frames before these, if they are a chunk of a clip.
 
         Returns:
             Clips in the dtype of `x` with `n_out` channels. Without upsampling they have the size
             of `x`. With it, height and width are twice as large; with temporal upsampling there are
-            `2 t - 1` frames.
+            two frames for each but the first of the clip.
         """
         y = x
         for block in self.resnets:
-            y = block(y)
+            y = block(y, history)
         if self.upsampler is None:
             return y
-        frames = 2 if self.temporal else 1
-        return self.upsampler(y) + repeat_pixels(x, self.n_out, frames)[:, frames - 1 :]
+        y = self.upsampler(y, history)
+        # The first frame of a clip becomes one frame, the last of its repetitions.
+        return y + repeat_pixels(x, self.n_out, 2 if self.temporal else 1)[:, -y.shape[1] :]
 
 
 def repeat_pixels(
@@ -497,19 +598,23 @@ class MidBlock(nnx.Module):
         self.attentions = nnx.List([Attention(channels, rngs=rngs)])
         self.resnets = nnx.List([ResidualBlock(channels, channels, rngs=rngs) for _ in range(2)])
 
-    def __call__(self, x: Float[Array, "b t h w c"]) -> Float[Array, "b t h w c"]:
+    def __call__(
+        self, x: Float[Array, "b t h w c"], history: History | None = None
+    ) -> Float[Array, "b t h w c"]:
         """Applies a residual block, attention over all pixels of each frame, and a residual block.
 
         Args:
             x: clips with `channels` channels.
+            history: the frames before these, if they are a chunk of a clip.
 
         Returns:
             An array of the shape and dtype of `x`.
         """
         first, last = self.resnets
-        for layer in (first, *self.attentions, last):
+        x = first(x, history)
+        for layer in self.attentions:
             x = layer(x)
-        return x
+        return last(x, history)
 
 
 class ResidualBlock(nnx.Module):
@@ -530,17 +635,20 @@ class ResidualBlock(nnx.Module):
         self.conv2 = CausalConv(n_out, n_out, KERNEL, rngs=rngs)
         self.conv_shortcut = CausalConv(n_in, n_out, ONE, rngs=rngs) if n_in != n_out else None
 
-    def __call__(self, x: Float[Array, "b t h w n_in"]) -> Float[Array, "b t h w n_out"]:
+    def __call__(
+        self, x: Float[Array, "b t h w n_in"], history: History | None = None
+    ) -> Float[Array, "b t h w n_out"]:
         """Applies norm, SiLU and convolution twice, and adds the result to the input.
 
         Args:
             x: clips with `n_in` channels.
+            history: the frames before these, if they are a chunk of a clip.
 
         Returns:
             Clips of the size of `x` with `n_out` channels, in the dtype of `x`.
         """
-        y = self.conv1(self.norm1.silu(x))
-        y = self.conv2(self.norm2.silu(y))
+        y = self.conv1(self.norm1.silu(x), history)
+        y = self.conv2(self.norm2.silu(y), history)
         return y + (x if self.conv_shortcut is None else self.conv_shortcut(x))
 
 
@@ -592,34 +700,45 @@ class Upsample(nnx.Module):
         self.resample = nnx.Dict({"1": Conv(n_in, n_out, 3, rngs=rngs)})
         self.time_conv = CausalConv(n_in, 2 * n_in, TIME, rngs=rngs) if temporal else None
 
-    def __call__(self, x: Float[Array, "b t h w n_in"]) -> Float[Array, "b T 2*h 2*w n_out"]:
+    def __call__(
+        self, x: Float[Array, "b t h w n_in"], history: History | None
+    ) -> Float[Array, "b T 2*h 2*w n_out"]:
         """Upsamples in time, if the layer is temporal, and then in space.
 
         Args:
             x: clips with `n_in` channels.
+            history: the frames before these, if they are a chunk of a clip.
 
         Returns:
-            Clips with `n_out` channels, in the dtype of `x`: T is `2 t - 1` if the layer is
-            temporal, otherwise t.
+            Clips with `n_out` channels, in the dtype of `x`. T is t if the layer is not temporal.
+            Otherwise there are two frames for each but the first of the clip.
         """
-        if self.time_conv is not None and x.shape[1] > 1:
-            x = jnp.concatenate([x[:, :1], self._double_frames(x[:, 1:])], axis=1)
+        if self.time_conv is not None:
+            if history is None and x.shape[1] > 1:
+                x = jnp.concatenate([x[:, :1], self._double_frames(x[:, 1:], None)], axis=1)
+            elif history is not None and history.begins:
+                history.skip(x, TIME[0] - 1)
+            elif history is not None:
+                x = self._double_frames(x, history)
         frames = self.resample["1"].apply_upsampled(x.reshape(-1, *x.shape[2:]))
         return frames.reshape(*x.shape[:2], *frames.shape[1:])
 
-    def _double_frames(self, x: Float[Array, "b t h w c"]) -> Float[Array, "b 2*t h w c"]:
+    def _double_frames(
+        self, x: Float[Array, "b t h w c"], history: History | None
+    ) -> Float[Array, "b 2*t h w c"]:
         """Turns each frame into two by the convolution over time.
 
         Args:
             x: the frames of the clips from the second on. The first one is not read, not even by
                 the convolution, which pads the second with zeros.
+            history: the frames before these, if they are a chunk of a clip.
 
         Returns:
             Twice as many frames, in the dtype of `x`.
         """
         assert self.time_conv is not None, "only temporal layers double frames"
         batch, count, *rest = x.shape
-        pairs = self.time_conv(x).reshape(batch, count, *rest[:2], 2, rest[2])
+        pairs = self.time_conv(x, history).reshape(batch, count, *rest[:2], 2, rest[2])
         return jnp.moveaxis(pairs, 4, 2).reshape(batch, 2 * count, *rest)
 
 
@@ -644,11 +763,15 @@ class CausalConv(nnx.Module):
         self.kernel = param(init(rngs.params(), shape, jnp.float32), "weight", "conv3d")
         self.bias = param(jnp.zeros(n_out), "bias")
 
-    def __call__(self, x: Float[Array, "b t h w n_in"]) -> Float[Array, "b t h w n_out"]:
+    def __call__(
+        self, x: Float[Array, "b t h w n_in"], history: History | None = None
+    ) -> Float[Array, "b t h w n_out"]:
         """Convolves clips, and adds the bias.
 
         Args:
             x: clips with `n_in` channels.
+            history: the frames before these, if they are a chunk of a clip. None: they are a whole
+                clip, with zeros before.
 
         Returns:
             Clips of the size of `x` with `n_out` channels, in the dtype of `x`.
@@ -656,10 +779,12 @@ class CausalConv(nnx.Module):
         kernel = self.kernel.get_value().astype(x.dtype)
         time, *sides = kernel.shape[:3]
         padding = [(side // 2, side // 2) for side in sides]
-        if time > 1 and x.shape[1] > 1 and max(kernel.shape[3:]) <= NARROW:
-            y = _convolve_joined_frames(x, kernel, padding)
-            return y + self.bias.get_value().astype(x.dtype)
-        if x.shape[1] == 1:  # the other slices of the kernel would read zeros
+        begins = history is None or history.begins
+        if history is not None and time > 1:
+            extended = history.extend(x, time - 1)
+            x = x if begins else extended
+        before = time - 1 if begins else 0  # zero frames in front
+        if begins and x.shape[1] == 1:  # the other slices of the kernel would read zeros
             y = jax.lax.conv_general_dilated(
                 x[:, 0],
                 kernel[-1],
@@ -667,12 +792,14 @@ class CausalConv(nnx.Module):
                 padding=padding,
                 dimension_numbers=("NHWC", "HWIO", "NHWC"),
             )[:, None]
+        elif time > 1 and max(kernel.shape[3:]) <= NARROW:
+            y = _convolve_joined_frames(x, kernel, before, padding)
         else:
             y = jax.lax.conv_general_dilated(
                 x,
                 kernel,
                 window_strides=(1, 1, 1),
-                padding=[(time - 1, 0), *padding],
+                padding=[(before, 0), *padding],
                 dimension_numbers=("NDHWC", "DHWIO", "NDHWC"),
             )
         return y + self.bias.get_value().astype(x.dtype)
@@ -681,8 +808,9 @@ class CausalConv(nnx.Module):
 def _convolve_joined_frames(
     x: Float[Array, "b t h w n_in"],
     kernel: Float[Array, "time rows columns n_in n_out"],
+    before: int,
     padding: list[tuple[int, int]],
-) -> Float[Array, "b t h w n_out"]:
+) -> Float[Array, "b T h w n_out"]:
     """Computes a causal convolution over time, rows and columns as a two-dimensional one.
 
     The input channels of the two-dimensional convolution are those of a frame and of the frames
@@ -692,16 +820,17 @@ def _convolve_joined_frames(
     Args:
         x: Feature maps of clips, of two or more frames.
         kernel: The kernel, whose last slice in time meets the frame itself.
-        padding: Zeros before and after the rows and the columns, one pair each. Time is padded with
-            `time - 1` zero frames in front.
+        before: Zero frames in front.
+        padding: Zeros before and after the rows and the columns, one pair each.
 
     Returns:
-        Feature maps of the size of `x` with `n_out` channels, in the dtype of `x`, without the
-        bias.
+        Feature maps with `n_out` channels, in the dtype of `x`, without the bias: T is `t + before
+        - time + 1`.
     """
-    batch, frames = x.shape[:2]
+    batch = len(x)
     time = kernel.shape[0]
-    padded = jnp.pad(x, ((0, 0), (time - 1, 0), (0, 0), (0, 0), (0, 0)))
+    frames = x.shape[1] + before - time + 1
+    padded = jnp.pad(x, ((0, 0), (before, 0), (0, 0), (0, 0), (0, 0)))
     joined = jnp.concatenate([padded[:, i : i + frames] for i in range(time)], axis=-1)
     y = jax.lax.conv_general_dilated(
         joined.reshape(batch * frames, *joined.shape[2:]),
