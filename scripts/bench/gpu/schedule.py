@@ -29,9 +29,10 @@ PRESETS = {
     "tiny": ("tiny",),
     "tiny-flux": ("tiny", "model=tiny-flux"),
     "tiny-sd3": ("tiny", "model=tiny-sd3"),
+    "tiny-wan": ("tiny", "model=tiny-wan"),
 }
 # Models with trained weights, without which ranks have no meaning.
-EMBEDDED = ("tiny", "tiny-flux", "tiny-sd3")
+EMBEDDED = ("tiny", "tiny-flux", "tiny-sd3", "tiny-wan")
 QUANTISED = ("nvfp4", "fp8")  # formats that quantize
 CPU = "-cpu"  # suffix of a model whose rewards are computed on the CPU
 # Seconds that a step needs to start Python and JAX and to compile a first program.
