@@ -2,7 +2,7 @@
 
     python scripts/bench_cpu.py tiny --out benchmarks/cpu.json
 
-* stages: the median seconds of each phase of an iteration, including scoring, after a first
+* phases: the median seconds of each phase of an iteration, including scoring, after a first
   iteration that compiles; the operations of its matmuls as compiled by XLA; and their rate as a
   share of the best rate of square matmuls in this run, in BF16 or in float32.
 * sampling: the seconds of `--steps` steps for `--pictures` images with each embedded pipeline, from
@@ -30,7 +30,7 @@ from solrl_jax.config.presets import resolve
 from solrl_jax.config.schema import Config
 from solrl_jax.models.locate import EMBEDDED_FOLDER
 from solrl_jax.planning.abstract import abstract_experiment, open_configurations
-from solrl_jax.planning.stages import Program, Stages
+from solrl_jax.planning.phases import Phases, Program
 from solrl_jax.rl.experiment import build, first_device_info, fresh_state, open_mesh
 from solrl_jax.rl.generate import SeedBatch, generate
 from solrl_jax.rl.iteration import iterate
@@ -40,7 +40,7 @@ PRECISIONS = {"bf16": "bfloat16", "fp32": "float32"}
 THREADS = 2  # of PyTorch and OpenMP
 
 
-def stages(config: Config, repeat: int, best: float) -> dict[str, Any]:
+def phases(config: Config, repeat: int, best: float) -> dict[str, Any]:
     """Measures the phases of an iteration.
 
     Args:
@@ -70,7 +70,7 @@ def counted(config: Config) -> dict[str, int]:
     shapes = abstract_experiment(
         config, open_configurations(config.model.path), first_device_info(), open_mesh(config)
     )
-    planned = Stages(shapes)
+    planned = Phases(shapes)
     counts = Counter[str]()
     codes = planned.codes()
 
@@ -78,16 +78,16 @@ def counted(config: Config) -> dict[str, int]:
         with jax.set_mesh(program.mesh):
             return operations(program.function, *program.arguments)
 
-    for stage in ("encode", "sync", "explore", "regenerate", "update"):
-        if planned.has(stage):
-            counts[stage] = sum(
-                count(program) * program.calls for program in planned.programs(stage, codes)
+    for phase in ("encode", "sync", "explore", "regenerate", "update"):
+        if planned.has(phase):
+            counts[phase] = sum(
+                count(program) * program.calls for program in planned.programs(phase, codes)
             )
     scored = sum(map(count, planned.programs("score", codes)))
-    for stage, chunks in zip(
+    for phase, chunks in zip(
         ("explore", "regenerate"), planned.chunks(planned.rows_mesh.size), strict=True
     ):
-        counts[stage] += scored * chunks
+        counts[phase] += scored * chunks
     return dict(counts)
 
 
@@ -109,10 +109,10 @@ def sampling(model: str, args: argparse.Namespace) -> dict[str, Any]:
         prompts = experiment.train_prompts[: args.pictures]
         prompted = experiment.encode_prompts(prompts)
         rows = SeedBatch.from_seeds(experiment.seeds("candidate", prompts, 1))
-        stage = experiment.sampler("sample", fresh_state(experiment).ema, args.steps)
+        sampler = experiment.sampler("sample", fresh_state(experiment).ema, args.steps)
 
         def make():
-            return generate(experiment.backbone, stage, prompted, rows, keep_images=True)
+            return generate(experiment.backbone, sampler, prompted, rows, keep_images=True)
 
         ours[precision] = seconds(make, args.repeat)
     command = [
@@ -208,7 +208,7 @@ def main(arguments: list[str] | None = None) -> None:
         "overrides": args.overrides,
         "load": os.getloadavg()[0],
         "best_matmul_tflops": {name: round(value / 1e12, 4) for name, value in rates.items()},
-        "stages": stages(
+        "phases": phases(
             resolve(args.preset, tuple(args.overrides)), args.repeat, max(rates.values())
         ),
         "pictures": args.pictures,

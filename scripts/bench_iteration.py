@@ -37,7 +37,7 @@ def measure(config: Config, repeat: int) -> dict[str, Any]:
     return {
         "exploration": experiment.explorer.format.describe(experiment.device),
         "seconds": medians["seconds"],
-        "stages": {
+        "phases": {
             name.removeprefix("seconds/"): value for name, value in medians.items() if "/" in name
         },
         "sync_share": round(medians["seconds/sync"] / medians["seconds"], 5),

@@ -118,7 +118,7 @@ class Bench:
             name, self.state.old, self.experiment.config.rollout.num_steps
         )
 
-    def _rolled_out(self, stage: Sampler, candidates: int) -> float:
+    def _rolled_out(self, sampler: Sampler, candidates: int) -> float:
         experiment = self.experiment
         prompts = self.experiment.train_prompts[:1]
         prompted = experiment.encode_prompts(prompts, experiment.reward)
@@ -127,7 +127,7 @@ class Bench:
             lambda: (
                 generate(
                     experiment.backbone,
-                    stage,
+                    sampler,
                     prompted,
                     SeedBatch.from_seeds(seeds),
                     experiment.reward,

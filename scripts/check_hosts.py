@@ -33,17 +33,17 @@ from check_kills import SMALL, state_of
 
 ITERATIONS = 3
 SETTINGS = (*SMALL, "eval.every=2", f"train.iterations={ITERATIONS}")
-STAGES = ("encode", "sync", "explore", "regenerate", "update", "evaluate", "save")
+PHASES = ("encode", "sync", "explore", "regenerate", "update", "evaluate", "save")
 TOLERANCE = 1e-6  # relative distance of two states
 LIMIT = 60.0  # seconds within which the other process must exit
 DELAY = 0.05  # seconds from the start of the phase to the kill
 
 
-def child(stage: str, arguments: list[str]) -> None:
+def child(phase: str, arguments: list[str]) -> None:
     """Runs `solrl` in this process.
 
     Args:
-        stage: The phase of the second iteration in which the process kills itself. "": none.
+        phase: The phase of the second iteration in which the process kills itself. "": none.
         arguments: The arguments of `solrl`.
     """
     from solrl_jax.cli import main
@@ -58,7 +58,7 @@ def child(stage: str, arguments: list[str]) -> None:
 
     def in_stage(name: str) -> None:
         begun["iterations"] += name == "encode"
-        if stage and name == stage and begun["iterations"] == 2:
+        if phase and name == phase and begun["iterations"] == 2:
             die()
 
     def before(owner: Any, method: str, name_of: Callable[..., str]) -> None:
@@ -80,7 +80,7 @@ def child(stage: str, arguments: list[str]) -> None:
     before(PhaseTimer, "start", lambda clock, name: name)
     before(
         TerminalProgress,
-        "stage",
+        "phase",
         lambda report, name, rows, done: name if name == "evaluate" and not done else "",
     )
     before(checkpoint_writer, "begin", lambda *args: "save")
@@ -95,10 +95,10 @@ class Processes:
         folder: The run directory. The logs are written beside it.
         hosts: The number of processes, 1 or 2.
         dying: The process that kills itself. None: none does.
-        stage: The phase in which it does.
+        phase: The phase in which it does.
     """
 
-    def __init__(self, folder: Path, hosts: int, dying: int | None = None, stage: str = "") -> None:
+    def __init__(self, folder: Path, hosts: int, dying: int | None = None, phase: str = "") -> None:
         mesh = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2") if hosts == 2 else ("mesh.data=8",)
         with socket.socket() as free:
             free.bind(("localhost", 0))
@@ -124,7 +124,7 @@ class Processes:
                             sys.executable,
                             __file__,
                             "--child",
-                            stage if host == dying else "",
+                            phase if host == dying else "",
                             *command,
                         ],
                         env=os.environ | compiled | flags,
@@ -157,13 +157,13 @@ class Kill:
     """The outcome of killing one of two processes.
 
     Attributes:
-        stage: The phase in which the process was killed.
+        phase: The phase in which the process was killed.
         killed: The index of the process.
         other_ended_after_seconds: The time until the other process exited.
         apart: The relative distance of the restarted run's state from that of the undisturbed run.
     """
 
-    stage: str
+    phase: str
     killed: int
     other_ended_after_seconds: float
     apart: float
@@ -182,11 +182,11 @@ def compare_hosts(folder: Path) -> list[str]:
     return [f"two processes end {distance:.1e} from one, or keep others"]
 
 
-def kill_in(stage: str, dying: int, folder: Path) -> tuple[Kill | None, list[str]]:
+def kill_in(phase: str, dying: int, folder: Path) -> tuple[Kill | None, list[str]]:
     """Kills one of two processes, starts both again, and compares the result.
 
     Args:
-        stage: The phase of the second iteration in which the process is killed.
+        phase: The phase of the second iteration in which the process is killed.
         dying: The index of the process.
         folder: The folder of all runs.
 
@@ -194,31 +194,31 @@ def kill_in(stage: str, dying: int, folder: Path) -> tuple[Kill | None, list[str
         The outcome (None if the second start failed), and the problems.
     """
     problems = []
-    run = folder / stage
-    start = Processes(run, 2, dying, stage)
+    run = folder / phase
+    start = Processes(run, 2, dying, phase)
     status = start.processes[dying].wait()
     died = time.monotonic()
     other = start.processes[1 - dying].wait()
     seconds = time.monotonic() - died
     if status != -signal.SIGKILL or other != 1:
-        problems.append(f"{stage}: the processes ended with {status} and {other}")
+        problems.append(f"{phase}: the processes ended with {status} and {other}")
     if seconds > LIMIT:
-        problems.append(f"{stage}: the other process ended after {seconds:.0f} s")
+        problems.append(f"{phase}: the other process ended after {seconds:.0f} s")
     again = Processes(run, 2)
     if any(statuses := again.wait()):
         return None, [
             *problems,
-            f"{stage}: the second start ended with {statuses}: {again.logs[0].read_text()[-300:]}",
+            f"{phase}: the second start ended with {statuses}: {again.logs[0].read_text()[-300:]}",
         ]
     distance = apart(state_of(run, ITERATIONS), state_of(folder / "two", ITERATIONS))
     if distance > TOLERANCE or kept(run) != kept(folder / "two"):
-        problems.append(f"{stage}: ends {distance:.1e} from the undisturbed run, or keeps others")
+        problems.append(f"{phase}: ends {distance:.1e} from the undisturbed run, or keeps others")
     print(
-        f"{stage}: process {dying} killed, other ended {seconds:.0f} s later; "
+        f"{phase}: process {dying} killed, other ended {seconds:.0f} s later; "
         f"restarted: {distance:.1e} apart",
         flush=True,
     )
-    return Kill(stage, dying, round(seconds, 1), distance), problems
+    return Kill(phase, dying, round(seconds, 1), distance), problems
 
 
 def main() -> None:
@@ -226,8 +226,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--stages",
-        default=",".join(STAGES),
+        "--phases",
+        default=",".join(PHASES),
         help="phases in which a process is killed, separated by commas",
     )
     parser.add_argument(
@@ -239,8 +239,8 @@ def main() -> None:
     began = time.monotonic()
     kills = []
     problems = compare_hosts(folder)
-    for number, stage in enumerate(arguments.stages.split(",")):
-        kill, more = kill_in(stage, number % 2, folder)
+    for number, phase in enumerate(arguments.phases.split(",")):
+        kill, more = kill_in(phase, number % 2, folder)
         problems += more
         kills += [dataclasses.asdict(kill)] if kill else []
     if arguments.folder is None:

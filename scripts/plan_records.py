@@ -19,7 +19,7 @@ from solrl_jax.planning.targets import TARGETS
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 # Names of gradient checkpointing in records of the previous version.
 RENAMED = {"products": "matmuls"}
-STAGES = ("explore", "regenerate", "score", "update")
+PHASES = ("explore", "regenerate", "score", "update")
 
 
 def record(
@@ -61,7 +61,7 @@ def record(
         "update_batch": config.optimizer.per_device_batch_size,
         "rollout_batch": config.rollout.per_device_batch_size,
         "peak": round(peak),
-        "seconds": {name: round(value, 2) for name, value in seconds.items() if name in STAGES},
+        "seconds": {name: round(value, 2) for name, value in seconds.items() if name in PHASES},
         "source": source,
     }
 
@@ -82,7 +82,7 @@ def collect() -> list[dict[str, Any]]:
                 hosts=plan["hosts"],
                 checkpointing=RENAMED.get(kept := plan["gradient_checkpointing"], kept),
                 peak=plan["peak"],
-                seconds={stage["name"]: stage["seconds"] for stage in plan["stages"]},
+                seconds={phase["name"]: phase["seconds"] for phase in plan["phases"]},
                 source=source,
             )
         )
@@ -113,8 +113,8 @@ def collect() -> list[dict[str, Any]]:
                 devices=row["devices"],
                 hosts=row["hosts"],
                 checkpointing=None,
-                peak=max(stage["peak"] for stage in row["stages"].values()),
-                seconds={name: stage["seconds"] for name, stage in row["stages"].items()},
+                peak=max(phase["peak"] for phase in row["phases"].values()),
+                seconds={name: phase["seconds"] for name, phase in row["phases"].items()},
                 source=source,
             )
         )

@@ -20,11 +20,11 @@ PRESET = ("flux1_sol_rl_hpsv2", "rollout.explore.precision=auto")
 COLORS = {"h200": "#0072B2", "b200": "#D55E00", "tpu-v5p": "#009E73", "tpu-v6e": "#CC79A7"}
 # Marker and line style by phase.
 STYLES = {"explore": "o-", "regenerate": "s--", "update": "^:"}
-STAGES = ("sync", "explore", "regenerate", "update")
+PHASES = ("sync", "explore", "regenerate", "update")
 
 
 def compiled(
-    device: str, hosts: int, count: int, overrides: list[str], stages: list[str]
+    device: str, hosts: int, count: int, overrides: list[str], phases: list[str]
 ) -> dict[str, Any]:
     """Compiles the training programs for a mesh of devices.
 
@@ -33,7 +33,7 @@ def compiled(
         hosts: The number of hosts.
         count: The number of devices per host.
         overrides: Overrides of the preset, of the form `key=value`.
-        stages: The phases to compile.
+        phases: The phases to compile.
 
     Returns:
         A row of the record: the figures of one device in an iteration, by phase.
@@ -50,19 +50,19 @@ def compiled(
         resolve(PRESET[0], (*PRESET[1:], *overrides)), plan.Devices(target, count, hosts)
     )
     rows = {}
-    for stage in filter(planner.stages.has, stages):
-        (program,) = planner.stages.programs(stage, planner.codes)
+    for phase in filter(planner.phases.has, phases):
+        (program,) = planner.phases.programs(phase, planner.codes)
         executable = topology.compiled(planner.lowered(program), target)
-        if stage == "sync":
+        if phase == "sync":
             planner.place(executable)
-        rows[stage] = summary(planner.measure(stage, program, executable))
-    mesh = {axis: size for axis, size in planner.stages.mesh.shape.items() if size > 1}
+        rows[phase] = summary(planner.measure(phase, program, executable))
+    mesh = {axis: size for axis, size in planner.phases.mesh.shape.items() if size > 1}
     return {
         "device": device,
         "hosts": hosts,
         "devices": count * hosts,
         "mesh": mesh,
-        "stages": rows,
+        "phases": rows,
     }
 
 
@@ -104,11 +104,11 @@ def add(row: dict[str, Any]) -> None:
     def same(other):
         return all(other[key] == row[key] for key in ("device", "hosts", "devices", "mesh"))
 
-    older: dict[str, Any] = next((other for other in record["rows"] if same(other)), {"stages": {}})
-    row["stages"] = {
-        name: (older["stages"] | row["stages"])[name]
-        for name in STAGES
-        if name in older["stages"] | row["stages"]
+    older: dict[str, Any] = next((other for other in record["rows"] if same(other)), {"phases": {}})
+    row["phases"] = {
+        name: (older["phases"] | row["phases"])[name]
+        for name in PHASES
+        if name in older["phases"] | row["phases"]
     }
     rows = [other for other in record["rows"] if not same(other)] + [row]
     record["rows"] = sorted(rows, key=lambda r: (r["device"], r["devices"], str(r["mesh"])))
@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--hosts", type=int, default=1)
     parser.add_argument("--devices", type=int, default=1, help="devices per host")
-    parser.add_argument("--stages", default=",".join(STAGES))
+    parser.add_argument("--phases", default=",".join(PHASES))
     parser.add_argument("--draw", action="store_true")
     arguments = parser.parse_intermixed_args()
     if arguments.draw:
@@ -136,7 +136,7 @@ def main() -> None:
                 arguments.hosts,
                 arguments.devices,
                 arguments.overrides,
-                arguments.stages.split(","),
+                arguments.phases.split(","),
             )
         )
 
@@ -153,22 +153,22 @@ def draw() -> None:
     panels = figure.subplots(1, 3)
     # Rows with a key "code" were compiled from an older version.
     rows = [row for row in json.loads(RECORD.read_text())["rows"] if "code" not in row]
-    alone = {row["device"]: row["stages"] for row in rows if row["devices"] == 1}
+    alone = {row["device"]: row["phases"] for row in rows if row["devices"] == 1}
     for row in rows:
         row["plain"] = row["mesh"].get("fsdp", 1) == row["devices"] // row["hosts"]
-    for (device, color), (stage, style) in itertools.product(COLORS.items(), STYLES.items()):
+    for (device, color), (phase, style) in itertools.product(COLORS.items(), STYLES.items()):
         for plain, settings in (
-            (True, {"ls": style[1:], "label": f"{device}, {stage}"}),
+            (True, {"ls": style[1:], "label": f"{device}, {phase}"}),
             (False, {"ls": "", "mfc": "none"}),
         ):
             curve = [
                 row
                 for row in rows
-                if row["device"] == device and row["plain"] == plain and stage in row["stages"]
+                if row["device"] == device and row["plain"] == plain and phase in row["phases"]
             ]
             if curve and device in alone:
                 values = [
-                    share(alone[device][stage], row["stages"][stage], row["devices"])
+                    share(alone[device][phase], row["phases"][phase], row["devices"])
                     for row in curve
                 ]
                 for axes, points in zip(panels, zip(*values, strict=True), strict=True):
@@ -195,20 +195,20 @@ def draw() -> None:
     figure.savefig(ROOT / "docs" / "scaling.png", dpi=130)
 
 
-def share(alone: dict[str, Any], stage: dict[str, Any], devices: int) -> tuple[float, float, float]:
+def share(alone: dict[str, Any], phase: dict[str, Any], devices: int) -> tuple[float, float, float]:
     """The figures of one point of the plot.
 
     Args:
         alone: The phase on one device.
-        stage: The phase on several devices.
+        phase: The phase on several devices.
         devices: The number of devices.
 
     Returns:
         The speed in percent of linear speed, the percentage of its time that links are busy, and
         the peak memory in GB.
     """
-    busy = stage["messages"]["seconds"] / stage["seconds"]
-    return 100 * alone["seconds"] / stage["seconds"] / devices, 100 * busy, stage["peak"] / 1e9
+    busy = phase["messages"]["seconds"] / phase["seconds"]
+    return 100 * alone["seconds"] / phase["seconds"] / devices, 100 * busy, phase["peak"] / 1e9
 
 
 if __name__ == "__main__":

@@ -170,19 +170,19 @@ def measure(device: str, preset: str, count: int, overrides: list[str]) -> dict[
         "devices": count,
         "preset": preset,
         "overrides": overrides,
-        "format": planner.stages.experiment.explorer.format.name,
+        "format": planner.phases.experiment.explorer.format.name,
         "date": date.today().isoformat(),
         "versions": ", ".join(f"{name} {version(name)}" for name in ("jax", "libtpu")),
     }
     kernels: dict[tuple[Any, ...], float] = {}
-    for stage, num_steps in steps.items():
-        (program,) = planner.stages.programs(stage, planner.codes)
+    for phase, num_steps in steps.items():
+        (program,) = planner.phases.programs(phase, planner.codes)
         # Instructions of both programs may have the same name, so each reads its own files.
         before = set(folder.iterdir())
         module = parse(topology.compiled(planner.lowered(program), target).as_text())
         kernels |= kernel_cycles(module, set(folder.iterdir()) - before)
-        row[stage] = step_cycles(module, kernels, target, num_steps)
-        print(stage, json.dumps(row[stage], indent=1), flush=True)
+        row[phase] = step_cycles(module, kernels, target, num_steps)
+        print(phase, json.dumps(row[phase], indent=1), flush=True)
     row["ratio"] = round(row["regenerate"]["cycles"] / row["explore"]["cycles"], 3)
     return row
 

@@ -1,4 +1,4 @@
-"""The smallest settings of `tiny` that still go through every stage, for tests of the loop."""
+"""The smallest settings of `tiny` that still go through every phase, for tests of the loop."""
 
 import contextlib
 import fcntl

@@ -163,7 +163,7 @@ def toy_grid(
     return Schedule.from_sigmas(sigmas, table, embedded_guidance=guidance, guidance_scale=scale)
 
 
-def toy_stage(backbone: Backbone, chunk: int, *segments: Segment) -> Sampler:
+def toy_sampler(backbone: Backbone, chunk: int, *segments: Segment) -> Sampler:
     return Sampler(
         "explore",
         segments or (Segment(backbone.transformer, toy_grid()),),

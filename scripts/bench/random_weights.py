@@ -20,7 +20,7 @@ from solrl_jax.models.locate import mhla_override
 from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.models.text_encoders.encode import TextEncoders
 from solrl_jax.planning.abstract import abstract_experiment, open_configurations
-from solrl_jax.planning.stages import Stages
+from solrl_jax.planning.phases import Phases
 from solrl_jax.rl.experiment import Experiment, first_device_info, open_mesh
 from solrl_jax.rl.gradient_checkpointing import open_for_training
 from solrl_jax.rl.memory_check import device_memory
@@ -85,7 +85,7 @@ def with_weights(shapes: Experiment) -> Experiment:
 
 def encoding_shapes(shapes: Experiment) -> Any:
     """Returns the abstract encoding of one prompt, whose leaves have one row."""
-    return Stages(shapes).conditions.uncond
+    return Phases(shapes).conditions.uncond
 
 
 class RandomEncodings(TextEncoders):

@@ -27,7 +27,7 @@ from solrl_jax.planning.abstract import (
     bytes_per_device,
     open_configurations,
 )
-from solrl_jax.planning.stages import STAGES, Program, Stages
+from solrl_jax.planning.phases import PHASES, Phases, Program
 from solrl_jax.planning.targets import CUDNN, Target
 from solrl_jax.quant.formats import AUTO, DeviceInfo
 from solrl_jax.rl.experiment import open_mesh
@@ -88,7 +88,7 @@ class Planner:
         pipeline: The model without weights.
         device: The kind of device as `quant.formats` describes it, which decides which format
             "auto" stands for.
-        stages: Builds the programs of each phase of an iteration, with shapes in place of arrays.
+        phases: Builds the programs of each phase of an iteration, with shapes in place of arrays.
         codes: The quantized weights that exploration samples with, as ShapeDtypeStructs by
             parameter path. An empty dict if exploration does not quantize.
         usable: The bytes of a device's memory that arrays may take: 92% of it.
@@ -115,8 +115,8 @@ class Planner:
         )
         self.pipeline = open_for_training(config, mesh, USABLE * target.memory, open_pipeline)
         self.device = DeviceInfo(target.platform, target.kind, target.capability)
-        self.stages = Stages(abstract_experiment(config, self.pipeline, self.device, mesh))
-        self.codes = self.stages.codes()
+        self.phases = Phases(abstract_experiment(config, self.pipeline, self.device, mesh))
+        self.codes = self.phases.codes()
         self.usable = int(target.memory * USABLE)
 
     def programs(self, threads: Executor) -> list[tuple[str, Program, Future[Any]]]:
@@ -133,13 +133,13 @@ class Planner:
             and the future of the compiled program (`jax.stages.Compiled`).
         """
         compilations = []
-        for stage in filter(self.stages.has, STAGES):
-            for program in self.stages.programs(stage, self.codes):
+        for phase in filter(self.phases.has, PHASES):
+            for program in self.phases.programs(phase, self.codes):
                 compilation = threads.submit(
                     topology.compiled, self.lowered(program), self.where.target
                 )
-                compilations.append((stage, program, compilation))
-                if stage == "sync":
+                compilations.append((phase, program, compilation))
+                if phase == "sync":
                     self.place(compilation.result())
         return compilations
 
@@ -164,16 +164,16 @@ class Planner:
             sync: The compiled program of the phase "sync" (`jax.stages.Compiled`).
         """
         self.codes = jax.tree.map(
-            lambda x, where: abstract(x, self.stages.mesh, where), self.codes, sync.output_shardings
+            lambda x, where: abstract(x, self.phases.mesh, where), self.codes, sync.output_shardings
         )
 
     def measure(
-        self, stage: str, program: Program, compiled: Any, hlo: Path | None = None
+        self, phase: str, program: Program, compiled: Any, hlo: Path | None = None
     ) -> dict[str, Any]:
         """Returns the memory and the time of one compiled program on one device, as JSON values.
 
         Args:
-            stage: The name of its phase, e.g. "explore".
+            phase: The name of its phase, e.g. "explore".
             program: The program before it was compiled.
             compiled: The compiled program (`jax.stages.Compiled`).
             hlo: An existing directory, in which the compiled text is written to
@@ -194,11 +194,11 @@ class Planner:
         """
         text = compiled.as_text()
         if hlo is not None:
-            atomic_write(hlo / f"{stage}-{program.name}.hlo", text)
+            atomic_write(hlo / f"{phase}-{program.name}.hlo", text)
         figures = roofline.roofline(
             text, self.where.target, self.where.count, self.where.hosts
         ).summary()
-        memory = self.memory(stage, program, compiled.memory_analysis())
+        memory = self.memory(phase, program, compiled.memory_analysis())
         return {"name": program.name, "calls": program.calls, "memory": memory, "roofline": figures}
 
     def parts(self) -> dict[str, Any]:
@@ -216,24 +216,24 @@ class Planner:
             * "text encoders", "vae" and "reward networks": the parameters of these networks.
             * "conditioning": prompt embeddings, and what the reward computed from the prompts.
         """
-        experiment = self.stages.experiment
-        state = self.stages.state
+        experiment = self.phases.experiment
+        state = self.phases.state
         return {
             "base": experiment.backbone.transformer,
             COPY: self.codes,
             "adapters": (state.adapters, state.old, state.ema),
             "optimizer": state.opt_state,
-            ENCODERS: self.stages.encoders,
+            ENCODERS: self.phases.encoders,
             "vae": experiment.backbone.decoder,
             "reward networks": experiment.reward.params,
-            CONDITIONING: (self.stages.conditions, self.stages.prepared),
+            CONDITIONING: (self.phases.conditions, self.phases.prepared),
         }
 
-    def memory(self, stage: str, program: Program, analysis: Any) -> dict[str, Any]:
+    def memory(self, phase: str, program: Program, analysis: Any) -> dict[str, Any]:
         """Returns how many bytes of one device are in use while a program runs.
 
         Args:
-            stage: The name of its phase, e.g. "explore".
+            phase: The name of its phase, e.g. "explore".
             program: The program.
             analysis: The result of `memory_analysis()` of the compiled program.
 
@@ -253,9 +253,9 @@ class Planner:
         """
         shapes = arrays(program.arguments)
         distinct = {id(x): x for x in shapes}
-        absent = {"encode": (COPY, CONDITIONING), "sync": (COPY,)}.get(stage, ())
+        absent = {"encode": (COPY, CONDITIONING), "sync": (COPY,)}.get(phase, ())
         if (
-            stage != "encode" and self.config.model.prompt_cache_dir is not None
+            phase != "encode" and self.config.model.prompt_cache_dir is not None
         ):  # the prompts were encoded ahead, and the encoders freed
             absent = (*absent, ENCODERS)
         parts = {name: tree for name, tree in self.parts().items() if name not in absent} | {
@@ -305,7 +305,7 @@ def plan(
     Returns:
         A dict of JSON values. All bytes are those of one device, and all seconds roofline bounds:
 
-        * "stages": a list with a dict per phase of an iteration: "name" (e.g. "explore"),
+        * "phases": a list with a dict per phase of an iteration: "name" (e.g. "explore"),
           "seconds", "peak" (bytes) and "programs", a list of dicts with "name", "calls", "memory"
           and "roofline" (see `Planner.measure`).
         * "seconds" and "rollout": the seconds of an iteration, and those of its phases "sync",
@@ -333,45 +333,45 @@ def plan(
     planner = Planner(config, where)
     if hlo is not None:
         writable_directory(hlo, "hlo")
-    stages = []
+    phases = []
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        for stage, stage_programs in itertools.groupby(
+        for phase, phase_programs in itertools.groupby(
             planner.programs(threads), key=lambda each: each[0]
         ):
             programs = []
-            for _, program, compilation in stage_programs:
-                progress(f"{stage}: {program.name}")
-                programs.append(planner.measure(stage, program, compilation.result(), hlo))
+            for _, program, compilation in phase_programs:
+                progress(f"{phase}: {program.name}")
+                programs.append(planner.measure(phase, program, compilation.result(), hlo))
             seconds = sum(row["calls"] * row["roofline"]["seconds"] for row in programs)
             peak = max(row["memory"]["peak"] for row in programs)
-            stages.append({"name": stage, "seconds": seconds, "peak": peak, "programs": programs})
+            phases.append({"name": phase, "seconds": seconds, "peak": peak, "programs": programs})
     usable = planner.usable
-    largest = max(stages, key=lambda stage: stage["peak"])
-    free_bytes = {stage["name"]: usable - stage["peak"] for stage in stages}
-    form = planner.stages.experiment.explorer.format
+    largest = max(phases, key=lambda phase: phase["peak"])
+    free_bytes = {phase["name"]: usable - phase["peak"] for phase in phases}
+    form = planner.phases.experiment.explorer.format
     return {
         "preset": config.preset,
         "objective": config.algorithm.objective,
         "device": where.target.name,
         "devices": where.count,
         "hosts": where.hosts,
-        "size": list(planner.stages.experiment.size),
+        "size": list(planner.phases.experiment.size),
         "usable": usable,
-        "mesh": dict(planner.stages.mesh.shape),
+        "mesh": dict(planner.phases.mesh.shape),
         "exploration": form.describe(planner.device),
         "gradient_checkpointing": planner.pipeline.gradient_checkpointing,
         "parts": {name: bytes_per_device(arrays(tree)) for name, tree in planner.parts().items()},
-        "stages": stages,
+        "phases": phases,
         "largest": largest["name"],
         "peak": largest["peak"],
         "fits": largest["peak"] <= usable,
         "too_large": {
-            stage["name"]: list(SETTINGS[stage["name"]])
-            for stage in stages
-            if stage["peak"] > usable
+            phase["name"]: list(SETTINGS[phase["name"]])
+            for phase in phases
+            if phase["peak"] > usable
         },
         "faster": faster(planner, free_bytes),
-        **totals(planner, stages),
+        **totals(planner, phases),
         "assumptions": list(assumptions(planner)),
     }
 
@@ -401,7 +401,7 @@ def faster(planner: Planner, left: dict[str, int]) -> dict[str, str]:
         The settings `key=value` by the phase that they make faster, "explore" or "update". May be
         empty.
     """
-    explorer = planner.stages.experiment.explorer
+    explorer = planner.phases.experiment.explorer
     gradient_checkpointing = planner.config.model.gradient_checkpointing
     settings = (
         {}
@@ -416,7 +416,7 @@ def faster(planner: Planner, left: dict[str, int]) -> dict[str, str]:
     )
 
 
-def totals(planner: Planner, stages: list[dict[str, Any]]) -> dict[str, Any]:
+def totals(planner: Planner, phases: list[dict[str, Any]]) -> dict[str, Any]:
     """Adds up the seconds of an iteration.
 
     If the run regenerates the kept samples, it also estimates an iteration of the method
@@ -425,26 +425,26 @@ def totals(planner: Planner, stages: list[dict[str, Any]]) -> dict[str, Any]:
 
     Args:
         planner: The planner, which tells the number of batches.
-        stages: The phases of the iteration in order: dicts with "name", "seconds" and "programs" (a
+        phases: The phases of the iteration in order: dicts with "name", "seconds" and "programs" (a
             list, of which the roofline seconds of regeneration are used).
 
     Returns:
         A dict of "seconds" (of the iteration) and "rollout" (of its phases "sync", "explore" and
         "regenerate"). If the run regenerates, also "naive_scaling": a dict of both for that method.
     """
-    seconds = {stage["name"]: stage["seconds"] for stage in stages}
+    seconds = {phase["name"]: phase["seconds"] for phase in phases}
     rollout = sum(seconds.get(name, 0.0) for name in ROLLOUT)
     figures: dict[str, Any] = {"seconds": sum(seconds.values()), "rollout": rollout}
     regeneration = next(
-        (stage["programs"][0] for stage in stages if stage["name"] == "regenerate"), None
+        (phase["programs"][0] for phase in phases if phase["name"] == "regenerate"), None
     )
     if regeneration is not None:
-        sampled_batches, _ = planner.stages.chunks(row_groups(planner.stages.mesh))
+        sampled_batches, _ = planner.phases.chunks(row_groups(planner.phases.mesh))
         # It regenerates nothing, so its candidates take all steps.
         steps = planner.config.rollout.num_steps
-        all_steps = steps / (steps - planner.stages.continued)
+        all_steps = steps / (steps - planner.phases.continued)
         naive = sampled_batches * regeneration["roofline"]["seconds"] * all_steps
-        explored_batches, regenerated_batches = planner.stages.chunks(planner.stages.mesh.size)
+        explored_batches, regenerated_batches = planner.phases.chunks(planner.phases.mesh.size)
         score = seconds["score"] * explored_batches / (explored_batches + regenerated_batches)
         iteration = figures["seconds"] - rollout - seconds["score"] + naive + score
         figures["naive_scaling"] = {"seconds": iteration, "rollout": naive}
@@ -473,7 +473,7 @@ def assumptions(planner: Planner) -> Iterator[str]:
     yield f"text encoders {encoder_memory}"
     if len(training_sizes(config)) > 1:
         yield "every iteration has the largest of rollout.size"
-    if planner.stages.has("evaluate"):
+    if planner.phases.has("evaluate"):
         yield "an evaluation, whose images are larger, takes no time of an iteration"
     yield (
         "seconds are the least possible: a kernel takes the longer of its operations and its "
@@ -503,7 +503,7 @@ def table(summary: dict[str, Any]) -> str:
     of one device, the times of each program, whether it fits, and the assumptions.
 
     Args:
-        summary: The plan, as `plan` returns it: a dict with "preset", "device", "parts", "stages",
+        summary: The plan, as `plan` returns it: a dict with "preset", "device", "parts", "phases",
             "peak", "fits", "seconds", "assumptions" and others.
 
     Returns:
@@ -529,9 +529,9 @@ def table(summary: dict[str, Any]) -> str:
     ]
     lines += [f"  {name:<16} {gb(size):>8}" for name, size in summary["parts"].items()]
     lines += ["", f"{'GB per device':<27}arguments temporaries outputs aliased elsewhere    peak"]
-    for stage, row in rows(summary):
+    for phase, row in rows(summary):
         m = row["memory"]
-        name = f"{stage}: {row['name']}"
+        name = f"{phase}: {row['name']}"
         sizes = (
             m["arguments"],
             m["temporaries"],
@@ -544,10 +544,10 @@ def table(summary: dict[str, Any]) -> str:
             f"{name:<27}"
             + "".join(f"{gb(n):>{w}}" for n, w in zip(sizes, (9, 12, 8, 8, 10, 8), strict=True))
         )
-    for stage, row in rows(summary):
+    for phase, row in rows(summary):
         lines += [
             "",
-            f"{stage}: {row['name']}, {row['calls']} calls of at least "
+            f"{phase}: {row['name']}, {row['calls']} calls of at least "
             f"{roofline.table(row['roofline'])}",
         ]
     fits = "fits" if summary["fits"] else "does not fit"
@@ -557,17 +557,17 @@ def table(summary: dict[str, Any]) -> str:
         f"{gb(summary['usable'])} GB: {fits}",
     ]
     lines += [
-        f"  {stage} is too large; it takes less with {', '.join(by)}"
-        for stage, by in summary["too_large"].items()
+        f"  {phase} is too large; it takes less with {', '.join(by)}"
+        for phase, by in summary["too_large"].items()
     ]
-    free_gb = {stage["name"]: gb(summary["usable"] - stage["peak"]) for stage in summary["stages"]}
+    free_gb = {phase["name"]: gb(summary["usable"] - phase["peak"]) for phase in summary["phases"]}
     lines += [
-        f"  {stage} leaves {free_gb[stage]} GB; it may be faster with {by}"
-        for stage, by in summary["faster"].items()
+        f"  {phase} leaves {free_gb[phase]} GB; it may be faster with {by}"
+        for phase, by in summary["faster"].items()
     ]
-    by_stage = ", ".join(f"{stage['name']} {stage['seconds']:.3g}" for stage in summary["stages"])
+    by_phase = ", ".join(f"{phase['name']} {phase['seconds']:.3g}" for phase in summary["phases"])
     lines += [
-        f"an iteration: {summary['seconds']:.3g} s at least ({by_stage}); rollout phase "
+        f"an iteration: {summary['seconds']:.3g} s at least ({by_phase}); rollout phase "
         f"{summary['rollout']:.3g} s"
     ]
     if naive := summary.get("naive_scaling"):
@@ -584,13 +584,13 @@ def rows(summary: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the programs of a plan in the order of an iteration.
 
     Args:
-        summary: The plan, as `plan` returns it. Its entry "stages" is a list of dicts with "name"
+        summary: The plan, as `plan` returns it. Its entry "phases" is a list of dicts with "name"
             and "programs".
 
     Yields:
         Pairs of the name of the phase and the dict of the program, with "name", "calls", "memory"
         and "roofline" (the result of `Planner.measure`).
     """
-    for stage in summary["stages"]:
-        for row in stage["programs"]:
-            yield stage["name"], row
+    for phase in summary["phases"]:
+        for row in phase["programs"]:
+            yield phase["name"], row

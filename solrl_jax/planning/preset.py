@@ -52,7 +52,7 @@ def plan(
               samples.
             * "peak", "usable" and "fits": the bytes that are needed and those that arrays may take,
               and whether the former fit.
-            * "stages": a list with a dict per phase of the iteration: "name", "seconds", "peak" and
+            * "phases": a list with a dict per phase of the iteration: "name", "seconds", "peak" and
               "programs" (their memory, kernels and collectives).
             * Others, such as settings that take less memory or time; `planning.plan.plan` lists
               them.

@@ -342,13 +342,13 @@ class PoolImages:
         prompts: The p prompts, one per row of each grid.
         candidates: The indices of the candidates within their prompt, int [p, m], in the order of
             their rank by reward, the best first.
-        stages: The images by the phase that made them: "explored", and "regenerated" if the run
+        phases: The images by the phase that made them: "explored", and "regenerated" if the run
             regenerates the kept candidates. Each grid has p rows of m images.
     """
 
     prompts: Sequence[str]
     candidates: Int[np.ndarray, "p m"]
-    stages: dict[str, ImageGrid]
+    phases: dict[str, ImageGrid]
 
 
 def pool_images(
@@ -415,7 +415,7 @@ def pool_images(
         return ImageGrid.from_samples(prompts[:num_prompts], samples)
 
     start = rollout.window_start(iteration)
-    stages = {
+    phases = {
         "explored": draw(
             experiment.explorer.sampler(old, exploration, start),
             experiment.prepare_for_ranking(prompt_batch),
@@ -423,12 +423,12 @@ def pool_images(
         )
     }
     if rollout.regenerate:
-        stages["regenerated"] = draw(
+        phases["regenerated"] = draw(
             experiment.sampler("regenerate", old, rollout.num_steps, start),
             prompt_batch,
             experiment.reward,
         )
-    return PoolImages(prompts[:num_prompts], candidates, stages)
+    return PoolImages(prompts[:num_prompts], candidates, phases)
 
 
 def _best_and_worst_kept(

@@ -20,7 +20,7 @@ class TerminalProgress:
     """Shows progress on standard error: a bar in a terminal, otherwise one line per iteration.
 
     As a context manager, entered in the main thread, it also handles Ctrl-C and SIGTERM. The first
-    signal is noted, and the next call of `stage` or `iteration` raises KeyboardInterrupt for it, so
+    signal is noted, and the next call of `phase` or `iteration` raises KeyboardInterrupt for it, so
     that nothing stops half-way; the second one ends the process. Leaving the context restores the
     earlier handlers and removes the bar.
 
@@ -70,7 +70,7 @@ class TerminalProgress:
     def _interrupt(self, number: int, frame: Any) -> None:
         """Handles a signal: notes the first one and prints a line.
 
-        It does not raise at once, because the state may be half updated. `stage` or `iteration`
+        It does not raise at once, because the state may be half updated. `phase` or `iteration`
         raises KeyboardInterrupt for it later.
 
         Args:
@@ -116,7 +116,7 @@ class TerminalProgress:
             self._bar.close()
             self._bar = None
 
-    def stage(self, name: str, total: int, done: int) -> None:
+    def phase(self, name: str, total: int, done: int) -> None:
         """Shows how far a phase of an iteration has come.
 
         A phase begins with a call with `done` 0; further calls add to its count.

@@ -173,18 +173,18 @@ def draw_pools(
     captions = []
     facts = []
     for row, prompt in enumerate(pools.prompts):
-        for stage, grid in pools.stages.items():
-            reward_column = "proxy_reward" if stage == "explored" else "regenerated_reward"
+        for phase, grid in pools.phases.items():
+            reward_column = "proxy_reward" if phase == "explored" else "regenerated_reward"
             rewards = np.ma.filled(ledger[reward_column], np.nan)
             for column, candidate in enumerate(pools.candidates[row].tolist()):
                 reward = rewards[row * candidates_per_prompt + candidate]
                 images.append(grid.images[row, column])
-                captions.append(f"{stage} {reward:.3f}")
+                captions.append(f"{phase} {reward:.3f}")
                 facts.append(
                     {
                         "prompt": prompt,
                         "candidate": candidate,
-                        "stage": stage,
+                        "phase": phase,
                         "right": grid.marks[row * columns + column],
                     }
                 )

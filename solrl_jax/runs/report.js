@@ -158,17 +158,17 @@ function curves(id, title, note, ...before) {
   if (drawn.length) section(id, title, note, ...before, names(), h("div", {class: "curves"}, drawn.map(curve)));
 }
 
-const STAGES = {encode: 35, sync: 55, explore: 100, regenerate: 70, update: 20};  // and their shades, % of the accent
+const PHASES = {encode: 35, sync: 55, explore: 100, regenerate: 70, update: 20};  // and their shades, % of the accent
 /** The median seconds of each phase as one bar per run, all on one scale. */
-function stages() {
-  const seconds = runs.map(run => Object.keys(STAGES).map(stage => typical(run, `seconds/${stage}`) || 0));
+function phases() {
+  const seconds = runs.map(run => Object.keys(PHASES).map(phase => typical(run, `seconds/${phase}`) || 0));
   const longest = Math.max(...seconds.map(sum)) || 1;
-  const shade = stage => `--color: color-mix(in srgb, var(--accent) ${STAGES[stage]}%, var(--paper))`;
-  return h("div", {class: "stages"}, runs.map((run, r) => {
-    const bars = Object.keys(STAGES).map((stage, i) => h("span", {style: `flex: ${seconds[r][i]} 0 0; ${shade(stage)}`}));
+  const shade = phase => `--color: color-mix(in srgb, var(--accent) ${PHASES[phase]}%, var(--paper))`;
+  return h("div", {class: "phases"}, runs.map((run, r) => {
+    const bars = Object.keys(PHASES).map((phase, i) => h("span", {style: `flex: ${seconds[r][i]} 0 0; ${shade(phase)}`}));
     const share = s => Math.round(100 * s / (sum(seconds[r]) || 1));
-    const said = Object.keys(STAGES).map((stage, i) =>
-      h("li", {style: shade(stage)}, `${stage} ${number(seconds[r][i])} s, ${share(seconds[r][i])} %`));
+    const said = Object.keys(PHASES).map((phase, i) =>
+      h("li", {style: shade(phase)}, `${phase} ${number(seconds[r][i])} s, ${share(seconds[r][i])} %`));
     const bar = h("div", {class: "bar", "aria-hidden": "true", style: `width: ${100 * sum(seconds[r]) / longest}%`}, bars);
     return [one ? null : h("h3", {}, run.name), bar, h("ul", {class: "key"}, said)];
   }));
@@ -247,9 +247,9 @@ function strip(rows, [low, high]) {
   const W = 440, H = 96, kept = rows.filter(row => row.kept), best = rows.find(row => row.rank === 0);
   const x = row => 5 + row.rank / Math.max(1, rows.length - 1) * (W - 10);
   const y = value => H - 5 - (value - low) / (high - low || 1) * (H - 10);
-  const told = (row, value, stage) => h("title", {}, `candidate ${row.candidate}, ${stage} ${reward(value)}`);
-  const dot = (row, value, stage, r) => typeof value === "number" &&
-    h("circle", {cx: x(row), cy: y(value), r, class: stage}, told(row, value, stage));
+  const told = (row, value, phase) => h("title", {}, `candidate ${row.candidate}, ${phase} ${reward(value)}`);
+  const dot = (row, value, phase, r) => typeof value === "number" &&
+    h("circle", {cx: x(row), cy: y(value), r, class: phase}, told(row, value, phase));
   const pair = row => typeof row.proxy_reward === "number" && typeof row.regenerated_reward === "number" &&
     h("line", {class: "pair", x1: x(row), x2: x(row), y1: y(row.proxy_reward), y2: y(row.regenerated_reward)});
   const label = `${rows.length} candidates by rank, best proxy reward ${reward(best?.proxy_reward)}, ${kept.length} kept`;
@@ -264,9 +264,9 @@ function ends(rows, cells) {
   const drawn = new Set(cells.map(cell => cell.candidate));
   const some = kept.filter((row, i) => drawn.size ? drawn.has(row.candidate) : i < 2 || i >= kept.length - 2);
   if (!some.length) return h("p", {class: "muted"}, "None was kept: too few finite rewards.");
-  const line = (stage, column) => h("tr", {}, h("th", {scope: "row"}, stage), some.map(row => {
-    const cell = cells.find(cell => cell.stage === stage && cell.candidate === row.candidate);
-    const image = cell && picture(cell, `${stage}, candidate ${row.candidate}`);
+  const line = (phase, column) => h("tr", {}, h("th", {scope: "row"}, phase), some.map(row => {
+    const cell = cells.find(cell => cell.phase === phase && cell.candidate === row.candidate);
+    const image = cell && picture(cell, `${phase}, candidate ${row.candidate}`);
     return h("td", {}, image, reward(row[column]), cell && typeof cell.right === "boolean" ? [" ", mark(cell.right)] : null);
   }));
   const heads = some.map(row => h("th", {scope: "col"}, `${row.rank + 1} of ${rows.length}`));
@@ -368,7 +368,7 @@ function ledger() {
 // --- device plan ---
 
 function devicePlan() {
-  const {stages, usable, seconds, rollout, naive_scaling: naive} = plan;
+  const {phases, usable, seconds, rollout, naive_scaling: naive} = plan;
   const row = ([name, ...cells]) => [name, ...cells.slice(0, -1).map(s => s ? number(s) : "–"),
     `${number(cells.at(-1) / 1e9)} GB, ${Math.round(100 * cells.at(-1) / usable)} %`];
   const than = naive ? ` naive_scaling would take ${number(naive.seconds)} s, ${number(naive.seconds / seconds)} times as long` +
@@ -376,8 +376,8 @@ function devicePlan() {
   section("plan", "Device plan", `${plan.preset} on ${plan.hosts} × ${plan.devices} ${plan.device}, compiled, not run: exploration ` +
     `in ${plan.exploration}. An iteration takes ${number(seconds)} s at the public peaks, no less.${than} ` +
     (plan.fits ? "It fits into memory." : "It does not fit into memory."),
-    table("Stages of the plan", ["Stage", "Seconds", "products", "attention", "memory", "links", "Peak memory, of what is usable"],
-      stages.map(row)));
+    table("Phases of the plan", ["Phase", "Seconds", "products", "attention", "memory", "links", "Peak memory, of what is usable"],
+      phases.map(row)));
 }
 
 // --- configuration ---
@@ -423,7 +423,7 @@ curves("exploration", "Exploration", "What the pool holds and what selection tak
 curves("fidelity", "Rank fidelity", "Over kept samples: does what explored well also regenerate well? 1 is perfect.");
 curves("update", "Update", "How far the policy has moved.");
 curves("cost", "Cost of rewards", "What the judges and services of each iteration cost, exploration and regeneration together.");
-curves("time", "Time", "Median of an iteration, the first left out because it compiles.", stages());
+curves("time", "Time", "Median of an iteration, the first left out because it compiles.", phases());
 seeds();
 if (candidates.some(rows => rows.length)) {
   pools();

@@ -316,7 +316,7 @@ def _read_plan(path: Path) -> dict[str, Any]:
     Returns:
         A dict with the plan's entries "preset", "device", "devices", "hosts", "exploration",
         "rollout", "naive_scaling" and "fits" (None if absent), "usable" and "seconds" as floats,
-        and "stages": for each phase a list of its name; its roofline seconds; the seconds if only
+        and "phases": for each phase a list of its name; its roofline seconds; the seconds if only
         matmuls, only attention, only memory or only links between devices limited it (a list of
         four); and its peak memory in bytes.
 
@@ -325,17 +325,17 @@ def _read_plan(path: Path) -> dict[str, Any]:
     """
     try:
         plan = parse_json(read_bytes(path))
-        stages = []
-        for stage in plan["stages"]:
+        phases = []
+        for phase in plan["phases"]:
             seconds = [
                 sum(
                     _to_float(program["calls"]) * _to_float(program["roofline"]["split"][kind])
-                    for program in stage["programs"]
+                    for program in phase["programs"]
                 )
                 for kind in ("products", "attention", "memory", "links")
             ]
-            numbers = (stage["seconds"], *seconds, stage["peak"])
-            stages.append([str(stage["name"]), *map(_to_float, numbers)])
+            numbers = (phase["seconds"], *seconds, phase["peak"])
+            phases.append([str(phase["name"]), *map(_to_float, numbers)])
         names = (
             "preset",
             "device",
@@ -350,7 +350,7 @@ def _read_plan(path: Path) -> dict[str, Any]:
         )
         entries = {name: plan.get(name) for name in names}
         checked = {name: _to_float(plan[name]) for name in ("usable", "seconds")}
-        return entries | checked | {"stages": stages}
+        return entries | checked | {"phases": phases}
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise InputError(
             f"{path}: not the JSON that `solrl plan` prints ({disk_reason(error) or error!r})"

@@ -395,7 +395,7 @@ def _train(this: _Run) -> None:
             old_policy = jax.tree.map(jnp.copy, this.state.old) if draws_pools else None
             with profiling.traced(this.folder, this.done + 1, this.profile):
                 this.state, result = iterate(
-                    this.experiment, this.state, this.done + 1, level, progress.stage
+                    this.experiment, this.state, this.done + 1, level, progress.phase
                 )
                 this.done += 1  # inside, so that a trace that cannot be written costs no iteration
             row = result.metrics
@@ -473,19 +473,19 @@ def _prepare(this: _Run) -> None:
         *calibration_prompts,
     ]
     unique = list(dict.fromkeys(prompts))
-    show = partial(this.progress.stage, "encode")
+    show = partial(this.progress.phase, "encode")
     length = config.model.max_sequence_length
     encoders.encode_ahead([""], length, None, show)
     encoders.encode_ahead(unique, length, experiment.backbone.instruction, show)
     if not calibrates:
         return
-    this.progress.stage("calibrate", len(calibration_prompts), 0)
+    this.progress.phase("calibrate", len(calibration_prompts), 0)
     try:
         for size in training_sizes(config):
             experiment.with_size(size).explorer.calibrate()
     except np.linalg.LinAlgError as error:
         raise RunError(
-            f"stage 'calibrate': the measured values are not finite ({first_line(error)})"
+            f"phase 'calibrate': the measured values are not finite ({first_line(error)})"
         ) from error
 
 
@@ -625,12 +625,12 @@ def _refuse_divergence(this: _Run, row: Row, failures: int) -> None:
         what = "loss" if row["skipped_micro_batches"] else "gradient of the reward"
         problem = f"no finite {what} {in_a_row}"
     elif math.isnan(row["pool/reward"]):
-        problem = f"no finite reward {in_a_row}, first in stage 'explore'"
+        problem = f"no finite reward {in_a_row}, first in phase 'explore'"
     elif row["unusable_prompts"] == this.config.train.num_prompts:
         kept = this.config.rollout.kept
         problem = f"no prompt with rollout.kept={kept} finite rewards {in_a_row}"
     else:
-        problem = f"no finite reward {in_a_row}, first in stage 'regenerate'"
+        problem = f"no finite reward {in_a_row}, first in phase 'regenerate'"
     last = next(iter(checkpoint.candidates(this.folder / "checkpoints")), None)
     checkpoint_note = f"the last finite checkpoint is {last}" if last else "nothing is saved"
     raise Diverged(f"iteration {this.done}: {problem}; {checkpoint_note}")
@@ -719,8 +719,8 @@ def _evaluate(this: _Run) -> Row:
     config = this.config
     progress = this.progress
     total = config.eval.num_prompts * config.eval.num_images_per_prompt
-    progress.stage("evaluate", total, 0)
-    result = evaluate(this.experiment, this.state.ema, partial(progress.stage, "evaluate", total))
+    progress.phase("evaluate", total, 0)
+    result = evaluate(this.experiment, this.state.ema, partial(progress.phase, "evaluate", total))
     if config.eval.num_grid_images:
         _save_grid(this)
     means = ", ".join(

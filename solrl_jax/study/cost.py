@@ -151,7 +151,7 @@ def prices_of(plan: Mapping[str, Any]) -> Prices:
     Args:
         plan: The plan, as `solrl plan` prints it in JSON, with the keys "preset" (its name),
             "device", "objective" (its name), "exploration" (a text whose first word is the number
-            format) and "stages" (a list of dicts with "name" and "seconds"). Without a phase "sync"
+            format) and "phases" (a list of dicts with "name" and "seconds"). Without a phase "sync"
             its price is 0. If exploration has the training precision, its price is that of
             regeneration.
 
@@ -161,7 +161,7 @@ def prices_of(plan: Mapping[str, Any]) -> Prices:
         TypeError: If an entry is of another type. Other malformed plans raise ValueError,
             AttributeError or IndexError.
     """
-    seconds = {stage["name"]: stage["seconds"] for stage in plan["stages"]}
+    seconds = {phase["name"]: phase["seconds"] for phase in plan["phases"]}
     takes_gradients = "targets" in seconds
     objective = plan.get("objective", "opsd")  # plans of older versions do not name it
     config = resolve(plan["preset"], (f"objective={objective}",) if takes_gradients else ())

@@ -86,7 +86,7 @@ def test_a_report_is_of_the_whole_run_and_can_be_made_again(trained, call, tmp_p
     assert run["metrics"]["iteration"] == [0, 1, 2]
     assert [grid["iteration"] for grid in run["grids"]] == [0, 1, 2]
     assert [pool["iteration"] for pool in run["pools"]] == [1, 2]
-    assert {cell["stage"] for cell in run["pools"][0]["cells"]} == {"explored", "regenerated"}
+    assert {cell["phase"] for cell in run["pools"][0]["cells"]} == {"explored", "regenerated"}
 
 
 def test_train_leaves_everything_a_run_has(trained):
@@ -160,7 +160,7 @@ def test_eval_compares_a_run_with_itself_and_with_its_base(trained, call, tmp_pa
     assert page.read_bytes() == before
 
 
-def test_the_iteration_that_was_asked_for_is_traced_stage_by_stage(trained):
+def test_the_iteration_that_was_asked_for_is_traced_stage_by_phase(trained):
     (folder,) = (trained[0] / "profile").iterdir()
     assert folder.name == "iteration-000002"
     (file,) = folder.glob("plugins/profile/*/perfetto_trace.json.gz")
@@ -168,9 +168,9 @@ def test_the_iteration_that_was_asked_for_is_traced_stage_by_stage(trained):
     with gzip.open(file) as stream:
         events = [event for event in json.load(stream)["traceEvents"] if event.get("ph") == "X"]
     row = metrics.read(trained[0])[2]
-    for stage in ("encode", "sync", "explore", "regenerate", "update"):
-        (span,) = (event for event in events if event["name"] == stage)
-        assert span["dur"] / 1e6 == pytest.approx(row[f"seconds/{stage}"], rel=0.05, abs=2e-3)
+    for phase in ("encode", "sync", "explore", "regenerate", "update"):
+        (span,) = (event for event in events if event["name"] == phase)
+        assert span["dur"] / 1e6 == pytest.approx(row[f"seconds/{phase}"], rel=0.05, abs=2e-3)
     assert [event["name"] for event in events].count("iteration") == 1
 
 

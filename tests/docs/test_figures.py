@@ -299,13 +299,13 @@ def test_what_the_compilers_say():
             )
             continue
         plan = found["plans"][name]
-        seconds = {stage["name"]: stage["seconds"] for stage in plan["stages"]}
+        seconds = {phase["name"]: phase["seconds"] for phase in plan["phases"]}
         naive = plan["naive_scaling"]
         rest = seconds["encode"] + seconds["update"]
         rollout = (naive["seconds"] - rest) / (plan["seconds"] - rest)
-        stages = [seconds[stage] for stage in ("explore", "regenerate", "score", "update")]
+        phases = [seconds[phase] for phase in ("explore", "regenerate", "score", "update")]
         memory = [plan["peak"] / 1e9, plan["usable"] / 1e9]
-        check(printed[1:], [*stages, rollout, naive["seconds"] / plan["seconds"], *memory], first)
+        check(printed[1:], [*phases, rollout, naive["seconds"] / plan["seconds"], *memory], first)
 
 
 def test_int8_on_tpus():
@@ -417,13 +417,13 @@ def test_cheaper_iterations():
     seconds = record("plan-flux1-cheaper")["seconds"]
     printed = rows(DOCS / "compiled.md", "setting | explore")
     for (_, *cells), row in zip(printed, seconds.values(), strict=True):
-        stages = ("explore", "regenerate", "score", "update", "iteration")
-        check(cells, [row[stage] for stage in stages], row)
+        phases = ("explore", "regenerate", "score", "update", "iteration")
+        check(cells, [row[phase] for phase in phases], row)
 
 
 def test_the_plan_of_a_clip_on_eight_devices():
     plan = record("plan-wan-sequence")
-    stages = plan["stages"]
+    phases = plan["phases"]
     text = " ".join((DOCS / "guide.md").read_text().split())
     said = re.search(
         r"needs at most ([\d.]+) of (\d+) GB .* at least (\d+) s: exploration (\d+), .* "
@@ -432,12 +432,12 @@ def test_the_plan_of_a_clip_on_eight_devices():
         text,
     )
     assert said is not None
-    update = stages["update"]
+    update = phases["update"]
     values = [
-        max(stage["peak_gb"] for stage in stages.values()),
+        max(phase["peak_gb"] for phase in phases.values()),
         plan["usable_gb"],
         plan["seconds"],
-        *(stages[name]["seconds"] for name in ("explore", "regenerate", "score", "update")),
+        *(phases[name]["seconds"] for name in ("explore", "regenerate", "score", "update")),
         100 * update["attention_share"],
         100 * update["links_share"],
     ]
@@ -802,11 +802,11 @@ def test_more_devices():
         total = math.prod(int(part) for part in count if part != "x")
         axes = sorted((part.split()[0], int(part.split()[1])) for part in mesh.split(", ") if part)
         row = found[(device.lower(), total, *axes)]
-        for cell, stage in zip(cells[:3], ("explore", "regenerate", "update"), strict=True):
-            told = row["stages"][stage]
+        for cell, phase in zip(cells[:3], ("explore", "regenerate", "update"), strict=True):
+            told = row["phases"][phase]
             busy = 100 * told["messages"]["seconds"] / told["seconds"]
             printed = numbers(cell)
-            check(printed, [told["seconds"], busy][: len(printed)], (first, stage))
+            check(printed, [told["seconds"], busy][: len(printed)], (first, phase))
 
 
 def test_pool_sizes_by_prompt():

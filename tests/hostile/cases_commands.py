@@ -16,8 +16,8 @@ PLAN = (
     "{what: x, preset: tiny, overrides: [], arms: {ARM: []}, seeds: [0], compared: [], sweeps: {}, "
     "quick: {seeds: [0], overrides: []}}\n"
 )
-STAGES = [{"name": name, "seconds": -1} for name in ("explore", "regenerate", "score", "update")]
-PRICES = json.dumps({"preset": "tiny", "stages": STAGES, "exploration": "nvfp4", "device": "mine"})
+PHASES = [{"name": name, "seconds": -1} for name in ("explore", "regenerate", "score", "update")]
+PRICES = json.dumps({"preset": "tiny", "phases": PHASES, "exploration": "nvfp4", "device": "mine"})
 SYNC = PRICES.replace("-1", "1").replace("}]", '}, {"name": "sync", "seconds": SYNC}]')
 GOOD = {"{dir}/p": PLAN.replace("ARM", "a")}
 CONVERT = "convert {dir}/a.pt --out {dir}/x.safetensors"

@@ -99,7 +99,7 @@ NUMBERS = {
     "numbers at both ends": ROW
     + '{"iteration": 1, "pool/reward": 1e308}\n{"iteration": 2, "pool/reward": -1e308}\n',
 }
-PLAN = """{"stages": [{"name": "a", "seconds": 1, "peak": 1, "programs": [
+PLAN = """{"phases": [{"name": "a", "seconds": 1, "peak": 1, "programs": [
     {"calls": 3000000000, "roofline": {"split": {"products": "x"}}}]}]}"""
 WATCHED = Replaced("eval_only: []", "eval_only: ['http://127.0.0.1:9']")
 DETECTOR = Replaced(

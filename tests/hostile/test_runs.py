@@ -67,7 +67,7 @@ def test_a_run_without_a_finite_reward_fails_after_three_iterations_or_at_its_en
     result = train(tmp_path, f"reward={NAN}", f"train.iterations={iterations}")
     assert (result.code, saved(tmp_path)) == (1, [])
     assert (
-        f"iteration {least}: no finite reward in {least} iteration(s) in a row, first in stage 'explore'"
+        f"iteration {least}: no finite reward in {least} iteration(s) in a row, first in phase 'explore'"
         in result.error
     )
 
@@ -214,7 +214,7 @@ def test_weights_that_became_nan_end_a_run_and_its_checkpoint_is_kept(tmp_path):
     result = train(tmp_path / "run", *settings, "train.iterations=9", "--force")
     assert (result.code, saved(tmp_path / "run")) == (1, [1])
     assert (
-        "iteration 4: no finite reward in 3 iteration(s) in a row, first in stage 'explore'; "
+        "iteration 4: no finite reward in 3 iteration(s) in a row, first in phase 'explore'; "
         in result.error
     )
     assert f"the last finite checkpoint is {tmp_path}/run/checkpoints/000001" in result.error
@@ -226,7 +226,7 @@ def test_weights_that_became_nan_end_a_run_and_its_checkpoint_is_kept(tmp_path):
     [
         (
             "rollout.guidance_scale=1e38",
-            "reward in 1 iteration(s) in a row, first in stage 'explore'",
+            "reward in 1 iteration(s) in a row, first in phase 'explore'",
         ),
         ("lora.alpha=3e38", "loss in 1 "),
     ],

@@ -91,7 +91,7 @@ def test_a_closed_terminal_stops_a_run_and_nohup_does_not(ignored, monkeypatch):
             monkeypatch.setattr(sys, "stderr", open("/dev/full", "w"))  # noqa: SIM115 - as a terminal that is gone
             os.kill(os.getpid(), signal.SIGHUP)
             with contextlib.nullcontext() if ignored else pytest.raises(KeyboardInterrupt):
-                report.stage("explore", 4, 1)
+                report.phase("explore", 4, 1)
     finally:
         signal.signal(signal.SIGHUP, before)
 

@@ -59,11 +59,11 @@ def explore(experiment, rows):
     explorer = experiment.explorer
     seeds = experiment.seeds("candidate", prompts[:1], 24, seed=0, iteration=1)[0]
     assert explorer.settings[0].precision == "nvfp4"
-    stage = explorer.sampler(fresh_state(experiment).old, explorer.settings[0])
+    sampler = explorer.sampler(fresh_state(experiment).old, explorer.settings[0])
     chosen = SeedBatch(np.zeros(len(rows), int), seeds[rows])
     return generate(
         experiment.backbone,
-        stage,
+        sampler,
         experiment.encode_prompts(prompts, experiment.reward),
         chosen,
         experiment.reward,

@@ -19,7 +19,7 @@ from solrl_jax.models.layers.attention_fp8 import attention_fp8
 from solrl_jax.parallel import sharding
 from solrl_jax.planning import topology
 from solrl_jax.planning.abstract import abstract_experiment, open_configurations
-from solrl_jax.planning.stages import STAGES, Program, Stages
+from solrl_jax.planning.phases import PHASES, Phases, Program
 from solrl_jax.planning.targets import TARGETS
 from solrl_jax.quant import compile_target
 from solrl_jax.quant.formats import DeviceInfo
@@ -57,14 +57,14 @@ def _gpu(monkeypatch):
 
 def of_shapes(
     preset: str, precision: str, device: str, count: int = 1, *more: str
-) -> tuple[Experiment, Stages]:
+) -> tuple[Experiment, Phases]:
     config = resolve(preset, (f"rollout.explore.precision={precision}", *more))
     pipeline = open_configurations(config.model.path)
     facts = DeviceInfo("gpu", TARGETS[device].kind, TARGETS[device].capability)
     made = abstract_experiment(
         config, pipeline, facts, sharding.make_mesh(count, 1, devices=jax.devices()[:count])
     )
-    return made, Stages(made)
+    return made, Phases(made)
 
 
 def lowered(program: Program) -> str:
@@ -79,12 +79,12 @@ def products(text: str, dtype: str = "") -> int:
 
 @functools.cache
 def on_blackwell(preset: str) -> tuple[Experiment, dict[str, list[str]]]:
-    """The lowered programs of every stage, exploring in NVFP4."""
-    made, stages = of_shapes(preset, "nvfp4", "b200")
+    """The lowered programs of every phase, exploring in NVFP4."""
+    made, phases = of_shapes(preset, "nvfp4", "b200")
     return made, {
-        name: [lowered(program) for program in stages.programs(name, stages.codes())]
-        for name in STAGES
-        if stages.has(name)
+        name: [lowered(program) for program in phases.programs(name, phases.codes())]
+        for name in PHASES
+        if phases.has(name)
     }
 
 
@@ -106,8 +106,8 @@ def test_an_iteration_lowers_for_blackwell_with_block_scaled_products_in_explora
 
 def test_the_fast_recipe_attends_in_fp8_and_rounds_nothing_else_for_it():
     """Two stacks of blocks attend. The result of attention is read as it is."""
-    _, stages = of_shapes("flux1_sol_rl_hpsv2", "nvfp4", "b200", 1, "explore=fast")
-    (program,) = stages.programs("explore", stages.codes())
+    _, phases = of_shapes("flux1_sol_rl_hpsv2", "nvfp4", "b200", 1, "explore=fast")
+    (program,) = phases.programs("explore", phases.codes())
     text = lowered(program)
     assert re.findall(r"@__cudnn\$fmhaSoftmax(\w*)", text) == ["F8"] * 2
     assert not re.search(r"stablehlo.convert .*xf8E4M3FN>\) -> tensor<\d+x\d+x\d+xbf16>", text)
@@ -130,22 +130,22 @@ def asked(text: str) -> set[str]:
 def test_float32_is_multiplied_as_float32(preset):
     """At a GPU's default it would be in TF32."""
     found = {
-        stage: set().union(*map(asked, texts)) for stage, texts in on_blackwell(preset)[1].items()
+        phase: set().union(*map(asked, texts)) for phase, texts in on_blackwell(preset)[1].items()
     }
     assert found["score"] == {"HIGHEST"}
     assert set().union(*found.values()) == {"HIGHEST"}
 
 
 def test_a_float32_policy_is_sampled_in_float32():
-    _, stages = of_shapes("sd3_sol_rl_pickscore", "nvfp4", "b200", 1, "rollout.precision=fp32")
-    (program,) = stages.programs("regenerate", stages.codes())
+    _, phases = of_shapes("sd3_sol_rl_pickscore", "nvfp4", "b200", 1, "rollout.precision=fp32")
+    (program,) = phases.programs("regenerate", phases.codes())
     assert asked(lowered(program)) == {"HIGHEST"}
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_an_iteration_explores_in_fp8_products_on_hopper(preset):
-    made, stages = of_shapes(preset, "fp8", "h200")
-    (program,) = stages.programs("explore", stages.codes())
+    made, phases = of_shapes(preset, "fp8", "h200")
+    (program,) = phases.programs("explore", phases.codes())
     explored = lowered(program)
     (regenerated,) = on_blackwell(preset)[1]["regenerate"]
     assert (products(explored, "f8E4M3FN"), products(regenerated, "f8E4M3FN")) == (
@@ -163,10 +163,10 @@ def test_the_transformers_attend_in_cudnns_flash_attention_forwards_and_backward
     for name in ("explore", "regenerate", "update"):
         text = "".join(on_blackwell(preset)[1][name])
         assert ("__cudnn$fmha" in text, "SoftmaxBackward" in text) == (True, name == "update")
-    _, stages = of_shapes(
+    _, phases = of_shapes(
         preset, "nvfp4", "h200", count=2
     )  # whose micro-batches are mapped over groups of rows
-    (program,) = stages.programs("update", stages.codes())
+    (program,) = phases.programs("update", phases.codes())
     assert "CustomSPMDPartitioning" in lowered(program)  # JAX divides the kernel as it is compiled
 
 

@@ -14,8 +14,8 @@ from solrl_jax.parallel import sharding
 from solrl_jax.planning import plan as planning
 from solrl_jax.planning import topology
 from solrl_jax.planning.abstract import abstract, bytes_per_device
+from solrl_jax.planning.phases import PHASES
 from solrl_jax.planning.plan import Devices, Planner, arrays
-from solrl_jax.planning.stages import STAGES
 from solrl_jax.planning.targets import TARGETS
 from solrl_jax.rl import experiment as experiments
 from solrl_jax.rl.experiment import fresh_state
@@ -23,7 +23,7 @@ from solrl_jax.rl.explore.sync import quantize_policy
 from tests.cli.test_cli import call  # noqa: F401 - a fixture
 from tests.small import small_config
 
-FUNCTIONS = {  # of a stage
+FUNCTIONS = {  # of a phase
     "encode": ["encode_chunk"],
     "sync": ["quantize_policy"],
     "explore": ["sample_chunk"],
@@ -129,7 +129,7 @@ def test_parts_agree_with_a_count_by_hand(preset):
     config = resolve(preset)
     for fsdp in (1, 4):
         planner = Planner(override(config, (f"mesh.fsdp={fsdp}",)), Devices(TARGETS["h100"], fsdp))
-        planner.codes = by_rule(planner.stages.mesh, planner.codes)
+        planner.codes = by_rule(planner.phases.mesh, planner.codes)
         got = {name: bytes_per_device(arrays(tree)) for name, tree in planner.parts().items()}
         assert got.keys() == {*wanted, "conditioning"}
         for name, size in wanted.items():
@@ -178,7 +178,7 @@ def test_parts_are_what_arrays_hold():
         "reward networks": built.reward.params,
     }
     planner = Planner(config, Devices(TARGETS["h100"], 8))
-    (sync,) = planner.stages.programs("sync", {})
+    (sync,) = planner.phases.programs("sync", {})
     planner.place(planner.lowered(sync).compile())
     planned = {name: bytes_per_device(arrays(tree)) for name, tree in planner.parts().items()}
 
@@ -216,12 +216,12 @@ def test_parts_are_what_arrays_hold():
 def test_programs_of_an_iteration(preset, missing):
     """Their functions, and as many chunks as rows need on each of two devices."""
     planner = Planner(resolve(preset), Devices(TARGETS["b200"], 2))
-    stages = planner.stages
+    phases = planner.phases
     rollout = planner.config.rollout
     prompts = planner.config.train.num_prompts
-    has = [name for name in STAGES if stages.has(name)]
-    assert has == [name for name in STAGES if name not in (*missing, "evaluate", "targets")]
-    programs = {name: stages.programs(name, planner.codes) for name in has}
+    has = [name for name in PHASES if phases.has(name)]
+    assert has == [name for name in PHASES if name not in (*missing, "evaluate", "targets")]
+    programs = {name: phases.programs(name, planner.codes) for name in has}
     assert {name: [program.name for program in of] for name, of in programs.items()} == {
         name: FUNCTIONS[name] for name in has
     }
@@ -242,13 +242,13 @@ def test_the_largest_of_several_sizes_is_planned_and_a_larger_evaluation():
     overrides = ["rollout.size=[[16,16],[16,48],[24,24]]", "eval.size=[32,48]", "reward=tiny-clip"]
     planner = Planner(resolve("tiny", overrides), Devices(TARGETS["b200"], 1))
 
-    def programs(stage):
-        return planner.stages.programs(stage, planner.codes)
+    def programs(phase):
+        return planner.phases.programs(phase, planner.codes)
 
     def side(x):
         return x.shape[1:3]
 
-    assert {side(programs(stage)[0].arguments[3].noise) for stage in ("explore", "regenerate")} == {
+    assert {side(programs(phase)[0].arguments[3].noise) for phase in ("explore", "regenerate")} == {
         (4, 12)
     }
     assert side(programs("update")[0].arguments[4].latents) == (4, 12)
@@ -281,18 +281,18 @@ def test_the_largest_of_several_sizes_is_planned_and_a_larger_evaluation():
     ("family", "recording"), [("sol_rl", "regenerate"), ("naive_scaling", "explore")]
 )
 def test_states_are_kept_for_an_objective_on_an_sdes_steps(family, recording):
-    """By the stage whose samples are trained on; the update is given them."""
+    """By the phase whose samples are trained on; the update is given them."""
     planner = Planner(
         resolve("tiny", ["objective=mix_grpo", f"family={family}"]), Devices(TARGETS["b200"], 2)
     )
     made = {}
-    for stage in ("explore", "regenerate"):
-        if planner.stages.has(stage):
-            (program,) = planner.stages.programs(stage, planner.codes)
+    for phase in ("explore", "regenerate"):
+        if planner.phases.has(phase):
+            (program,) = planner.phases.programs(phase, planner.codes)
             with jax.set_mesh(program.mesh):
-                made[stage] = program.function.eval_shape(*program.arguments)[1]
-    assert {stage for stage, states in made.items() if states is not None} == {recording}
-    (update,) = planner.stages.programs("update", {})
+                made[phase] = program.function.eval_shape(*program.arguments)[1]
+    assert {phase for phase, states in made.items() if states is not None} == {recording}
+    (update,) = planner.phases.programs("update", {})
     config = planner.config
     states = made[recording].shape
     assert update.arguments[4].states.shape == (
@@ -311,9 +311,9 @@ def test_regeneration_continues_where_a_run_does(recipe, continued):
         resolve("tiny", [f"explore={recipe}", "rollout.explore.precision=nvfp4"]),
         Devices(TARGETS["b200"], 2),
     )
-    assert planner.stages.continued == continued
+    assert planner.phases.continued == continued
     (explore,), (regenerate,) = (
-        planner.stages.programs(stage, planner.codes) for stage in ("explore", "regenerate")
+        planner.phases.programs(phase, planner.codes) for phase in ("explore", "regenerate")
     )
     with jax.set_mesh(explore.mesh):
         latents, _, intermediate = explore.function.eval_shape(*explore.arguments)
@@ -328,7 +328,7 @@ def test_the_gradient_of_the_reward_is_planned_for_an_objective_that_takes_it():
     """Three gradients of each kept sample; the update is given their targets."""
     overrides = ["objective=opsd", "reward=tiny-clip"]
     planner = Planner(resolve("tiny", overrides), Devices(TARGETS["b200"], 2))
-    (program,) = planner.stages.programs("targets", {})
+    (program,) = planner.phases.programs("targets", {})
     config = planner.config
     kept = config.train.num_prompts * config.rollout.kept
     latents = program.arguments[3].shape
@@ -336,15 +336,15 @@ def test_the_gradient_of_the_reward_is_planned_for_an_objective_that_takes_it():
     with jax.set_mesh(program.mesh):
         rewards, gradient = program.function.eval_shape(*program.arguments)
     assert (rewards.shape, gradient.shape) == (latents[:1], latents)
-    (regenerate,) = planner.stages.programs("regenerate", {})
-    (update,) = planner.stages.programs("update", {})
+    (regenerate,) = planner.phases.programs("regenerate", {})
+    (update,) = planner.phases.programs("update", {})
     with jax.set_mesh(update.mesh):
         states = regenerate.function.eval_shape(*regenerate.arguments)[1]
         update.function.eval_shape(*update.arguments)
     assert states.shape[1:] == (2, *latents[1:])
     assert update.arguments[4].states.shape == (kept, 2, *latents[1:])
     assert {x.shape for x in update.arguments[4].targets.values()} == {(kept, *latents[1:])}
-    assert not Planner(resolve("tiny"), Devices(TARGETS["b200"], 2)).stages.has("targets")
+    assert not Planner(resolve("tiny"), Devices(TARGETS["b200"], 2)).phases.has("targets")
 
 
 # --- the plan ---
@@ -367,9 +367,9 @@ def small(tmp_path_factory):
 @pytest.mark.exhaustive
 def test_a_plan_explains_memory_to_the_byte(small):
     summary, _ = small
-    stages = [name for name in STAGES if name not in ("targets", "evaluate")]
-    assert [stage["name"] for stage in summary["stages"]] == stages
-    for stage, row in planning.rows(summary):
+    phases = [name for name in PHASES if name not in ("targets", "evaluate")]
+    assert [phase["name"] for phase in summary["phases"]] == phases
+    for phase, row in planning.rows(summary):
         m = row["memory"]
         own = m["held"] + m["temporaries"] + m["outputs"] - m["aliased"] + m["code"]
         assert m["peak"] == own + sum(m["resident"].values())
@@ -377,44 +377,44 @@ def test_a_plan_explains_memory_to_the_byte(small):
         assert min(m["temporaries"], m["outputs"], m["held"], m["repeated"]) >= 0
         elsewhere = set(m["resident"])
         assert ("text encoders" in elsewhere) == (
-            stage != "encode"
+            phase != "encode"
         )  # nothing is kept of what they say
-        assert ("quantized copy" in elsewhere) == (stage in ("regenerate", "score", "update"))
-    (update,) = summary["stages"][-1]["programs"]
+        assert ("quantized copy" in elsewhere) == (phase in ("regenerate", "score", "update"))
+    (update,) = summary["phases"][-1]["programs"]
     trained = summary["parts"]["adapters"] + summary["parts"]["optimizer"]
     assert update["memory"]["aliased"] >= trained  # the state is donated
-    assert summary["peak"] == max(stage["peak"] for stage in summary["stages"])
+    assert summary["peak"] == max(phase["peak"] for phase in summary["phases"])
     assert summary["fits"]
     assert summary["too_large"] == {}
 
 
 @pytest.mark.exhaustive
 def test_a_plan_adds_seconds_up(small):
-    """Of each stage calls by a call's; `naive_scaling` explores with the program that
+    """Of each phase calls by a call's; `naive_scaling` explores with the program that
     regenerates.
     """
     summary, folder = small
-    stages = {stage["name"]: stage for stage in summary["stages"]}
-    for stage in stages.values():
-        assert stage["seconds"] > 0
-        assert stage["seconds"] == pytest.approx(
-            sum(p["calls"] * p["roofline"]["seconds"] for p in stage["programs"])
+    phases = {phase["name"]: phase for phase in summary["phases"]}
+    for phase in phases.values():
+        assert phase["seconds"] > 0
+        assert phase["seconds"] == pytest.approx(
+            sum(p["calls"] * p["roofline"]["seconds"] for p in phase["programs"])
         )
-    assert summary["seconds"] == pytest.approx(sum(stage["seconds"] for stage in stages.values()))
+    assert summary["seconds"] == pytest.approx(sum(phase["seconds"] for phase in phases.values()))
     assert summary["rollout"] == pytest.approx(
-        sum(stages[name]["seconds"] for name in ("sync", "explore", "regenerate"))
+        sum(phases[name]["seconds"] for name in ("sync", "explore", "regenerate"))
     )
-    (explore,) = stages["explore"]["programs"]
-    (regenerate,) = stages["regenerate"]["programs"]
+    (explore,) = phases["explore"]["programs"]
+    (regenerate,) = phases["regenerate"]["programs"]
     naive = summary["naive_scaling"]
     assert naive["rollout"] == pytest.approx(explore["calls"] * regenerate["roofline"]["seconds"])
-    others = stages["encode"]["seconds"] + stages["update"]["seconds"]
+    others = phases["encode"]["seconds"] + phases["update"]["seconds"]
     share = explore["calls"] / (explore["calls"] + regenerate["calls"])
     assert naive["seconds"] == pytest.approx(
-        others + naive["rollout"] + share * stages["score"]["seconds"]
+        others + naive["rollout"] + share * phases["score"]["seconds"]
     )
     assert {path.name for path in folder.iterdir()} == {
-        f"{stage}-{name}.hlo" for stage, functions in FUNCTIONS.items() for name in functions
+        f"{phase}-{name}.hlo" for phase, functions in FUNCTIONS.items() for name in functions
     }
 
 
@@ -423,8 +423,8 @@ def test_a_plan_is_shown_as_a_table_and_as_json(small):
     summary, _ = small
     assert json.loads(json.dumps(summary)) == summary
     shown = planning.table(summary)
-    for stage, row in planning.rows(summary):
-        assert f"{stage}: {row['name']}, {row['calls']} calls of at least " in shown
+    for phase, row in planning.rows(summary):
+        assert f"{phase}: {row['name']}, {row['calls']} calls of at least " in shown
     assert all(line in shown for line in summary["assumptions"])
     large = planning.table(
         summary | {"fits": False, "too_large": {"update": planning.SETTINGS["update"]}}

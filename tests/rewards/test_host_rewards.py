@@ -283,12 +283,12 @@ def test_scoring_a_chunk_overlaps_making_the_next(built, tmp_path):
         if len(made) == 3:  # the third chunk is on its way, so the second is made
             file.touch()
 
-    stage = built.sampler("some", fresh_state(built).adapters, 3)
+    sampler = built.sampler("some", fresh_state(built).adapters, 3)
     rows = SeedBatch.from_seeds(built.seeds("candidate", built.train_prompts[:1], 6))
-    assert stage.chunk == 2
+    assert sampler.chunk == 2
     samples = generate(
         built.backbone,
-        stage,
+        sampler,
         prompted,
         rows,
         experiment.reward,
@@ -368,20 +368,20 @@ def test_if_all_scoring_fails_the_run_goes_on(built):
 
 
 class Breaking(TerminalProgress):
-    """Writes a file when a stage begins for the `at`-th time. From then on, the reward fails."""
+    """Writes a file when a phase begins for the `at`-th time. From then on, the reward fails."""
 
-    def __init__(self, file: Path, stage: str, at: int) -> None:
+    def __init__(self, file: Path, phase: str, at: int) -> None:
         super().__init__(bars=False)
         self.file = file
-        self.breaks = stage
+        self.breaks = phase
         self.left = at
 
-    def stage(self, name: str, rows: int, done: int) -> None:
+    def phase(self, name: str, rows: int, done: int) -> None:
         if (name, done) == (self.breaks, 0):
             self.left -= 1
             if self.left == 0:
                 self.file.touch()
-        super().stage(name, rows, done)
+        super().phase(name, rows, done)
 
 
 @pytest.mark.usefixtures("toy_model")
@@ -399,16 +399,16 @@ def test_a_reward_that_fails_stops_the_run_which_then_goes_on(tmp_path, capsys):
     ]
     overrides.append(f"reward.options={options}")
 
-    def run(stage: str, at: int, *more: str) -> dict:
+    def run(phase: str, at: int, *more: str) -> dict:
         broken.unlink(missing_ok=True)
-        with Breaking(broken, stage, at) as report:
+        with Breaking(broken, phase, at) as report:
             return trainer.run(toy_config(tmp_path / "run", *overrides, *more), report)
 
     run("never", 1)
     (tmp_path / "run").rename(tmp_path / "whole")
-    for stage, at, done in (("explore", 2, 1), ("evaluate", 1, 2)):
+    for phase, at, done in (("explore", 2, 1), ("evaluate", 1, 2)):
         with pytest.raises(RewardError, match=r"ValueError: no such thing \(prompt 'a"):
-            run(stage, at)
+            run(phase, at)
         assert (
             f"failed: saved after iteration {done}; the same command continues from there"
             in capsys.readouterr().err

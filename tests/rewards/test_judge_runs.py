@@ -61,8 +61,8 @@ def train(config, stop_in=None):
     class Progress(TerminalProgress):
         phases = 0
 
-        def stage(self, name, total, done):
-            super().stage(name, total, done)
+        def phase(self, name, total, done):
+            super().phase(name, total, done)
             if name == stop_in and done == 0:
                 self.phases += 1
                 if self.phases == 2:

@@ -17,17 +17,17 @@ SCORES = 1e-5
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("stage", ["explore", "regenerate"])
+@pytest.mark.parametrize("phase", ["explore", "regenerate"])
 @pytest.mark.parametrize("model", LEAST)
-def test_from_this_chunk_on_a_candidate_does_not_depend_on_it(model, stage):
+def test_from_this_chunk_on_a_candidate_does_not_depend_on_it(model, phase):
     experiment = build(resolve("tiny", (f"model={model}", "mesh.data=1")))
     old = jax.tree.map(lambda x: x + 0.01, fresh_state(experiment).old)
     explorer = experiment.explorer
     prompts = experiment.train_prompts[:2]
     made = (
         explorer.sampler(old, explorer.settings[0])
-        if stage == "explore"
-        else experiment.sampler(stage, old, 10)
+        if phase == "explore"
+        else experiment.sampler(phase, old, 10)
     )
     prompted = experiment.encode_prompts(prompts, experiment.reward)
     rows = SeedBatch.from_seeds(experiment.seeds("candidate", prompts, ROWS // 2))

@@ -32,8 +32,8 @@ from tests.toys import (
     toy_backbone,
     toy_grid,
     toy_reward,
+    toy_sampler,
     toy_seeds,
-    toy_stage,
 )
 
 TOLERANCE = 1e-5
@@ -56,7 +56,7 @@ def run(backbone, chunk=4, rows=None, reward=None, segments=(), prompts=PROMPTS,
     prompted = prepare(backbone, reward, prompts, 8)
     rows = SeedBatch.from_seeds(toy_seeds(prompts, EACH)) if rows is None else rows
     return generate(
-        backbone, toy_stage(backbone, chunk, *segments), prompted, rows, reward, **options
+        backbone, toy_sampler(backbone, chunk, *segments), prompted, rows, reward, **options
     )
 
 
@@ -115,9 +115,11 @@ def test_every_chunk_runs_the_same_program(backbones, mesh):
     reward = toy_reward()
     prompted = prepare(backbone, None, PROMPTS, 8)
     prompted = dataclasses.replace(prompted, prepared=reward.prepare(PROMPTS))
-    stage = toy_stage(backbone, 3)
+    sampler = toy_sampler(backbone, 3)
     for count in (12, 1, 5, 40):
-        generate(backbone, stage, prompted, SeedBatch(np.arange(count) % 3, seeds[:count]), reward)
+        generate(
+            backbone, sampler, prompted, SeedBatch(np.arange(count) % 3, seeds[:count]), reward
+        )
         counts.append([program._cache_size() for program in programs])
     assert counts == counts[:1] * 4
 
@@ -259,8 +261,8 @@ def test_pictures_are_what_the_decoder_of_the_stage_shows(backbone):
     other = dataclasses.replace(backbone.decoder, params=jnp.float32(-0.7))
     prompted = prepare(backbone, None, PROMPTS, 8)
     rows = SeedBatch.from_seeds(toy_seeds(PROMPTS, EACH))
-    stage = dataclasses.replace(toy_stage(backbone, 4), decoder=other)
-    shown = generate(backbone, stage, prompted, rows, keep_images=True)
+    sampler = dataclasses.replace(toy_sampler(backbone, 4), decoder=other)
+    shown = generate(backbone, sampler, prompted, rows, keep_images=True)
     np.testing.assert_array_equal(shown.latents, got.latents)
     np.testing.assert_allclose(shown.images, 1 - got.images, atol=TOLERANCE)
 
@@ -355,15 +357,15 @@ def test_states_are_recorded_if_the_stage_asks(backbones, mesh, chunk):
     """
     backbone = backbones[mesh]
     rows = SeedBatch.from_seeds(toy_seeds(PROMPTS, EACH))
-    stage = toy_stage(
+    sampler = toy_sampler(
         backbone, chunk, Segment(backbone.transformer, toy_grid(3, solver="flow_sde"))
     )
     prompted = prepare(backbone, None, PROMPTS, 8)
-    got = generate(backbone, dataclasses.replace(stage, recorded=2), prompted, rows)
+    got = generate(backbone, dataclasses.replace(sampler, recorded=2), prompted, rows)
     assert got.states.shape == (12, 3, *SHAPE)
     np.testing.assert_array_equal(got.states[:, 0], normal(rows.seeds, "initial", SHAPE))
     np.testing.assert_allclose(
-        got.latents, generate(backbone, stage, prompted, rows).latents, atol=TOLERANCE
+        got.latents, generate(backbone, sampler, prompted, rows).latents, atol=TOLERANCE
     )
     taken = got.take(np.array([[7, 2]]))
     np.testing.assert_array_equal(taken.states, got.states[[7, 2]])
@@ -374,4 +376,4 @@ def test_states_are_recorded_if_the_stage_asks(backbones, mesh, chunk):
     )
     np.testing.assert_allclose(got.latents, alone.latents, atol=TOLERANCE)
     assert largest(got.states[:, 1:] - got.states[:, :-1]) > 0.1
-    assert generate(backbone, stage, prompted, rows).states is None
+    assert generate(backbone, sampler, prompted, rows).states is None

@@ -255,10 +255,12 @@ def test_pictures_of_diffusers_with_our_file_are_ours(
         timesteps=times,
     )
     segments = (Segment(attach(backbone.transformer, adapters, SETTINGS.scale), grid),)
-    stage = Sampler("sample", segments, backbone.decoder, backbone.pipeline.latent_shape(*size), 2)
+    sampler = Sampler(
+        "sample", segments, backbone.decoder, backbone.pipeline.latent_shape(*size), 2
+    )
     rows = SeedBatch(np.arange(2), np.zeros((2, 2), np.uint32), noise.transpose(0, 2, 3, 1))
     prompted = prepare(backbone, None, tuple(map(Prompt, prompts)), MAX_TOKENS)
-    got = generate(backbone, stage, prompted, rows, keep_images=True).images
+    got = generate(backbone, sampler, prompted, rows, keep_images=True).images
     print(
         f"images: {np.abs(got - want).max():.1e}; LoRA moves them by {np.abs(want - before).max():.2f}"
     )

@@ -143,10 +143,10 @@ def test_a_preview_is_fitted_to_what_the_base_does_and_the_same_in_every_run(exp
     prompted = experiment.encode_prompts(prompts)
 
     def end(grid):
-        stage = dataclasses.replace(
+        sampler = dataclasses.replace(
             explorer.calibration.sampler, segments=(Segment(backbone.transformer, grid),)
         )
-        return generate(backbone, stage, prompted, rows).latents
+        return generate(backbone, sampler, prompted, rows).latents
 
     want = end(full)
     distance = {

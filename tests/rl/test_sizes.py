@@ -118,7 +118,7 @@ def test_an_evaluation_does_not_depend_on_what_is_trained_on(toy):
     state, outcome = iterate(toy, fresh_state(toy), 2)
     made = pool_images(toy, state.old, toy.explorer.settings[0], outcome.ledger, 2)
     height, width = toy.for_iteration(2).size
-    assert {grid.images.shape[2:4] for grid in made.stages.values()} == {(height // 4, width // 4)}
+    assert {grid.images.shape[2:4] for grid in made.phases.values()} == {(height // 4, width // 4)}
 
 
 def test_a_schedule_by_resolution_is_that_of_the_size():

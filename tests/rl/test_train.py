@@ -113,12 +113,12 @@ def test_progress_goes_through_the_stages_and_their_rows(toy):
     told = []
     iterate(toy, fresh_state(toy), 1, progress=lambda *facts: told.append(facts))
     rows = {"explore": 16, "regenerate": 8, "update": 8}
-    assert list(dict.fromkeys(stage for stage, _, _ in told)) == list(rows)
-    for stage, total in rows.items():
-        counts = [(of, done) for name, of, done in told if name == stage]
+    assert list(dict.fromkeys(phase for phase, _, _ in told)) == list(rows)
+    for phase, total in rows.items():
+        counts = [(of, done) for name, of, done in told if name == phase]
         assert counts[0] == (total, 0)
         assert {of for of, _ in counts} == {total}
-        assert sum(done for _, done in counts) == (0 if stage == "update" else total)
+        assert sum(done for _, done in counts) == (0 if phase == "update" else total)
 
 
 def test_the_clock_waits_for_the_policy_that_explores(toy, monkeypatch):

@@ -76,11 +76,11 @@ def test_scores_are_those_of_the_policy_in_the_training_precision(toy):
     result = evaluate(toy, adapters)
     done = []
     prompts = toy.test_prompts[:3]
-    stage = toy.sampler("evaluate", adapters, 2)
+    sampler = toy.sampler("evaluate", adapters, 2)
     prompted = toy.encode_prompts(prompts, toy.evaluation_reward)
     samples = generate(
         toy.backbone,
-        stage,
+        sampler,
         prompted,
         SeedBatch.from_seeds(toy.seeds("evaluation", prompts, 4, seed=toy.config.eval.seed)),
         toy.evaluation_reward,
@@ -152,10 +152,10 @@ def test_a_picture_of_any_number_is_filled_as_far_as_prompts_go(count, shape):
     assert sample_grid(toy, fresh_state(toy).ema).images.shape[:2] == shape
 
 
-def test_the_clock_tells_seconds_by_stage_and_what_was_compiled():
+def test_the_clock_tells_seconds_by_phase_and_what_was_compiled():
     clock = PhaseTimer()
-    for number, stage in enumerate(("explore", "regenerate", "update")):
-        clock.start(stage)
+    for number, phase in enumerate(("explore", "regenerate", "update")):
+        clock.start(phase)
         jax.block_until_ready(jax.jit(lambda x, n=number: x * n + 1)(jnp.ones(3)))
     clock.stop()
     clock.stop()  # of nothing
@@ -205,15 +205,15 @@ def test_pictures_of_a_pool_are_those_whose_rewards_the_ledger_has(settings):
         if np.ndim(values)
     }
     assert list(made.prompts) == columns["prompt"][:, 0].tolist()
-    assert made.stages.keys() == (
+    assert made.phases.keys() == (
         {"explored"} if settings == NOT_REGENERATED else {"explored", "regenerated"}
     )
     for row, prompt in enumerate(made.prompts):
         kept = np.flatnonzero(columns["kept"][row])
         by_rank = kept[np.argsort(columns["rank"][row][kept])]
         assert made.candidates[row].tolist() == by_rank[[0, 1, -2, -1]].tolist()
-        for stage, grid in made.stages.items():
-            rewards = columns["proxy_reward" if stage == "explored" else "regenerated_reward"][
+        for phase, grid in made.phases.items():
+            rewards = columns["proxy_reward" if phase == "explored" else "regenerated_reward"][
                 row, made.candidates[row]
             ]
             drawn = 1 - np.abs(grid.images[row].mean((1, 2, 3)) - prompt_uid(prompt) / 2**32)

@@ -28,7 +28,7 @@ def test_a_log_has_the_time_left_of_what_is_left_to_do(monkeypatch, clock):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     with progress.TerminalProgress() as report:
         report.start(20, 4)  # resumed: the four before took no time of this start
-        report.stage("explore", 12, 0)
+        report.phase("explore", 12, 0)
         for done in (5, 6):
             clock[0] += 30
             report.iteration(done, ROW)
@@ -42,8 +42,8 @@ def test_a_terminal_shows_stage_reward_and_time_left(monkeypatch):
     with progress.TerminalProgress() as report:
         report.start(20, 0)
         report.iteration(1, ROW)
-        report.stage("explore", 12, 0)
-        report.stage("explore", 12, 3)
+        report.phase("explore", 12, 0)
+        report.phase("explore", 12, 3)
     last = sys.stderr.getvalue().split("\r")[-1]
     assert last.startswith("iteration 1 of 20 |")
     assert " left" in last

@@ -74,11 +74,11 @@ def make_run(
         {
             "prompt": prompt,
             "candidate": int(np.flatnonzero(rank[row] == place)[0]),
-            "stage": stage,
+            "phase": phase,
             "right": place == 0,
         }
         for row, prompt in enumerate(PROMPTS)
-        for stage in ("explored", "regenerated")
+        for phase in ("explored", "regenerated")
         for place in (0, N - 1)
     ]
     save(folder / "pictures" / f"pool-{iterations:06d}.png", rng, cells)
@@ -200,7 +200,7 @@ def test_a_picture_is_the_one_that_was_saved(run):
     assert (cell["prompt"], cell["right"]) == (PROMPTS[0], True)
     pixels = np.asarray(image_of(cell))
     assert (pixels == sheet[4:20, 24:40]).all()
-    assert [cell["stage"] for cell in shown["pools"][0]["cells"]] == [
+    assert [cell["phase"] for cell in shown["pools"][0]["cells"]] == [
         "explored",
         "explored",
         "regenerated",
@@ -396,11 +396,11 @@ def test_pictures_are_in_memory_one_by_one(run, monkeypatch, tmp_path):
 def test_the_plan_is_of_the_device(run, tmp_path):
     plan = json.loads((run / "plan.json").read_text())
     shown = Page(run / report.NAME).data["plan"]
-    assert [stage[0] for stage in shown["stages"]] == [stage["name"] for stage in plan["stages"]]
-    for (_, seconds, *split, peak), stage in zip(shown["stages"], plan["stages"], strict=True):
-        assert (seconds, peak) == (stage["seconds"], stage["peak"])
+    assert [phase[0] for phase in shown["phases"]] == [phase["name"] for phase in plan["phases"]]
+    for (_, seconds, *split, peak), phase in zip(shown["phases"], plan["phases"], strict=True):
+        assert (seconds, peak) == (phase["seconds"], phase["peak"])
         assert sum(split) == pytest.approx(seconds, rel=1e-12)
-    (tmp_path / "no-plan.json").write_text('{"stages": 1}')
+    (tmp_path / "no-plan.json").write_text('{"phases": 1}')
     (tmp_path / "texts.json").write_text(json.dumps(plan | {"seconds": "5"}))
     for name in ("no-plan.json", "none.json", "texts.json"):
         with pytest.raises(InputError, match=f"{name}: not the JSON that `solrl plan` prints"):

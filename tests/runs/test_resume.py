@@ -360,7 +360,7 @@ def stopped(tmp_path_factory):
         def terminated() -> None:
             if path.parent.name.endswith("000002"):
                 os.kill(os.getpid(), signal.SIGTERM)
-                time.sleep(2.0)  # until the stage under way has seen it
+                time.sleep(2.0)  # until the phase under way has seen it
             wait()
 
         return terminated, merge

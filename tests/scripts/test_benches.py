@@ -61,7 +61,7 @@ def test_iterations_of_two_families(bench):
         0.0,
         0.0,
     )
-    assert set(first["stages"]) == {"encode", "sync", "explore", "regenerate", "update"}
+    assert set(first["phases"]) == {"encode", "sync", "explore", "regenerate", "update"}
     assert 0 < first["sync_share"] < 1
 
 

@@ -138,7 +138,7 @@ def test_prices_multiply_up_to_the_plan():
     """FLUX.1: 48 prompts, 96 candidates, 24 kept, 6 exploring steps of 10, 4 sigmas."""
     prices = carried()["flux1-b200"]
     plan = PLANS["flux1-b200"]
-    seconds = {stage["name"]: stage["seconds"] for stage in plan["stages"]}
+    seconds = {phase["name"]: phase["seconds"] for phase in plan["phases"]}
     assert prices.network["nvfp4"] * 48 * 96 * 6 == pytest.approx(seconds["explore"])
     assert prices.network["bf16"] * 48 * 24 * 10 == pytest.approx(seconds["regenerate"])
     assert prices.scored * 48 * 120 == pytest.approx(seconds["score"])
@@ -163,10 +163,10 @@ def test_prices_multiply_up_to_the_plan():
         terms = 48 * 24 * other.num_train_sigmas
         update = terms * (prices.trained - skipped) - seconds["update"]
         assert prices.of_iteration(other, "nvfp4", 6) == pytest.approx(whole + update)
-    stage = {"name": "targets", "seconds": 48 * 24 * 3 * 0.5}
+    phase = {"name": "targets", "seconds": 48 * 24 * 3 * 0.5}
     update = {"name": "update", "seconds": 48 * 24 * (prices.trained - reference)}
-    others = [stage for stage in plan["stages"] if stage["name"] != "update"]
-    planned = prices_of({**plan, "stages": [*others, stage, update]})
+    others = [phase for phase in plan["phases"] if phase["name"] != "update"]
+    planned = prices_of({**plan, "phases": [*others, phase, update]})
     assert planned.differentiated == pytest.approx(0.5)
     assert planned.trained == pytest.approx(prices.trained)
     gradients = 48 * 24 * (3 * 0.5 - 3 * prices.trained - reference)

@@ -42,7 +42,7 @@ class Planned(NamedTuple):
 
     def program(self, name: str) -> dict[str, Any]:
         """The figures of a program, by "STAGE: FUNCTION"."""
-        return next(row for stage, row in plan.rows(self.plan) if f"{stage}: {row['name']}" == name)
+        return next(row for phase, row in plan.rows(self.plan) if f"{phase}: {row['name']}" == name)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -69,15 +69,15 @@ def plan_of(model, device, hlo=None):
 
 
 @functools.cache
-def figures(stage, *overrides, devices=1):
-    """Of SANA's programs of one stage on H200: by function, memory and roofline."""
+def figures(phase, *overrides, devices=1):
+    """Of SANA's programs of one phase on H200: by function, memory and roofline."""
     planner = plan.Planner(config("sana", *overrides), plan.Devices(TARGETS["h200"], devices))
-    programs = planner.stages.programs(stage, planner.codes)
+    programs = planner.phases.programs(phase, planner.codes)
 
     def made(program):
         return topology.compiled(planner.lowered(program), TARGETS["h200"])
 
-    return {program.name: planner.measure(stage, program, made(program)) for program in programs}
+    return {program.name: planner.measure(phase, program, made(program)) for program in programs}
 
 
 def rows_near_their_record(planned):
@@ -85,7 +85,7 @@ def rows_near_their_record(planned):
     `benchmarks/plans.json` says how it is made.
     """
     recorded = json.loads(RECORDED.read_text())["plans"][f"{planned.model}-{planned.device}"]
-    for (stage, now), (_, then) in zip(plan.rows(planned.plan), plan.rows(recorded), strict=True):
+    for (phase, now), (_, then) in zip(plan.rows(planned.plan), plan.rows(recorded), strict=True):
         size, before = (row["memory"]["temporaries"] for row in (now, then))
-        assert size <= 1.15 * before, f"{stage}: {now['name']}"
-        assert size >= before / 2, f"{stage}: {now['name']}"
+        assert size <= 1.15 * before, f"{phase}: {now['name']}"
+        assert size >= before / 2, f"{phase}: {now['name']}"

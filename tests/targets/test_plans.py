@@ -58,7 +58,7 @@ def flash(planned, name):
 
 
 def test_every_program_compiles_and_fits(planned):
-    assert [f"{stage}: {row['name']}" for stage, row in plan.rows(planned.plan)] == PROGRAMS
+    assert [f"{phase}: {row['name']}" for phase, row in plan.rows(planned.plan)] == PROGRAMS
     assert planned.plan["fits"]
 
 
@@ -77,8 +77,8 @@ def test_every_quantized_linear_is_a_native_product_of_exploration_alone(planned
         * settings.rollout.explore.num_steps
     )
     products = {
-        f"{stage}: {row['name']}": row["roofline"]["native"].get(PRODUCT[planned.device], 0)
-        for stage, row in plan.rows(planned.plan)
+        f"{phase}: {row['name']}": row["roofline"]["native"].get(PRODUCT[planned.device], 0)
+        for phase, row in plan.rows(planned.plan)
     }
     found = products.pop(SAMPLE[0])
     assert set(products.values()) == {0}
@@ -110,8 +110,8 @@ def test_what_a_product_reads_is_written_in_one_pass_and_an_exploring_step_is_so
     planned,
 ):
     kernels = {
-        f"{stage}: {row['name']}": row["roofline"]["native"]
-        for stage, row in plan.rows(planned.plan)
+        f"{phase}: {row['name']}": row["roofline"]["native"]
+        for phase, row in plan.rows(planned.plan)
     }
     linear_attention = (SAMPLE[1], UPDATE) if planned.model == "sana" else ()
     assert [name for name, native in kernels.items() if "__gpu$xla.gpu.triton" in native] == [
@@ -219,8 +219,8 @@ def test_the_update_waits_for_no_message_that_could_overlap():
     )
 
 
-@pytest.mark.parametrize("stage", ["explore", "update"])  # regenerating is exploring without codes
-def test_mixing_sixteen_blocks_takes_hardly_longer(stage):
+@pytest.mark.parametrize("phase", ["explore", "update"])  # regenerating is exploring without codes
+def test_mixing_sixteen_blocks_takes_hardly_longer(phase):
     """MHLA in place of SANA's attention: less than 5 % (`benchmarks/mhla-tiny.json` has a B200,
     too).
     """
@@ -228,7 +228,7 @@ def test_mixing_sixteen_blocks_takes_hardly_longer(stage):
     own, mixed = (
         {
             name: row["roofline"]
-            for name, row in figures(stage, *keeps, f"model.attention={name}").items()
+            for name, row in figures(phase, *keeps, f"model.attention={name}").items()
         }
         for name in ("default", "mhla")
     )

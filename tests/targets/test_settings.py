@@ -21,30 +21,30 @@ ENCODERS = {
     "model.prompt_cache_dir=''",
     "`solrl encode PRESET` beforehand",
 }  # what they free is in `tests/planning/test_plan.py`
-TILES = "model.vae_tile_size"  # for the stage "targets", which the objective of BASE does not have
-ADVICE = [(stage, setting) for stage in BASE for setting in SETTINGS[stage] if setting in TURNED]
+TILES = "model.vae_tile_size"  # for the phase "targets", which the objective of BASE does not have
+ADVICE = [(phase, setting) for phase in BASE for setting in SETTINGS[phase] if setting in TURNED]
 
 
-def peak(stage, *overrides, devices=1):
+def peak(phase, *overrides, devices=1):
     return max(
-        row["memory"]["peak"] for row in figures(stage, *overrides, devices=devices).values()
+        row["memory"]["peak"] for row in figures(phase, *overrides, devices=devices).values()
     )
 
 
-def seconds(stage, *overrides):
+def seconds(phase, *overrides):
     return sum(
-        row["calls"] * row["roofline"]["seconds"] for row in figures(stage, *overrides).values()
+        row["calls"] * row["roofline"]["seconds"] for row in figures(phase, *overrides).values()
     )
 
 
-@pytest.mark.parametrize(("stage", "setting"), ADVICE)
-def test_a_stage_that_is_too_large_takes_less_memory_with(stage, setting):
+@pytest.mark.parametrize(("phase", "setting"), ADVICE)
+def test_a_stage_that_is_too_large_takes_less_memory_with(phase, setting):
     turned, devices = TURNED[setting]
-    assert peak(stage, *BASE[stage], turned, devices=devices) < 0.97 * peak(stage, *BASE[stage])
+    assert peak(phase, *BASE[phase], turned, devices=devices) < 0.97 * peak(phase, *BASE[phase])
 
 
 def test_every_stage_has_advice_that_is_turned_here():
-    assert SETTINGS.keys() == set(plan.STAGES)
+    assert SETTINGS.keys() == set(plan.PHASES)
     assert {setting for of in SETTINGS.values() for setting in of} == {
         *TURNED,
         *ENCODERS,

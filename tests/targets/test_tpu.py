@@ -39,7 +39,7 @@ def planned(folder):
 
 def test_every_program_compiles_and_all_but_decoding_fit(planned):
     """A v6e explores in INT8."""
-    assert [f"{stage}: {row['name']}" for stage, row in plan.rows(planned.plan)] == PROGRAMS
+    assert [f"{phase}: {row['name']}" for phase, row in plan.rows(planned.plan)] == PROGRAMS
     assert planned.plan["too_large"].keys() <= {"score"}
 
 

@@ -17,8 +17,8 @@ from bench.timing import timed
 from solrl_jax.planning.abstract import bytes_per_device
 from solrl_jax.planning.hlo import parse
 from solrl_jax.planning.kernels import kernels, native, unit
+from solrl_jax.planning.phases import Program
 from solrl_jax.planning.roofline import roofline
-from solrl_jax.planning.stages import Program
 from solrl_jax.planning.targets import TARGETS, Target
 from solrl_jax.quant.formats import FORMATS
 from solrl_jax.rl.experiment import first_device_info

@@ -63,18 +63,18 @@ def rewards(task: Task) -> Figures:
     yield "iteration", partial(iteration, experiment)
 
 
-def pool(experiment: Experiment, stage: Sampler) -> dict[str, Any]:
+def pool(experiment: Experiment, sampler: Sampler) -> dict[str, Any]:
     """Generates a pool. Returns its rewards [prompts, candidates] and the native kernels."""
     prompts = experiment.train_prompts[: experiment.config.train.num_prompts]
     seeds = experiment.seeds("candidate", prompts, experiment.config.rollout.candidates)
     candidate_rewards = generate(
         experiment.backbone,
-        stage,
+        sampler,
         experiment.encode_prompts(prompts, experiment.reward),
         SeedBatch.from_seeds(seeds),
         experiment.reward,
     ).reward
-    program = sampling(experiment, stage, 1)
+    program = sampling(experiment, sampler, 1)
     with jax.set_mesh(program.mesh):
         text = program.function.lower(*program.arguments).compile().as_text()
     return {

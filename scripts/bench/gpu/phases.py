@@ -20,7 +20,7 @@ from bench.gpu.programs import (
 from bench.gpu.record import Record, Skipped, Task
 from bench.random_weights import shapes_of_experiment, with_weights
 from solrl_jax.parallel.sharding import row_groups
-from solrl_jax.planning.stages import Program, Stages
+from solrl_jax.planning.phases import Phases, Program
 from solrl_jax.quant.formats import FORMATS
 from solrl_jax.rl.experiment import Experiment, fresh_state
 from solrl_jax.rl.explore.setting import ExplorationSetting
@@ -37,7 +37,7 @@ def steps(task: Task) -> Figures:
     experiment = with_weights(shapes)
     rollout = shapes.config.rollout
     adapters = fresh_state(experiment).old
-    drafts, redone = Stages(shapes).chunks(row_groups(experiment.backbone.mesh))
+    drafts, redone = Phases(shapes).chunks(row_groups(experiment.backbone.mesh))
 
     def exact():
         return experiment.sampler("regenerate", adapters, rollout.num_steps)
@@ -57,23 +57,23 @@ def steps(task: Task) -> Figures:
         )
 
 
-def sampled(gauge: Gauge, experiment: Experiment, stage: Sampler, calls: int) -> dict[str, Any]:
+def sampled(gauge: Gauge, experiment: Experiment, sampler: Sampler, calls: int) -> dict[str, Any]:
     """Measures the generation of one batch.
 
     Args:
         gauge: The gauge.
         experiment: The experiment.
-        stage: The sampler.
+        sampler: The sampler.
         calls: The number of such batches in an iteration.
     """
-    count = sum(segment.schedule.steps for segment in stage.segments)
-    figures = gauge.measure(sampling(experiment, stage, calls))
+    count = sum(segment.schedule.steps for segment in sampler.segments)
+    figures = gauge.measure(sampling(experiment, sampler, calls))
     plan = figures["plan"]
     per_step = {
         "step_seconds": figures["seconds"] / count,
         "step_plan": plan and plan["seconds"] / count,
     }
-    return {"rows": stage.chunk, "steps": count} | per_step | figures
+    return {"rows": sampler.chunk, "steps": count} | per_step | figures
 
 
 def explored(
@@ -81,9 +81,9 @@ def explored(
 ) -> dict[str, Any]:
     """Measures `sync` and the exploration of one batch in one setting."""
     sync = gauge.measure(syncing(experiment, adapters, level.precision))
-    stage = experiment.explorer.sampler(adapters, level)
+    sampler = experiment.explorer.sampler(adapters, level)
     means = FORMATS[level.precision].describe(experiment.device)
-    return {"means": means, "sync": sync} | sampled(gauge, experiment, stage, calls)
+    return {"means": means, "sync": sync} | sampled(gauge, experiment, sampler, calls)
 
 
 def rollout(task: Task) -> Figures:
@@ -111,9 +111,9 @@ def rollout(task: Task) -> Figures:
         raise Skipped(f"no chunk of {task.model} was regenerated in the step before")
     if len(measured) < len(scored) + len(gradients):
         raise Skipped("without decoding and scoring there is no phase to add up")
-    stages = Stages(shapes)
-    drafts, _ = stages.chunks(row_groups(stages.mesh))
-    most, _ = stages.chunks(stages.mesh.size)
+    phases = Phases(shapes)
+    drafts, _ = phases.chunks(row_groups(phases.mesh))
+    most, _ = phases.chunks(phases.mesh.size)
     learning = [(measured[program.name], program.calls) for program in gradients]
     naive = phase(
         [

@@ -18,7 +18,7 @@ from solrl_jax.config.schema import Config
 from solrl_jax.config.sizes import model_size
 from solrl_jax.parallel import sharding
 from solrl_jax.planning.abstract import open_configurations
-from solrl_jax.planning.stages import Program
+from solrl_jax.planning.phases import Program
 from solrl_jax.quant.formats import FORMATS
 from solrl_jax.quant.matmul import matmul
 from solrl_jax.rl.explore.quantized_layers import report

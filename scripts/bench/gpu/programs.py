@@ -13,7 +13,7 @@ from solrl_jax.config.batch import effective_batch
 from solrl_jax.config.presets import override, resolve
 from solrl_jax.config.schema import Config
 from solrl_jax.parallel import hosts, sharding
-from solrl_jax.planning.stages import Program, Stages
+from solrl_jax.planning.phases import Phases, Program
 from solrl_jax.rl.experiment import Experiment
 from solrl_jax.rl.explore.sync import quantize_policy
 from solrl_jax.rl.generate import SeedBatch, draw_noise, sample_chunk
@@ -32,27 +32,27 @@ def config_of(task: Task) -> Config:
     return resolve(preset, (*chosen, *task.overrides, "rollout.explore.precision=nvfp4"))
 
 
-def sampling(experiment: Experiment, stage: Sampler, calls: int) -> Program:
+def sampling(experiment: Experiment, sampler: Sampler, calls: int) -> Program:
     """Returns the program that generates one batch of candidates of the first prompt.
 
     Args:
         experiment: The experiment.
-        stage: The sampler.
+        sampler: The sampler.
         calls: The number of such batches in an iteration.
     """
     mesh = experiment.backbone.mesh
     config = experiment.config
-    count = stage.chunk * sharding.row_groups(mesh)
+    count = sampler.chunk * sharding.row_groups(mesh)
     prompts = experiment.train_prompts[: config.train.num_prompts]
     (seeds,) = experiment.seeds("candidate", prompts[:1], count)
     prompt, seeds = hosts.put((np.zeros(count, np.int32), seeds), sharding.rows(mesh))
     with jax.set_mesh(mesh):
-        rows = SeedBatch(prompt, seeds, draw_noise(seeds, stage.shape))
+        rows = SeedBatch(prompt, seeds, draw_noise(seeds, sampler.shape))
     segments = tuple(
         dataclasses.replace(
             segment, schedule=hosts.put(segment.schedule, sharding.replicated(mesh))
         )
-        for segment in stage.segments
+        for segment in sampler.segments
     )
     arguments = (experiment.backbone, segments, experiment.encode_prompts(prompts).conditions, rows)
     return Program(mesh, sample_chunk, arguments, calls)
@@ -79,7 +79,7 @@ def scoring(shapes: Experiment) -> list[Program]:
     Args:
         shapes: The experiment with abstract arrays.
     """
-    return _filled(Stages(shapes), "score")
+    return _filled(Phases(shapes), "score")
 
 
 def reward_gradients(shapes: Experiment) -> list[Program]:
@@ -91,15 +91,15 @@ def reward_gradients(shapes: Experiment) -> list[Program]:
     Returns:
         One program. None if the objective does not train on the gradient of the reward.
     """
-    stages = Stages(shapes)
-    return _filled(stages, "targets") if stages.has("targets") else []
+    phases = Phases(shapes)
+    return _filled(phases, "targets") if phases.has("targets") else []
 
 
-def _filled(stages: Stages, stage: str) -> list[Program]:
+def _filled(phases: Phases, phase: str) -> list[Program]:
     """Returns the programs of a phase with random arrays as their arguments."""
     return [
         dataclasses.replace(program, arguments=fill(program.arguments), meanwhile=())
-        for program in stages.programs(stage, {})
+        for program in phases.programs(phase, {})
     ]
 
 
@@ -140,7 +140,7 @@ def updating(experiment: Experiment, shapes: Experiment, state: TrainState) -> P
     mesh = experiment.backbone.mesh
     backbone = experiment.backbone
     config = experiment.config
-    (program,) = Stages(shapes).programs("update", {})
+    (program,) = Phases(shapes).programs("update", {})
     batch = fill(program.arguments[4])
 
     def place(x):

@@ -30,7 +30,7 @@ from solrl_jax.rl.sampler import Sampler, Segment, shift_steps
 from solrl_jax.rl.trainable.trainable import attach, flatten
 from solrl_jax.rl.update import PolicyBatch, update
 
-STAGES = ("encode", "sync", "explore", "regenerate", "score", "targets", "update", "evaluate")
+PHASES = ("encode", "sync", "explore", "regenerate", "score", "targets", "update", "evaluate")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Program:
         return self.function.__name__
 
 
-class Stages:
+class Phases:
     """Builds the programs of a training iteration from an experiment that has shapes for arrays.
 
     The phases are:
@@ -109,7 +109,7 @@ class Stages:
             Conditions, self._encodings(experiment.config.train.num_prompts), self._encodings(1)
         )
 
-    def has(self, stage: str) -> bool:
+    def has(self, phase: str) -> bool:
         """Returns whether a phase has programs of its own in the run.
 
         False for "sync" if exploration does not quantize, for "regenerate" if the run does not
@@ -118,17 +118,17 @@ class Stages:
         phases.
 
         Args:
-            stage: The name of the phase, one of `STAGES`.
+            phase: The name of the phase, one of `PHASES`.
         """
-        if stage == "sync":
+        if phase == "sync":
             return self.experiment.explorer.format.quantize is not None
-        if stage == "targets":
+        if phase == "targets":
             return self.experiment.config.algorithm.trains_on == "reward_gradients"
-        if stage == "evaluate":  # else its programs take no more than those of the other phases
+        if phase == "evaluate":  # else its programs take no more than those of the other phases
             return math.prod(evaluation_size(self.experiment.config)) > math.prod(
                 self.experiment.size
             )
-        return stage != "regenerate" or self.experiment.config.rollout.regenerate
+        return phase != "regenerate" or self.experiment.config.rollout.regenerate
 
     def codes(self) -> Any:
         """Returns the shapes of the quantized weights that the phase "sync" produces.
@@ -174,11 +174,11 @@ class Stages:
             -prompts * rollout.kept * rollout.regenerate // rows
         )
 
-    def programs(self, stage: str, codes: Any) -> list[Program]:
+    def programs(self, phase: str, codes: Any) -> list[Program]:
         """Returns the programs of a phase, in the order in which they are called.
 
         Args:
-            stage: The name of the phase, one of `STAGES`. The run must have it (`has`).
+            phase: The name of the phase, one of `PHASES`. The run must have it (`has`).
             codes: The quantized weights that exploration samples with, as ShapeDtypeStructs by
                 parameter path. An empty dict if it does not quantize. Other phases ignore it.
 
@@ -189,7 +189,7 @@ class Stages:
         experiment = self.experiment
         rollout = self.experiment.config.rollout
         explore_calls, regenerate_calls = self.chunks(row_groups(self.mesh))
-        match stage:
+        match phase:
             case "encode":
                 return [self._encode()]
             case "sync":
