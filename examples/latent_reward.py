@@ -16,7 +16,7 @@ import solrl_jax as solrl
 
 
 def calm() -> solrl.Reward:
-    """Rewards smooth latents: the negative mean squared difference of neighbouring latents."""
+    """Rewards smooth latents: the negative mean squared difference of neighboring latents."""
 
     def score(params, latents, prepared):
         """Scores latents [b, h, w, c] (float32). Returns the scores [b] by name."""

@@ -38,7 +38,7 @@ const wrong = [];
 
 for (const name of pages) {
   for (const { width, scheme } of settings) {
-    const visit = await browser.createBrowserContext(); // or the colours of one visit would be kept for the next
+    const visit = await browser.createBrowserContext(); // or the colors of one visit would be kept for the next
     const page = await visit.newPage();
     const errors = [];
     page.on("console", (said) => ["error", "warn"].includes(said.type()) && errors.push(said.text()));
@@ -49,7 +49,7 @@ for (const name of pages) {
     const dressed = (wanted) => document.body.dataset.mdColorScheme === wanted; // a script of the theme sets it
     const patience = { timeout: 300000, polling: 200 };
     if (!reports[name]) await page.waitForFunction(dressed, patience, scheme === "dark" ? "slate" : "default");
-    await new Promise((done) => setTimeout(done, 1000)); // site.js waits a little, and colours fade
+    await new Promise((done) => setTimeout(done, 1000)); // site.js waits a little, and colors fade
     const wider = await page.evaluate(() => document.documentElement.scrollWidth > innerWidth);
     await page.evaluate(axe);
     const { violations } = await page.evaluate(() => window.axe.run(document, { resultTypes: ["violations"] }));

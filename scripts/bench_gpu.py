@@ -108,7 +108,7 @@ def parse_tasks(args: argparse.Namespace) -> list[Task]:
     for option, names, known in (
         ("--models", models, tuple(schedule.PRESETS)),
         ("--steps", steps, schedule.ALL + schedule.EACH),
-        ("--formats", formats, schedule.QUANTISED),
+        ("--formats", formats, schedule.QUANTIZED),
     ):
         if unknown := [name for name in names if name not in known]:
             raise InputError(f"{option} {','.join(unknown)}: expected some of {', '.join(known)}")

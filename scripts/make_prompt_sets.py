@@ -206,7 +206,7 @@ def line(scene: scenes.Scene) -> dict:
         {
             "class": " ".join(filter(None, (group.size, group.shape))),
             "count": group.count,
-            "color": group.colour,
+            "color": group.color,
         }
         for group in reversed(scene.groups)
     ]

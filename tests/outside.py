@@ -120,13 +120,13 @@ def with_group(alone=False):
     return dataclasses.replace(in_jax(), score=None if alone else in_jax().score, group=group)
 
 
-def checked(images, prompts, metadata, *, colour="red"):
+def checked(images, prompts, metadata, *, color="red"):
     return images.mean((1, 2, 3))
 
 
-def _check(prompt, metadata, *, colour="red"):
-    if colour in prompt:
-        raise ValueError(f"{colour} is not for me")
+def _check(prompt, metadata, *, color="red"):
+    if color in prompt:
+        raise ValueError(f"{color} is not for me")
 
 
 checked.check = _check

@@ -11,16 +11,16 @@ import numpy as np
 from jaxtyping import Float, Int, UInt8
 
 from solrl_jax.data.motion.scenes import DIAMETERS, DIRECTIONS, DISTANCES, FRAMES, MOTIONS, Scene
-from solrl_jax.data.shapes.scenes import BACKGROUND, BASE, COLOURS, PALETTE, SHAPES
+from solrl_jax.data.shapes.scenes import BACKGROUND, BASE, COLORS, PALETTE, SHAPES
 
 VOCABULARY: tuple[str, ...] = (
     *("a", "one"),
-    *COLOURS,
+    *COLORS,
     *SHAPES,
     *("moves", "stays", "left", "right", "to", "up", "down", "still"),
 )
 SCENES: tuple[Scene, ...] = tuple(
-    Scene(colour, shape, motion) for colour, shape, motion in product(COLOURS, SHAPES, MOTIONS)
+    Scene(color, shape, motion) for color, shape, motion in product(COLORS, SHAPES, MOTIONS)
 )
 WINDOW = 16  # side in pixels of the square in which an object is drawn
 LINES = 4  # sampled lines per row of pixels; coverage along each line is exact
@@ -30,12 +30,12 @@ CHUNK = 200  # clips drawn at once, so few that they stay in the caches of a cor
 def held_out(scene: Scene) -> bool:
     """Whether a caption is held out from training.
 
-    One motion of every object is held out, another one for objects that differ in colour or shape
+    One motion of every object is held out, another one for objects that differ in color or shape
     alone, so that a network has seen every pair of words of a held-out caption.
     """
-    colour = COLOURS.index(scene.colour)
+    color = COLORS.index(scene.color)
     shape = SHAPES.index(scene.shape)
-    return (colour + 2 * shape + MOTIONS.index(scene.motion)) % len(MOTIONS) == 0
+    return (color + 2 * shape + MOTIONS.index(scene.motion)) % len(MOTIONS) == 0
 
 
 def make_clips(count: int, seed: int) -> tuple[UInt8[np.ndarray, "n t 32 32 3"], list[str]]:
@@ -96,9 +96,9 @@ def render(scenes: list[Scene], rng: np.random.Generator) -> UInt8[np.ndarray, "
         np.repeat(diameter, FRAMES).astype(np.float32),
         np.repeat(shape, FRAMES),
     ).reshape(n, FRAMES, BASE, BASE, 1)
-    colour = np.array([PALETTE[scene.colour] for scene in scenes], np.float32)
+    color = np.array([PALETTE[scene.color] for scene in scenes], np.float32)
     background = np.array(BACKGROUND, np.float32)
-    clips = cover * (colour - background)[:, None, None, None]
+    clips = cover * (color - background)[:, None, None, None]
     clips += background + np.float32(0.5)
     return clips.astype(np.uint8)
 

@@ -161,7 +161,7 @@ def near_miss(caption: str, rng: np.random.Generator) -> str:
         group = scene.groups[i]
         match rng.integers(4):
             case 0:
-                change = dataclasses.replace(group, colour=str(rng.choice(scenes.COLOURS)))
+                change = dataclasses.replace(group, color=str(rng.choice(scenes.COLORS)))
             case 1:
                 change = dataclasses.replace(group, shape=str(rng.choice(scenes.SHAPES)))
             case 2:

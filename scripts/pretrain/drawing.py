@@ -13,7 +13,7 @@ from jaxtyping import Float, UInt8
 from solrl_jax.data.shapes.scenes import (
     BACKGROUND,
     BASE,
-    COLOURS,
+    COLORS,
     COUNTS,
     DIAMETERS,
     MAX_OBJECTS,
@@ -29,7 +29,7 @@ from solrl_jax.data.shapes.scenes import (
 VOCABULARY: tuple[str, ...] = (
     *("a", "one", "two", "three"),
     *SIZES,
-    *COLOURS,
+    *COLORS,
     *SHAPES,
     *(shape + "s" for shape in SHAPES),
     *("above", "below", "left", "right", "of"),
@@ -114,7 +114,7 @@ def render(
     for group, diameter, corners in zip(
         scene.groups, diameters, _layout(scene, diameters, size, rng), strict=True
     ):
-        tint = np.asarray(PALETTE[group.colour], np.float32)
+        tint = np.asarray(PALETTE[group.color], np.float32)
         for x, y in corners:
             mask = _mask(group.shape, diameter, float(x % 1), float(y % 1))[..., None]
             left = int(x)
@@ -132,7 +132,7 @@ def _group_words(group: Group) -> str:
         [
             COUNTS[group.count - 1],
             *size,
-            group.colour,
+            group.color,
             group.shape + ("s" if group.count > 1 else ""),
         ]
     )
@@ -141,9 +141,7 @@ def _group_words(group: Group) -> str:
 def _draw_group(rng: np.random.Generator, most: int) -> Group:
     count = int(rng.integers(1, most + 1))
     size = (None, *SIZES)[rng.integers(3)]
-    return Group(
-        count, size, COLOURS[rng.integers(len(COLOURS))], SHAPES[rng.integers(len(SHAPES))]
-    )
+    return Group(count, size, COLORS[rng.integers(len(COLORS))], SHAPES[rng.integers(len(SHAPES))])
 
 
 def _held_out(normal: str) -> bool:

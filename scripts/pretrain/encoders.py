@@ -113,7 +113,7 @@ class AutoencoderKL(kl.AutoencoderKL):
             Linear(width, width, layout="pointwise", rngs=rngs) if config.use_quant_conv else None
         )
 
-    def encode(self, image: Float[Array, "b H W colours"]) -> DiagonalGaussian:
+    def encode(self, image: Float[Array, "b H W colors"]) -> DiagonalGaussian:
         """Encodes images: h = floor(H / `config.spatial_compression`), and w likewise.
 
         Pixels beyond a multiple of the compression affect only latents at the border.
@@ -149,7 +149,7 @@ class KLEncoder(nnx.Module):
         self.conv_norm_out = GroupNorm(widths[-1], c.norm_num_groups)
         self.conv_out = Conv(widths[-1], 2 * c.latent_channels, 3, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "b H W colours"]) -> Float[Array, "b h w c2"]:
+    def __call__(self, x: Float[Array, "b H W colors"]) -> Float[Array, "b h w c2"]:
         x = self.conv_in(x)
         for block in self.down_blocks:
             x = block(x)

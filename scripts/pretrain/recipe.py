@@ -149,7 +149,7 @@ RECIPES = {
         Schedule(1e-3, 20_000, more=(4000,)),
         MOTION_TOKENS,
         batch=256,
-        # A large object is seen through much noise, in many latents of all frames, so colour, shape
+        # A large object is seen through much noise, in many latents of all frames, so color, shape
         # and motion are decided at noise levels that the unshifted distribution hardly reaches.
         shift=MOTION_SHIFT,
     ),

@@ -65,7 +65,7 @@ def vocabulary(name: str) -> Vocabulary:
     if name != "shapes":
         return Vocabulary()
     sized = (f"{size} {shape}" for size in scenes.SIZES for shape in scenes.SHAPES)
-    return Vocabulary((*scenes.SHAPES, *sized), scenes.COLOURS)
+    return Vocabulary((*scenes.SHAPES, *sized), scenes.COLORS)
 
 
 @functools.cache
@@ -127,13 +127,13 @@ def detect_shapes(images: Float[np.ndarray, "n H W 3"]) -> list[list[Detection]]
         # The last block is filled up with copies of the last image.
         rows = np.minimum(np.arange(start, start + BLOCK), num_images - 1)
         objects = verifier.detect(images[rows])
-        colour, shape, size, centre, diameter = map(np.asarray, objects)
-        lower = (centre - diameter[..., None] / 2) * scale
-        upper = (centre + diameter[..., None] / 2) * scale
+        color_index, shape, size, center, diameter = map(np.asarray, objects)
+        lower = (center - diameter[..., None] / 2) * scale
+        upper = (center + diameter[..., None] / 2) * scale
         for i in range(min(BLOCK, num_images - start)):
             in_image = []
             for j in np.flatnonzero(shape[i] >= 0):
-                color = scenes.COLOURS[colour[i, j]] if colour[i, j] >= 0 else None
+                color = scenes.COLORS[color_index[i, j]] if color_index[i, j] >= 0 else None
                 x0, y0 = map(float, lower[i, j])
                 x1, y1 = map(float, upper[i, j])
                 name = scenes.SHAPES[shape[i, j]]

@@ -33,7 +33,7 @@ def prepare(prompts: Sequence[str]) -> verifier.Targets:
         prompts: The captions; there may be none.
 
     Returns:
-        `Targets` with one row per caption: int32 arrays [n, 2] for the count, colour, shape and
+        `Targets` with one row per caption: int32 arrays [n, 2] for the count, color, shape and
         size of its two groups of objects, and [n] for the relation between them.
 
     Raises:

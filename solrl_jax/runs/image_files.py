@@ -35,7 +35,7 @@ Numbers = Array | np.ndarray
 _INK = "#1f2328"
 _QUIET = "#6e7781"
 _PAPER = "#ffffff"
-# Okabe and Ito's colours, which stay apart for colour-blind readers.
+# Okabe and Ito's colors, which stay apart for color-blind readers.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _RIGHT = "#009E73"
 _WRONG = "#D55E00"
@@ -422,7 +422,7 @@ def _draw_frame(
     Args:
         image: The image, bytes [height, width, 3] in RGB.
         size: Width and height in pixels to which the image is resized, without the frame.
-        right: True draws a tick, False a cross. None: the frame has the colour of the paper and
+        right: True draws a tick, False a cross. None: the frame has the color of the paper and
             there is no mark.
 
     Returns:
@@ -465,7 +465,7 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def save_figure(path: str | RunPath, figure: "Figure") -> None:
-    """Writes a figure as PNG. Also styles its axes, in place: colours, spines, ticks and a grid.
+    """Writes a figure as PNG. Also styles its axes, in place: colors, spines, ticks and a grid.
 
     Args:
         path: The file. It is replaced if it exists; missing parent directories are created.

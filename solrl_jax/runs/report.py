@@ -568,7 +568,7 @@ def _line(index: int, run: Mapping[str, Any], metric: str, *, named: bool) -> Li
     """Returns the line of one metric of a run. Iterations without a value are left out.
 
     Args:
-        index: The index of the run on the page, from 0, which decides the colour.
+        index: The index of the run on the page, from 0, which decides the color.
         run: The dict of the run from `_describe_run`, of which "metrics" (lists of values by name,
             "iteration" among them, None for unknown values) and "name" are used.
         metric: The name of the metric. Its standard error "METRIC/standard_error", if recorded,

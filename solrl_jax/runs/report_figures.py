@@ -1,6 +1,6 @@
 """Draws the curves of a report as SVG text, with one line per run.
 
-matplotlib draws them. Colours and fonts are variables of the page's CSS, so that one drawing serves
+matplotlib draws them. Colors and fonts are variables of the page's CSS, so that one drawing serves
 both the dark and the light theme.
 """
 
@@ -19,7 +19,7 @@ _BOTTOM = 24
 _LETTER_WIDTH = 7  # the largest width of a letter of a label
 _MAX_LETTERS = 15  # letters of a label that are shown
 _LABEL_HEIGHT = 13
-# Placeholder colours for matplotlib. `_apply_theme` replaces each by a variable of the page.
+# Placeholder colors for matplotlib. `_apply_theme` replaces each by a variable of the page.
 _INK = "#010101"
 _RULE = "#010102"
 _RUNS = [f"#0102{number:02}" for number in range(6)]
@@ -33,8 +33,8 @@ class Line:
     """One metric of one run, as a line of a figure.
 
     Attributes:
-        run: The index of the run on the page, from 0, which decides the colour. There are six
-            colours, in a cycle.
+        run: The index of the run on the page, from 0, which decides the color. There are six
+            colors, in a cycle.
         label: Text at the end of the line.
         x: Iterations, at least one, ascending.
         y: The finite value at each iteration.
@@ -110,7 +110,7 @@ def _label(axes: Any, lines: Sequence[Line]) -> None:
 
     Args:
         axes: The matplotlib axes with the lines, whose limits are final. It is changed.
-        lines: The lines. The label of each is written in its colour.
+        lines: The lines. The label of each is written in its color.
     """
     heights = sorted(
         (float(axes.transData.transform((0, line.y[-1]))[1]), number)
@@ -153,9 +153,9 @@ def _shorten(label: str) -> str:
 
 
 def _apply_theme(svg: str, name: str) -> str:
-    """Returns the `<svg>` element of a document in the colours and the font of the page.
+    """Returns the `<svg>` element of a document in the colors and the font of the page.
 
-    Comments, metadata and the fixed size are removed, the placeholder colours become variables of
+    Comments, metadata and the fixed size are removed, the placeholder colors become variables of
     CSS, and the element is hidden from screen readers.
 
     Args:

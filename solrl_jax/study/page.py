@@ -20,7 +20,7 @@ FIGURE = "study.png"
 DATA = "study.json"
 PAGE = "study.md"
 UNKNOWN = "–"
-_STYLES = ("-", "--", ":")  # line styles, for arms beyond the number of colours
+_STYLES = ("-", "--", ":")  # line styles, for arms beyond the number of colors
 # By the name of a setting: pairs of its value in an arm and the name of the arm.
 Sweeps = Mapping[str, Sequence[tuple[Any, str]]]
 
@@ -319,7 +319,7 @@ def _band(panel: Any, x: np.ndarray, y: np.ndarray, look: tuple[str, str], label
         panel: The matplotlib axes to draw on.
         x: The x value of each point, [x], for all curves.
         y: The curves, [seeds, x].
-        look: A pair: the colour and the line style, as matplotlib names them.
+        look: A pair: the color and the line style, as matplotlib names them.
         label: The name in the legend.
     """
     color, style = look

@@ -593,7 +593,7 @@ def test_options_that_cannot_be_used_are_one_line(
         ["--num-steps", "many"],
         ["--precision", "fp4"],
         ["--seed", "-1"],
-        ["--colour"],
+        ["--color"],
     ],
 )
 def test_options_that_do_not_exist_are_refused(

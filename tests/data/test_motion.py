@@ -64,7 +64,7 @@ def test_another_motion_is_never_right():
         assert verdict.score.max() < 0.65
 
 
-def test_another_colour_or_shape_is_not_strict():
+def test_another_color_or_shape_is_not_strict():
     images = drawn(["a red circle moves up"] * 2)
     verdict = judged(images, ["a blue circle moves up", "a red square moves up"])
     assert verdict.moves.all()
@@ -80,7 +80,7 @@ def test_an_empty_clip_scores_nothing():
     assert verdict.score.max() < 0.02
 
 
-def test_a_flickering_colour_is_not_strict():
+def test_a_flickering_color_is_not_strict():
     captions = ["a red circle moves up"]
     images = drawn(captions)
     images[:, 2] = drawn(["a blue circle moves up"])[:, 2]  # the same place and size
@@ -141,8 +141,8 @@ def test_a_held_out_caption_has_known_pairs_of_words():
             pair
             for scene in some
             for pair in (
-                (scene.colour, scene.shape),
-                (scene.colour, scene.motion),
+                (scene.color, scene.shape),
+                (scene.color, scene.motion),
                 (scene.shape, scene.motion),
             )
         }

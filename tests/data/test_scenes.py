@@ -21,7 +21,7 @@ groups = st.builds(
     Group,
     st.integers(1, 3),
     st.sampled_from([None, *scenes.SIZES]),
-    st.sampled_from(scenes.COLOURS),
+    st.sampled_from(scenes.COLORS),
     st.sampled_from(scenes.SHAPES),
 )
 
@@ -44,10 +44,10 @@ def any_scene(draw):
     return Scene((first, draw(groups.filter(fits))), draw(st.sampled_from(scenes.RELATIONS)))
 
 
-def coverage(image, colour):
-    """How much `colour` covers each pixel, [h, w]; 0 for pixels that are no mixture with it."""
+def coverage(image, color):
+    """How much `color` covers each pixel, [h, w]; 0 for pixels that are no mixture with it."""
     offset = image - BACKGROUND
-    tint = np.asarray(scenes.PALETTE[colour]) - BACKGROUND
+    tint = np.asarray(scenes.PALETTE[color]) - BACKGROUND
     share = offset @ tint / (tint @ tint)
     on_line = (
         np.linalg.norm(offset - share[..., None] * tint, axis=-1) < 3
@@ -185,8 +185,8 @@ def test_too_many_prompts_are_refused(monkeypatch):
 def test_images_hold_whole_separate_objects_in_the_asked_relation(scene, seed, size):
     image = drawing.render(scene, np.random.default_rng(seed), size).astype(np.float64)
     assert image.shape == (size, size, 3)
-    everything = sum(coverage(image, c) for c in {g.colour for g in scene.groups})
-    # each pixel is the background, or on the line from it to one of the asked colours
+    everything = sum(coverage(image, c) for c in {g.color for g in scene.groups})
+    # each pixel is the background, or on the line from it to one of the asked colors
     assert np.abs(image - BACKGROUND)[everything < 0.02].max() < 8
     boxes = _object_boxes(everything > 0.02)
     assert len(boxes) == sum(g.count for g in scene.groups)
@@ -198,10 +198,10 @@ def test_images_hold_whole_separate_objects_in_the_asked_relation(scene, seed, s
         ).min()  # up to two pixels too long, because of pixels that are partly covered
         assert abs(everything.sum() - _area(scene.groups[0], boxes)) / everything.sum() < 4 / side
         return
-    colours = [g.colour for g in scene.groups]
-    if colours[0] == colours[1]:
+    colors = [g.color for g in scene.groups]
+    if colors[0] == colors[1]:
         return  # only their shapes differ
-    first, second = (_object_boxes(coverage(image, c) > 0.02) for c in colours)
+    first, second = (_object_boxes(coverage(image, c) > 0.02) for c in colors)
     axis = int(scene.relation in ("above", "below"))
     if scene.relation in ("below", "right of"):
         first, second = second, first

@@ -48,7 +48,7 @@ def test_targets_read_the_captions():
         ["two small red circles left of a blue square", "three cyan triangles"]
     )
     np.testing.assert_array_equal(t.count, [[2, 1], [3, 0]])
-    np.testing.assert_array_equal(t.colour, [[0, 2], [5, 0]])
+    np.testing.assert_array_equal(t.color, [[0, 2], [5, 0]])
     np.testing.assert_array_equal(t.shape, [[0, 1], [2, 0]])
     np.testing.assert_array_equal(t.size, [[0, -1], [-1, 0]])
     np.testing.assert_array_equal(t.relation, [2, -1])
@@ -110,7 +110,7 @@ def test_correct_images_pass_degraded(blur, noise, share, score):
     assert verdict.score.mean() > score
 
 
-@pytest.mark.parametrize("attribute", ["count", "colour", "shape", "size", "relation"])
+@pytest.mark.parametrize("attribute", ["count", "color", "shape", "size", "relation"])
 @pytest.mark.parametrize(("blur", "noise"), first_is_quick([(0, 0), (0.5, 0.03)]))
 def test_images_wrong_in_one_attribute_fail(attribute, blur, noise):
     rng = np.random.default_rng(3)
@@ -139,7 +139,7 @@ def _changed(scene, attribute, rng):
     old = getattr(scene.groups[i], attribute)
     every = {
         "count": (1, 2, 3),
-        "colour": scenes.COLOURS,
+        "color": scenes.COLORS,
         "shape": scenes.SHAPES,
         "size": scenes.SIZES,
     }[attribute]

@@ -163,8 +163,8 @@ def test_orders_of_convergence():
         return (1 - sigma) * mean + deviation(sigma) * START
 
     def field(x, sigma):
-        centred = x - (1 - sigma) * mean
-        x0 = mean + spread**2 * (1 - sigma) / deviation(sigma) ** 2 * centred
+        centerd = x - (1 - sigma) * mean
+        x0 = mean + spread**2 * (1 - sigma) / deviation(sigma) ** 2 * centerd
         return (x - x0) / sigma
 
     def error(name, steps):

@@ -86,7 +86,7 @@ PICTURES = {
     "cut a thousand times": sheet("[" + ",".join(1000 * ['{"box": [0, 0, 9, 9]}']) + "]"),
     "deep": sheet(100_000 * "["),
     "cut without end": sheet('[{"box": [0, 0, 1e999, 1]}]'),
-    "of no colours": sheet('[{"box": [0, 0, 9, 9]}]', mode="I;16"),
+    "of no colors": sheet('[{"box": [0, 0, 9, 9]}]', mode="I;16"),
 }
 ROW = '{"iteration": 0, "pool/reward": 1}\n'
 NUMBERS = {

@@ -59,12 +59,12 @@ def told(images, prompts, metadata):
 
 
 def nothing_finite(images, prompts, metadata, *, file=""):
-    """NaN for every picture, if `file` exists (or ""). For the grey pictures that a run begins
+    """NaN for every picture, if `file` exists (or ""). For the gray pictures that a run begins
     with: 0.
     """
-    grey = bool((images == 0.5).all())
+    gray = bool((images == 0.5).all())
     return [
-        0.0 if grey else float("nan") if not file or os.path.exists(file) else float(images.mean())
+        0.0 if gray else float("nan") if not file or os.path.exists(file) else float(images.mean())
     ] * len(images)
 
 

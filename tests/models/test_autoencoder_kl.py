@@ -79,7 +79,7 @@ SMALL = {  # name: (config, height and width of the image, of the latent)
         (19, 14),
         (4, 7),
     ),
-    "a group a channel, four colours": (
+    "a group a channel, four colors": (
         small(
             (16, 16),
             norm_num_groups=16,

@@ -48,7 +48,7 @@ def as_tensor(images):
     return torch.from_numpy(images.transpose(0, 3, 1, 2))
 
 
-def centre(images, odd):
+def center(images, odd):
     """What torchvision's CenterCrop ("even") and that of transformers ("down") keep."""
     spare = [n - SIZE for n in images.shape[1:3]]
     top, left = (s // 2 if odd == "down" else round(s / 2) for s in spare)
@@ -73,7 +73,7 @@ def test_imagereward_sees_what_pillow_gives(size):
         p.resize((width, size[0]), BICUBIC).resize((width, height), BICUBIC) for p in as_pil(images)
     ]
     ours = pixels(Preprocessing(SIZE, "bicubic", eight_bit=True, fit="crop"), images)
-    np.testing.assert_allclose(255 * ours, centre(np.stack(theirs), "even"), atol=1e-3)
+    np.testing.assert_allclose(255 * ours, center(np.stack(theirs), "even"), atol=1e-3)
 
 
 @pytest.mark.parametrize("size", WIDE, ids=[f"{h}x{w}" for h, w in WIDE])
@@ -95,7 +95,7 @@ def test_clipscore_sees_what_torchvision_gives(size):
         as_tensor(images), shorter_edge(*size), mode="bilinear", align_corners=False, antialias=True
     )
     ours = pixels(Preprocessing(SIZE, "bilinear", eight_bit=False, fit="crop"), images)
-    assert np.abs(ours - centre(theirs.numpy().transpose(0, 2, 3, 1), "even")).max() < 1e-4
+    assert np.abs(ours - center(theirs.numpy().transpose(0, 2, 3, 1), "even")).max() < 1e-4
 
 
 @pytest.mark.parametrize("size", SIZES, ids=IDS)

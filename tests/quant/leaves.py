@@ -13,7 +13,7 @@ from solrl_jax.quant.low_rank import LowRank
 from solrl_jax.rl.explore.options.correction import Probe, correct
 
 RANK = 4
-QUANTISING = [name for name, form in FORMATS.items() if form.quantize]
+QUANTIZING = [name for name, form in FORMATS.items() if form.quantize]
 
 
 @jax.tree_util.register_dataclass
@@ -58,7 +58,7 @@ def _corrected(w: jax.Array) -> Leaf:
 
 # name: from a matrix [..., in, out], float32 or BF16, to a leaf
 MAKE: dict[str, Callable[[jax.Array], Leaf]] = {
-    **{name: FORMATS[name].quantize for name in QUANTISING},
+    **{name: FORMATS[name].quantize for name in QUANTIZING},
     "low rank": _low_rank,
     "corrected": _corrected,
     "probe": lambda w: Probe(w, _basis(w)),

@@ -37,7 +37,7 @@ from solrl_jax.rl.explore.sync import Quantizer, quantize_policy
 from solrl_jax.rl.trainable.trainable import attach, flatten
 from tests.lowering import cuda_text, tpu_text
 
-QUANTISING = [name for name, form in FORMATS.items() if form.quantize]
+QUANTIZING = [name for name, form in FORMATS.items() if form.quantize]
 BLOCK = {"nvfp4": 16, "fp8": 64, "int8": 64}  # values under one scale, of the 64 that are tested
 TINY = 2.0**-126
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -102,7 +102,7 @@ ORDINARY = st.floats(2.0**-20, 2.0**20, width=32)
 SIGNED = st.builds(lambda x, sign: x * sign, ORDINARY, st.sampled_from([-1.0, 1.0])) | st.just(0.0)
 
 
-@pytest.mark.parametrize("name", QUANTISING)
+@pytest.mark.parametrize("name", QUANTIZING)
 @drawn
 @given(arrays(np.float32, (64, 1), elements=FINITE))
 def test_finite_input_never_gives_anything_else(name, w):
@@ -112,7 +112,7 @@ def test_finite_input_never_gives_anything_else(name, w):
     assert not np.isnan(product(w.T, quantize(name)(unit.T))).any()
 
 
-@pytest.mark.parametrize("name", QUANTISING)
+@pytest.mark.parametrize("name", QUANTIZING)
 @drawn
 @given(arrays(np.float32, (64, 1), elements=SIGNED), st.integers(-40, 40))
 def test_signs_and_powers_of_two_go_through_and_a_second_time_changes_nothing(name, w, k):
@@ -133,7 +133,7 @@ def test_signs_and_powers_of_two_go_through_and_a_second_time_changes_nothing(na
     )
 
 
-@pytest.mark.parametrize("name", QUANTISING)
+@pytest.mark.parametrize("name", QUANTIZING)
 @drawn
 @given(arrays(np.float32, (64, 1), elements=SIGNED))
 def test_what_is_larger_stays_no_smaller(name, w):
@@ -178,7 +178,7 @@ def test_what_a_format_can_say_it_says_exactly(name):
     assert len(np.unique(np.abs(w))) > 0.95 * len(values)
 
 
-@pytest.mark.parametrize("name", QUANTISING)
+@pytest.mark.parametrize("name", QUANTIZING)
 def test_what_is_not_finite_stays_so_and_in_its_own_channel_and_row(name):
     w = normal(64, 4)
     for bad in (np.inf, -np.inf, np.nan):
@@ -197,7 +197,7 @@ def test_what_is_not_finite_stays_so_and_in_its_own_channel_and_row(name):
         np.testing.assert_array_equal(got[[0, 1, 3]], clean[[0, 1, 3]])
 
 
-@pytest.mark.parametrize("name", QUANTISING)
+@pytest.mark.parametrize("name", QUANTIZING)
 def test_nothing_but_zeros_gives_zeros(name):
     w = np.zeros((64, 4), np.float32)
     w[:, 1] = -0.0
@@ -308,7 +308,7 @@ def test_a_value_takes_the_bits_that_the_format_says(name, bits, more):
     assert FORMATS[name].bits_per_weight == bits
 
 
-@pytest.mark.parametrize("name", QUANTISING)
+@pytest.mark.parametrize("name", QUANTIZING)
 def test_a_width_that_is_no_multiple_of_a_block_is_filled_with_zeros(name):
     w = normal(20, 6)
     assert round_trip(name, w).shape == (20, 6)
@@ -317,7 +317,7 @@ def test_a_width_that_is_no_multiple_of_a_block_is_filled_with_zeros(name):
     )
 
 
-@pytest.mark.parametrize("name", QUANTISING)
+@pytest.mark.parametrize("name", QUANTIZING)
 def test_bfloat16_is_quantized_as_the_float32_of_the_same_value(name):
     w = jnp.asarray(normal(32, 8), jnp.bfloat16)
     np.testing.assert_array_equal(round_trip(name, w), round_trip(name, w.astype(jnp.float32)))
@@ -326,7 +326,7 @@ def test_bfloat16_is_quantized_as_the_float32_of_the_same_value(name):
 # --- the product ---
 
 
-@pytest.mark.parametrize("name", QUANTISING)
+@pytest.mark.parametrize("name", QUANTIZING)
 def test_the_product_is_that_of_the_dequantized_operands(name):
     """Each row of activations is quantized like a matrix with one row."""
     x = normal(7, 40) * np.logspace(-3, 3, 7, dtype=np.float32)[:, None]
@@ -371,7 +371,7 @@ def test_stacked_leaves_on_eight_devices_compute_what_they_do_on_one():
                     mesh, placed, {}, 1.0, ("blocks/kernel",), Quantizer(FORMATS[name].quantize)
                 )
 
-            policies = {name: attach(placed, {}, 1.0, quantized(name)) for name in QUANTISING}
+            policies = {name: attach(placed, {}, 1.0, quantized(name)) for name in QUANTIZING}
             return jax.device_get(
                 forward(policies | {"bf16": placed}, jax.device_put(x, rows(mesh)))
             )
@@ -381,7 +381,7 @@ def test_stacked_leaves_on_eight_devices_compute_what_they_do_on_one():
     tensor = run(make_mesh(2, 2, 2))  # products divided by their outputs
     chex.assert_trees_all_equal(eight, one)
     chex.assert_trees_all_equal(tensor, one)
-    assert all(np.abs(one[name] - one["bf16"]).max() > 1e-3 for name in QUANTISING)
+    assert all(np.abs(one[name] - one["bf16"]).max() > 1e-3 for name in QUANTIZING)
 
 
 # --- programs for CUDA, lowered without a GPU ---
@@ -496,12 +496,12 @@ DEVICES = [
 @pytest.mark.parametrize(("device", "auto", "native"), DEVICES, ids=[d.kind for d, *_ in DEVICES])
 def test_what_a_device_runs_natively_and_what_auto_makes_of_it(device, auto, native):
     assert resolve_format(AUTO, device).name == auto
-    assert {name for name in QUANTISING if FORMATS[name].is_native(device)} == native
+    assert {name for name in QUANTIZING if FORMATS[name].is_native(device)} == native
     for name, form in FORMATS.items():
         assert resolve_format(name, device) is form
         told = form.describe(device)
         assert told.startswith(f"{name} (")
-        assert ("emulated" in told) == (name in QUANTISING and name not in native)
+        assert ("emulated" in told) == (name in QUANTIZING and name not in native)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from solrl_jax.parallel.sharding import make_mesh, parameter_sharding
 from solrl_jax.quant.leaf import Leaf, Quantized
 from solrl_jax.quant.matmul import dequantize, matmul, output_partition_specs
 from tests.cases import first_is_quick
-from tests.quant.leaves import BOUND, EXACT, MAKE, QUANTISING, normal
+from tests.quant.leaves import BOUND, EXACT, MAKE, QUANTIZING, normal
 
 ROWS = 24
 N_IN = 160
@@ -155,7 +155,7 @@ def test_a_stack_of_layers_is_each_layer(kind):
     )(stacked)
     for layer in range(LAYERS):
         alone = jax.tree.map(lambda x, layer=layer: x[layer], stacked)
-        if kind in QUANTISING:
+        if kind in QUANTIZING:
             chex.assert_trees_all_equal(alone, make(w[layer]))
         got = jax.tree.map(lambda x, layer=layer: x[layer], scanned)
         want = (product(X, alone), dequantize(alone))

@@ -22,7 +22,7 @@ HERE = __name__
 
 
 def thing(name, x=0.0, y=0.0, color=None, confidence=0.95, side=10.0):
-    """A detection, given the centre of its box."""
+    """A detection, given the center of its box."""
     return Detection(
         name, (x - side / 2, y - side / 2, x + side / 2, y + side / 2), color, confidence
     )
@@ -241,10 +241,10 @@ def one_word_changed(scene, rng):
     """The scene with one attribute of one group changed, or the opposite relation."""
     while True:
         i = rng.integers(len(scene.groups))
-        attribute = ("colour", "shape", "size", "count", "relation")[rng.integers(5)]
+        attribute = ("color", "shape", "size", "count", "relation")[rng.integers(5)]
         every = {
             "count": (1, 2, 3),
-            "colour": scenes.COLOURS,
+            "color": scenes.COLORS,
             "shape": scenes.SHAPES,
             "size": scenes.SIZES,
         }

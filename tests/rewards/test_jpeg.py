@@ -22,7 +22,7 @@ def pictures():
 
 
 def test_the_reward_is_the_size_that_another_encoder_makes_of_the_picture():
-    images = pictures() * np.float32([1.0, 0.8, 0.6])  # in colour, so that chroma matters
+    images = pictures() * np.float32([1.0, 0.8, 0.6])  # in color, so that chroma matters
     bgr = np.round(255 * images).astype(np.uint8)[..., ::-1]
     sizes = [
         len(cv2.imencode(".jpg", picture, [cv2.IMWRITE_JPEG_QUALITY, 95])[1]) / 1000

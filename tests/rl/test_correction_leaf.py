@@ -17,7 +17,7 @@ ROWS = 96
 N_IN = 64
 N_OUT = 48
 RANK = 8
-QUANTISING = [name for name, form in FORMATS.items() if form.quantize]
+QUANTIZING = [name for name, form in FORMATS.items() if form.quantize]
 
 
 def normal(*shape, seed):
@@ -55,7 +55,7 @@ def test_without_a_format_the_two_products_are_the_whole_one(basis):
     assert relative(X @ w.remainder, X @ W) > 0.1  # the branch matters
 
 
-@pytest.mark.parametrize("name", first_is_quick(QUANTISING))
+@pytest.mark.parametrize("name", first_is_quick(QUANTIZING))
 def test_a_correction_leaves_a_format_less_to_get_wrong(name):
     plain = FORMATS[name].quantize(W)
     corrected = correct(FORMATS[name].quantize, W, BASIS)

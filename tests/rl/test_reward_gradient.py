@@ -259,11 +259,11 @@ def test_a_sample_without_a_score_has_no_gradient():
 # --- the targets of opsd ---
 
 
-def bowl(centre):
-    """R(y) = -|y - centre|^4 / 4 of each sample, and its gradient."""
+def bowl(center):
+    """R(y) = -|y - center|^4 / 4 of each sample, and its gradient."""
 
     def gradient(y):
-        away = y - centre
+        away = y - center
         square = (away**2).sum((1, 2, 3), keepdims=True)
         return -(square.reshape(-1) ** 2) / 4, -square * away
 
@@ -274,9 +274,9 @@ def bowl(centre):
 def test_targets_equal_the_formula_in_float64(steps):
     """To 1e-6 of their size; no further than the radius, in twice the steps less one gradients."""
     rng = np.random.default_rng(steps)
-    anchor, centre = rng.standard_normal((2, 4, *SHAPE))
+    anchor, center = rng.standard_normal((2, 4, *SHAPE))
     algorithm = dataclasses.replace(ALGORITHM, target_radius=0.3, target_steps=steps)
-    got = opsd.targets(bowl(jnp.asarray(centre, jnp.float32)), jnp.float32(anchor), algorithm)
+    got = opsd.targets(bowl(jnp.asarray(center, jnp.float32)), jnp.float32(anchor), algorithm)
     names, calls = try_targets(algorithm)
     assert (names, calls) == (("positive", "negative"), 2 * steps - 1)
     for name, sign in (("positive", 1), ("negative", -1)):
@@ -284,7 +284,7 @@ def test_targets_equal_the_formula_in_float64(steps):
             y = anchor[row]
             length = 0.3 * np.linalg.norm(y) / steps
             for _ in range(steps):
-                g = bowl(centre[row][None])(y[None])[1][0]
+                g = bowl(center[row][None])(y[None])[1][0]
                 y = y + sign * length * g / (np.linalg.norm(g) + 1e-12)
             np.testing.assert_allclose(got[name][row], y, atol=1e-6 * np.abs(y).max())
             moved = np.linalg.norm(got[name][row] - anchor[row])
@@ -311,10 +311,10 @@ def test_a_gradient_of_zero_moves_nothing_and_one_that_is_not_finite_stays_in_it
 
 def test_one_sample_and_any_scale_of_the_reward_give_the_same_targets():
     rng = np.random.default_rng(0)
-    anchor, centre = rng.standard_normal((2, 1, *SHAPE)).astype(np.float32)
+    anchor, center = rng.standard_normal((2, 1, *SHAPE)).astype(np.float32)
     targets = [
         opsd.targets(
-            lambda y, scale=scale: (0.0, scale * bowl(centre)(y)[1]), jnp.asarray(anchor), ALGORITHM
+            lambda y, scale=scale: (0.0, scale * bowl(center)(y)[1]), jnp.asarray(anchor), ALGORITHM
         )
         for scale in (1.0, 2.0**-20, 2.0**20)
     ]

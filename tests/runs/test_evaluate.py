@@ -19,11 +19,11 @@ from solrl_jax.rl.trainable.trainable import flatten
 from solrl_jax.runs.evaluate import (
     Evaluation,
     LargestDifferences,
+    describe_evaluation,
     evaluate,
     paired_difference,
     pool_images,
     sample_grid,
-    setting,
     untrained,
 )
 from tests.cases import first_is_quick
@@ -284,7 +284,7 @@ def test_pictures_without_a_score_differ_least():
 
 
 def test_the_setting_names_all_that_a_figure_depends_on(toy):
-    said = setting(toy)
+    said = describe_evaluation(toy)
     digest = hashlib.sha256(b"to test on 0\nto test on 1\nto test on 2\n").hexdigest()[:12]
     pictures = f"3 prompts (sha256 {digest}) x 4 images of 32 x 32"
     assert said == f"{pictures}; euler, 2 steps, guidance 1, bf16, seed 0"
@@ -303,4 +303,4 @@ def test_the_setting_names_all_that_a_figure_depends_on(toy):
         changed = dataclasses.replace(
             config, **{section: dataclasses.replace(getattr(config, section), **change)}
         )
-        assert setting(dataclasses.replace(toy, config=changed)) != said
+        assert describe_evaluation(dataclasses.replace(toy, config=changed)) != said

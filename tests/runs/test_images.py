@@ -184,7 +184,7 @@ def test_the_verifiers_verdicts_are_counted_and_marked(tmp_path):
             for j, x in enumerate(columns):
                 frame = pixels[y - 1, x + side : x + side + 96]
                 assert (frame == (green if verdicts[i, j] else orange)).all()
-    # the shape of the mark tells them apart without its colour
+    # the shape of the mark tells them apart without its color
     marks = [(pixels[y + 80 : y + 96, left + 80 : left + 96].sum(-1) > 600) for y in rows]
     assert marks[0].any()
     assert marks[1].any()

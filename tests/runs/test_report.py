@@ -280,7 +280,7 @@ def test_nothing_is_loaded(run):
     }
 
 
-def test_a_figure_takes_the_pages_colours_and_shows_its_axis():
+def test_a_figure_takes_the_pages_colors_and_shows_its_axis():
     lines = [Line(0, "a", [0, 10], [0.0, 1.0], [0.1, 0.1]), Line(1, "b", [5, 20], [1.0, 1.0], [])]
     svg, axis = curves(lines, "f7")
     assert axis == [0, 20, 40, 380 - 18 - 7]

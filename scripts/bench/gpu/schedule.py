@@ -33,7 +33,7 @@ PRESETS = {
 }
 # Models with trained weights, without which ranks have no meaning.
 EMBEDDED = ("tiny", "tiny-flux", "tiny-sd3", "tiny-wan")
-QUANTISED = ("nvfp4", "fp8")  # formats that quantize
+QUANTIZED = ("nvfp4", "fp8")  # formats that quantize
 CPU = "-cpu"  # suffix of a model whose rewards are computed on the CPU
 # Seconds that a step needs to start Python and JAX and to compile a first program.
 LEAST = 15.0
@@ -95,7 +95,7 @@ def embedded(task: Task) -> list[Task]:
     none.
     """
     models = [model for model in task.models if model in EMBEDDED] or EMBEDDED
-    return [replace(task, step="rewards", model=model + CPU, formats=QUANTISED) for model in models]
+    return [replace(task, step="rewards", model=model + CPU, formats=QUANTIZED) for model in models]
 
 
 @contextlib.contextmanager

@@ -1,16 +1,16 @@
 """The embedded world of clips: captions of one moving object, and what their clips look like.
 
-    caption = a colour shape motion
+    caption = a color shape motion
     motion = moves left to right | moves right to left | moves up | moves down | stays still
 
-Colours, shapes and background are those of the embedded world of images (`data.shapes.scenes`).
+Colors, shapes and background are those of the embedded world of images (`data.shapes.scenes`).
 Prompts, rewards and the verifier share these definitions. `scripts/pretrain/clips.py` draws clips.
 """
 
 import dataclasses
 
 from solrl_jax.config.values import brief_repr
-from solrl_jax.data.shapes.scenes import COLOURS, SHAPES
+from solrl_jax.data.shapes.scenes import COLORS, SHAPES
 
 # The motions, and the direction (x, y) of each in an image, whose y grows downwards.
 DIRECTIONS: dict[str, tuple[int, int]] = {
@@ -22,7 +22,7 @@ DIRECTIONS: dict[str, tuple[int, int]] = {
 }
 MOTIONS: tuple[str, ...] = tuple(DIRECTIONS)
 
-GRAMMAR = f"a|one {'|'.join(COLOURS)} {'|'.join(SHAPES)} {'|'.join(MOTIONS)}"
+GRAMMAR = f"a|one {'|'.join(COLORS)} {'|'.join(SHAPES)} {'|'.join(MOTIONS)}"
 
 FRAMES = 5  # of a clip in training
 # In pixels of a clip 32 wide: the smallest and the largest diameter of an object, and the smallest
@@ -36,7 +36,7 @@ class Scene:
     """What a caption describes: one object and its motion.
 
     Attributes:
-        colour: A name of `COLOURS`: "red", "green", "blue", "yellow", "purple" or "cyan".
+        color: A name of `COLORS`: "red", "green", "blue", "yellow", "purple" or "cyan".
         shape: A name of `SHAPES`: "circle", "square" or "triangle".
         motion: A name of `MOTIONS`, e.g. "moves up".
 
@@ -44,7 +44,7 @@ class Scene:
         ValueError: If a field has another value.
     """
 
-    colour: str
+    color: str
     shape: str
     motion: str
 
@@ -54,13 +54,13 @@ class Scene:
         Raises:
             ValueError: If a name is not one of the grammar.
         """
-        if self.colour not in COLOURS or self.shape not in SHAPES or self.motion not in MOTIONS:
+        if self.color not in COLORS or self.shape not in SHAPES or self.motion not in MOTIONS:
             raise ValueError(f"{self}: not a scene of the embedded world; expected {GRAMMAR}")
 
     @property
     def caption(self) -> str:
         """The caption, e.g. "a red circle moves left to right"."""
-        return f"a {self.colour} {self.shape} {self.motion}"
+        return f"a {self.color} {self.shape} {self.motion}"
 
 
 def parse(text: str) -> Scene:

@@ -59,7 +59,7 @@ class Verdict(NamedTuple):
     Attributes:
         score: Partial credit in [0, 1], float32.
         moves: Whether there is an object in every frame, and the largest one moves as the caption
-            says, whatever its colour and shape.
+            says, whatever its color and shape.
         strict: Whether every frame shows exactly the object that the caption asks for and nothing
             else, and `moves`.
     """
@@ -83,7 +83,7 @@ def parse_targets(captions: Sequence[str]) -> Targets:
     """
     parsed = [scenes.parse(caption) for caption in captions]
     motion = np.array([scenes.MOTIONS.index(scene.motion) for scene in parsed], np.int32)
-    objects = verifier.parse_targets([f"a {scene.colour} {scene.shape}" for scene in parsed])
+    objects = verifier.parse_targets([f"a {scene.color} {scene.shape}" for scene in parsed])
     return Targets(objects, jnp.asarray(motion))
 
 

@@ -1,4 +1,4 @@
-"""Connected components of an image whose pixels are classified by colour."""
+"""Connected components of an image whose pixels are classified by color."""
 
 import math
 
@@ -11,11 +11,11 @@ from solrl_jax.data.shapes import scenes
 # blobs are labelled in two or three, nearly all random percolation clusters in four. A component
 # that needs more stays in pieces and matches no shape anyway.
 _LABEL_ROUNDS = 4
-_NEIGHBOURS = ((-1, 0), (1, 0), (0, -1), (0, 1))
+_NEIGHBORS = ((-1, 0), (1, 0), (0, -1), (0, 1))
 
 
-def label_components(pixel_colour: Int[Array, "h w"]) -> Int[Array, "h w"]:
-    """Labels each 4-connected component of equal colour.
+def label_components(pixel_color: Int[Array, "h w"]) -> Int[Array, "h w"]:
+    """Labels each 4-connected component of equal color.
 
     The label of a component is the largest flat index (`row * w + column`) of its pixels. Labels
     spread in a fixed number of rounds (4 in an image 32 wide, one more for each doubling of the
@@ -23,25 +23,25 @@ def label_components(pixel_colour: Int[Array, "h w"]) -> Int[Array, "h w"]:
     label of its own.
 
     Args:
-        pixel_colour: The index of each pixel's colour, -1 for the background. The background is
+        pixel_color: The index of each pixel's color, -1 for the background. The background is
             labelled too.
 
     Returns:
         The label of each pixel, int32 [h, w].
     """
-    labels = jnp.arange(pixel_colour.size).reshape(pixel_colour.shape)
-    connected = [pixel_colour == _shift(pixel_colour, dy, dx, -2) for dy, dx in _NEIGHBOURS]
-    doublings = math.ceil(math.log2(max(pixel_colour.shape) / scenes.BASE))
+    labels = jnp.arange(pixel_color.size).reshape(pixel_color.shape)
+    connected = [pixel_color == _shift(pixel_color, dy, dx, -2) for dy, dx in _NEIGHBORS]
+    doublings = math.ceil(math.log2(max(pixel_color.shape) / scenes.BASE))
     for _ in range(_LABEL_ROUNDS + max(0, doublings)):
         best = labels
-        for (dy, dx), same in zip(_NEIGHBOURS, connected, strict=True):
+        for (dy, dx), same in zip(_NEIGHBORS, connected, strict=True):
             best = jnp.maximum(best, jnp.where(same, _shift(best, dy, dx, 0), 0))
         # Hooking: when a pixel gets a larger label, so does the pixel that its old label names.
         # Otherwise labels would move by one pixel per round along a ragged edge, where every tooth
         # is a local maximum. Pointer jumping then shortens paths.
         flat = best.ravel().at[labels.ravel()].max(best.ravel())
         flat = flat[flat]
-        labels = flat[flat].reshape(pixel_colour.shape)
+        labels = flat[flat].reshape(pixel_color.shape)
     return labels
 
 
@@ -54,7 +54,7 @@ def largest_components(
 
     Args:
         labels: The label of each pixel's component, from `label_components`.
-        covered: Which pixels count: those of a colour, not those of the background.
+        covered: Which pixels count: those of a color, not those of the background.
         count: The number k of components to return, at least 1.
 
     Returns:

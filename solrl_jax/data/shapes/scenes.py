@@ -1,7 +1,7 @@
-"""The embedded world: captions of coloured shapes, and what their images look like.
+"""The embedded world: captions of colored shapes, and what their images look like.
 
     caption = group [relation group]
-    group = count [size] colour shape(s)
+    group = count [size] color shape(s)
     relation = above | below | left of | right of
 
 Prompts, rewards and the verifier share these definitions. `scripts/pretrain/drawing.py` draws
@@ -12,7 +12,7 @@ import dataclasses
 
 from solrl_jax.config.values import brief_repr
 
-COLOURS: tuple[str, ...] = ("red", "green", "blue", "yellow", "purple", "cyan")
+COLORS: tuple[str, ...] = ("red", "green", "blue", "yellow", "purple", "cyan")
 SHAPES: tuple[str, ...] = ("circle", "square", "triangle")
 SIZES: tuple[str, ...] = ("small", "large")
 RELATIONS: tuple[str, ...] = ("above", "below", "left of", "right of")
@@ -21,15 +21,15 @@ MAX_OBJECTS = 4  # in one image
 
 GRAMMAR = (
     "GROUP or GROUP above|below|left of|right of GROUP, where GROUP is a|one|two|three"
-    f" [small|large] {'|'.join(COLOURS)} {'|'.join(shape + '(s)' for shape in SHAPES)};"
-    f" at most {MAX_OBJECTS} objects; the two groups differ in colour or shape;"
+    f" [small|large] {'|'.join(COLORS)} {'|'.join(shape + '(s)' for shape in SHAPES)};"
+    f" at most {MAX_OBJECTS} objects; the two groups differ in color or shape;"
     " no three large shapes beside a second group"
 )
 
-# RGB of the background and of the colours. Seen from the background, the directions of the six
-# colours are at least 40 degrees apart (subtractive axes and face diagonals). A pixel at an edge
-# mixes its object with the background and keeps the direction of the object's colour, so it cannot
-# be taken for another colour.
+# RGB of the background and of the colors. Seen from the background, the directions of the six
+# colors are at least 40 degrees apart (subtractive axes and face diagonals). A pixel at an edge
+# mixes its object with the background and keeps the direction of the object's color, so it cannot
+# be taken for another color.
 BACKGROUND: tuple[int, int, int] = (238, 238, 238)
 PALETTE: dict[str, tuple[int, int, int]] = {
     "red": (225, 25, 25),
@@ -53,7 +53,7 @@ class Group:
     Attributes:
         count: The number of objects, 1 to 3.
         size: "small" or "large" (`SIZES`), or None if the caption leaves it open.
-        colour: A name of `COLOURS`: "red", "green", "blue", "yellow", "purple" or "cyan".
+        color: A name of `COLORS`: "red", "green", "blue", "yellow", "purple" or "cyan".
         shape: A name of `SHAPES`, in the singular: "circle", "square" or "triangle".
 
     Raises:
@@ -62,7 +62,7 @@ class Group:
 
     count: int
     size: str | None
-    colour: str
+    color: str
     shape: str
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ class Group:
             ValueError: If `count` is not 1, 2 or 3, or a name is not one of the grammar.
         """
         valid_size = self.size is None or self.size in SIZES
-        valid_kind = self.colour in COLOURS and self.shape in SHAPES
+        valid_kind = self.color in COLORS and self.shape in SHAPES
         if self.count not in (1, 2, 3) or not valid_size or not valid_kind:
             raise ValueError(f"{self}: not a group of the embedded world; expected {GRAMMAR}")
 
@@ -82,7 +82,7 @@ class Scene:
     """The objects that a caption describes.
 
     Attributes:
-        groups: One group of equal objects, or two. Two groups differ in colour or shape, have at
+        groups: One group of equal objects, or two. Two groups differ in color or shape, have at
             most 4 objects together, and neither is "three large ..." (there would be no room).
         relation: "above", "below", "left of" or "right of" (`RELATIONS`): where the first group is
             relative to the second. None for one group.
@@ -99,7 +99,7 @@ class Scene:
 
         Raises:
             ValueError: If there is no group or more than two, one group with a relation, or two
-                without a known one; or if two groups have the same colour and shape, more than 4
+                without a known one; or if two groups have the same color and shape, more than 4
                 objects together, or three shapes that are called large.
         """
         if not self._is_valid():
@@ -108,7 +108,7 @@ class Scene:
     def _is_valid(self) -> bool:
         """Whether the fields obey the rules of the embedded world. The constructor checks it.
 
-        One group has no relation; two groups have a known one. Two groups differ in colour or
+        One group has no relation; two groups have a known one. Two groups differ in color or
         shape, have at most 4 (`MAX_OBJECTS`) objects together, and neither has three objects called
         large.
         """
@@ -122,7 +122,7 @@ class Scene:
         # Three large shapes leave no strip as long as the image for a second group.
         if any(group.count == 3 and group.size == "large" for group in self.groups):
             return False
-        return (first.colour, first.shape) != (second.colour, second.shape)
+        return (first.color, first.shape) != (second.color, second.shape)
 
 
 def parse(text: str) -> Scene:
@@ -154,7 +154,7 @@ def _parse_group(text: str) -> Group:
 
     Args:
         text: The caption, in lower case with single spaces: "a", "one", "two" or "three"; then,
-            optionally, "small" or "large"; a colour; and a shape, with an "s" for two or three.
+            optionally, "small" or "large"; a color; and a shape, with an "s" for two or three.
 
     Returns:
         The group. Its size is None if the caption has none.
@@ -166,10 +166,10 @@ def _parse_group(text: str) -> Group:
     size = words.pop(1) if len(words) == 4 else None
     if len(words) != 3 or (size is not None and size not in SIZES):
         raise ValueError(f"not a group: {text!r}")
-    number, colour, shape = words
+    number, color, shape = words
     count = COUNTS.index("a" if number == "one" else number) + 1
     if count > 1:
         if not shape.endswith("s"):
             raise ValueError(f"not a plural: {text!r}")
         shape = shape[:-1]
-    return Group(count, size, colour, shape)
+    return Group(count, size, color, shape)

@@ -1,14 +1,14 @@
 """The verifier of the embedded world: how well does an image show what its caption asks for?
 
-    pixels -> cover by a palette colour -> connected components
-           -> colour, shape, size and position of each -> score and strict verdict
+    pixels -> cover by a palette color -> connected components
+           -> color, shape, size and position of each -> score and strict verdict
 
 The score is continuous in the pixels, because it ranks the candidates of a prompt and ties would
 waste information. Every image is judged by itself; nothing is summed over the batch, so the batch
 axis may be sharded in any way.
 
 "Cover" is the share of a pixel that an object covers, in [0, 1]. A "component" is a connected set
-of pixels of one colour.
+of pixels of one color.
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ from jaxtyping import Array, Bool, Float, Int
 from solrl_jax.data.shapes import scenes
 from solrl_jax.data.shapes.components import dilate, label_components, largest_components
 
-# RGB in [0, 1]. A tint is a colour minus the background; a pixel with cover c differs from the
+# RGB in [0, 1]. A tint is a color minus the background; a pixel with cover c differs from the
 # background by c times the tint.
 _BACKGROUND = np.asarray(scenes.BACKGROUND, np.float32) / 255
-_PALETTE = np.asarray([scenes.PALETTE[colour] for colour in scenes.COLOURS], np.float32) / 255
+_PALETTE = np.asarray([scenes.PALETTE[color] for color in scenes.COLORS], np.float32) / 255
 _TINTS = _PALETTE - _BACKGROUND
 
 # The largest components of an image that are measured. A correct image has at most four.
@@ -44,17 +44,17 @@ _IOU_RAMP = (0.5, 0.8)
 _IOU_STRICT = 0.6
 _IOU_TEMPERATURE = 0.02
 _EDGE_WIDTHS = (1.0, 1.7, 2.4)  # of ideal shapes, in pixels: sharp, and after two Gaussian blurs
-# RGB distance of a component's colour from a colour of the palette. Two colours of the palette are
+# RGB distance of a component's color from a color of the palette. Two colors of the palette are
 # at least 0.6 apart.
-_COLOUR_RAMP = (0.45, 0.15)
-_COLOUR_STRICT = 0.3
-_COLOUR_SCALE = 0.18
-# Cover of an object's most covered pixel: a pale object does not have its colour.
+_COLOR_RAMP = (0.45, 0.15)
+_COLOR_STRICT = 0.3
+_COLOR_SCALE = 0.18
+# Cover of an object's most covered pixel: a pale object does not have its color.
 _PEAK_RAMP = (0.45, 0.8)
 _PEAK_STRICT = 0.6
 # Weights of the terms of the score. For captions without a relation, the other terms share its
 # weight.
-_WEIGHTS = {"objects": 0.4, "colours": 0.12, "shapes": 0.12, "relation": 0.26, "alone": 0.1}
+_WEIGHTS = {"objects": 0.4, "colors": 0.12, "shapes": 0.12, "relation": 0.26, "alone": 0.1}
 
 
 @jax.tree_util.register_dataclass
@@ -67,14 +67,14 @@ class Targets:
 
     Attributes:
         count: The number of objects, 0 to 3.
-        colour: Index into `scenes.COLOURS`.
+        color: Index into `scenes.COLORS`.
         shape: Index into `scenes.SHAPES`.
         size: Index into `scenes.SIZES`; -1 accepts any size.
         relation: Index into `scenes.RELATIONS`; -1 for captions with one group.
     """
 
     count: Int[Array, "*n 2"]
-    colour: Int[Array, "*n 2"]
+    color: Int[Array, "*n 2"]
     shape: Int[Array, "*n 2"]
     size: Int[Array, "*n 2"]
     relation: Int[Array, "*n"]
@@ -97,30 +97,30 @@ class Detections(NamedTuple):
     """The objects that were detected in n images.
 
     The k = 8 entries of an image are its largest components (connected sets of pixels of one
-    colour), the largest first. Lengths are scaled as if the image had the area 32 x 32 pixels,
-    whatever its size. A component of fewer than 8 such pixels is no object: its colour, shape and
-    size are -1, and its centre and diameter have no meaning.
+    color), the largest first. Lengths are scaled as if the image had the area 32 x 32 pixels,
+    whatever its size. A component of fewer than 8 such pixels is no object: its color, shape and
+    size are -1, and its center and diameter have no meaning.
 
     Attributes:
-        colour: Index into `scenes.COLOURS`; -1 also for an object without a clear colour.
+        color: Index into `scenes.COLORS`; -1 also for an object without a clear color.
         shape: Index into `scenes.SHAPES`; -1 also for an object without a clear shape.
         size: Index into `scenes.SIZES`.
-        centre: (x, y) of the centre of the bounding box in scaled pixels, with y growing downwards.
+        center: (x, y) of the center of the bounding box in scaled pixels, with y growing downwards.
         diameter: Side of the square bounding box in scaled pixels.
     """
 
-    colour: Int[Array, "*n k"]
+    color: Int[Array, "*n k"]
     shape: Int[Array, "*n k"]
     size: Int[Array, "*n k"]
-    centre: Float[Array, "*n k 2"]
+    center: Float[Array, "*n k 2"]
     diameter: Float[Array, "*n k"]
 
 
 class Components(NamedTuple):
     """Measurements of the k = 8 largest components of one image, the largest first.
 
-    A component is a connected set of pixels of one colour. Its cover of a pixel, in [0, 1], is the
-    share of the pixel that it fills, seen from the pixel's mixture of the colour and the
+    A component is a connected set of pixels of one color. Its cover of a pixel, in [0, 1], is the
+    share of the pixel that it fills, seen from the pixel's mixture of the color and the
     background. Lengths and areas are scaled as if the image had the area 32 x 32 pixels. Where the
     image has fewer components, `area` is 0 or less, `present` is 0, and the other entries have no
     meaning.
@@ -128,13 +128,13 @@ class Components(NamedTuple):
     Attributes:
         area: The number of pixels with a cover above one half.
         present: Whether the component is large enough to be an object, as a soft value in [0, 1].
-        colour: Whether the component has each colour of `scenes.COLOURS`, soft, in [0, 1].
-        colour_distance: Distance from each colour, in RGB with channels in [0, 1].
+        color: Whether the component has each color of `scenes.COLORS`, soft, in [0, 1].
+        color_distance: Distance from each color, in RGB with channels in [0, 1].
         peak: Cover of the most covered pixel, in [0, 1].
         iou: Intersection over union with an ideal circle, square and triangle (`scenes.SHAPES`).
         shape: Whether the component has each shape, soft, in [0, 1].
         diameter: Side of the bounding box, which is a square.
-        centre: (x, y) of the centre of the bounding box.
+        center: (x, y) of the center of the bounding box.
         centroid: (x, y) of the centroid of the pixels, which depends on no choice of a shape.
         specks: Area of all components that are no objects: those of fewer than 8 pixels, and those
             that are not among the k largest.
@@ -142,13 +142,13 @@ class Components(NamedTuple):
 
     area: Float[Array, " k"]
     present: Float[Array, " k"]
-    colour: Float[Array, "k colours"]
-    colour_distance: Float[Array, "k colours"]
+    color: Float[Array, "k colors"]
+    color_distance: Float[Array, "k colors"]
     peak: Float[Array, " k"]
     iou: Float[Array, "k shapes"]
     shape: Float[Array, "k shapes"]
     diameter: Float[Array, " k"]
-    centre: Float[Array, "k 2"]
+    center: Float[Array, "k 2"]
     centroid: Float[Array, "k 2"]
     specks: Float[Array, ""]
 
@@ -169,7 +169,7 @@ def parse_targets(captions: Sequence[str]) -> Targets:
     parsed = [scenes.parse(caption) for caption in captions]
     shape = (len(parsed), 2)
     count = np.zeros(shape, np.int32)
-    colour = np.zeros(shape, np.int32)
+    color = np.zeros(shape, np.int32)
     kind = np.zeros(shape, np.int32)
     size = np.zeros(shape, np.int32)
     relation = np.full(len(parsed), -1, np.int32)
@@ -178,10 +178,10 @@ def parse_targets(captions: Sequence[str]) -> Targets:
             relation[i] = scenes.RELATIONS.index(scene.relation)
         for j, group in enumerate(scene.groups):
             count[i, j] = group.count
-            colour[i, j] = scenes.COLOURS.index(group.colour)
+            color[i, j] = scenes.COLORS.index(group.color)
             kind[i, j] = scenes.SHAPES.index(group.shape)
             size[i, j] = -1 if group.size is None else scenes.SIZES.index(group.size)
-    return Targets(*map(jnp.asarray, (count, colour, kind, size, relation)))
+    return Targets(*map(jnp.asarray, (count, color, kind, size, relation)))
 
 
 @jax.jit
@@ -213,23 +213,23 @@ def detect(images: Float[Array, "n h w 3"]) -> Detections:
 
     Returns:
         Arrays [n, 8] with the 8 largest components of each image (connected sets of pixels of one
-        colour), the largest first. Those that are too small for an object have the colour, shape
+        color), the largest first. Those that are too small for an object have the color, shape
         and size -1.
     """
 
     def detect_one(image: Float[Array, "h w 3"]) -> Detections:
         components = measure(image.astype(jnp.float32))
         names = jnp.stack(_classify_components(components))
-        colour, shape, size = jnp.where(components.area >= MIN_AREA, names, -1)
-        return Detections(colour, shape, size, components.centre, components.diameter)
+        color, shape, size = jnp.where(components.area >= MIN_AREA, names, -1)
+        return Detections(color, shape, size, components.center, components.diameter)
 
     return jax.vmap(detect_one)(images)
 
 
 def measure(image: Float[Array, "h w 3"]) -> Components:
-    """Finds the components of one image, connected sets of pixels of one colour, and measures them.
+    """Finds the components of one image, connected sets of pixels of one color, and measures them.
 
-    The mask of a component is soft at its edge, where pixels are mixtures of its colour and the
+    The mask of a component is soft at its edge, where pixels are mixtures of its color and the
     background.
 
     Args:
@@ -242,15 +242,15 @@ def measure(image: Float[Array, "h w 3"]) -> Components:
     unit = math.sqrt(image.shape[0] * image.shape[1]) / scenes.BASE
     # One plane per channel, because arrays whose last axis is three long are slow.
     offset = [image[..., channel] - _BACKGROUND[channel] for channel in range(3)]
-    pixel_colour = _classify_pixels(offset)
-    labels = label_components(pixel_colour)
-    area, roots = largest_components(labels, pixel_colour >= 0, _NUM_COMPONENTS)
-    solid = (labels == roots[:, None, None]) & (pixel_colour >= 0)
-    # The soft mask of an object is the cover by its colour, of its pixels and of background pixels
+    pixel_color = _classify_pixels(offset)
+    labels = label_components(pixel_color)
+    area, roots = largest_components(labels, pixel_color >= 0, _NUM_COMPONENTS)
+    solid = (labels == roots[:, None, None]) & (pixel_color >= 0)
+    # The soft mask of an object is the cover by its color, of its pixels and of background pixels
     # around them, at its edge.
-    reach = dilate(solid) & (solid | (pixel_colour < 0))
+    reach = dilate(solid) & (solid | (pixel_color < 0))
     unit_tints = jnp.asarray(_TINTS / np.sum(_TINTS**2, -1, keepdims=True))
-    tint = unit_tints[jnp.maximum(pixel_colour.ravel()[roots], 0)]
+    tint = unit_tints[jnp.maximum(pixel_color.ravel()[roots], 0)]
     cover = sum(offset[channel] * tint[:, channel, None, None] for channel in range(3))
     mask = jnp.where(reach, jnp.clip(cover, 0, 1), 0)
     mass = jnp.maximum(mask.sum((1, 2)), 1e-3)
@@ -258,14 +258,14 @@ def measure(image: Float[Array, "h w 3"]) -> Components:
     centroid_x = (mask.sum(1) * xs).sum(-1)
     centroid_y = (mask.sum(2) * ys).sum(-1)
     centroid = jnp.stack([centroid_x, centroid_y], -1) / mass[:, None]
-    # Least squares over the object's pixels gives its colour at full cover. Pixels at the edge
+    # Least squares over the object's pixels gives its color at full cover. Pixels at the edge
     # contribute too.
     power = jnp.maximum((mask**2).sum((1, 2)), 1e-3)
-    colour = jnp.stack([(mask * plane).sum((1, 2)) / power for plane in offset], -1)
-    colour_distance = jnp.sqrt(jnp.sum((colour[:, None] - _TINTS) ** 2, -1) + 1e-12)
+    color = jnp.stack([(mask * plane).sum((1, 2)) / power for plane in offset], -1)
+    color_distance = jnp.sqrt(jnp.sum((color[:, None] - _TINTS) ** 2, -1) + 1e-12)
     peak = mask.max((1, 2))
-    nearness = jax.nn.softmax(-0.5 * (colour_distance / _COLOUR_SCALE) ** 2, -1)
-    likeness = nearness * ramp(colour_distance, *_COLOUR_RAMP)
+    nearness = jax.nn.softmax(-0.5 * (color_distance / _COLOR_SCALE) ** 2, -1)
+    likeness = nearness * ramp(color_distance, *_COLOR_RAMP)
     # Diameters of the circle, square and triangle of this area.
     diameters = jnp.sqrt(mass[:, None] * jnp.asarray([4 / np.pi, 1.0, 2.0]))
     iou = _iou_with_shapes(mask, centroid, diameters)
@@ -273,20 +273,20 @@ def measure(image: Float[Array, "h w 3"]) -> Components:
     diameter = (shape_share * diameters).sum(-1)
     # The centroid of a triangle is a sixth of its height below the middle of its bounding box.
     raised = shape_share[:, 2] * diameter / 6
-    centre = centroid - jnp.stack([jnp.zeros_like(diameter), raised], -1)
+    center = centroid - jnp.stack([jnp.zeros_like(diameter), raised], -1)
     object_area = jnp.where(area >= MIN_AREA * unit**2, area, 0).sum()
     return Components(
         area=area / unit**2,
         present=ramp(mass / unit**2, 5.0, 12.0) * (area > 0),
-        colour=likeness * ramp(peak, *_PEAK_RAMP)[:, None],
-        colour_distance=colour_distance,
+        color=likeness * ramp(peak, *_PEAK_RAMP)[:, None],
+        color_distance=color_distance,
         peak=peak,
         iou=iou,
         shape=shape_share * ramp(iou, *_IOU_RAMP),
         diameter=diameter / unit,
-        centre=centre / unit,
+        center=center / unit,
         centroid=centroid / unit,
-        specks=((pixel_colour >= 0).sum() - object_area) / unit**2,
+        specks=((pixel_color >= 0).sum() - object_area) / unit**2,
     )
 
 
@@ -305,19 +305,19 @@ def judge(components: Components, target: Targets) -> Verdict:
 
 
 def _classify_pixels(offset: list[Float[Array, "h w"]]) -> Int[Array, "h w"]:
-    """Returns the index of each pixel's colour, or -1 for the background.
+    """Returns the index of each pixel's color, or -1 for the background.
 
-    A pixel at an edge is a mixture of a colour and the background, so its RGB value lies on the
-    line between both. It gets the colour whose line is nearest (among equally near ones the first),
+    A pixel at an edge is a mixture of a color and the background, so its RGB value lies on the
+    line between both. It gets the color whose line is nearest (among equally near ones the first),
     and -1 if it is more than half background.
 
     Args:
         offset: The image minus the background, one plane per channel (red, green, blue).
 
     Returns:
-        Indices into `scenes.COLOURS`, int32. A pixel with NaN has -1.
+        Indices into `scenes.COLORS`, int32. A pixel with NaN has -1.
     """
-    colour = jnp.full(offset[0].shape, -1)
+    color = jnp.full(offset[0].shape, -1)
     cover = jnp.zeros(offset[0].shape)
     smallest = jnp.full(offset[0].shape, jnp.inf)
     for i, tint in enumerate(_TINTS):
@@ -325,13 +325,13 @@ def _classify_pixels(offset: list[Float[Array, "h w"]]) -> Int[Array, "h w"]:
         along = sum(plane * float(t / power) for plane, t in zip(offset, tint, strict=True))
         on_line = jnp.clip(along, 0, 1.1)
         # Squared distance from the line, less the square of the pixel's own offset, which is the
-        # same for all colours.
+        # same for all colors.
         distance = power * on_line * (on_line - 2 * along)
         closer = distance < smallest
-        colour = jnp.where(closer, i, colour)
+        color = jnp.where(closer, i, color)
         cover = jnp.where(closer, along, cover)
         smallest = jnp.where(closer, distance, smallest)
-    return jnp.where(cover > 0.5, colour, -1)
+    return jnp.where(cover > 0.5, color, -1)
 
 
 def _iou_with_shapes(
@@ -345,7 +345,7 @@ def _iou_with_shapes(
     Args:
         mask: The share of each pixel that each of the k components covers, in [0, 1].
         centroid: (x, y) of the centroid of each component in pixels, where the ideal shapes are
-            centred.
+            centerd.
         diameters: In pixels, the diameter of the ideal circle, the side of the square, and the base
             (and height) of the triangle.
 
@@ -383,7 +383,7 @@ def _edge_cover(inside: Array, width: float) -> Array:
     The share rises linearly from 0 to 1 across the edge.
 
     Args:
-        inside: Distance of the pixel's centre from the edge in pixels, positive within the shape.
+        inside: Distance of the pixel's center from the edge in pixels, positive within the shape.
             At 0 the share is one half.
         width: Width of the edge in pixels, over which the share rises from 0 to 1.
 
@@ -416,8 +416,8 @@ def _score(components: Components, target: Targets) -> Float[Array, ""]:
 
       1. "objects" (weight 0.4): for each group, 1 less the relative error of its number of objects,
          at least 0; the mean over the groups.
-      2. "colours" (0.12): the same, counting objects of the group's colour, whatever their shape.
-      3. "shapes" (0.12): the same, counting objects of the group's shape, whatever their colour.
+      2. "colors" (0.12): the same, counting objects of the group's color, whatever their shape.
+      3. "shapes" (0.12): the same, counting objects of the group's shape, whatever their color.
       4. "relation" (0.26, only for captions with one): how well the mean positions of both groups
          fulfil it, in (0, 1), times the completeness of each group.
       5. "alone" (0.1): `exp(-n)` times the mean completeness of the groups, where n is the number
@@ -433,12 +433,12 @@ def _score(components: Components, target: Targets) -> Float[Array, ""]:
     """
     asked = target.count > 0
     wanted = target.count.astype(jnp.float32)
-    colour = components.colour[:, target.colour]
+    color = components.color[:, target.color]
     shape = components.shape[:, target.shape]
     large = ramp(components.diameter, _SIZE_THRESHOLD - 1.2, _SIZE_THRESHOLD + 1.2)[:, None]
     size = jnp.where(target.size < 0, 1.0, jnp.where(target.size == 1, large, 1 - large))
     # How far each component is an object of each group, [k, 2].
-    match = components.present[:, None] * colour * shape * size * asked
+    match = components.present[:, None] * color * shape * size * asked
     num_matches = match.sum(0)
     num_groups = jnp.maximum(asked.sum(), 1)
 
@@ -447,21 +447,21 @@ def _score(components: Components, target: Targets) -> Float[Array, ""]:
         hits = jnp.clip(1 - jnp.abs(expected - totals) / jnp.maximum(expected, 1), 0, 1)
         return jnp.where(asked, hits, 0).sum() / num_groups
 
-    # Two groups of the same colour ask for the sum of their objects in this colour. The same holds
+    # Two groups of the same color ask for the sum of their objects in this color. The same holds
     # for shapes.
-    same_colour = (target.colour[:, None] == target.colour) & asked
+    same_color = (target.color[:, None] == target.color) & asked
     same_shape = (target.shape[:, None] == target.shape) & asked
-    wanted_of_colour = jnp.where(same_colour, wanted, 0).sum(-1)
+    wanted_of_color = jnp.where(same_color, wanted, 0).sum(-1)
     wanted_of_shape = jnp.where(same_shape, wanted, 0).sum(-1)
     complete = jnp.minimum(num_matches / jnp.maximum(wanted, 1), 1)
     num_extra = jnp.maximum(components.present.sum() - num_matches.sum(), 0)
     num_extra = num_extra + components.specks / 20
-    along, across = _displacement(match, components.centre, target.relation)
+    along, across = _displacement(match, components.center, target.relation)
     related = 0.7 * jax.nn.sigmoid((along - across) / 0.5) + 0.3 * jax.nn.sigmoid((along - 1) / 2)
     present = components.present[:, None]
     terms = {
         "objects": count_score(num_matches, wanted),
-        "colours": count_score((present * colour).sum(0), wanted_of_colour),
+        "colors": count_score((present * color).sum(0), wanted_of_color),
         "shapes": count_score((present * shape).sum(0), wanted_of_shape),
         "relation": related * complete[0] * complete[1],
         "alone": jnp.exp(-num_extra) * jnp.where(asked, complete, 0).sum() / num_groups,
@@ -475,10 +475,10 @@ def _score(components: Components, target: Targets) -> Float[Array, ""]:
 def _strict_verdict(components: Components, target: Targets) -> Bool[Array, ""]:
     """Whether one image shows exactly the objects that its caption asks for.
 
-    Every group must have exactly its number of objects of its colour, shape and, if given, size.
+    Every group must have exactly its number of objects of its color, shape and, if given, size.
     There must be no further object, and less than 8 pixels (of an image scaled to the area 32 x 32)
-    in components that are no objects. For the relation "above" the centre of every object of the
-    first group must be above that of every object of the second, and the mean centres of the groups
+    in components that are no objects. For the relation "above" the center of every object of the
+    first group must be above that of every object of the second, and the mean centers of the groups
     must be farther apart vertically than horizontally; likewise for the others.
 
     Args:
@@ -490,8 +490,8 @@ def _strict_verdict(components: Components, target: Targets) -> Bool[Array, ""]:
         The verdict, a Boolean scalar.
     """
     is_object = components.area >= MIN_AREA
-    colour, shape, size = _classify_components(components)
-    same_kind = (colour[:, None] == target.colour) & (shape[:, None] == target.shape)
+    color, shape, size = _classify_components(components)
+    same_kind = (color[:, None] == target.color) & (shape[:, None] == target.shape)
     same_size = (target.size < 0) | (size[:, None] == target.size)
     member = is_object[:, None] & same_kind & same_size & (target.count > 0)
     exact = (
@@ -499,8 +499,8 @@ def _strict_verdict(components: Components, target: Targets) -> Bool[Array, ""]:
         & (is_object.sum() == target.count.sum())
         & (components.specks < MIN_AREA)
     )
-    along, across = _displacement(member.astype(jnp.float32), components.centre, target.relation)
-    x, y = components.centre.T
+    along, across = _displacement(member.astype(jnp.float32), components.center, target.relation)
+    x, y = components.center.T
     # The coordinate along the relation's axis, which grows from the first group to the second.
     position = jnp.stack([y, -y, x, -x])[target.relation]
     end_of_first = jnp.where(member[:, 0], position, -jnp.inf).max()
@@ -512,47 +512,47 @@ def _strict_verdict(components: Components, target: Targets) -> Bool[Array, ""]:
 def _classify_components(
     components: Components,
 ) -> tuple[Int[Array, " k"], Int[Array, " k"], Int[Array, " k"]]:
-    """Returns the colour, shape and size of each component as indices, int32 [k] each.
+    """Returns the color, shape and size of each component as indices, int32 [k] each.
 
     Args:
         components: Measurements of the k components of one image. Small ones are classified too.
 
     Returns:
-        A tuple. The colour, an index into `scenes.COLOURS`: the nearest one, or -1 if it is 0.3 or
+        A tuple. The color, an index into `scenes.COLORS`: the nearest one, or -1 if it is 0.3 or
         more away in RGB or no pixel has a cover above 0.6. The shape, an index into
         `scenes.SHAPES`: that of the largest intersection over union, or -1 if this is at most 0.6.
         The size, an index into `scenes.SIZES`: 1 (large) for a diameter above 8.5 pixels of an
         image scaled to the area 32 x 32, else 0 (small).
     """
-    near = components.colour_distance.min(-1) < _COLOUR_STRICT
-    coloured = near & (components.peak > _PEAK_STRICT)
-    colour = jnp.where(coloured, jnp.argmin(components.colour_distance, -1), -1)
+    near = components.color_distance.min(-1) < _COLOR_STRICT
+    colored = near & (components.peak > _PEAK_STRICT)
+    color = jnp.where(colored, jnp.argmin(components.color_distance, -1), -1)
     shaped = components.iou.max(-1) > _IOU_STRICT
     shape = jnp.where(shaped, jnp.argmax(components.iou, -1), -1)
     size = (components.diameter > _SIZE_THRESHOLD).astype(jnp.int32)
-    return colour, shape, size
+    return color, shape, size
 
 
 def _displacement(
-    member: Float[Array, "k 2"], centre: Float[Array, "k 2"], relation: Int[Array, ""]
+    member: Float[Array, "k 2"], center: Float[Array, "k 2"], relation: Int[Array, ""]
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Returns how far the mean positions of the two groups are apart.
 
     Args:
         member: How much each of the k components belongs to each group, in [0, 1]. The position of
-            a group is the mean of the centres with these weights; (0, 0) for a group without
+            a group is the mean of the centers with these weights; (0, 0) for a group without
             members.
-        centre: (x, y) of the centre of each component, in any unit, with y growing downwards.
+        center: (x, y) of the center of each component, in any unit, with y growing downwards.
         relation: Index into `scenes.RELATIONS`: the relation that the first group should have to
             the second. With -1 the result has no meaning.
 
     Returns:
         The distance along the axis of the relation, positive if the groups lie as asked, and the
-        absolute distance across it. Both have the unit of `centre`.
+        absolute distance across it. Both have the unit of `center`.
     """
     # A sum instead of a dot product, because accelerators round the operands of a float32 dot
     # product.
-    sums = (member[:, :, None] * centre[:, None]).sum(0)
+    sums = (member[:, :, None] * center[:, None]).sum(0)
     middles = sums / jnp.maximum(member.sum(0), 1e-3)[:, None]
     dx, dy = middles[1] - middles[0]
     along = jnp.stack([dy, -dy, dx, -dx])[relation]

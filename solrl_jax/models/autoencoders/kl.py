@@ -191,7 +191,7 @@ class AutoencoderKL(nnx.Module):
         )
         self.config = config
 
-    def decode(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W colours"]:
+    def decode(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W colors"]:
         """Decodes latents to images in [-1, 1] but for overshoots, which are not clipped. The 1x1
         convolution before the decoder is applied, if there is one.
 
@@ -200,7 +200,7 @@ class AutoencoderKL(nnx.Module):
                 applied here.
 
         Returns:
-            The images, in the dtype of `latent`, with `config.out_channels` colours: H is `h *
+            The images, in the dtype of `latent`, with `config.out_channels` colors: H is `h *
             config.spatial_compression`, and W is `w * config.spatial_compression`.
         """
         if self.post_quant_conv is not None:
@@ -232,7 +232,7 @@ class Decoder(nnx.Module):
         self.conv_norm_out = GroupNorm(widths[-1], config.norm_num_groups)
         self.conv_out = Conv(widths[-1], config.out_channels, 3, rngs=rngs)
 
-    def __call__(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W colours"]:
+    def __call__(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W colors"]:
         """Decodes latents to images in [-1, 1], not clipped, in the dtype of `latent`.
 
         Args:
@@ -460,9 +460,9 @@ class GroupNorm(nnx.Module):
         # to the mean of all pixels, so that few digits cancel.
         first_pixel = x[:, :1, :1].astype(jnp.float32).reshape(len(x), 1, 1, self.groups, -1)
         origin = first_pixel.mean(-1, keepdims=True)
-        centred = grouped - origin
-        mean = centred.mean((1, 2, 4), keepdims=True)
-        variance = (centred**2).mean((1, 2, 4), keepdims=True) - mean**2
+        centerd = grouped - origin
+        mean = centerd.mean((1, 2, 4), keepdims=True)
+        variance = (centerd**2).mean((1, 2, 4), keepdims=True) - mean**2
         scale = jax.lax.rsqrt(jnp.maximum(variance, 0.0) + NORM_EPS)
         y = ((grouped - (origin + mean)) * scale).reshape(x.shape)
         weight = self.scale.get_value().astype(jnp.float32)

@@ -35,7 +35,7 @@ def decode_tiled(
         compression: side of the square of image pixels that one latent pixel stands for.
 
     Returns:
-        The images: H is h * compression, W is w * compression, and k is the number of colours. They
+        The images: H is h * compression, W is w * compression, and k is the number of colors. They
         are blended in float32 and have the dtype of the result of `decode`.
     """
     *batch, height, width, channels = latent.shape  # samples, and frames of clips
@@ -46,8 +46,8 @@ def decode_tiled(
     decoded = jax.eval_shape(decode, jax.ShapeDtypeStruct(tile_shape, latent.dtype))
 
     def empty(rows: int, columns: int) -> Array:
-        *decoded_batch, _, _, colours = decoded.shape
-        shape = (*decoded_batch, rows * compression, columns * compression, colours)
+        *decoded_batch, _, _, colors = decoded.shape
+        shape = (*decoded_batch, rows * compression, columns * compression, colors)
         return jnp.zeros(shape, jnp.float32)
 
     # Where four tiles meet, blending is bilinear only if each row of tiles is complete before rows
@@ -101,7 +101,7 @@ def _blend(canvas: Array, piece: Array, start: Array, ramp: Array, axis: int) ->
     value.
 
     Args:
-        canvas: the image before, [batch, height, width, colours], or the clip, with an axis of
+        canvas: the image before, [batch, height, width, colors], or the clip, with an axis of
             frames after the first.
         piece: the image of the tile or row, with the shape of `canvas` except along `axis`.
         start: index in `canvas`, along `axis`, where the piece begins.

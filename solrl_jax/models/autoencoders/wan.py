@@ -175,7 +175,7 @@ class AutoencoderKLWanConfig(VideoAutoencoderConfig):
             5B).
         in_channels: number of channels of the encoder's input. Ignored, because only the decoder is
             built.
-        out_channels: number of channels that the decoder network returns: 3 colours of each pixel
+        out_channels: number of channels that the decoder network returns: 3 colors of each pixel
             in a square of `patch_size`.
         patch_size: side of the squares of pixels that are channels of the decoder network's result
             (Wan 2.2 5B: 2). None: 1.
@@ -207,11 +207,11 @@ class AutoencoderKLWanConfig(VideoAutoencoderConfig):
                 message names the field.
         """
         super().check()
-        colours = 3 * self.patch**2
+        colors = 3 * self.patch**2
         self.require(
-            self.out_channels == colours,
+            self.out_channels == colors,
             "out_channels",
-            f"{colours}, which follows from patch_size",
+            f"{colors}, which follows from patch_size",
         )
         if self.is_residual:
             coarse_to_fine = self.dim_mult[::-1]
@@ -339,11 +339,11 @@ class AutoencoderKLWan(nnx.Module):
         return jnp.concatenate([first, others], axis=1)
 
 
-def unpatch(x: Float[Array, "b t h w c"], patch: int) -> Float[Array, "b t H W colours"]:
+def unpatch(x: Float[Array, "b t h w c"], patch: int) -> Float[Array, "b t H W colors"]:
     """Turns channels into pixels: each pixel becomes a square of them.
 
     Args:
-        x: clips. Their channels are ordered (colour, column, row), the last two within the square.
+        x: clips. Their channels are ordered (color, column, row), the last two within the square.
         patch: side of a square in pixels.
 
     Returns:
@@ -441,7 +441,7 @@ class Decoder(nnx.Module):
 
     def __call__(
         self, latent: Float[Array, "b t h w c"], history: History | None = None
-    ) -> Float[Array, "b T H W colours"]:
+    ) -> Float[Array, "b T H W colors"]:
         """Decodes latents to clips in [-1, 1]. Values beyond this range are not clipped.
 
         Args:
@@ -450,7 +450,7 @@ class Decoder(nnx.Module):
                 clip.
 
         Returns:
-            The clips, in the dtype of `latent`, whose channels are the colours of the pixels in a
+            The clips, in the dtype of `latent`, whose channels are the colors of the pixels in a
             square (`unpatch`). Every stage but the last doubles height and width, and every
             temporal upsampling doubles the number of frames after the first of the clip.
         """

@@ -25,7 +25,7 @@ class AutoencoderKLQwenImageConfig(VideoAutoencoderConfig):
     `temperal_downsample` have no effect, because an image has one frame.
 
     Attributes:
-        input_channels: number of colour channels of an image; only 3 is supported.
+        input_channels: number of color channels of an image; only 3 is supported.
     """
 
     network = "AutoencoderKLQwenImage"

@@ -44,7 +44,7 @@ class Preprocessing:
         eight_bit: Whether to work on 8-bit images, as Pillow does: values are rounded and clipped.
             Otherwise the result is that of PyTorch, neither rounded nor clipped.
         fit: How an image becomes square. "crop": its shorter edge is resized to `size`, and the
-            centre is kept. "pad": its longer edge is resized to `size`, and black is added on both
+            center is kept. "pad": its longer edge is resized to `size`, and black is added on both
             sides (of an odd number of pixels, one more at the right or bottom).
         odd: For "crop", how the position of the left or top edge is rounded if an odd number of
             pixels is cut off: "down" as in transformers, or "even" (half to even) as in
@@ -139,12 +139,12 @@ def resize_matrix(n_in: int, n_out: int, kernel: Kernel) -> Float[np.ndarray, "n
     """
     scale = n_in / n_out
     widening = max(scale, 1.0)
-    centre = (np.arange(n_out) + 0.5) * scale
+    center = (np.arange(n_out) + 0.5) * scale
     reach = SUPPORT[kernel] * widening
-    first = np.maximum(np.floor(centre - reach + 0.5), 0)
-    last = np.minimum(np.floor(centre + reach + 0.5), n_in)  # exclusive
+    first = np.maximum(np.floor(center - reach + 0.5), 0)
+    last = np.minimum(np.floor(center + reach + 0.5), n_in)  # exclusive
     inputs = np.arange(n_in)
-    weights = _kernel(np.abs(inputs + 0.5 - centre[:, None]) / widening, kernel)
+    weights = _kernel(np.abs(inputs + 0.5 - center[:, None]) / widening, kernel)
     weights = np.where((inputs >= first[:, None]) & (inputs < last[:, None]), weights, 0.0)
     return weights / weights.sum(1, keepdims=True)
 
