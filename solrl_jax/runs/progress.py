@@ -131,7 +131,7 @@ class TerminalProgress:
             KeyboardInterrupt: After a signal. If the run has several processes, only where a phase
                 begins, so that all stop together.
         """
-        if self._is_interrupted(between_stages=not done):
+        if self._is_interrupted(between_phases=not done):
             raise KeyboardInterrupt
         continues = name == self._stage and done
         self._done = self._done + done if continues else 0
@@ -164,21 +164,21 @@ class TerminalProgress:
                 f"iteration {done}: pool {pool:.3f}, kept {reward:.3f}, spearman {fidelity:.2f}, "
                 f"{seconds:.1f} s, about {remaining} left"
             )
-        if self._is_interrupted(between_stages=True):
+        if self._is_interrupted(between_phases=True):
             raise KeyboardInterrupt
 
-    def _is_interrupted(self, *, between_stages: bool) -> bool:
+    def _is_interrupted(self, *, between_phases: bool) -> bool:
         """Whether a signal has arrived, in any process of the run.
 
         Args:
-            between_stages: Whether every process of the run makes this call at the same point
+            between_phases: Whether every process of the run makes this call at the same point
                 (where a phase or iteration begins or ends). Only then can several processes agree,
                 which waits for all; otherwise the result is False for them. Not read for a single
                 process.
         """
         if jax.process_count() == 1:
             return self._stopping
-        return between_stages and hosts.anywhere([self._stopping])[0]
+        return between_phases and hosts.anywhere([self._stopping])[0]
 
     def line(self, text: str) -> None:
         """Prints one line above the bar, in the first process. Elsewhere it does nothing.
