@@ -30,7 +30,7 @@ def ranking_values(
 
     Args:
         combine: How several scores become one value (`reward.combine`). "sum": the weighted sum of
-            the scores, which `scores` holds as "reward". "advantages": each score is first centerd
+            the scores, which `scores` holds as "reward". "advantages": each score is first centered
             and divided by its standard deviation within the prompt, and these are summed with
             `weights` (`weighted_advantages`).
         scores: Flat arrays by the name of the score, and "reward" for their weighted sum. Each has

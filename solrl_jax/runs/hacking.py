@@ -14,12 +14,14 @@ def hacking_alarms(rows: Sequence[Row], now: Row, watched: Sequence[str]) -> lis
     There are two kinds of warning, and a score gets at most one of them:
 
     * it has fallen since the first evaluation that has both scores;
-    * it has not risen above its highest earlier value, though the trained reward has risen since.
+    * it has risen since then, but not above its highest earlier value, though the trained reward
+      has risen since that.
 
-    The trained reward has risen, and a watched score has fallen, if the change is larger than its
-    standard error, which combines those of the two evaluations. On the 16 runs of
-    `benchmarks/study-learning.json`, with standard errors of 0.0055 and 0.0185, the second kind
-    appears in 4 of the 8 runs whose watched score stops rising, and in none of the 8 others.
+    A score has risen or fallen if the change is larger than its standard error, which combines
+    those of the two evaluations. The second kind was tried on the evaluations of the 16 runs of
+    `benchmarks/study-learning.json`, with the same standard errors for all, 0.0055 of the reward
+    and 0.0185 of `shapes`. It appears in 4 of the 8 runs that follow the gradient of the reward
+    (opsd, draft), and in none of the others (nft, awm).
 
     Args:
         rows: The earlier rows of the run's `metrics.jsonl`, in order, from `metrics.read`. Rows
@@ -29,8 +31,8 @@ def hacking_alarms(rows: Sequence[Row], now: Row, watched: Sequence[str]) -> lis
             trained on.
 
     Returns:
-        One line of warning for each such score, in the order of `watched`. A score whose value or
-        standard error is unknown or not finite gives none.
+        One line of warning for each such score, in the order of `watched`. A score whose values or
+        standard errors are unknown or not finite gives none.
     """
     alarms = []
     for name in watched:
@@ -46,8 +48,10 @@ def hacking_alarms(rows: Sequence[Row], now: Row, watched: Sequence[str]) -> lis
                 f"trained reward rose from {first[TRAINED]:.3f} to {now[TRAINED]:.3f}, the watched "
                 f"'{name}' fell from {first[key]:.3f} to {now[key]:.3f}"
             )
-        elif _standard_errors(highest, now, TRAINED) > 1 and _value(now, key) <= _value(
-            highest, key
+        elif (
+            _standard_errors(first, highest, key) > 1
+            and _standard_errors(highest, now, key) <= 0
+            and _standard_errors(highest, now, TRAINED) > 1
         ):
             alarms.append(
                 f"reward hacking? since the evaluation after iteration {highest['iteration']} the "

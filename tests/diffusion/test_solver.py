@@ -163,8 +163,8 @@ def test_orders_of_convergence():
         return (1 - sigma) * mean + deviation(sigma) * START
 
     def field(x, sigma):
-        centerd = x - (1 - sigma) * mean
-        x0 = mean + spread**2 * (1 - sigma) / deviation(sigma) ** 2 * centerd
+        centered = x - (1 - sigma) * mean
+        x0 = mean + spread**2 * (1 - sigma) / deviation(sigma) ** 2 * centered
         return (x - x0) / sigma
 
     def error(name, steps):

@@ -17,14 +17,13 @@ def row(iteration, reward, clip, error=0.01, **more):
     ("now", "flagged"),
     [
         (row(9, 0.6, 0.4), True),
-        (row(9, 0.6, 0.5), True),  # the watched one stays
-        (row(9, 0.6, 0.501), False),  # it rises, if only a little
+        (row(9, 0.6, 0.5), False),  # the watched one stays
         (row(9, 0.6, 0.6), False),  # both rise
         (row(9, 0.5, 0.4), False),  # the trained one stays
         (row(9, 0.4, 0.4), False),  # both fall
         (row(9, 0.515, 0.485), True),  # sqrt(2) standard errors of 0.01 are 0.0141
         (row(9, 0.513, 0.485), False),
-        (row(9, 0.513, 0.5), False),
+        (row(9, 0.515, 0.487), False),
         (row(9, 0.6, None), False),
         (row(9, 0.6, float("nan")), False),
     ],
@@ -61,6 +60,12 @@ def test_a_score_that_stops_rising_is_compared_with_its_highest_value():
     ]
     assert not hacking_alarms(rows, row(12, 0.65, 0.71), ["clip"])  # it still rises
     assert not hacking_alarms(rows, row(12, 0.61, 0.7), ["clip"])  # neither rises
+    never = [row(0, 0.5, 0.5), row(4, 0.6, 0.51)]
+    assert not hacking_alarms(
+        never, row(8, 0.7, 0.5), ["clip"]
+    )  # it never rose by more than chance
+    no_error = {"iteration": 12, "eval/reward": 0.65, "eval/clip": 0.6}
+    assert not hacking_alarms(rows, no_error, ["clip"])
     unknown = [*rows, row(10, 0.62, float("nan"))]
     assert hacking_alarms(unknown, row(12, 0.65, 0.7), ["clip"])
 

@@ -345,7 +345,7 @@ def _iou_with_shapes(
     Args:
         mask: The share of each pixel that each of the k components covers, in [0, 1].
         centroid: (x, y) of the centroid of each component in pixels, where the ideal shapes are
-            centerd.
+            centered.
         diameters: In pixels, the diameter of the ideal circle, the side of the square, and the base
             (and height) of the triangle.
 

@@ -460,9 +460,9 @@ class GroupNorm(nnx.Module):
         # to the mean of all pixels, so that few digits cancel.
         first_pixel = x[:, :1, :1].astype(jnp.float32).reshape(len(x), 1, 1, self.groups, -1)
         origin = first_pixel.mean(-1, keepdims=True)
-        centerd = grouped - origin
-        mean = centerd.mean((1, 2, 4), keepdims=True)
-        variance = (centerd**2).mean((1, 2, 4), keepdims=True) - mean**2
+        centered = grouped - origin
+        mean = centered.mean((1, 2, 4), keepdims=True)
+        variance = (centered**2).mean((1, 2, 4), keepdims=True) - mean**2
         scale = jax.lax.rsqrt(jnp.maximum(variance, 0.0) + NORM_EPS)
         y = ((grouped - (origin + mean)) * scale).reshape(x.shape)
         weight = self.scale.get_value().astype(jnp.float32)

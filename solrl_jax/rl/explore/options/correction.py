@@ -295,7 +295,7 @@ def principal_inputs(
     calibration: Calibration, paths: tuple[str, ...], rank: int, schedule: Schedule
 ) -> Bases:
     """Measures the principal directions of the inputs of linear layers, those with the largest sum
-    of squares (the largest eigenvectors of X^T X, not centerd).
+    of squares (the largest eigenvectors of X^T X, not centered).
 
     Samples from the base, noises the samples to each sigma of the schedule, and finds the
     directions of all layers' inputs X by three passes of orthogonal iteration, for which the
