@@ -56,13 +56,13 @@ def child(phase: str, arguments: list[str]) -> None:
     def die():
         return threading.Timer(DELAY, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
-    def in_stage(name: str) -> None:
+    def in_phase(name: str) -> None:
         begun["iterations"] += name == "encode"
         if phase and name == phase and begun["iterations"] == 2:
             die()
 
     def before(owner: Any, method: str, name_of: Callable[..., str]) -> None:
-        """Patches a method so that `in_stage` is called first.
+        """Patches a method so that `in_phase` is called first.
 
         Args:
             owner: The class or module of the method.
@@ -72,7 +72,7 @@ def child(phase: str, arguments: list[str]) -> None:
         original = getattr(owner, method)
 
         def wrapped(*args: Any, **options: Any) -> Any:
-            in_stage(name_of(*args))
+            in_phase(name_of(*args))
             return original(*args, **options)
 
         setattr(owner, method, wrapped)

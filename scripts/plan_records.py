@@ -17,8 +17,6 @@ from solrl_jax.planning.recipes import RECORDS, Machine, load_records, propose
 from solrl_jax.planning.targets import TARGETS
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-# Names of gradient checkpointing in records of the previous version.
-RENAMED = {"products": "matmuls"}
 PHASES = ("explore", "regenerate", "score", "update")
 
 
@@ -80,7 +78,7 @@ def collect() -> list[dict[str, Any]]:
                 plan["mesh"],
                 devices=plan["devices"] * plan["hosts"],
                 hosts=plan["hosts"],
-                checkpointing=RENAMED.get(kept := plan["gradient_checkpointing"], kept),
+                checkpointing=plan["gradient_checkpointing"],
                 peak=plan["peak"],
                 seconds={phase["name"]: phase["seconds"] for phase in plan["phases"]},
                 source=source,

@@ -22,9 +22,11 @@ a held-out caption:
 and resumes from there. `--stop 0` writes the pipelines in their current state. `--seconds` limits
 the time of a training, as it is printed:
 
-    python scripts/pretrain_tiny.py --pipeline tiny-wan --seconds wan-vae=80 --seconds tiny-wan=160
+    python scripts/pretrain_tiny.py --pipeline tiny-wan --seconds wan-vae=80 \\
+      --seconds wan-decoder=80 --seconds tiny-wan=160
 
-`--refine` reads a `tiny-wan` and trains only the decoder of its autoencoder further:
+`--refine` reads a `tiny-wan` and trains only the decoder of its autoencoder further (the training
+`wan-refine`):
 
     python scripts/pretrain_tiny.py --refine solrl_jax/assets/pipelines/tiny-wan --clips 3000
 """
@@ -42,7 +44,16 @@ from pretrain.flows import train_pipeline
 from pretrain.recipe import RECIPES, Settings
 
 # Names of the trainings, whose time `--seconds` limits.
-TRAININGS = ("vae", "kl", "wan-vae", "wan-decoder", "clip", *RECIPES, "tiny-flux-guided")
+TRAININGS = (
+    "vae",
+    "kl",
+    "wan-vae",
+    "wan-decoder",
+    "wan-refine",
+    "clip",
+    *RECIPES,
+    "tiny-flux-guided",
+)
 ASSETS = Path(__file__).parents[1] / "solrl_jax" / "assets"
 
 
@@ -81,6 +92,8 @@ def main(arguments: list[str] | None = None) -> None:
     for name, _ in args.seconds:
         if name not in TRAININGS:
             parser.error(f"--seconds {name}: expected one of {', '.join(TRAININGS)}")
+    if args.refine and args.pipeline != "all":
+        parser.error("--pipeline: --refine names the pipeline")
     args.work.mkdir(parents=True, exist_ok=True)
     settings = Settings(args.work, args.out / "pipelines", args.seed, args.stop, dict(args.seconds))
     if args.refine:

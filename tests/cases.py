@@ -1,4 +1,4 @@
-"""Parametrisations of which `make test` runs the first case and `make test-all` runs all."""
+"""Parametrizations of which `make test` runs the first case and `make test-all` runs all."""
 
 from collections.abc import Iterable
 from typing import Any

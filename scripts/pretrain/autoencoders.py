@@ -100,7 +100,7 @@ def wan_latents(settings: Settings, clips: np.ndarray) -> Latents:
         settings,
     )
     values = _encode_all(settings, "wan-vae", lambda x: WAN(vae).encode(x).mean, clips)
-    vae = _refine_decoder(settings, vae, values, clips)
+    vae = _refine_decoder("wan-decoder", settings, vae, values, clips)
     channels = values.reshape(-1, values.shape[-1])
     mean = [_rounded(value) for value in channels.mean(0)]
     std = [_rounded(value) for value in channels.std(0)]
@@ -116,10 +116,16 @@ def refine_pipeline(settings: Settings, source: Path, clips: np.ndarray) -> None
         settings: Where files are kept, and limits of steps and time.
         source: The directory of the pipeline.
         clips: The clips [n, 5, 32, 32, 3] (uint8).
+
+    Raises:
+        SystemExit: If `settings.work` holds a refinement, which may be that of another decoder.
     """
+    state = settings.work / "wan-refine.safetensors"
+    if state.exists():
+        raise SystemExit(f"--work: {state} exists; a refinement needs a folder without one")
     vae = WAN.load(source / "vae")
-    values = _encode_all(settings, "wan-vae", lambda x: WAN(vae).encode(x).mean, clips)
-    vae = _refine_decoder(settings, vae, values, clips)
+    values = _encode_all(settings, "wan-refine", lambda x: WAN(vae).encode(x).mean, clips)
+    vae = _refine_decoder("wan-refine", settings, vae, values, clips)
     folder = settings.out / "tiny-wan"
     if source.resolve() != folder.resolve():
         shutil.copytree(source, folder, dirs_exist_ok=True)
@@ -152,7 +158,7 @@ def reconstruction_scores(pipeline: Path) -> dict[str, float]:
 
 
 def _refine_decoder(
-    settings: Settings, vae: Params, latents: np.ndarray, clips: np.ndarray
+    name: str, settings: Settings, vae: Params, latents: np.ndarray, clips: np.ndarray
 ) -> Params:
     """Trains the decoder of the autoencoder of clips alone.
 
@@ -161,6 +167,7 @@ def _refine_decoder(
     that a transformer generates are noisy.
 
     Args:
+        name: The name of the training's state.
         settings: Where files are kept, and limits of steps and time.
         vae: The parameters of the autoencoder.
         latents: The unscaled latents [n, 3, 8, 8, 8] of the clips.
@@ -184,7 +191,7 @@ def _refine_decoder(
 
     batches = row_batches(len(clips), settings.seed, 11, recipe.WAN_DECODER_BATCH)
     return encoder | train(
-        "wan-decoder", decoder, loss, (latents, clips), batches, recipe.WAN_DECODER, settings
+        name, decoder, loss, (latents, clips), batches, recipe.WAN_DECODER, settings
     )
 
 

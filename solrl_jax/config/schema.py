@@ -159,7 +159,8 @@ class Model(Section):
             encoders are loaded only for new prompts. "": a directory in the user's cache (~/.cache
             by default). None: prompts are encoded again in every iteration.
         vae_tile_size: The side in pixels, 1 to 16384, of the overlapping tiles in which latents are
-            decoded, to save memory. None: whole images are decoded.
+            decoded, to save memory. None: whole images are decoded. Long clips are decoded in
+            chunks of frames in either case.
         attention: The attention among image tokens. "default": that of the released network.
             "mhla": multi-head linear attention (arXiv 2601.07832), for SANA only.
         mhla_blocks: For "mhla": the number of blocks that the tokens of an image are divided into,

@@ -60,7 +60,7 @@ class Decoder:
         but at least one. If `tile` is set, images that exceed a tile are decoded in tiles, which
         overlap by a quarter of a tile or more. A clip, or a tile of it, that has more than
         `max_pixels` pixels is decoded in chunks of as many latent frames as `max_pixels` allows, at
-        least one. Tiles change the result, chunks do not.
+        least one. Tiles change the result; chunks only round it otherwise.
 
         Args:
             latents: the transformer's latents [b, h, w, c], or [b, t, h, w, c] of clips, of any

@@ -63,7 +63,7 @@ class Pipeline(abc.ABC):
         temporal_compression: for video models, the number of frames that each latent frame but
             the first stands for. Latents and images then have an axis of frames after that of
             samples, also where there is one frame. None: the model makes images.
-        frames_per_second: for video models, how fast clips are shown.
+        frames_per_second: for video models, the playback rate of clips.
         embedded_guidance: whether guidance is built into the transformer, which takes the guidance
             scale as an input or was distilled with a fixed one. Otherwise guidance needs a second
             evaluation with a negative prompt.

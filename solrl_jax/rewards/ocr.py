@@ -24,7 +24,7 @@ if MISSING:
 
 # Files of the rapidocr package.
 DETECTOR = "PP-OCRv6_det_small.onnx"
-RECOGNISER = "PP-OCRv6_rec_small.onnx"
+RECOGNIZER = "PP-OCRv6_rec_small.onnx"
 
 Reader = Callable[[UInt8[np.ndarray, "H W 3"]], str]
 
@@ -155,7 +155,7 @@ def open_reader(threads: int) -> Reader:
     import rapidocr
 
     folder = Path(rapidocr.__file__).parent / "models"
-    missing = [name for name in (DETECTOR, RECOGNISER) if not (folder / name).is_file()]
+    missing = [name for name in (DETECTOR, RECOGNIZER) if not (folder / name).is_file()]
     if missing:
         raise ImportError(
             f"reward 'ocr': no {', '.join(missing)} in this rapidocr: "
@@ -168,7 +168,7 @@ def open_reader(threads: int) -> Reader:
             "Global.text_score": 0.5,  # drop less certain text, as PaddleOCR does for Flow-GRPO
             # Without a path, the engine downloads its default model.
             "Det.model_path": str(folder / DETECTOR),
-            "Rec.model_path": str(folder / RECOGNISER),
+            "Rec.model_path": str(folder / RECOGNIZER),
             # As in PaddleOCR, images up to this size are not resized.
             "Det.limit_type": "max",
             "Det.limit_side_len": 960,

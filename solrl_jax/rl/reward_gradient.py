@@ -4,7 +4,8 @@ Decoder and reward networks are functions of JAX, so the gradient is one `jax.gr
 of its own between regeneration and update, so that its memory does not add to that of the update:
 a device differentiates up to four images (or tiles) at a time if together they have at most
 `MAX_PIXELS` pixels, otherwise one, or a clip in chunks of latent frames, and
-`network.IMAGES_PER_DEVICE` images of a reward network. Both are evaluated again for it.
+`network.IMAGES_PER_DEVICE` images of a reward network. Both are evaluated again for it, a clip in
+chunks twice.
 """
 
 import dataclasses

@@ -38,7 +38,7 @@ class TerminalProgress:
         self.speaks = hosts.first()
         self._bars = bars and self.speaks and sys.stderr.isatty()
         self._bar: tqdm | None = None
-        self._stage = ""
+        self._phase = ""
         self._done = 0
         self._total = 0
         self._reward = ""
@@ -133,9 +133,9 @@ class TerminalProgress:
         """
         if self._is_interrupted(between_phases=not done):
             raise KeyboardInterrupt
-        continues = name == self._stage and done
+        continues = name == self._phase and done
         self._done = self._done + done if continues else 0
-        self._stage = name
+        self._phase = name
         self._total = total
         self._show()
 
@@ -194,4 +194,4 @@ class TerminalProgress:
     def _show(self) -> None:
         """Shows the phase, its progress and the last reward behind the bar, if there is a bar."""
         if self._bar is not None:
-            self._bar.set_postfix_str(f"{self._stage} {self._done}/{self._total}{self._reward}")
+            self._bar.set_postfix_str(f"{self._phase} {self._done}/{self._total}{self._reward}")

@@ -500,7 +500,9 @@ def _read_cells(path: RunPath) -> dict[str, Any]:
     return {
         "size": size,
         "cells": [
-            {**facts, "src": _data_url(frames, seconds)}
+            # Earlier runs call the fact "phase" "stage".
+            {"phase" if name == "stage" else name: fact for name, fact in facts.items()}
+            | {"src": _data_url(frames, seconds)}
             for frames, (_, facts) in zip(shown, grid, strict=True)
         ],
     }

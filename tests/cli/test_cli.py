@@ -160,7 +160,7 @@ def test_eval_compares_a_run_with_itself_and_with_its_base(trained, call, tmp_pa
     assert page.read_bytes() == before
 
 
-def test_the_iteration_that_was_asked_for_is_traced_stage_by_phase(trained):
+def test_the_iteration_that_was_asked_for_is_traced_phase_by_phase(trained):
     (folder,) = (trained[0] / "profile").iterdir()
     assert folder.name == "iteration-000002"
     (file,) = folder.glob("plugins/profile/*/perfetto_trace.json.gz")

@@ -1,4 +1,4 @@
-"""Rematerialisation changes what the backward pass keeps, never what it computes."""
+"""Gradient checkpointing changes what the backward pass keeps, never what it computes."""
 
 import jax
 import jax.numpy as jnp

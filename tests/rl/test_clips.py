@@ -109,7 +109,10 @@ def test_rewards_inside_and_outside_jax_score_frames_and_clips(folder, frames, p
 
 
 def test_the_gradient_of_the_reward_decodes_chunks_of_frames(folder):
-    """As of the whole clip, to 1e-5 of the largest slope. The clip counts as 12 frames, 1536 pixels."""
+    """It equals that through the whole clip, to 1e-5 of the largest component.
+
+    The clip counts as 12 frames, 1536 pixels.
+    """
     experiment = build(folder, "reward.frames=3", "reward.weights={redness: 2, spread: 1}")
     backbone = experiment.backbone
     reward = experiment.reward

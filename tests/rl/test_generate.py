@@ -253,7 +253,7 @@ def test_the_next_chunk_is_dispatched_before_the_last_one_is_waited_for(backbone
     ]
 
 
-def test_pictures_are_what_the_decoder_of_the_stage_shows(backbone):
+def test_pictures_are_what_the_decoder_of_the_sampler_shows(backbone):
     got = run(backbone, keep_images=True)
     np.testing.assert_allclose(
         got.images, backbone.decoder(jnp.asarray(got.latents)), atol=TOLERANCE
@@ -351,7 +351,7 @@ def test_noise_is_split_over_the_devices_and_is_that_of_the_seeds(backbones, mes
     ("mesh", "chunk"),
     first_is_quick([("one", 4), ("one", 5), *((name, 5) for name in [*MESHES][1:])]),
 )
-def test_states_are_recorded_if_the_stage_asks(backbones, mesh, chunk):
+def test_states_are_recorded_if_the_sampler_asks(backbones, mesh, chunk):
     """Row by row, whatever the chunk and the mesh; the last leads to the sample by a step without
     noise.
     """

@@ -109,7 +109,7 @@ def test_the_ledger_tells_the_whole_iteration(experiment, first):
 
 
 @pytest.mark.exhaustive
-def test_progress_goes_through_the_stages_and_their_rows(toy):
+def test_progress_goes_through_the_phases_and_their_rows(toy):
     told = []
     iterate(toy, fresh_state(toy), 1, progress=lambda *facts: told.append(facts))
     rows = {"explore": 16, "regenerate": 8, "update": 8}

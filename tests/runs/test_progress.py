@@ -37,7 +37,7 @@ def test_a_log_has_the_time_left_of_what_is_left_to_do(monkeypatch, clock):
     assert lines[1].endswith("about 07:00 left")
 
 
-def test_a_terminal_shows_stage_reward_and_time_left(monkeypatch):
+def test_a_terminal_shows_phase_reward_and_time_left(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     with progress.TerminalProgress() as report:
         report.start(20, 0)

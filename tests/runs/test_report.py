@@ -208,6 +208,14 @@ def test_a_picture_is_the_one_that_was_saved(run):
     ] * 2
 
 
+def test_a_grid_of_an_earlier_run_names_its_phases(tmp_path):
+    path = tmp_path / "pool-000001.png"
+    save(path, np.random.default_rng(0), [{"prompt": "a", "stage": "explored", "right": True}])
+    (cell,) = report._read_cells(path)["cells"]
+    assert cell["phase"] == "explored"
+    assert "stage" not in cell
+
+
 def test_clips_move(run, tmp_path):
     """Each shows 24 of its 40 frames in the time of all; images beside them stay still."""
     folder = shutil.copytree(run, tmp_path / "clips")

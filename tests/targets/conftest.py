@@ -41,7 +41,7 @@ class Planned(NamedTuple):
     plan: dict[str, Any]
 
     def program(self, name: str) -> dict[str, Any]:
-        """The figures of a program, by "STAGE: FUNCTION"."""
+        """The figures of a program, by "PHASE: FUNCTION"."""
         return next(row for phase, row in plan.rows(self.plan) if f"{phase}: {row['name']}" == name)
 
 

@@ -38,12 +38,12 @@ def seconds(phase, *overrides):
 
 
 @pytest.mark.parametrize(("phase", "setting"), ADVICE)
-def test_a_stage_that_is_too_large_takes_less_memory_with(phase, setting):
+def test_a_phase_that_is_too_large_takes_less_memory_with(phase, setting):
     turned, devices = TURNED[setting]
     assert peak(phase, *BASE[phase], turned, devices=devices) < 0.97 * peak(phase, *BASE[phase])
 
 
-def test_every_stage_has_advice_that_is_turned_here():
+def test_every_phase_has_advice_that_is_turned_here():
     assert SETTINGS.keys() == set(plan.PHASES)
     assert {setting for of in SETTINGS.values() for setting in of} == {
         *TURNED,
@@ -53,7 +53,7 @@ def test_every_stage_has_advice_that_is_turned_here():
     }
 
 
-def test_a_stage_takes_less_time_with_what_the_plan_names():
+def test_a_phase_takes_less_time_with_what_the_plan_names():
     """At least 5 %, within the memory of an H200. The plan names it before, and no longer after."""
     nvfp4, auto = (f"rollout.explore.precision={name}" for name in ("nvfp4", "auto"))
 

@@ -54,7 +54,7 @@ class Targets:
 
 
 class Verdict(NamedTuple):
-    """The judgement of n clips, or of one clip without the axis n.
+    """The judgment of n clips, or of one clip without the axis n.
 
     Attributes:
         score: Partial credit in [0, 1], float32.

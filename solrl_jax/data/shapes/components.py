@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Int
 from solrl_jax.data.shapes import scenes
 
 # Rounds of label propagation in an image 32 wide; each doubling of the width takes one more. Ragged
-# blobs are labelled in two or three, nearly all random percolation clusters in four. A component
+# blobs are labeled in two or three, nearly all random percolation clusters in four. A component
 # that needs more stays in pieces and matches no shape anyway.
 _LABEL_ROUNDS = 4
 _NEIGHBORS = ((-1, 0), (1, 0), (0, -1), (0, 1))
@@ -24,7 +24,7 @@ def label_components(pixel_color: Int[Array, "h w"]) -> Int[Array, "h w"]:
 
     Args:
         pixel_color: The index of each pixel's color, -1 for the background. The background is
-            labelled too.
+            labeled too.
 
     Returns:
         The label of each pixel, int32 [h, w].

@@ -81,7 +81,7 @@ class Targets:
 
 
 class Verdict(NamedTuple):
-    """The judgement of n images, or of one image without the axis n.
+    """The judgment of n images, or of one image without the axis n.
 
     Attributes:
         score: Partial credit in [0, 1], float32.

@@ -125,7 +125,7 @@ class VideoAutoencoderConfig(ReleasedConfig):
 
     @property
     def residual(self) -> bool:
-        """Whether resampling has a shortcut: never, but in Wan 2.2 5B."""
+        """Whether stages that upsample have a shortcut. Only Wan 2.2 5B has them."""
         return False
 
     @property
@@ -309,7 +309,8 @@ class AutoencoderKLWan(nnx.Module):
         """Decodes latents as `decode` does, a few latent frames at a time to save memory.
 
         The first latent frame is decoded by itself, and the others in a scan over equal chunks. A
-        gradient decodes each chunk once more; what it stores is the state between the chunks.
+        gradient decodes each chunk once more. It stores the state between the chunks, the last two
+        inputs of every convolution, so its memory grows with the number of chunks.
 
         Args:
             latent: latents on the scale of the autoencoder, the result of `config.unscale`.
@@ -328,13 +329,13 @@ class AutoencoderKLWan(nnx.Module):
             clip = self.decoder(self.post_quant_conv(latent), history)
             return history.after, unpatch(clip, self.patch)
 
-        step = jax.checkpoint(step, prevent_cse=False)
-        state, first = step(None, latent[:, :1])
+        # Outside of the scan, XLA could merge the two evaluations and keep what they compute.
+        state, first = jax.checkpoint(step)(None, latent[:, :1])
         if frames == 1:
             return first
         size = next(n for n in range(min(chunk, frames - 1), 0, -1) if (frames - 1) % n == 0)
         chunks = jnp.moveaxis(latent[:, 1:].reshape(batch, -1, size, *rest), 1, 0)
-        _, clips = jax.lax.scan(step, state, chunks)
+        _, clips = jax.lax.scan(jax.checkpoint(step, prevent_cse=False), state, chunks)
         others = jnp.moveaxis(clips, 0, 1).reshape(batch, -1, *first.shape[2:])
         return jnp.concatenate([first, others], axis=1)
 

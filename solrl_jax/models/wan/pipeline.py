@@ -23,8 +23,8 @@ from solrl_jax.models.text_encoders.tokenizers import check_vocabulary, tokenize
 from solrl_jax.models.wan.transformer import WanConfig, WanTransformer3DModel
 
 MAX_TOKENS = 512
-# Of Wan 2.1, as in diffusers' pipeline, and of Wan 2.2 TI2V 5B, as on the page of its release. No
-# released config has them.
+# Default sizes and playback rates: those of Wan 2.1 are in diffusers' pipeline, those of Wan 2.2
+# TI2V 5B on the page of its release. No released config has them.
 DEFAULT_SIZE = (480, 832, 81)
 WAN22_SIZE = (704, 1280, 121)
 FRAMES_PER_SECOND = 16
