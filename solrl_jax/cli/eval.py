@@ -133,6 +133,9 @@ def command(
                 f"{other}: is a policy for {other_config.model.path}, not for "
                 f"{config.model.path}, so their noise differs"
             )
+        if other_run is None:
+            # It has no adapters. Those of its preset may be on parameters of another model.
+            other_config = config
 
     experiment, adapters, iteration = api.open_policy(
         target, *overrides, preset=preset, checkpoint=checkpoint, trust=trust

@@ -21,6 +21,7 @@ from solrl_jax.rl.trainable.lora_files import import_lora
 from solrl_jax.rl.trainable.lora_settings import LoraSettings
 from solrl_jax.runs import metrics
 from solrl_jax.runs.directory import load_ema, read_run
+from solrl_jax.runs.evaluate import Evaluation
 from tests.small import SMALL
 
 TINY = "embedded:tiny-sana"
@@ -132,6 +133,23 @@ def test_eval_of_a_run_repeats_its_last_evaluation(trained, call):
     assert code == 0
     assert result["iteration"] == 2
     assert result["means"]["reward"] == pytest.approx(summary["after"]["eval/reward"], abs=1e-6)
+
+
+def test_eval_compares_with_a_base_whose_lora_layers_are_not_those_of_tiny(call, monkeypatch):
+    """The base that is named has the settings of `tiny`, whose layers are those of SANA."""
+    evaluated = []
+
+    def evaluate(experiment, adapters):
+        evaluated.append(adapters)
+        scores = {"reward": np.full((2, 3), len(evaluated), np.float32)}
+        return Evaluation({"reward": 1.0}, {"reward": 0.0}, scores, {}, {})
+
+    monkeypatch.setattr("solrl_jax.cli.eval._evaluate", evaluate)
+    arguments = ("tiny", "embedded:tiny-wan", "model=tiny-wan", "--paired", "--json")
+    code, out, error = call("eval", *arguments)
+    assert code == 0, error
+    assert json.loads(out.strip().splitlines()[-1])["differences"]["reward"][0] == -1
+    assert evaluated == [{}, {}]
 
 
 @pytest.mark.exhaustive
