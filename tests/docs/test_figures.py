@@ -178,6 +178,19 @@ def test_what_tiny_wan_learns():
             )
         )
         assert printed in text, printed
+    paired = record("train-tiny-wan")["paired"]
+    differences = paired["differences, and half of their 95 % intervals"]
+    strict, reward = (differences[key] for key in ("motion/strict", "motion"))
+    score = (figures["motion/strict"] for figures in (paired["means"], paired["standard_errors"]))
+    for printed in (
+        f"On {paired['images']} clips with the same noise",
+        "strict success is {:.3f} ± {:.3f}, which is {:.3f} above the base".format(
+            *score, strict[0]
+        ),
+        f"over the 18 held-out captions is ± {strict[1]:.3f}",
+        "That of the reward is {:.3f} ± {:.3f}.".format(*reward),
+    ):
+        assert printed in text, printed
     guidance = record("train-tiny-wan")["guidance"]
     for scale, *cells in rows(DOCS / "embedded.md", "guidance scale"):
         check(cells, guidance["scores"][scale.split()[0]].values(), scale)
