@@ -316,17 +316,9 @@ WAN_VAE = {  # four pixels per latent each way, and four frames
     "latents_std": [1.5, 0.8, 2.2, 1.1],
     "scale_factor_spatial": 4,
 }
-
-
-WAN22_VAE = {  # shortcuts, and patches of two pixels: eight pixels per latent each way
+WAN22_VAE = WAN_VAE | {  # shortcuts, and patches of two pixels: eight pixels per latent each way
     "base_dim": 4,
     "decoder_base_dim": 8,
-    "z_dim": KL_CHANNELS,
-    "dim_mult": [1, 2, 2],
-    "num_res_blocks": 1,
-    "temperal_downsample": [True, True],
-    "latents_mean": [-0.5, 0.3, 1.1, -0.2],
-    "latents_std": [1.5, 0.8, 2.2, 1.1],
     "is_residual": True,
     "patch_size": 2,
     "in_channels": 12,

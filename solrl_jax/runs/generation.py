@@ -184,7 +184,7 @@ class Generation:
         num_steps: The number of solver steps.
         precision: The number format and how the device computes it, as a phrase for people, e.g.
             "bf16 (no linear layer is quantized; native)".
-        frames_per_second: How fast clips are shown.
+        frames_per_second: The playback rate of clips.
     """
 
     images: Float[np.ndarray, "n ... h w 3"]

@@ -78,7 +78,7 @@ def save_clip(path: str | RunPath, clip: Float[Numbers, "t h w 3"], frames_per_s
     Args:
         path: The file. It is replaced if it exists; missing parent directories are created.
         clip: The frames, with values in [0, 1]. Other values are clipped, and NaN becomes black.
-        frames_per_second: How fast the clip is shown. WebP stores whole milliseconds per frame.
+        frames_per_second: The playback rate. WebP stores whole milliseconds per frame.
 
     Raises:
         RunError: If the disk refuses, or if a side is above 16,383 pixels (`MAX_WEBP_SIDE`).
@@ -112,7 +112,7 @@ def save_grid(
         facts: For each image a dict of JSON values, which is stored in the file and which
             `read_grid` returns with the image. The key "box" is reserved. If there are fewer than
             n, `read_grid` returns only the first images; dicts beyond n are ignored.
-        frames_per_second: How fast clips are shown.
+        frames_per_second: The playback rate of clips.
 
     Raises:
         ValueError: If there is not one caption per image.
@@ -511,7 +511,7 @@ def _save_animation(path: str | RunPath, frames: Iterable["Image"], frames_per_s
     Args:
         path: The file. It is replaced if it exists; missing parent directories are created.
         frames: The images of Pillow, at least one and all of one size, in their order.
-        frames_per_second: How fast the frames are shown.
+        frames_per_second: The playback rate.
 
     Raises:
         RunError: If the disk refuses, or if the images cannot be encoded, such as those with a side

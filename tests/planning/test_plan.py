@@ -390,8 +390,8 @@ def test_a_plan_explains_memory_to_the_byte(small):
 
 @pytest.mark.exhaustive
 def test_a_plan_adds_seconds_up(small):
-    """Of each phase calls by a call's; `naive_scaling` explores with the program that
-    regenerates.
+    """The seconds of a phase are the sum over its programs of calls times seconds of a call. The
+    estimate for `naive_scaling` explores with the program that regenerates.
     """
     summary, folder = small
     phases = {phase["name"]: phase for phase in summary["phases"]}

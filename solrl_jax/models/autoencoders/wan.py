@@ -486,6 +486,12 @@ class Stage(nnx.Module):
     ):
         widths_in = [n_in] + [n_out] * (blocks - 1)
         self.resnets = nnx.List([ResidualBlock(width, n_out, rngs=rngs) for width in widths_in])
+        self._add_upsampling(n_out, upsample=upsample, temporal=temporal, rngs=rngs)
+
+    def _add_upsampling(
+        self, n_out: int, *, upsample: bool, temporal: bool, rngs: nnx.Rngs
+    ) -> None:
+        """Sets the parameters of the upsampling, under the names that diffusers has for them."""
         upsamplers = [Upsample(n_out, n_out // 2, temporal=temporal, rngs=rngs)] if upsample else []
         self.upsamplers = nnx.List(upsamplers)
 
@@ -509,32 +515,14 @@ class Stage(nnx.Module):
         return x
 
 
-class ResidualStage(nnx.Module):
-    """The residual blocks of one resolution, followed by upsampling if `upsample` is set, as in Wan
-    2.2 5B: the input of a stage that upsamples, with repeated pixels, is added to its result.
-
-    Args:
-        n_in: number of input channels.
-        n_out: number of output channels.
-        blocks: number of residual blocks.
-        upsample: whether the stage ends by doubling height and width.
-        temporal: whether the upsampling also doubles the number of frames after the first. Ignored
-            if `upsample` is False.
-        rngs: random number generators for the initial weights.
+class ResidualStage(Stage):
+    """A stage of Wan 2.2 5B: the input of a stage that upsamples, with repeated pixels, is added to
+    its result, and upsampling keeps the number of channels. The arguments are those of `Stage`.
     """
 
-    def __init__(
-        self,
-        n_in: int,
-        n_out: int,
-        blocks: int,
-        *,
-        upsample: bool,
-        temporal: bool,
-        rngs: nnx.Rngs,
-    ):
-        widths_in = [n_in] + [n_out] * (blocks - 1)
-        self.resnets = nnx.List([ResidualBlock(width, n_out, rngs=rngs) for width in widths_in])
+    def _add_upsampling(
+        self, n_out: int, *, upsample: bool, temporal: bool, rngs: nnx.Rngs
+    ) -> None:
         self.upsampler = Upsample(n_out, n_out, temporal=temporal, rngs=rngs) if upsample else None
         self.temporal = temporal
         self.n_out = n_out
