@@ -122,6 +122,7 @@ WRONG = {  # of functions on arrays
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arrays_are_named(name):
     call, message = WRONG[name]

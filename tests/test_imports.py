@@ -89,6 +89,7 @@ def test_rooms_import_downwards_only(module):
             assert room(name) <= room(module), f"{module} imports {name}, whose room is above"
 
 
+@pytest.mark.slow
 def test_files_do_not_import_each_other_in_a_circle():
     """Imports inside functions count: they would only hide a circle from Python."""
     graph = {module: imports(path) & MODULES.keys() - {module} for module, path in MODULES.items()}

@@ -102,6 +102,7 @@ def test_reward_error_maps_to_rank_correlation(noise):
         assert_ranking_preserved(proxy, true, spearman=expected + 0.02)
 
 
+@pytest.mark.slow
 def test_selection_range(pools):
     true = np.random.default_rng(3).standard_normal((8, 24)).astype(np.float32)
     proxy = true + np.random.default_rng(4).uniform(-0.3, 0.3, true.shape).astype(np.float32)
@@ -128,6 +129,7 @@ def test_selection_range_is_of_what_is_selected():
         assert_selection_range(proxy, true, kept=2, delta=1.0)
 
 
+@pytest.mark.slow
 def test_block_error_of_nvfp4_and_of_something_worse():
     w = jax.random.normal(jax.random.key(0), (200, 48)) * jnp.exp(
         2 * jax.random.normal(jax.random.key(1), (200, 1))
@@ -142,6 +144,7 @@ def test_block_error_of_nvfp4_and_of_something_worse():
         assert_block_error(jnp.zeros((2, 16)), jnp.zeros((2, 16)).at[1, 1].set(1e-9))
 
 
+@pytest.mark.slow
 def test_they_work_under_jit_with_chexify(pools):
     want = figures(*pools)
 

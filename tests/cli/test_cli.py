@@ -126,6 +126,7 @@ def test_train_leaves_everything_a_run_has(trained):
     assert facts["packages"]["jax"]
 
 
+@pytest.mark.slow
 def test_eval_of_a_run_repeats_its_last_evaluation(trained, call):
     folder, summary, _ = trained
     code, out, _ = call("eval", str(folder), "--json")
@@ -247,6 +248,7 @@ def test_a_named_checkpoint_that_is_damaged_is_not_replaced_by_another(trained, 
     assert not (tmp_path / "x.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_eval_of_a_model_directory(call):
     overrides = [
         o
@@ -259,6 +261,7 @@ def test_eval_of_a_model_directory(call):
     assert 0 <= result["means"]["shapes/strict"] <= 1
 
 
+@pytest.mark.slow
 def test_rank_of_a_run(trained, call, tmp_path):
     folder, _, _ = trained
     code, out, _ = call(
@@ -469,6 +472,7 @@ def test_sample_from_a_run_is_its_base_with_its_exported_lora(trained, exported,
     assert change.min() > 1e-3
 
 
+@pytest.mark.slow
 def test_export_writes_the_averaged_adapters_in_every_form(trained, exported, call, tmp_path):
     config = read_run(trained[0])
     backbone = load_backbone("embedded:tiny-sana", "bf16", make_mesh(-1, 1))
@@ -717,6 +721,7 @@ def test_presets_shows_the_prompt_sets_of_one(call, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_presets_lists_them_all(call):
     code, out, _ = call("presets")
     assert code == 0
@@ -838,6 +843,7 @@ def test_a_run_directory_that_is_a_file(call, tmp_path):
     assert "is a file" in error
 
 
+@pytest.mark.slow
 def test_a_read_only_run_directory(tmp_path):
     """In a process that may not write there (permissions do not stop root; a kernel file system
     does).

@@ -117,6 +117,7 @@ def forward(base):
     return ours, theirs.numpy().transpose(0, 2, 3, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ffn", [pytest.param("conv", marks=pytest.mark.exhaustive), "linear"])
 def test_a_native_checkpoint_computes_what_diffusers_does(ffn, base, forward, tmp_path):
     folder, theirs = base
@@ -522,6 +523,7 @@ def test_paths_that_cannot_be(base, tmp_path):
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
 
 
+@pytest.mark.slow
 def test_a_disk_that_says_no_is_one_line_and_what_was_there_stays(base, tmp_path, monkeypatch):
     torch.save(to_native(base[1].state_dict(), "linear"), tmp_path / "sana.pth")
     torch.save({"a": torch.ones(2)}, tmp_path / "weights.pt")
@@ -572,6 +574,7 @@ def test_without_pytorch_or_with_an_old_one_it_says_what_to_install(tmp_path, mo
     )
 
 
+@pytest.mark.slow
 def test_importing_the_command_imports_no_pytorch():
     code = (
         "import sys, solrl_jax.cli.main, solrl_jax.cli.convert; assert 'torch' not in sys.modules"

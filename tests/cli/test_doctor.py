@@ -136,6 +136,7 @@ def test_weights_that_are_not_whole_are_missing(diagnosed, tmp_path):
     assert ".safetensors" in line
 
 
+@pytest.mark.slow
 def test_few_prompts_are_said_and_an_unknown_reward_is_missing(diagnosed, tmp_path):
     (tmp_path / "few.txt").write_text("a red circle\na blue square\n")
     code, report = diagnosed("tiny", "prompts.train=few.txt")
@@ -194,6 +195,7 @@ def test_what_keeps_jax_from_a_gpu_is_missing(
     assert ("emulated   nothing" in doctor.table(report)) == (platform == "gpu")
 
 
+@pytest.mark.slow
 def test_a_wrong_kernel_and_a_known_fault_of_cudnn_are_told_in_a_line_each(diagnosed, monkeypatch):
     """A Hopper GPU whose FP8 matmul returns zeros, and whose cuDNN is old."""
     checks = device_checks.FP8_MATMUL, device_checks.FP8_ATTENTION

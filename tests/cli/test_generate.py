@@ -171,6 +171,7 @@ def test_images_equal_those_of_diffusers(
 RELEASED = inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
 
 
+@pytest.mark.slow
 def test_an_instruction_and_a_negative_prompt_are_those_of_diffusers(models, prompt_file, tmp_path):
     folder, reference = models
     latents = noise((32, 32))
@@ -212,6 +213,7 @@ def test_an_instruction_and_a_negative_prompt_are_those_of_diffusers(models, pro
             )
 
 
+@pytest.mark.slow
 def test_text_encoders_are_gone_before_the_first_step(models, prompt_file, tmp_path, monkeypatch):
     class Enough(Exception):
         pass
@@ -267,6 +269,7 @@ def test_files_are_what_they_promise(first):
     }
 
 
+@pytest.mark.slow
 def test_its_own_latents_given_back_give_the_same_images_whatever_the_seed(first, tmp_path):
     out, run, (images, latents, _) = first
     again, kept, _ = run(
@@ -314,6 +317,7 @@ def test_guidance_up_to_1_is_none_as_in_diffusers(models):
         assert np.abs(pictures - want).max() <= TOLERANCE, scale
 
 
+@pytest.mark.slow
 def test_the_seed_makes_the_images(first, tmp_path):
     _, run, (images, latents, _) = first
     same, _, _ = run(tmp_path / "same", "--seed", 3)
@@ -329,6 +333,7 @@ def test_a_prompt_that_comes_twice_gets_two_images(first):
     assert np.abs(latents[0] - latents[2]).max() > 1
 
 
+@pytest.mark.slow
 def test_an_image_does_not_depend_on_the_others_in_the_file(first, models, tmp_path):
     _, _, (images, _, _) = first
     (tmp_path / "prompts.txt").write_text("a cat\nred star\n")
@@ -621,6 +626,7 @@ def test_an_output_path_that_is_a_file_is_left_alone(
     assert (tmp_path / "out").read_text() == "mine"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["prompts", pytest.param("weights", marks=pytest.mark.exhaustive)])
 def test_the_program_itself_ends_with_code_2_and_no_traceback(case, models, prompt_file, tmp_path):
     shutil.copytree(models[0] / "dpm", tmp_path / "model")

@@ -96,6 +96,7 @@ print("added_later" in fields, fingerprint(config, "nvfp4"))
 """
 
 
+@pytest.mark.slow
 def test_a_field_that_is_added_later_leaves_runs_readable_and_resumable(tmp_path):
     """The package and a copy of it with one more field read the same run directory."""
     package = Path(solrl_jax.__file__).parent

@@ -206,6 +206,7 @@ def online(tmp_path, environment, path):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_a_set_is_downloaded_once_and_only_the_files_of_the_split(tmp_path, monkeypatch):
     huge = {"README.md": b"# big", "train.parquet": b"x"}
     with serve({"datasets/owner/set": dict(DATASET), "datasets/owner/huge": huge}) as served:

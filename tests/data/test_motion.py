@@ -46,6 +46,7 @@ def test_other_captions_are_refused(text):
         scenes.parse(text)
 
 
+@pytest.mark.slow
 def test_every_scene_is_drawn_as_its_caption_says():
     captions = [scene.caption for scene in clips.SCENES]
     verdict = judged(drawn(captions), captions)
@@ -54,6 +55,7 @@ def test_every_scene_is_drawn_as_its_caption_says():
     assert verdict.score.min() > 0.98
 
 
+@pytest.mark.slow
 def test_another_motion_is_never_right():
     captions = [scene.caption for scene in SCENES]
     images = drawn(captions)
@@ -64,6 +66,7 @@ def test_another_motion_is_never_right():
         assert verdict.score.max() < 0.65
 
 
+@pytest.mark.slow
 def test_another_color_or_shape_is_not_strict():
     images = drawn(["a red circle moves up"] * 2)
     verdict = judged(images, ["a blue circle moves up", "a red square moves up"])
@@ -80,6 +83,7 @@ def test_an_empty_clip_scores_nothing():
     assert verdict.score.max() < 0.02
 
 
+@pytest.mark.slow
 def test_a_flickering_color_is_not_strict():
     captions = ["a red circle moves up"]
     images = drawn(captions)
@@ -125,6 +129,7 @@ def test_clips_of_one_frame_are_refused():
         judged(drawn(captions)[:, :1], captions)
 
 
+@pytest.mark.slow
 def test_a_clip_of_twice_the_size_is_judged_alike():
     captions = [scene.caption for scene in clips.SCENES[:10]]
     images = drawn(captions).repeat(2, axis=2).repeat(2, axis=3)

@@ -148,6 +148,7 @@ def words(prompt):
     return set(re.findall(r"\w+", prompt.lower())) - little
 
 
+@pytest.mark.slow
 def test_the_general_sets_are_varied_and_none_resembles_another():
     train, test = (load_prompts(f"embedded:general-{part}", "f") for part in ("train", "test"))
     assert len(train) >= 400

@@ -141,6 +141,7 @@ def test_drawn_scenes_are_mostly_pairs_and_use_the_whole_vocabulary():
     assert words == set(drawing.VOCABULARY) - {"one"}
 
 
+@pytest.mark.slow
 def test_the_split_is_stable_and_about_a_tenth():
     # must never change: captions that were held out from a trained checkpoint stay held out
     frozen = {
@@ -160,6 +161,7 @@ def test_the_split_is_stable_and_about_a_tenth():
         assert drawing.held_out(text.replace("a ", "one ", 1)) == drawing.held_out(text)
 
 
+@pytest.mark.slow
 def test_drawn_prompts_are_distinct_and_of_their_split():
     seen, unseen = (
         drawing.draw_prompts(np.random.default_rng(1), 400, held_out=h) for h in (False, True)
@@ -180,6 +182,7 @@ def test_too_many_prompts_are_refused(monkeypatch):
         drawing.draw_prompts(np.random.default_rng(0), 2, held_out=drawing.held_out("a red circle"))
 
 
+@pytest.mark.slow
 @unhurried
 @given(any_scene(), st.integers(0, 2**32 - 1), st.sampled_from([32, 48, 64]))
 def test_images_hold_whole_separate_objects_in_the_asked_relation(scene, seed, size):

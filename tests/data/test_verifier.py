@@ -88,6 +88,7 @@ def test_an_image_need_not_be_a_square():
     assert wrong.score.mean() < square.score.mean() - 0.2
 
 
+@pytest.mark.slow
 def test_correct_images_pass():
     _, prompts, images = rendered()
     verdict = verifier.verify(images, verifier.parse_targets(prompts))
@@ -110,6 +111,7 @@ def test_correct_images_pass_degraded(blur, noise, share, score):
     assert verdict.score.mean() > score
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attribute", ["count", "color", "shape", "size", "relation"])
 @pytest.mark.parametrize(("blur", "noise"), first_is_quick([(0, 0), (0.5, 0.03)]))
 def test_images_wrong_in_one_attribute_fail(attribute, blur, noise):
@@ -154,6 +156,7 @@ def _changed(scene, attribute, rng):
         return None
 
 
+@pytest.mark.slow
 def test_an_extra_object_fails_and_costs():
     scene = scenes.parse("a red circle above a blue square")
     alone = scenes.Scene(scene.groups[:1], None)
@@ -165,6 +168,7 @@ def test_an_extra_object_fails_and_costs():
     assert verdict.score[::2].max() < 0.95 < verdict.score[1::2].min()
 
 
+@pytest.mark.slow
 def test_unrelated_and_empty_images_score_low():
     _, prompts, images = rendered()
     targets = verifier.parse_targets(prompts)
@@ -198,6 +202,7 @@ def test_scores_rank_images_without_ties():
     )
 
 
+@pytest.mark.slow
 def test_larger_images_are_judged_alike():
     drawn, prompts, _ = rendered()
     images = render(drawn[:FEW], np.random.default_rng(0), 2 * scenes.BASE)
@@ -206,6 +211,7 @@ def test_larger_images_are_judged_alike():
     assert verdict.score.min() > 0.95
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 2**32 - 1), st.floats(0, 1), st.sampled_from([1, 2, 4, 8, 16, 32]))
 def test_scores_of_any_image_are_finite_and_in_range(seed, contrast, grain):
@@ -219,6 +225,7 @@ def test_scores_of_any_image_are_finite_and_in_range(seed, contrast, grain):
     assert score.max() <= 1
 
 
+@pytest.mark.slow
 def test_each_image_is_judged_alone():
     _, prompts, images = rendered()
     images = _degraded(images, 0.5, 0.05)
@@ -233,6 +240,7 @@ def test_each_image_is_judged_alone():
     np.testing.assert_allclose(part.score, whole.score[:FEW], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_sharded_batch_gives_the_same_verdicts():
     _, prompts, images = rendered()
     images = _degraded(images[:FEW], 0.5, 0.03)
@@ -255,6 +263,7 @@ def _pieces(kind):
     return [len(np.unique(one[k >= 0])) for one, k in zip(labels, kind, strict=True)]
 
 
+@pytest.mark.slow
 def test_labels_are_the_connected_components():
     rng = np.random.default_rng(0)
     kind = np.where(rng.random((40, 32, 32)) < 0.5, rng.integers(0, 2, (40, 32, 32)), -1)

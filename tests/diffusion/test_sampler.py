@@ -138,6 +138,7 @@ def test_the_first_steps_may_be_another_velocitys(count):
     assert all(largest(got - loop(other)) > 1e2 * TOLERANCE for other in (count - 1, count + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_where_a_grid_is_cut_into_legs_changes_nothing(solver):
     """Earlier predictions and the numbers of the draws go on from segment to segment."""
@@ -207,6 +208,7 @@ def test_seeds_matter_to_a_stochastic_solver_only():
     )
 
 
+@pytest.mark.slow
 def test_every_step_draws_fresh_standard_normal_noise():
     """A table of x' = x + noise lays the draws bare."""
     many = make_seeds(0, 256)
@@ -266,6 +268,7 @@ def test_recorded_states_are_the_steps_that_were_drawn(solver, cut):
         assert std > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [0, 2, 3])
 def test_only_the_window_is_recorded_wherever_it_is(start):
     levels = 0.7 * ((np.arange(6) >= start) & (np.arange(6) < start + 2))

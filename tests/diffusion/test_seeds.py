@@ -139,6 +139,7 @@ def test_streams_are_distinct():
         stream(root, "other")
 
 
+@pytest.mark.slow
 def test_each_use_has_seeds_of_its_own():
     """Candidates of training, evaluation, ranking and calibration share no seed, and no seed is the
     key of the adapters.

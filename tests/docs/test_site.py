@@ -87,6 +87,7 @@ def test_nothing_is_warned_of(site):
     assert "No issues found" in site[2]
 
 
+@pytest.mark.slow
 def test_a_link_that_leads_nowhere_fails_the_build(tmp_path):
     folder = copied(tmp_path)
     with (folder / "docs" / "faq.md").open("a") as page:

@@ -105,6 +105,7 @@ JSON = (
 )
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize("file", JSON)
 def test_json_of_a_model(file, count):
@@ -125,6 +126,7 @@ def test_json_of_a_model(file, count):
     mutate()
 
 
+@pytest.mark.slow
 @BOTH
 def test_safetensors_of_a_model(count):
     file = "transformer/diffusion_pytorch_model.safetensors"
@@ -173,6 +175,7 @@ def reads_as(content: bytes, original: bytes) -> bool:
     return False
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize(
     "file", ["meta.json", "manifest.json", "arrays/manifest.ocdbt", "arrays/_METADATA"]

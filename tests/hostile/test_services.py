@@ -287,6 +287,7 @@ def score(rewards: HostRewards, pictures: int = 1):
         return outside.finish()["some"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "message"),
     [
@@ -307,6 +308,7 @@ def test_a_worker_that_does_not_behave_costs_a_line_in_time(how, message, monkey
         host.workers(*workers).close()
 
 
+@pytest.mark.slow
 def test_the_wall_clock_ends_no_wait(monkeypatch):
     """Set back by an hour while a worker hangs, as pebble sees it."""
     wall = time.time

@@ -89,6 +89,7 @@ def test_values_and_gradients(kv, mask, softcap):
         assert relative(g, t.grad) < 3e-6
 
 
+@pytest.mark.slow
 def test_a_cap_far_above_the_logits_changes_nothing_and_a_low_one_much():
     q, k, v = map(jnp.asarray, operands(2))
     plain = attention(q, k, v)
@@ -96,6 +97,7 @@ def test_a_cap_far_above_the_logits_changes_nothing_and_a_low_one_much():
     assert relative(attention(q, k, v, softcap=1.0), plain) > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("softcap", first_is_quick([None, 2.0]))
 def test_a_query_that_may_look_nowhere_stays_finite(softcap):
     q, k, v = map(jnp.asarray, operands(2))
@@ -170,6 +172,7 @@ def test_the_mesh_says_what_programs_are_traced_for(platform):
     assert seen == [platform, "cpu"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("t", "s"), first_is_quick([(5, 7), (6, 7), (5, 8), (6, 8)]))
 def test_lengths_are_made_even_for_flash_attention(monkeypatch, t, s):
     """Values and gradients as without, where XLA's attention takes the kernel's place and its
@@ -201,6 +204,7 @@ def test_lengths_are_made_even_for_flash_attention(monkeypatch, t, s):
         assert relative(ours, theirs) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("t", "s"), first_is_quick([(5, 7), (6, 8)]))
 def test_a_number_of_keys_is_the_mask_of_so_many(monkeypatch, t, s):
     """In XLA's attention, and where flash attention is told the number instead of reading a
@@ -304,6 +308,7 @@ def test_capped_logits_never_go_to_a_fused_kernel(monkeypatch):
     assert out.shape == q.shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masked", [True, False])
 def test_the_forward_kernel_has_the_gradient_of_the_other(masked):
     q, k, v = map(jnp.asarray, operands(N))

@@ -44,6 +44,7 @@ def formula(q, k, v):
     return np.einsum("bnts,bsnh->btnh", weights, rounded(v))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", first_is_quick([1.0, 4.0, 1e-2]))
 def test_operands_probabilities_and_result_are_in_e4m3(scale):
     arrays = operands(scale)
@@ -58,6 +59,7 @@ def test_operands_probabilities_and_result_are_in_e4m3(scale):
     assert (ours == rounded(exact)).mean() > 0.99  # float32 rounds few of them to the other side
 
 
+@pytest.mark.slow
 def test_probabilities_keep_their_bits_down_to_a_sixteen_thousandth():
     """One key is near, and 32 are far: E4M3 without a factor would make 0 of those below 2^-10."""
     q = np.zeros((1, 1, 1, H))
@@ -98,6 +100,7 @@ def test_a_network_takes_it_where_it_is_asked_for(joint):
     assert all(np.array_equal(a, b) for a, b in zip(own, run(False), strict=True))
 
 
+@pytest.mark.slow
 def test_it_is_refused_where_attention_has_a_mask():
     config = resolve("tiny", ["rollout.explore.attention=fp8"])
     pipelines = {

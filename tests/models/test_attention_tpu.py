@@ -64,6 +64,7 @@ def kernels(f, *arrays):
     return str(jax.make_jaxpr(f)(*arrays)).count("pallas_call[")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masked", first_is_quick([True, False]))
 def test_values_and_gradients(masked):
     q, k, v, mask = operands()
@@ -78,6 +79,7 @@ def test_values_and_gradients(masked):
     same(gradients(flash)(q, k, v), gradients(written_out)(q, k, v))
 
 
+@pytest.mark.slow
 def test_each_device_has_its_rows_and_heads():
     """As the update maps it: groups of rows over devices, each with a gradient of its own."""
     arrays = operands()

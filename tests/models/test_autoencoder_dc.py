@@ -243,6 +243,7 @@ def test_released_network_has_the_released_tensors(released):
     assert (released.config.spatial_compression, released.config.scaling_factor) == (32, 0.41407)
 
 
+@pytest.mark.slow
 def test_released_network_keeps_shapes_and_dtypes(released):
     graphdef, state = nnx.split(released)
     image, latent = (

@@ -143,6 +143,7 @@ def distance(x, reference):
     return np.linalg.norm(np.asarray(x, np.float32) - reference) / np.linalg.norm(reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", first_is_quick(SMALL))
 def test_encode_and_decode_and_their_gradients_equal_diffusers(name):
     config, pixels, size = SMALL[name]
@@ -183,6 +184,7 @@ def test_encode_and_decode_and_their_gradients_equal_diffusers(name):
         assert error(got, want) < TOLERANCE, what
 
 
+@pytest.mark.slow
 def test_the_logarithm_of_the_variance_is_clamped_as_in_diffusers():
     config = small((8,), layers_per_block=1, latent_channels=2)
     reference = torch_model(config)
@@ -223,6 +225,7 @@ def test_bfloat16_is_as_close_to_float32_as_pytorchs():
         assert distance(got, want) < 1.1 * distance(reference_half, want)
 
 
+@pytest.mark.slow
 def test_a_convolution_of_squares_is_that_of_repeated_pixels():
     """To the rounding of float32: sums of taps come first."""
     conv = Conv(5, 6, 3, rngs=nnx.Rngs(0))
@@ -235,6 +238,7 @@ def test_a_convolution_of_squares_is_that_of_repeated_pixels():
     assert conv_upsampled(x.astype(jnp.bfloat16), conv.kernel.get_value()).dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_weights_go_out_as_they_came_in():
     config, _, _ = SMALL["quantization convolutions"]
     reference = torch_model(config)
@@ -246,6 +250,7 @@ def test_weights_go_out_as_they_came_in():
         np.testing.assert_array_equal(back[name], tensor.numpy())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "count", "decoder_count"),
     [(RELEASED, 83_819_683, 49_545_475), (SD1, 83_653_863, 49_490_179)],
@@ -264,6 +269,7 @@ def test_released_networks_have_the_released_tensors(fields, count, decoder_coun
     assert dict(table) == wanted
 
 
+@pytest.mark.slow
 def test_released_network_keeps_shapes_and_dtypes():
     config = AutoencoderKLConfig.from_dict(RELEASED)
     assert (config.spatial_compression, config.scaling_factor, config.shift_factor) == (
@@ -404,6 +410,7 @@ def test_pixels_far_from_the_borders_of_tiles_are_those_of_the_whole():
     assert error(tiled, whole) > 0.01  # while a tile's border sees zeros where the whole goes on
 
 
+@pytest.mark.slow
 def test_tiled_decoding_is_close_for_the_real_decoder_when_tiles_share_enough():
     decode, params = decoder(small((16, 16), norm_num_groups=2))
     latent = normal(0, 1, 32, 32, 16)

@@ -93,6 +93,7 @@ def their_decode(model, latent):
     return model.decode(Flux2KleinPipeline._unpatchify_latents(latent)).sample
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", first_is_quick(SMALL))
 def test_decode_and_its_gradient_equal_diffusers(name):
     config, size = SMALL[name]
@@ -123,6 +124,7 @@ def test_decode_and_its_gradient_equal_diffusers(name):
     assert all(np.array_equal(back[key], t.numpy()) for key, t in tensors(reference).items())
 
 
+@pytest.mark.slow
 def test_files_of_diffusers_load(tmp_path):
     """They have an encoder, and count the batches of training in an integer: both are passed
     over.

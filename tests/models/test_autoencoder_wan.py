@@ -187,6 +187,7 @@ def check_decode_and_its_gradient(port, changes, size):
         np.testing.assert_array_equal(back[key], tensor, err_msg=key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", first_is_quick(WAN_CASES) + first_is_quick(WAN22_CASES))
 def test_decode_of_clips_and_its_gradient_equal_diffusers(name):
     check_decode_and_its_gradient(WAN, *(WAN_CASES | WAN22_CASES)[name])
@@ -202,6 +203,7 @@ CHUNKS = {  # name: (changes to the config; frames, height and width; latent fra
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", first_is_quick(CHUNKS))
 def test_clips_are_decoded_in_chunks_as_they_are_whole(name):
     """Also their gradients, to 1e-5 of the largest value."""
@@ -264,11 +266,13 @@ def test_chunks_save_memory(gradient):
     assert chunked.temp_size_in_bytes < 0.5 * whole.temp_size_in_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", first_is_quick(QWEN_IMAGE_CASES))
 def test_decode_of_images_and_its_gradient_equal_diffusers(name):
     check_decode_and_its_gradient(QWEN_IMAGE, *QWEN_IMAGE_CASES[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", first_is_quick(ENCODED))
 def test_encode_of_clips_equals_diffusers(name):
     """With all parameters of diffusers' autoencoder."""
@@ -289,6 +293,7 @@ def test_encode_of_clips_equals_diffusers(name):
         assert relative(got, want) < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", [wan.KERNEL, wan.TIME])
 def test_a_narrow_convolution_equals_one_over_three_axes(kernel):
     conv = wan.CausalConv(5, 7, kernel, rngs=nnx.Rngs(0))
@@ -313,6 +318,7 @@ def test_a_narrow_convolution_equals_one_over_three_axes(kernel):
     np.testing.assert_array_equal(conv(clips)[:, :2], conv(clips[:, :2]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "port",
     [WAN, WAN._replace(fields=WAN22_VAE), QWEN_IMAGE],
@@ -330,6 +336,7 @@ def test_files_of_diffusers_load(port, tmp_path):
     assert relative(got, want) < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("port", "repository", "defaults", "size", "decoded_size"),
     [  # the defaults of a configuration are those of Wan 2.1 and of Qwen-Image

@@ -57,6 +57,7 @@ def test_a_model_is_an_embedded_one_or_a_directory(tmp_path):
     assert find_model(str(tmp_path)) == tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "index", sorted(EMBEDDED_FOLDER.glob("*/model_index.json")), ids=lambda index: index.parent.name
 )
@@ -98,6 +99,7 @@ def test_a_model_that_is_not_there_is_one_line_that_says_what_was_tried(
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "dtype"), first_is_quick([("fp32", jnp.float32), ("bf16", jnp.bfloat16)])
 )
@@ -138,6 +140,7 @@ def test_large_parameters_are_split_over_fsdp_and_small_ones_are_whole(backbones
         assert parts == (4 if leaf.size >= sharding.SMALLEST_SHARDED else 1), leaf.shape
 
 
+@pytest.mark.slow
 def test_each_parameter_is_placed_as_it_is_read(folder, monkeypatch, backbones):
     """No array of a component is whole on one device first; each lies where `parameter_sharding`
     says.
@@ -287,6 +290,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 def test_a_name_of_the_hub_is_downloaded_and_afterwards_found_offline(
     repository, backbones, tmp_path, monkeypatch
 ):
@@ -324,6 +328,7 @@ def test_a_name_of_the_hub_is_downloaded_and_afterwards_found_offline(
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), got, want))
 
 
+@pytest.mark.slow
 def test_velocity_and_images_do_not_depend_on_the_mesh(backbones):
     rng = np.random.default_rng(0)
     latent = rng.standard_normal((8, 4, 6, CHANNELS)).astype(np.float32)
@@ -355,6 +360,7 @@ def test_velocity_and_images_do_not_depend_on_the_mesh(backbones):
     assert np.abs(velocity[0] - velocity[3]).max() > 0.1  # rows differ: none is another's copy
 
 
+@pytest.mark.slow
 def test_the_time_may_be_one_for_all_or_one_a_row(backbones):
     backbone, _ = backbones
     latent = np.ones((2, 4, 6, CHANNELS), np.float32)

@@ -172,6 +172,7 @@ def test_image(pair):
         ).all()
 
 
+@pytest.mark.slow
 def test_which_token_stands_for_the_text():
     """With an id above the end of text, the two rules differ; each is what transformers does."""
     ids, mask = prompts([8, 6], np.random.default_rng(4))
@@ -188,6 +189,7 @@ def test_which_token_stands_for_the_text():
     assert relative(outputs[EOS], outputs[2]) > 0.1
 
 
+@pytest.mark.slow
 def test_activation_matters():
     """So that the parity above would show quick_gelu taken for gelu."""
     ids, mask = prompts([7, 2, 5], np.random.default_rng(1))

@@ -177,6 +177,7 @@ def test_outputs_and_gradients_equal_transformers(case):
     assert relative(ours[0], theirs[1]) > 0.1
 
 
+@pytest.mark.slow
 def test_which_token_stands_for_the_text():
     """With an id above the end of text, and with two ends, the two rules differ; each is what
     transformers does.
@@ -195,6 +196,7 @@ def test_which_token_stands_for_the_text():
     assert relative(pooled[EOS], pooled[2]) > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", first_is_quick(["like CLIP-L", "like CLIP-G"]))
 def test_bfloat16_is_as_near_as_torch(case):
     """Distance of each BF16 network to float32, for each output; ours computes in the dtype of its

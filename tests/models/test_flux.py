@@ -153,6 +153,7 @@ def weighting(overrides: dict, sizes: tuple[int, int, int]) -> np.ndarray:
     return np.random.default_rng(2).standard_normal((2, *sizes[:2], channels)).astype(np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", first_is_quick(CASES))
 def test_output_and_input_gradient_equal_diffusers(case):
     overrides, sizes = CASES[case]
@@ -237,6 +238,7 @@ def test_bfloat16_is_as_near_to_float32_as_that_of_diffusers():
     assert distance(ours) <= 1.10 * distance(half)
 
 
+@pytest.mark.slow
 def test_adapters_are_leaves():
     """`LowRank` leaves anywhere among the linears of both stacks act as the merged weights do."""
     _, graphdef, _, params = build({})

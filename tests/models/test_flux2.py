@@ -145,6 +145,7 @@ def weighting(overrides: dict, sizes: tuple[int, int, int]) -> np.ndarray:
     return np.random.default_rng(2).standard_normal((2, *sizes[:2], channels)).astype(np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", first_is_quick(CASES))
 def test_output_and_input_gradient_equal_diffusers(case):
     overrides, sizes = CASES[case]

@@ -40,6 +40,7 @@ def folders(tmp_path_factory):
     return {"distilled": save("distilled", True), "base": save("base", False)}
 
 
+@pytest.mark.slow
 def test_a_directory_says_what_it_is(folders):
     folder, reference = folders["distilled"]
     pipeline = open_pipeline(folder)
@@ -168,6 +169,7 @@ def encoders(folders):
     return pipeline, params, jax.jit(pipeline.encode_text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", first_is_quick([48, 96]))
 def test_tokens_and_conditioning_equal_those_of_diffusers(max_tokens, encoders, folders):
     pipeline, params, encode = encoders
@@ -218,6 +220,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "steps", "guidance", "size"), CASES)
 def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders):
     folder, reference = folders[model]

@@ -184,6 +184,7 @@ def encoders(folders):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", first_is_quick([5, 16]))
 def test_tokens_and_conditioning_equal_those_of_diffusers(max_tokens, encoders, folders):
     pipeline, params, encode = encoders
@@ -245,6 +246,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "steps", "guidance", "size"), CASES)
 def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders):
     folder, reference = folders[model]

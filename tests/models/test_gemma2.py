@@ -89,6 +89,7 @@ def run(model, ids, mask):
     return model(ids, mask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", first_is_quick(CASES))
 def test_hidden_states(case):
     reference = reference_model(seed=list(CASES).index(case), **CASES[case])
@@ -111,6 +112,7 @@ def test_hidden_states(case):
     assert (moved[:, :2][mask[:, :2]] > 1000 * TOLERANCE).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

@@ -112,6 +112,7 @@ class Block(nnx.Module):
         return x + matmul(jax.nn.gelu(matmul(x, self.up[...])), self.down[...])
 
 
+@pytest.mark.slow
 def test_a_further_block_keeps_its_input_and_what_is_not_computed_again():
     """By the memory of compiled gradients of six and of two blocks, in float32."""
 

@@ -113,6 +113,7 @@ def test_hpsv2_sees_the_whole_picture_with_black_around_it(size):
     assert np.abs(ours - theirs.numpy().transpose(0, 2, 3, 1)).max() < 1e-4
 
 
+@pytest.mark.slow
 def test_the_variants_differ_by_many_levels():
     """So that each parity above would show one taken for another."""
     images = pictures(300, 305)

@@ -153,6 +153,7 @@ def test_the_two_variants_differ():
     assert np.abs(paper - released).max() > 0.1 * np.abs(paper).max()
 
 
+@pytest.mark.slow
 @NORMED
 @pytest.mark.parametrize("scale", first_is_quick([1 / 12, 1.0]))
 def test_equal_weights_are_linear_attention(normed, scale):
@@ -216,6 +217,7 @@ def configured(*overrides):
     return config, open_model(config.model.path, mhla=mhla_override(config.model))
 
 
+@pytest.mark.slow
 @RELEASED
 def test_a_pipeline_begins_with_what_its_files_do_not_have(released):
     _, pipeline = configured(f"model.mhla_released={str(released).lower()}", "model.mhla_norm=true")
@@ -246,6 +248,7 @@ def test_a_pipeline_begins_with_what_its_files_do_not_have(released):
     np.testing.assert_array_equal(scale, 1)
 
 
+@pytest.mark.slow
 def test_what_it_adds_is_trained_in_full_kept_in_bounds_and_never_quantized():
     config, pipeline = configured()
     new = tuple(f"transformer_blocks/attn1/{name}" for name in ("lepe/kernel", "mix"))

@@ -219,6 +219,7 @@ def test_velocity_equals_that_of_diffusers(opened):
     assert difference < TOLERANCE
 
 
+@pytest.mark.slow
 def test_decoding_equals_diffusers_autoencoder_and_postprocessing(opened):
     pipeline, reference, _ = opened
     latent = 2 * np.random.default_rng(1).standard_normal((2, 6, 8, CHANNELS)).astype(np.float32)

@@ -67,6 +67,7 @@ def run(model, ids, mask):
     return model(ids, mask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", first_is_quick(CASES))
 def test_hidden_states_and_names_of_both_versions_of_transformers(case, tmp_path):
     reference = reference_model(seed=list(CASES).index(case), **CASES[case])

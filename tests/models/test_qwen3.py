@@ -120,6 +120,7 @@ def expected(reference, ids, mask, states):
     return np.concatenate([out[state].numpy() for state in states], axis=-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", first_is_quick(CASES))
 def test_hidden_states(case, tmp_path):
     changes, states = CASES[case]
@@ -195,6 +196,7 @@ def test_files_with_and_without_a_head(kind, head, tmp_path):
         component.check_files()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [{"rms_norm_eps": 2e-6}, {"rope_parameters": {"rope_type": "default", "rope_theta": 1.1e6}}],

@@ -112,6 +112,7 @@ def run_torch(theirs: TorchQwenImage, x: dict, cotangent: np.ndarray | None = No
     return latent.grad.numpy().transpose(0, 2, 3, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", first_is_quick(CASES))
 def test_forward_and_input_gradient_equal_diffusers(case):
     overrides, size = CASES[case]

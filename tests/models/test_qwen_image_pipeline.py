@@ -135,6 +135,7 @@ def test_a_missing_component_is_refused_by_name(missing, copy):
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", first_is_quick([TOKENS, 150, 20]))
 def test_tokens_and_conditioning_equal_those_of_diffusers(max_tokens, opened):
     folder, reference = opened
@@ -177,6 +178,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("steps", "guidance", "size"), CASES)
 def test_images_equal_those_of_diffusers(steps, guidance, size, opened):
     folder, reference = opened
@@ -254,6 +256,7 @@ def test_guidance_keeps_the_norm_of_each_token(opened):
     np.testing.assert_allclose(ratio, np.broadcast_to(ratio[:, :1], ratio.shape), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_what_qwen_image_does_not_have_is_refused(opened):
     folder = opened[0]
     options = dict(num_steps=1, guidance_scale=1.0, size=(16, 16))

@@ -126,6 +126,7 @@ def test_forward_and_input_gradient_equal_diffusers(case):
     )
 
 
+@pytest.mark.slow
 def test_another_size_runs_through_the_same_weights():
     theirs, ours, _, _ = build(CASES["patches-and-positions"])
     for height, width in ((8, 8), (4, 10)):

@@ -193,6 +193,7 @@ def test_forward_and_input_gradient_equal_diffusers(case):
     check(case)
 
 
+@pytest.mark.slow
 def test_forward_and_every_gradient_equal_diffusers():
     """Each tensor's under its own name: no two are taken for each other, and none that matters is
     left out.
@@ -215,6 +216,7 @@ def test_forward_and_every_gradient_equal_diffusers():
     assert errors[worst] < 5 * TOLERANCE, worst
 
 
+@pytest.mark.slow
 def test_another_size_runs_through_the_same_weights():
     """Positions are cut from the middle, rounded towards the first row and column."""
     theirs = reference_model({})
@@ -234,6 +236,7 @@ def test_a_size_without_positions_is_refused(height, width):
         jax.eval_shape(lambda x: nnx.merge(graphdef, params)(**x), inputs({}, height, width))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dual", [(), pytest.param((0, 1), marks=pytest.mark.exhaustive)], ids=["large", "medium"]
 )
@@ -278,6 +281,7 @@ def test_bfloat16_is_as_close_to_float32_as_diffusers(dual):
     assert 1e-4 < np.mean(mine) <= 1.10 * np.mean(yours)
 
 
+@pytest.mark.slow
 def test_runs_of_equal_layers_share_one_released_list():
     """They run in the order of the list, under its names."""
     overrides, size = CASES["many-runs"]

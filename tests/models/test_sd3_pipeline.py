@@ -191,6 +191,7 @@ def test_a_missing_component_is_refused_by_name(missing, copy):
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.slow
 def test_tokenizers_in_their_older_files_are_read(folders, tmp_path):
     """As the released models have them: a vocabulary and merges instead of one `tokenizer.json`."""
     folder = shutil.copytree(
@@ -231,6 +232,7 @@ def encoders(request, folders):
     return pipeline, reference, params, jax.jit(pipeline.encode_text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", first_is_quick([5, 16]))
 def test_tokens_and_conditioning_equal_those_of_diffusers(max_tokens, encoders):
     pipeline, reference, params, encode = encoders
@@ -295,6 +297,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "steps", "guidance", "size"), CASES)
 def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders):
     folder, reference = folders[model]

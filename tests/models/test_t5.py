@@ -149,6 +149,7 @@ def umt5_reference(**changes):
     return model
 
 
+@pytest.mark.slow
 def test_umt5_has_biases_in_each_layer_and_masks_padding():
     reference = umt5_reference(num_layers=3)
     config = UMT5Config.from_dict(reference.config.to_dict())
@@ -303,6 +304,7 @@ N = 6
 H = 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kv", "shape", "masked"), [(6, (1, N), True), (2, (B, 1), False), (2, (B, N), True)]
 )

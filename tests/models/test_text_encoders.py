@@ -79,6 +79,7 @@ def no_loading(monkeypatch):
     return lambda: monkeypatch.setattr(Component, "load", load)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "precision"),
     [("sana", "fp32"), pytest.param("sd3", "bf16", marks=pytest.mark.exhaustive)],
@@ -98,6 +99,7 @@ def test_an_encoding_does_not_depend_on_batch_mates_place_or_mesh(model, precisi
         assert bits({name: x[i] for name, x in elsewhere.items()}) == row
 
 
+@pytest.mark.slow
 def test_encoders_are_loaded_for_what_the_cache_lacks_and_for_nothing_else(
     folders, tmp_path, no_loading
 ):
@@ -250,6 +252,7 @@ def test_a_cache_that_is_only_read_needs_no_write(folders, with_one, monkeypatch
 # whole runs
 
 
+@pytest.mark.slow
 def test_a_filled_cache_gives_a_run_all_that_it_asks_to_the_bit(tmp_path, monkeypatch, no_loading):
     sets = tmp_path / "train.txt", tmp_path / "test.txt"
     sets[0].write_text("a red circle\ntwo blue squares\na green triangle\n")
@@ -321,6 +324,7 @@ def test_filling_encodes_as_a_run_does_on_a_tensor_parallel_mesh(tmp_path, monke
     assert meshes[0].shape["tensor"] == 1
 
 
+@pytest.mark.slow
 def test_options_of_the_model_reach_it_or_are_refused(folders, tmp_path):
     (tmp_path / "instruction").write_text(
         "A picture of:\n "

@@ -87,6 +87,7 @@ def run_torch(theirs: TorchWan, x: dict, cotangent: np.ndarray | None = None) ->
     return np.moveaxis(latent.grad.numpy(), 1, -1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", first_is_quick(CASES))
 def test_forward_and_input_gradient_equal_diffusers(case):
     overrides, size = CASES[case]
@@ -125,6 +126,7 @@ def test_forward_and_input_gradient_equal_diffusers(case):
         np.testing.assert_array_equal(back[name], tensor.numpy(), err_msg=name)
 
 
+@pytest.mark.slow
 def test_attention_among_the_tokens_runs_in_fp8():
     """The rounding shows, and does no more; the attention to the text alone stays exact."""
     theirs = reference_model({})
@@ -166,6 +168,7 @@ def test_the_released_network_has_the_released_names_and_parameter_count(reposit
     assert parameter_count(state) == count
 
 
+@pytest.mark.slow
 def test_one_timestep_per_sample_is_the_same_for_every_token():
     """Wan 2.2 TI2V has a timestep per token, which is that of the sample where no image is given."""
     theirs = reference_model({})

@@ -164,6 +164,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("steps", "guidance", "size"), CASES)
 def test_clips_equal_those_of_diffusers(steps, guidance, size, opened):
     folder, reference = opened
@@ -200,6 +201,7 @@ def test_clips_equal_those_of_diffusers(steps, guidance, size, opened):
         assert moved[1:].min() > 10 * CLIP_TOLERANCE, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("guidance", "size"),
     [
@@ -239,6 +241,7 @@ def test_the_euler_scheduler_of_the_pipeline_is_that_of_diffusers(tmp_path):
     assert np.abs(got - want).max() <= CLIP_TOLERANCE
 
 
+@pytest.mark.slow
 def test_sizes_of_clips_are_those_of_the_request(opened):
     folder = opened[0]
     options = dict(num_steps=1, max_sequence_length=TOKENS)

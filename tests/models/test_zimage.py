@@ -143,6 +143,7 @@ def weighting(x: dict) -> np.ndarray:
     return np.random.default_rng(2).standard_normal(x["latent"].shape).astype(np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -304,6 +305,7 @@ def test_released_size_has_the_released_tensors():
     assert ours == {name: tuple(t.shape) for name, t in theirs.state_dict().items()}
 
 
+@pytest.mark.slow
 def test_rotation_at_the_released_size():
     """Positions of text and image, and the largest that are stored."""
     config = ZImageConfig.from_dict(RELEASED)

@@ -154,6 +154,7 @@ def test_a_tokenizer_without_a_template_is_refused(copy):
         load_backbone(str(copy), "fp32", make_mesh(1, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", first_is_quick([5, 40, 320]))
 def test_tokens_and_conditioning_equal_those_of_diffusers(max_tokens, folders):
     for folder, reference in folders.values():
@@ -203,6 +204,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "steps", "guidance", "size"), CASES)
 def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders):
     folder, reference = folders[model]
@@ -274,6 +276,7 @@ def test_a_negative_prompt_is_that_of_diffusers(folders):
     )
 
 
+@pytest.mark.slow
 def test_what_zimage_does_not_have_is_refused(folders):
     folder = folders["base"][0]
     options = dict(num_steps=1, guidance_scale=1.0, size=(16, 16))

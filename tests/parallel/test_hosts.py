@@ -181,6 +181,7 @@ def call_roll(numbers: list[int], count: int) -> list[str]:
         return list(threads.map(told, numbers))
 
 
+@pytest.mark.slow
 def test_processes_wait_for_each_other_and_name_those_that_are_not_there(monkeypatch):
     assert call_roll([2, 0, 1], 3) == ["", "", ""]
     monkeypatch.setattr(hosts, "START", 2)

@@ -104,6 +104,7 @@ def exploring_on_one(built):
     return exploring(built("one"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DIVIDED)
 def test_the_policy_that_explores_is_the_same_to_the_bit_on_any_mesh(name, built, exploring_on_one):
     """Codes, scales and corrections. A sum in parts rounds differently, and can change a code."""
@@ -228,6 +229,7 @@ def test_training_in_full_ends_with_the_same_parameters_whose_state_is_split_as_
     assert (state.old[path].dtype, state.adapters[path].dtype) == (base.dtype, np.float32)
 
 
+@pytest.mark.slow
 def test_fsdp_splits_what_is_large_and_nothing_else(built):
     experiment = built("data=2 fsdp=4")
     kernel = experiment.backbone.transformer["transformer_blocks"]["ff"]["conv_inverted"]["kernel"]

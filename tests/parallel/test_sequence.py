@@ -192,6 +192,7 @@ def difference(got, wanted):
 ONE = sharding.make_mesh(1, 1, devices=jax.devices()[:1])
 
 
+@pytest.mark.slow
 def test_tokens_stay_sharded_and_attention_alone_gathers_them():
     """Wan, with all four axes of the mesh and two samples per group of devices."""
     one, arguments = compiled(velocity, "wan", ONE)
@@ -259,6 +260,7 @@ def attend_twice(w, x, text):
     return shard_tokens(run, (w, text), x)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [8, 3])
 def test_attention_and_its_gradient_are_the_same_to_the_bit_in_bf16(devices):
     """On eight devices; twelve pairs of a sample and a head do not divide among them. And on three,

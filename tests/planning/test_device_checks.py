@@ -53,11 +53,13 @@ def test_a_device_is_checked_for_the_kernels_that_it_has():
     }
 
 
+@pytest.mark.slow
 def test_emulated_kernels_agree_with_their_twins_within_half_of_the_tolerance():
     strict = [dataclasses.replace(check, tolerance=check.tolerance / 2) for check in CHECKS]
     assert device_checks.run(strict) == dict.fromkeys([check.name for check in CHECKS])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
 def test_a_result_of_zeros_nan_or_other_values_is_named(check):
     def planted(fault):

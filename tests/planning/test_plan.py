@@ -106,6 +106,7 @@ def by_rule(mesh, tree):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cpus")
 @pytest.mark.parametrize(
     "preset",
@@ -198,6 +199,7 @@ def test_parts_are_what_arrays_hold():
 # --- programs ---
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cpus")
 @pytest.mark.parametrize(
     ("preset", "missing"),
@@ -236,6 +238,7 @@ def test_programs_of_an_iteration(preset, missing):
         assert all(x.sharding.mesh.size == 2 for x in arrays(program.arguments))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cpus")
 def test_the_largest_of_several_sizes_is_planned_and_a_larger_evaluation():
     """Latents of tiny-sana are a quarter of a picture each way."""
@@ -276,6 +279,7 @@ def test_the_largest_of_several_sizes_is_planned_and_a_larger_evaluation():
     assert "an evaluation, whose images are larger, takes no time of an iteration" in said
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cpus")
 @pytest.mark.parametrize(
     ("family", "recording"), [("sol_rl", "regenerate"), ("naive_scaling", "explore")]
@@ -303,6 +307,7 @@ def test_states_are_kept_for_an_objective_on_an_sdes_steps(family, recording):
     assert states[1] == 5  # before and after four steps
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cpus")
 @pytest.mark.parametrize(("recipe", "continued"), [("best", 1), ("paper", 0)])
 def test_regeneration_continues_where_a_run_does(recipe, continued):
@@ -323,6 +328,7 @@ def test_regeneration_continues_where_a_run_does(recipe, continued):
     assert segment.schedule.table.shape == (steps - continued, 5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cpus")
 def test_the_gradient_of_the_reward_is_planned_for_an_objective_that_takes_it():
     """Three gradients of each kept sample; the update is given their targets."""

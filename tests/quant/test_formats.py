@@ -345,6 +345,7 @@ def test_the_product_is_that_of_the_dequantized_operands(name):
         assert relative(got[row], operand[row] @ w) > 1e-3  # and so are weights
 
 
+@pytest.mark.slow
 def test_stacked_leaves_on_eight_devices_compute_what_they_do_on_one():
     """They are merged and quantized on the devices that hold the base, then gathered one layer at a
     time in the scan.
@@ -438,6 +439,7 @@ CUSTOM = "@__op$block_scaled_dot("
 COMPOSITE = 'composite "xla.scaled_dot"'
 
 
+@pytest.mark.slow
 def test_block_scaled_products_lower_to_xlas_custom_call_on_cuda(network, lowered):
     text = lowered("nvfp4")
     assert len(network[2]) == 4

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from solrl_jax.parallel.sharding import jit
 from solrl_jax.quant import compile_target
@@ -17,6 +18,7 @@ def normal(*shape, dtype=jnp.float32, seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
+@pytest.mark.slow
 def test_it_is_a_depthwise_convolution_between_silus():
     x = normal(2, *GRID, CHANNELS, seed=1)
     taps = normal(3, 3, 1, CHANNELS, seed=2)
@@ -30,6 +32,7 @@ def test_it_is_a_depthwise_convolution_between_silus():
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_tpu_convolves_in_groups_to_the_same_result(monkeypatch):
     """Forwards and backwards, to a unit of BF16 in the last place: sums are in another order."""
     count = GRID[0] * GRID[1]

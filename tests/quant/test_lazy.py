@@ -147,6 +147,7 @@ def both(encoder, form):
     return run(reference), run(partial(triton_kernel, interpret=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.exhaustive)]
 )
@@ -180,6 +181,7 @@ TPU_FORMS = {  # of the forms, those of one stretch; with other rows than one, b
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", TPU_FORMS)
 @pytest.mark.parametrize("encoder", first_is_quick(["int8", "fp8", "bf16"]))
 def test_the_kernel_for_tpus_is_its_twin_bit_for_bit(encoder, form):
@@ -204,6 +206,7 @@ def test_the_kernel_for_tpus_is_its_twin_bit_for_bit(encoder, form):
             )
 
 
+@pytest.mark.slow
 def test_on_tpus_one_kernel_writes_what_the_product_reads():
     """And none where a second part would start between two registers."""
     w = FORMATS["int8"].quantize(normal(192, 64, seed=3))
@@ -223,6 +226,7 @@ def test_on_tpus_one_kernel_writes_what_the_product_reads():
         assert re.search(r"dot_general.*: \(tensor<.*xi8>, tensor<.*xi8>\) -> tensor<.*xi32>", text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nvfp4", "fp8"])
 def test_on_tpus_other_formats_are_encoded_by_xla(name):
     """Mosaic has no types of four bits, and TPUs before TPU7x have none of FP8."""
@@ -253,6 +257,7 @@ def test_a_kernel_for_cuda_is_lowered_without_a_warning():
     assert [str(warning.message) for warning in caught] == ["another backend is deprecated"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("normed", [modulated, rms_normed])
 def test_a_norm_of_a_row_that_zeros_fill_up_is_that_of_the_row(normed):
     """Its sums run in another order, so that the last bits may differ."""
@@ -283,6 +288,7 @@ def test_columns_joined_are_the_function_of_the_columns():
     np.testing.assert_array_equal(jnp.concatenate([part.value for part in whole], axis=-1), x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nvfp4", "fp8", "int8"])
 def test_products_of_one_input_encode_it_once(name):
     x = LazyActivation.from_array(jnp.asarray(normal(B, S, 128)))
@@ -299,6 +305,7 @@ def test_products_of_one_input_encode_it_once(name):
     np.testing.assert_array_equal(lazy_matmul(x, w).value, matmul(x.value, w))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nvfp4", "fp8", "int8"])
 def test_on_cuda_one_kernel_writes_what_the_product_reads(name):
     w = FORMATS[name].quantize(normal(128, 64, seed=3))
@@ -390,6 +397,7 @@ def test_a_nan_stays_one_in_fp8_also_in_triton():
     np.testing.assert_array_equal(np.asarray(y, np.float32), [np.nan, 448, -448, 1, 448])
 
 
+@pytest.mark.slow
 def test_nibbles_are_the_codes_of_four_bits():
     halfway = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], np.float32)
     near = np.concatenate(

@@ -79,6 +79,7 @@ def by_reference(heads, inputs):
     return reference(*(x.value.astype(jnp.float32) for x in inputs), heads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_the_kernel_is_its_twin_to_half_a_unit_of_bf16(shape, on_gpu):
     arrays = operands(*shape)
@@ -92,6 +93,7 @@ def test_the_kernel_is_its_twin_to_half_a_unit_of_bf16(shape, on_gpu):
     np.testing.assert_allclose(np.asarray(ours, np.float32), wanted, rtol=2**-8 + 1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", first_is_quick(SHAPES))
 def test_so_is_the_gradient(name, on_gpu):
     """Of what the kernel reads, rounded to BF16 once."""
@@ -147,6 +149,7 @@ def in_float32(f, *arrays):
         return jit(f)(*(x.astype(jnp.float32) for x in arrays))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", first_is_quick(MIXED))
 def test_mixed_sums_are_their_twin_and_so_are_the_gradients(name, on_gpu):
     """m's gradient is in float32, of as many products as there are features."""
@@ -191,6 +194,7 @@ def test_mixed_sums_are_their_twin_where_numbers_are_hard(hard, on_gpu):
     )
 
 
+@pytest.mark.slow
 def test_equal_weights_are_one_block(on_gpu):
     """To the rounding of BF16."""
     _, _, (_, *arrays) = mixed(MIXED["MHLA's"])
@@ -208,6 +212,7 @@ def test_equal_weights_are_one_block(on_gpu):
     )
 
 
+@pytest.mark.slow
 def test_queries_that_see_nothing_give_zeros(on_gpu):
     nothing = [(jnp.full((1, 20, 39), -1, jnp.bfloat16),)] * 3
     assert (
@@ -217,6 +222,7 @@ def test_queries_that_see_nothing_give_zeros(on_gpu):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [None, Blocks((1, 5), (1, 5), 1e-6, 1e-6)], ids=["one", "five"])
 def test_rows_are_divided_over_devices_and_so_are_those_that_vmap_maps(blocks, on_gpu):
     """As in the update, where groups of rows are mapped.

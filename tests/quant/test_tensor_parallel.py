@@ -104,6 +104,7 @@ def test_gradients_are_the_same_to_the_bit(operands):
     chex.assert_trees_all_equal(four, one)
 
 
+@pytest.mark.slow
 def test_heads_are_divided_and_attend_the_same(operands):
     q, k, v = (
         jnp.asarray(np.random.default_rng(i).normal(size=(2, 10, 8, 16)), jnp.bfloat16)

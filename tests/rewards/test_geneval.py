@@ -304,6 +304,7 @@ def test_the_sets_that_are_tested_on_are_held_out():
     assert not any(drawing.held_out(line["prompt"]) for line in lines("train"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", first_is_quick([64, 32]))
 def test_the_verifier_says_where_things_are(side):
     image = np.full((side, side, 3), scenes.BACKGROUND, np.float32)

@@ -95,6 +95,7 @@ def expected_wins(size):
     return np.concatenate(wins)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 5, 12])
 def test_groups_do_not_depend_on_chunks(chunk):
     expected = [ranks(PICTURES[g], PROMPTS[g], []) for g in group_slices(PROMPTS, 4)]
@@ -145,6 +146,7 @@ def train(tmp_path, *overrides):
     return pq.read_table(tmp_path / "run" / "ledger").to_pydict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -165,6 +167,7 @@ def test_a_reward_of_yours_that_compares_candidates_trains(name, tmp_path):
         assert (np.ptp(rewards, axis=-1) > 0.2).all()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("toy_model")
 def test_a_weighted_sum_of_rewards_that_compare_and_that_do_not(tmp_path):
     weights = (

@@ -71,6 +71,7 @@ def scores(rewards, workers=WORKERS, chunk=4, skip=False, pictures=PICTURES, pro
         return outside_jax.finish(), outside_jax.failed
 
 
+@pytest.mark.slow
 def test_scores_do_not_depend_on_chunks_batches_or_workers():
     expected = outside.mean(PICTURES, PROMPTS, [], scale=0.5)
     alone = (1, 20.0)
@@ -138,6 +139,7 @@ def test_a_failure_costs_a_score(how, capsys):
     assert re.fullmatch(said, capsys.readouterr().err)
 
 
+@pytest.mark.slow
 def test_or_a_failure_stops_the_run_and_the_workers():
     host.workers(*WORKERS).close()
     others = set(
@@ -200,6 +202,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["exit", "kill"])
 @pytest.mark.parametrize("how", ["patient", "deaf"])
 def test_workers_end_with_the_program(how, end, tmp_path):
@@ -255,6 +258,7 @@ def with_reward(built, weights, options=None, skip=False):
     return dataclasses.replace(built, reward=opened.trained, evaluation_reward=opened.evaluated)
 
 
+@pytest.mark.slow
 def test_a_reward_that_scores_nothing_is_found_before_the_weights_are(monkeypatch):
     monkeypatch.delattr(experiments, "load_backbone")
     options = json.dumps({FAILING: {"how": "length"}})
@@ -315,6 +319,7 @@ def test_the_sum_is_of_what_was_scored_in_jax_and_outside(built):
     assert m["reward_failures/tests.outside:mean"] == m["nonfinite_rewards"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [
@@ -352,6 +357,7 @@ def test_what_has_no_score_is_not_trained_on(how, built, tmp_path):
             iterate(experiment(skip=False), fresh_state(built), 1)
 
 
+@pytest.mark.slow
 def test_if_all_scoring_fails_the_run_goes_on(built):
     weights = {
         FAILING: 1.0,
@@ -384,6 +390,7 @@ class Breaking(TerminalProgress):
         super().phase(name, rows, done)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("toy_model")
 def test_a_reward_that_fails_stops_the_run_which_then_goes_on(tmp_path, capsys):
     """It fails in the second iteration, and in the evaluation after it. The result equals that of a
@@ -452,6 +459,7 @@ def rows(run_dir: Path, watched: str = "watched") -> dict[int, dict]:
     return merged
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("toy_model")
 def test_a_run_says_once_that_equal_rewards_teach_nothing(tmp_path, capsys):
     """The reward is -1 for every prompt without metadata, whatever the image shows."""

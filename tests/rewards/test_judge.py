@@ -548,6 +548,7 @@ def run(server, model, skip, pictures=PICTURES):
         return run.finish(), run
 
 
+@pytest.mark.slow
 def test_workers_report_what_a_judge_costs_and_skip_one_image_alone(server, capsys):
     server.answers["wrong once"] = lambda handler, body: (
         reply(handler, "no", 500) if "image 3" in json.dumps(body) else reply(handler, yes(body))

@@ -174,6 +174,7 @@ def test_a_run_resumes_from_the_cache_with_transformers_serve(tmp_path):
             process.terminate()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("toy_model")
 def test_a_pairwise_judge_scores_win_rates(server, tmp_path):
     """Both orders are asked, so what the judge prefers about a position cancels."""
@@ -210,6 +211,7 @@ def test_a_pairwise_judge_scores_win_rates(server, tmp_path):
 # A reward for exploration alone.
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("toy_model")
 def test_a_cheap_reward_ranks_and_the_trained_one_scores_what_is_kept(tmp_path):
     cheap = "tests.outside:mean"
@@ -235,6 +237,7 @@ def test_a_cheap_reward_ranks_and_the_trained_one_scores_what_is_kept(tmp_path):
     assert f"eval/{trained}" in row
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("toy_model")
 def test_a_judge_is_asked_about_the_kept_samples_alone(server, tmp_path):
     proxy = "rollout.explore.reward={'tests.outside:in_jax': 1}"
@@ -246,6 +249,7 @@ def test_a_judge_is_asked_about_the_kept_samples_alone(server, tmp_path):
     assert row["reward_cost/judge/requests"] + row.get("reward_cost/judge/cached", 0) == 8
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("toy_model")
 def test_a_second_judge_may_see_small_images(server, tmp_path):
     small = f"{{base_url: '{server.url}', model: 'yes', cache: null, image_size: 4}}"
@@ -300,6 +304,7 @@ def doctor(url, model, *overrides):
     return result.exit_code, lines
 
 
+@pytest.mark.slow
 def test_doctor_says_what_an_endpoint_supports(server):
     code, lines = doctor(server.url, "yes")
     assert code == 0, lines
@@ -311,6 +316,7 @@ def test_doctor_says_what_an_endpoint_supports(server):
     assert len(server.bodies) == asked + 1
 
 
+@pytest.mark.slow
 def test_doctor_says_what_an_endpoint_lacks(server):
     def no_logprobs(handler, body):
         if "logprobs" in body:
@@ -329,6 +335,7 @@ def test_doctor_says_what_an_endpoint_lacks(server):
     assert "did you mean 'model'?" in lines[0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("toy_model")
 def test_a_server_that_fails_for_a_while_costs_nothing_with_skip(server, tmp_path):
     """Images without a score are not trained on, and a later start asks only for them."""

@@ -33,6 +33,7 @@ def score(images, words):
     return ocr(np.stack(images), prompts(words), [{}] * len(images))
 
 
+@pytest.mark.slow
 def test_clean_words_score_one_and_other_words_less_than_half():
     images = [drawn(word, size) for word, size in zip(WORDS, (72, 34, 56, 40, 44, 60), strict=True)]
     images[2] = 1 - images[2]  # light on dark
@@ -47,6 +48,7 @@ def test_lines_are_read_from_top_to_bottom_and_joined():
     assert score([drawn("Wild\nOrchard\nCinema", 48)], ["cinema orchard wild"])[0] < 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("harm", "step"), [("blur", 1.0), ("noise", 0.15)])
 def test_the_worse_the_picture_the_less_it_scores(harm, step):
     """Means over twelve words in twelve sizes, in equal steps from clean to unreadable."""

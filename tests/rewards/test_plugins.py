@@ -296,6 +296,7 @@ def ask(url, pictures=PICTURES, prompts=PROMPTS, timeout=2.0):
     )
 
 
+@pytest.mark.slow
 def test_a_service_is_given_what_a_function_is(service):
     host = opened(
         {service: 1.0}, options={service: {"batch": 2}}, workers=1, timeout=20.0

@@ -67,6 +67,7 @@ def test_tiny_clip_equals_transformers(pictures):
     assert np.ptp(cosines) > 0.1
 
 
+@pytest.mark.slow
 def test_the_gradient_of_tiny_clip_equals_that_of_transformers(pictures):
     """By the images, to 1e-4 of the largest entry."""
     theirs = CLIPModel.from_pretrained(EMBEDDED_FOLDER / "tiny-clip").eval()
@@ -92,12 +93,14 @@ def test_the_gradient_of_tiny_clip_equals_that_of_transformers(pictures):
     assert np.abs(got - want).max() < 1e-4 * np.abs(want).max()
 
 
+@pytest.mark.slow
 def test_tiny_clip_prefers_the_caption_to_another(pictures):
     own = scores({"tiny-clip": 1.0}, pictures, np.arange(4))["reward"]
     other = scores({"tiny-clip": 1.0}, pictures, (np.arange(4) + 1) % 4)["reward"]
     assert (own > other + 0.05).all()
 
 
+@pytest.mark.slow
 def test_the_reward_is_the_weighted_sum_of_its_parts(pictures):
     both = scores({"shapes": 2.0, "tiny-clip": -0.5}, pictures, np.arange(4))
     np.testing.assert_allclose(
@@ -107,6 +110,7 @@ def test_the_reward_is_the_weighted_sum_of_its_parts(pictures):
     assert both["shapes/strict"].all()
 
 
+@pytest.mark.slow
 def test_any_score_of_a_reward_may_be_trained_on(pictures):
     wrong = (np.arange(4) + 1) % 4
     mixed = scores({"shapes": 0.5, "shapes/strict": 0.5}, pictures[wrong], np.arange(4))
@@ -119,6 +123,7 @@ def test_any_score_of_a_reward_may_be_trained_on(pictures):
     np.testing.assert_array_equal(only, 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", first_is_quick([np.nan, np.inf, -np.inf]))
 @pytest.mark.parametrize(
     "weights",
@@ -138,6 +143,7 @@ def test_a_picture_that_is_not_finite_has_no_score(weights, value, pictures):
         np.testing.assert_array_equal(np.delete(values, 2), np.delete(sound[name], 2))
 
 
+@pytest.mark.slow
 def test_a_picture_scores_the_same_whatever_its_batch_mates(pictures):
     whole = scores({"shapes": 1.0, "tiny-clip": 1.0}, pictures, np.arange(4))["reward"]
     mixed = scores(

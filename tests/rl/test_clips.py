@@ -65,6 +65,7 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("frames", "places"),
     [(3, [0, 4, 8]), pytest.param(1, [0], marks=pytest.mark.exhaustive)],
@@ -108,6 +109,7 @@ def test_rewards_inside_and_outside_jax_score_frames_and_clips(folder, frames, p
     assert "x 2 clips of 9 frames of 8 x 16; dpm2" in evaluate.describe_evaluation(experiment)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_the_reward_decodes_chunks_of_frames(folder):
     """It equals that through the whole clip, to 1e-5 of the largest component.
 

@@ -188,6 +188,7 @@ def same_bits(a, b):
     return all(map(np.array_equal, *map(jax.tree.leaves, jax.device_get((a, b)))))
 
 
+@pytest.mark.slow
 def test_an_iteration_depends_on_no_scale():
     """Who is kept, the advantages and the new policy, to the bit; and the metric "reward" is still
     the weighted sum.
@@ -236,6 +237,7 @@ def values_of(samples, count, weights=TRAINED):
     return reference(rows, weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ranked_by",
     [TRAINED, pytest.param({"bright": -1.0, "red": 2.0}, marks=pytest.mark.exhaustive)],
@@ -262,6 +264,7 @@ def test_the_pool_selects_and_the_kept_samples_have_the_advantages(ranked_by, sp
     )
 
 
+@pytest.mark.slow
 def test_pairs_are_ordered_by_the_combined_advantages(spied):
     pools, batches = spied
     toy = experiment_of(100.0, "objective=dpo")

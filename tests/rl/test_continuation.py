@@ -52,6 +52,7 @@ def iterated(monkeypatch, *overrides, mesh=(1, 1)):
     return batches[0], outcome.ledger, samplers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("solver", "count", "objective", "mesh"),
     [
@@ -95,6 +96,7 @@ def test_continued_samples_are_those_from_noise_to_the_bit(
         np.testing.assert_array_equal(got, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", ["euler", "dpm1", "dpm2", "ddim"])
 def test_continued_steps_are_the_first_ones_of_the_regeneration(solver):
     """Schedules are compared to the bit. No step after them reads predictions from before."""

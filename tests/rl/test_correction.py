@@ -106,12 +106,14 @@ def test_directions_are_those_of_the_sigmas_that_are_explored(experiment, bases,
     assert common(found[5], found[0]) < 0.99
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_finds_those_that_it_began_with(experiment, bases):
     again = dataclasses.replace(experiment.explorer)
     for path, basis in bases_of(again).items():
         np.testing.assert_array_equal(basis, bases[path], err_msg=path)
 
 
+@pytest.mark.slow
 def test_directions_do_not_depend_on_how_rows_are_grouped(experiment, bases):
     """`optimizer.per_device_batch_size` need not divide the sixteen samples; sums of other groups
     differ in their last bits.
@@ -188,6 +190,7 @@ def test_they_hold_more_of_what_the_network_sees_than_others_do(experiment, base
     assert errors["measured"] < 0.8 * errors["random"]
 
 
+@pytest.mark.slow
 def test_the_policy_that_explores_is_corrected_and_the_one_that_trains_is_not(experiment):
     adapters = jax.tree.map(lambda x: x + 0.01, fresh_state(experiment).old)
     exploring, exact = (

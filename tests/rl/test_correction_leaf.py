@@ -55,6 +55,7 @@ def test_without_a_format_the_two_products_are_the_whole_one(basis):
     assert relative(X @ w.remainder, X @ W) > 0.1  # the branch matters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", first_is_quick(QUANTIZING))
 def test_a_correction_leaves_a_format_less_to_get_wrong(name):
     plain = FORMATS[name].quantize(W)
@@ -67,6 +68,7 @@ def test_a_correction_leaves_a_format_less_to_get_wrong(name):
     assert relative(dequantize(corrected), W) < 1.1 * relative(dequantize(plain), W)
 
 
+@pytest.mark.slow
 def test_a_row_is_corrected_alone():
     w = correct(FORMATS["nvfp4"].quantize, W, BASIS.astype(jnp.bfloat16))
     x = X.astype(jnp.bfloat16)
@@ -91,6 +93,7 @@ def test_its_bytes_are_those_of_its_arrays():
     assert w.nbytes == FORMATS["nvfp4"].quantize(W).nbytes + 2 * RANK * (N_IN + N_OUT)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_probe_is_its_inputs_second_moment_times_its_basis():
     """Through a scan over layers and a nonlinearity, whatever is differentiated; and a probe
     multiplies as its weight does.

@@ -49,6 +49,7 @@ def test_readme_shows_the_loop_as_it_runs():
     assert len(shown.splitlines()) <= 20
 
 
+@pytest.mark.slow
 def test_training_from_python(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     load("train_tiny").main(*TWO)
@@ -93,6 +94,7 @@ def test_a_reward_on_latents_trains(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count("calmness") == 2
 
 
+@pytest.mark.slow
 def test_formats_cost_what_they_should(capsys):
     load("quantize_a_matrix").main()
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]

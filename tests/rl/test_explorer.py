@@ -122,6 +122,7 @@ def test_a_policy_in_each_format_predicts_what_the_exact_one_does_nearly(experim
         assert ERRORS[name] / 3 < error < ERRORS[name], name
 
 
+@pytest.mark.slow
 def test_exploration_merges_adapters_and_keeps_the_rest_exact(experiment):
     """Leaves in the format are the quantized merged weights; every other adapted linear keeps base
     and adapter apart.
@@ -276,6 +277,7 @@ def test_the_record_says_what_runs_and_how(experiment, precision, tmp_path, monk
     assert any(line.endswith(FORMATS["fp8"].describe(H200)) for line in said)
 
 
+@pytest.mark.slow
 def test_rules_that_leave_nothing_are_refused_before_anything_is_loaded(monkeypatch):
     monkeypatch.setattr(
         experiments, "load_backbone", lambda *_, **__: pytest.fail("weights are loaded")

@@ -73,6 +73,7 @@ def test_rows_are_candidates_prompt_by_prompt():
     assert rows.noise is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "chunk"),
     [
@@ -105,6 +106,7 @@ def test_a_chunk_is_an_upper_limit_that_need_not_divide_the_rows(backbones, mesh
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", first_is_quick(MESHES))
 def test_every_chunk_runs_the_same_program(backbones, mesh):
     """However many rows there are: one, some that a chunk takes, or more."""
@@ -158,6 +160,7 @@ def test_a_row_follows_its_own_prompt_and_is_scored_against_it(backbone):
     np.testing.assert_allclose(turned.reward, got.reward, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_given_noise_takes_the_place_of_what_the_seeds_stand_for(backbone):
     rows = SeedBatch.from_seeds(toy_seeds(PROMPTS, EACH))
     own = run(backbone).latents
@@ -201,6 +204,7 @@ def largest_latent():
     return Reward(None, toy_reward().prepare, score, inputs="latents")
 
 
+@pytest.mark.slow
 def test_a_reward_on_latents_decodes_nothing(backbone, monkeypatch):
     monkeypatch.setattr(rollouts, "decode_chunk", lambda *_: pytest.fail("decoded"))
     reward = largest_latent()

@@ -106,6 +106,7 @@ def test_the_gradient_of_an_adapted_network_is_that_of_whole_matrices(gradient_c
             ), (path, factor)
 
 
+@pytest.mark.slow
 def test_auto_keeps_products_where_they_fit():
     none, products, blocks = (
         saved_residual_bytes(CONFIG, open_flux(gradient_checkpointing), MESH)
@@ -162,6 +163,7 @@ def test_what_is_kept_grows_with_the_micro_batch_and_the_base_is_divided_over_fs
     )
 
 
+@pytest.mark.slow
 def test_a_run_resolves_auto_and_takes_other_settings_as_they_are():
     assert (
         build(

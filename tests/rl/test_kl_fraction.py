@@ -39,6 +39,7 @@ def config_of(fraction, kl_coef=CONFIG.algorithm.kl_coef):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
     [
@@ -77,6 +78,7 @@ def test_the_update_is_the_loop_over_terms_with_the_drawn_ones_scaled_up(mesh):
     assert abs(everywhere["loss"] - metrics["loss"]) > 10 * TOLERANCE * abs(metrics["loss"])
 
 
+@pytest.mark.slow
 def test_every_term_is_drawn_equally_often_even_if_terms_share_a_seed():
     """Six terms of which the last three repeat the first one, as padding does: 4000 draws of two,
     within 4.5 standard errors.
@@ -92,6 +94,7 @@ def test_every_term_is_drawn_equally_often_even_if_terms_share_a_seed():
     assert abs(counts / draws - 1 / 3).max() < 4.5 * np.sqrt(1 / 3 * 2 / 3 / draws)
 
 
+@pytest.mark.slow
 def test_the_reference_costs_its_fraction():
     """Operations by XLA's count, between those without a KL term and those with all of it.
 

@@ -101,6 +101,7 @@ def test_a_pattern_that_matches_what_is_no_matrix_is_named_with_it(pattern, path
         matching(base(), [pattern], "lora.target_modules")
 
 
+@pytest.mark.slow
 def test_adapters_start_as_gaussian_times_zero():
     params = {
         "w": {"kernel": jnp.zeros((3, 64, 40), jnp.bfloat16)},
@@ -150,6 +151,7 @@ def test_attach_puts_each_adapter_on_its_leaf_and_leaves_the_rest():
     assert isinstance(flatten(params)[Q], jax.Array)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_fresh_adapters_change_nothing(dtype):
     params = base(dtype)

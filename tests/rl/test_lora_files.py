@@ -189,6 +189,7 @@ def rounded(adapters):
 # --- ours, read by others
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["float32", "bfloat16", "folded"])
 def test_diffusers_computes_with_our_file_what_we_compute(
     case, reference, table, adapters, ours, tmp_path
@@ -408,6 +409,7 @@ def start_of(backbone, file, **changes):
     return start, init_state(key, *rest, start=start), init_state(key, *rest)
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_the_file_in_all_three_policies(backbone, table, adapters, tmp_path):
     file = tmp_path / "lora.safetensors"
     export_diffusers(file, adapters, SETTINGS, table)
@@ -429,6 +431,7 @@ def test_a_run_starts_from_the_file_in_all_three_policies(backbone, table, adapt
     assert jax.tree.structure(state) == jax.tree.structure(fresh)
 
 
+@pytest.mark.slow
 def test_layers_that_the_file_has_not_start_where_they_can_learn(
     backbone, table, adapters, tmp_path
 ):
@@ -720,6 +723,7 @@ COUNTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", first_is_quick(TARGETS))
 def test_other_pipelines_read_our_file_as_the_merged_weights(kind, tmp_path):
     """Merged by us and given to PyTorch through the table of released names, which is tested for
@@ -950,6 +954,7 @@ def test_what_is_no_lora_file_is_said_in_one_line(table, tmp_path):
     refused("bad.safetensors: its LoRA configuration is not a JSON object", import_lora, bad, table)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("export", [export_diffusers, export_peft])
 def test_an_export_that_would_change_nothing_leaves_nothing(export, table, adapters, tmp_path):
     path = tmp_path / "lora.safetensors"

@@ -31,6 +31,7 @@ def score(images: np.ndarray, captions: list[str]) -> dict[str, np.ndarray]:
     return jax.tree.map(np.asarray, scores)
 
 
+@pytest.mark.slow
 def test_the_reward_gets_whole_clips_and_tells_motions_apart():
     motions = [scenes.Scene("blue", "square", motion) for motion in scenes.MOTIONS]
     images = clips.render(motions, np.random.default_rng(0)) / np.float32(255)
@@ -46,6 +47,7 @@ def test_the_reward_gets_whole_clips_and_tells_motions_apart():
     assert backwards["motion/moves"].tolist() == [0, 0, 0, 0, 1]  # staying still is symmetric
 
 
+@pytest.mark.slow
 def test_clips_of_the_base_follow_their_captions():
     """`docs/embedded.md` has the scores of more clips: 0.654 of reward and 0.708 of motions at this
     guidance scale, with standard deviations of clips below 0.4 and 0.5.

@@ -424,6 +424,7 @@ def test_a_clipped_ratio_that_overflows_leaves_loss_and_gradient_finite(q, log_r
     np.testing.assert_allclose(np.hstack(got), [loss, slope], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_clipped_loss_has_the_bits_of_its_formula_for_ratios_that_are_finite():
     algorithm = policy_of("flow_grpo", clip_range=0.1)
     rng = np.random.default_rng(0)

@@ -71,6 +71,7 @@ COMBINATIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("objective", "family"), COMBINATIONS)
 def test_every_objective_trains_under_every_family_that_can_supply_it(objective, family):
     if OBJECTIVES[objective] in ("transitions", "reward_gradients") and family == "naive_quant":
@@ -170,6 +171,7 @@ def spied(monkeypatch):
     return batches, pools
 
 
+@pytest.mark.slow
 def test_trajectories_are_those_of_the_regeneration(spied):
     batches, pools = spied
     toy = toy_experiment(*settings("flow_grpo", "sol_rl"))
@@ -185,6 +187,7 @@ def test_trajectories_are_those_of_the_regeneration(spied):
     assert np.abs(predicted - regenerated.latents).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_without_regeneration_the_kept_trajectories_are_those_explored(spied):
     batches, pools = spied
     toy = toy_experiment(*settings("dance_grpo", "naive_scaling"))
@@ -195,6 +198,7 @@ def test_without_regeneration_the_kept_trajectories_are_those_explored(spied):
     np.testing.assert_array_equal(batch.states, pool.states[outcome.ledger["kept"]])
 
 
+@pytest.mark.slow
 def test_a_seed_is_the_same_path_explored_and_regenerated(spied):
     """Explored in the training precision with all steps, a candidate is what it will be regenerated
     to, noise and all.
@@ -210,6 +214,7 @@ def test_a_seed_is_the_same_path_explored_and_regenerated(spied):
     np.testing.assert_array_equal(regenerated.latents, explored.latents[outcome.ledger["kept"]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", first_is_quick(["sol_rl", "naive_scaling"]))
 def test_a_query_is_the_nearest_state_of_the_trajectory_and_what_was_predicted_there(spied, family):
     """Of three linear steps from 1, step 2 starts nearest to 0.278. It ends at the sample."""
@@ -235,6 +240,7 @@ def test_a_query_is_the_nearest_state_of_the_trajectory_and_what_was_predicted_t
     np.testing.assert_allclose(batch.states[:, 0] - v / 3, batch.states[:, 1], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", first_is_quick(["opsd", "refl"]))
 def test_a_sample_whose_target_is_not_finite_does_not_count(spied, objective):
     """A reward that is finite, but whose gradient is not, as that of a root at 0."""
@@ -251,6 +257,7 @@ def test_a_sample_whose_target_is_not_finite_does_not_count(spied, objective):
     assert outcome.metrics["loss"] == outcome.metrics["skipped_micro_batches"] == 0
 
 
+@pytest.mark.slow
 def test_pairs_are_best_and_worst_at_the_same_noise(spied):
     batches, pools = spied
     toy = toy_experiment(*settings("dpo", "sol_rl"))
@@ -273,6 +280,7 @@ def test_pairs_are_best_and_worst_at_the_same_noise(spied):
     assert np.asarray(batch.weight).all()
 
 
+@pytest.mark.slow
 def test_pairs_are_formed_among_the_finite_rewards(monkeypatch):
     """The best sample is not lost because another one has no reward. Targets are paired too."""
     batches = []
@@ -296,6 +304,7 @@ def test_pairs_are_formed_among_the_finite_rewards(monkeypatch):
     np.testing.assert_array_equal(with_targets[0].targets["same"], batch.latents)
 
 
+@pytest.mark.slow
 def test_a_pair_without_a_better_one_does_not_count(spied):
     batches, _ = spied
     toy = toy_experiment(*settings("dpo", "sol_rl"))
@@ -308,6 +317,7 @@ def test_a_pair_without_a_better_one_does_not_count(spied):
     assert not np.asarray(batches[0].weight).any()
 
 
+@pytest.mark.slow
 def test_a_pair_that_differs_by_rounding_does_not_count(spied):
     """Devices may round otherwise, and that must not decide which of two samples is preferred."""
     batches, _ = spied
@@ -329,6 +339,7 @@ def test_an_evaluation_follows_the_ode():
     np.testing.assert_allclose(*scores, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_classifier_free_guidance_is_refused_where_steps_are_trained():
     with pytest.raises(
         InputError,

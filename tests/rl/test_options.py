@@ -98,6 +98,7 @@ def test_the_papers_recipe_has_one_segment_on_the_configured_schedule_in_the_for
     assert same(exact.schedule, paper.schedule(6))
 
 
+@pytest.mark.slow
 def test_a_preview_changes_the_schedule_alone(paper, adapters):
     explorer = with_options(paper, "preview").explorer
     sampler = explorer.sampler(adapters, FORMAT)
@@ -186,6 +187,7 @@ def test_a_correction_changes_the_leaves_alone(paper, adapters):
     assert dataclasses.replace(sampler, segments=()) == dataclasses.replace(plain, segments=())
 
 
+@pytest.mark.slow
 def test_options_can_be_combined(paper, adapters):
     sampler = with_options(paper, *SETTINGS).explorer.sampler(adapters, FORMAT)
     first, rest = sampler.segments

@@ -359,6 +359,7 @@ def test_rules_that_cannot_be_meant_are_refused(changes, message):
         assert quantized_paths(shapes("sana", small=True), wrong, FORMATS["bf16"]) == ()
 
 
+@pytest.mark.slow
 def test_the_command_lists_them_without_loading_weights(monkeypatch):
     def load(*_):
         raise AssertionError("weights are loaded")
@@ -399,6 +400,7 @@ def test_the_command_lists_them_without_loading_weights(monkeypatch):
     assert "16 of 46 linear layers in nvfp4" in text
 
 
+@pytest.mark.slow
 def test_a_correction_counts_no_more_directions_than_a_linear_has_inputs():
     """The last projection of tiny-flux has 128 inputs and 32 outputs; it is quantized whatever the
     rank.

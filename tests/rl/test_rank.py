@@ -27,6 +27,7 @@ def toy():
 # --- pools ---
 
 
+@pytest.mark.slow
 def test_pools_are_the_same_candidates_explored_and_regenerated(toy):
     ways = (("nvfp4", 2), ("nvfp4", 4), ("bf16", 4), ("nvfp4", 2, "best"))
     short, long, exact, best = settings = [ExplorationSetting(*way) for way in ways]

@@ -132,6 +132,7 @@ class Painter:
         return images.repeat(8, 1).repeat(8, 2)
 
 
+@pytest.mark.slow
 def test_tiles_have_the_gradient_of_the_whole_image_also_through_a_tower():
     """Of images of 64 pixels, in tiles of 32 that overlap and are blended; to 1e-5 of the largest
     slope, in float32.
@@ -199,6 +200,7 @@ def test_pillows_rounding_has_the_gradient_of_the_resize_without_it():
     np.testing.assert_array_equal(*gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", first_is_quick(["opsd", "refl", "draft"]))
 def test_on_eight_devices_targets_and_update_are_those_of_one(objective):
     ends = []
@@ -345,6 +347,7 @@ def sampled(name, steps, schedule, velocity, noise):
     return predicted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["refl", "draft"])
 def test_the_parameters_get_the_gradient_of_the_released_objective_in_float64(name):
     """Of minus the reward, through network, solver, decoder and reward at once, to 1e-10 of the
@@ -417,6 +420,7 @@ def built_tiny(*overrides):
     return experiments.build(small_config("unused", *overrides, *FLOAT32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "name"),
     [
@@ -486,6 +490,7 @@ def test_an_iteration_takes_the_gradient_of_the_released_objective(build, name, 
         np.testing.assert_allclose(b, a, atol=1e-4 * scale, rtol=0)
 
 
+@pytest.mark.slow
 def test_refl_and_draft_take_one_gradient_and_steps_are_drawn_evenly():
     for name in ("refl", "draft"):
         algorithm = resolve("tiny", [f"objective={name}"]).algorithm
@@ -539,6 +544,7 @@ def test_rewards_without_a_gradient_are_refused_by_name_before_anything_is_loade
         experiments.build(config)
 
 
+@pytest.mark.slow
 def test_a_run_that_watches_no_other_reward_says_so_and_a_declared_plugin_is_taken():
     name = f"{__name__}:declared"
     config = small_config("unused", "objective=opsd", f"reward={name}")
@@ -558,6 +564,7 @@ def without_slope(**options):
     return dataclasses.replace(toy_reward(), score=score, others=(), differentiable=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("toy_model")
 def test_a_run_without_finite_gradients_of_the_reward_ends_and_counts_them(tmp_path):
     settings = ("objective=refl", f"reward={__name__}:without_slope", "eval.num_grid_images=0")
@@ -573,6 +580,7 @@ def test_a_run_without_finite_gradients_of_the_reward_ends_and_counts_them(tmp_p
     assert row["nonfinite_rewards"] == row["skipped_micro_batches"] == row["grad_norm"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("toy_model")
 def test_a_run_without_advantages_has_gradients_to_follow(tmp_path, monkeypatch, capsys):
     """Equal rewards have advantages of zero, which say nothing about their gradients."""

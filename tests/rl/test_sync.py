@@ -73,6 +73,7 @@ def shifted(w, by):
     return quantize(w + by)
 
 
+@pytest.mark.slow
 def test_each_layer_gets_its_own_of_the_arrays_beside():
     """[layers, ...] for a stack; none for a path that has none is a mistake of the quantizer's
     author.

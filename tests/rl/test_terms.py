@@ -104,6 +104,7 @@ def by_hand(backbone, config, state, batch, grid):
     return jax.value_and_grad(loss)(state.adapters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
@@ -128,6 +129,7 @@ def test_recorded_steps_are_trained_at(name, mesh):
     assert metrics["skipped_micro_batches"] == 0
 
 
+@pytest.mark.slow
 def test_of_a_window_its_steps_alone_are_trained_at():
     """Steps 1 and 2 of four add noise: their states are the only ones there are."""
     seen = []
@@ -189,6 +191,7 @@ def test_on_policy_the_ratio_is_exactly_one(name):
     assert float(metrics["grad_norm"]) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", first_is_quick(["dance_grpo", "dpo", "flow_dppo"]))
 def test_a_row_that_must_not_count_may_hold_anything(name):
     backbone = toy_backbone()

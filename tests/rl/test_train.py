@@ -121,6 +121,7 @@ def test_progress_goes_through_the_phases_and_their_rows(toy):
         assert sum(done for _, done in counts) == (0 if phase == "update" else total)
 
 
+@pytest.mark.slow
 def test_the_clock_waits_for_the_policy_that_explores(toy, monkeypatch):
     """Else the seconds of sync would be told as those of exploring."""
     waited = []
@@ -137,6 +138,7 @@ def test_the_clock_waits_for_the_policy_that_explores(toy, monkeypatch):
     assert len(scales) == len(toy.explorer.quantized)
 
 
+@pytest.mark.slow
 def test_a_level_is_explored_at_and_told(toy):
     """Levels of two steps of three in NVFP4: three steps, FP8, and the regeneration itself."""
     for level, expected in enumerate([("nvfp4", 2), ("nvfp4", 3), ("fp8", 3), ("bf16", 3)]):
@@ -269,6 +271,7 @@ def poisoned(bad) -> Reward:
     return Reward(None, lambda prompts: np.zeros(len(prompts), np.float32), score)
 
 
+@pytest.mark.slow
 def test_a_reward_that_is_not_finite_is_counted_and_never_trained_on():
     toy = dataclasses.replace(
         toy_experiment("rollout.kept=2"), reward=poisoned(lambda m: jnp.modf(m * 1000)[0] < 0.3)
@@ -281,6 +284,7 @@ def test_a_reward_that_is_not_finite_is_counted_and_never_trained_on():
     assert all(np.isfinite(x).all() for x in leaves(state))
 
 
+@pytest.mark.slow
 def test_a_prompt_with_too_few_rewards_is_left_out_and_the_others_are_trained_on(monkeypatch):
     """The first prompt has no reward; its padding has weight 0 and no part in the metrics, and the
     update is that of the second prompt's samples.
@@ -312,6 +316,7 @@ def test_a_prompt_with_too_few_rewards_is_left_out_and_the_others_are_trained_on
     assert outcome.metrics["kept/reward"] == pytest.approx(regenerated.mean(), rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "count"),
     [((), 16), (("rollout.regenerate=false", "rollout.explore.num_steps=3"), 16)],
@@ -341,6 +346,7 @@ def doubled(velocities, target, algorithm):
     return jax.tree.map(lambda x: 2 * x, nft(velocities, target, algorithm))
 
 
+@pytest.mark.slow
 def test_an_objective_outside_the_package_trains_by_its_own_loss(toy):
     """It is named in the configuration, as a reward outside the package is."""
     plugin = toy_experiment(f"objective={__name__}:doubled")
@@ -358,6 +364,7 @@ def test_seeds_in_the_ledger_are_those_that_were_drawn(experiment, first):
     np.testing.assert_array_equal(outcome.ledger["seed"], seed_numbers(seeds).reshape(-1))
 
 
+@pytest.mark.slow
 def test_an_iteration_is_a_function_of_its_arguments(toy):
     """Other chunks and micro-batches, which divide nothing, change rounding alone; another seed or
     iteration changes all.
@@ -408,6 +415,7 @@ def test_an_uneven_chunk_and_micro_batch_train_a_real_network_the_same(experimen
     assert gradient_distance(got, state) < 10 * GRADIENT_TOLERANCE
 
 
+@pytest.mark.slow
 def test_a_chunk_is_no_larger_than_what_an_iteration_explores():
     """Of sixteen candidates: on one device, and on two that share the rows."""
     for chunk, mesh, expected in (
@@ -426,6 +434,7 @@ def test_a_chunk_is_no_larger_than_what_an_iteration_explores():
         )
 
 
+@pytest.mark.slow
 def test_the_reward_of_a_toy_differs_between_candidates():
     """So that the tests above see something."""
     toy = toy_experiment()

@@ -257,6 +257,7 @@ def test_an_update_is_the_loop_over_terms_and_the_optimizers_step(backbones, mes
     assert metrics["old_decay"] == pytest.approx(0.001)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "micro"),
     [
@@ -289,6 +290,7 @@ def test_a_micro_batch_is_an_upper_limit_that_need_not_divide_the_terms(backbone
 BAD = {"nan": np.nan, "inf": np.inf, "huge": 3e38}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro", first_is_quick([1, 4, 100]))
 @pytest.mark.parametrize("bad", first_is_quick(BAD))
 def test_a_row_of_weight_0_changes_nothing_whatever_it_holds(backbones, bad, micro):
@@ -315,6 +317,7 @@ def test_a_row_of_weight_0_changes_nothing_whatever_it_holds(backbones, bad, mic
             assert metrics["grad_norm"] == pytest.approx(norm(gradient), rel=TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", first_is_quick(reversed([*MESHES][1:])))
 def test_rows_of_weight_0_change_nothing_on_a_mesh(backbones, mesh):
     backbone = backbones[mesh]
@@ -330,6 +333,7 @@ def test_rows_of_weight_0_change_nothing_on_a_mesh(backbones, mesh):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(got))
 
 
+@pytest.mark.slow
 def test_if_every_row_has_weight_0_the_policy_stays(backbones):
     backbone = backbones["one"]
     config = with_optimizer(weight_decay=0.0, per_device_batch_size=4)

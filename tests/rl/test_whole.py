@@ -150,6 +150,7 @@ def test_every_device_holds_the_samples_that_are_trained_on(objective, latents, 
             memory_check.refuse_what_cannot_fit(config, pipeline, TrainedPaths(()), 1)
 
 
+@pytest.mark.slow
 def test_auto_counts_what_is_trained_in_full(transformer):
     config = resolve("tiny", ["train.parameters=all", "optimizer.per_device_batch_size=1"])
     one, two = (
@@ -205,6 +206,7 @@ def untrained_run(folder, precision):
     return config, state.ema
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [("bf16", "fp32"), pytest.param("fp32", "bf16", marks=pytest.mark.exhaustive)],
@@ -241,6 +243,7 @@ def test_a_copy_in_bf16_follows_in_float32_and_is_rounded_once():
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.slow
 def test_exploration_quantizes_the_arrays_that_are_trained_and_reads_them_elsewhere():
     backbone = toy_backbone()
     form = FORMATS["nvfp4"]
@@ -359,6 +362,7 @@ def started(backbone, targets):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("which", "mesh"),
     [

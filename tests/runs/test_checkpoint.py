@@ -78,6 +78,7 @@ def test_nothing_saved_is_none(tmp_path):
     assert checkpoint.restore_latest(tmp_path, abstract(make_state(0)), {}) is None
 
 
+@pytest.mark.slow
 def test_a_state_moves_between_meshes(tmp_path):
     """From 8 devices to 4 of them, otherwise split, to one, and back."""
     eight, four = (
@@ -174,6 +175,7 @@ def assert_skipped(root, reason=""):
     assert reason in warnings[0]
 
 
+@pytest.mark.slow
 def test_damage_to_any_file_is_found(root):
     rng = random.Random(0)
     for path in files_of(root / "000002"):
@@ -395,6 +397,7 @@ def test_kill_nine_while_saving(tmp_path):
         assert os.listdir(root) == [f"{meta['n'] + 1:06d}"]
 
 
+@pytest.mark.slow
 def test_a_process_that_saved_ends_by_itself_and_says_nothing(tmp_path):
     output, noise = saver(tmp_path, 1).communicate(timeout=300)
     assert (output, noise) == ("0\n1\n", "")
@@ -462,6 +465,7 @@ def test_a_full_disk_in_a_future_of_tensorstore_is_not_told_again(error, shown, 
     assert len(caplog.records) == shown
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_really_full(tmp_path, capfd, caplog):
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", tmp_path],

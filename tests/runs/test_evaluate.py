@@ -43,6 +43,7 @@ def toy():
     return toy_experiment(*OVERRIDES)
 
 
+@pytest.mark.slow
 def test_a_policy_before_training_is_the_base_model(toy):
     adapted, whole = KERNELS
     trained = {
@@ -71,6 +72,7 @@ def judge(*, strict=True) -> Reward:
     return Reward(None, lambda prompts: np.arange(len(prompts), dtype=np.int32), score)
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_the_policy_in_the_training_precision(toy):
     adapters = jax.tree.map(lambda x: x + 0.1, fresh_state(toy).ema)
     result = evaluate(toy, adapters)
@@ -144,6 +146,7 @@ def test_the_picture_has_four_of_each_prompt_and_says_which_are_right(toy):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "shape"), first_is_quick([(1, (1, 1)), (3, (1, 3)), (11, (2, 4)), (400, (6, 4))])
 )
@@ -187,6 +190,7 @@ MOVING_WINDOW = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [(), NOT_REGENERATED, MOVING_WINDOW], ids=["plain", "explored", "window"]
 )

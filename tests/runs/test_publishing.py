@@ -41,6 +41,7 @@ def metadata(card):
     return yaml.safe_load(card.split("---")[1])
 
 
+@pytest.mark.slow
 def test_the_folder_holds_weights_images_and_a_card_with_everything(run, tmp_path):
     out = tmp_path / "hub"
     summary = solrl.export(run, out, hub="me/lora", dry_run=True)
@@ -102,6 +103,7 @@ def upload(run, environment, token, *options):
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_is_uploaded_and_a_refusal_is_one_line(run, tmp_path):
     repositories: dict[str, dict[str, bytes]] = {}
     with serve(repositories) as (_, environment):

@@ -138,6 +138,7 @@ def kill_and_start_again(arguments: list[str], longest: float) -> None:
         assert process.returncode == (-signal.SIGKILL if kills else 0), errors
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_and_started_again_ends_bit_identical(tmp_path, uninterrupted):
     kill_and_start_again(toy_command(tmp_path), 0.1)
     assert_same_run(tmp_path, uninterrupted)

@@ -56,6 +56,7 @@ def root(stored):
         yield stored / "checkpoints"
 
 
+@pytest.mark.slow
 def test_checkpoints_are_saved_restored_replaced_and_removed(root):
     for iteration in (1, 2, 3):
         path = save(root, iteration, iteration, keep=2)
@@ -74,6 +75,7 @@ def test_checkpoints_are_saved_restored_replaced_and_removed(root):
     ]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_counts_while_its_manifest_is_there(root, object_store):
     save(root, 1, 1.0)
     first_request = len(object_store.requests)
@@ -108,6 +110,7 @@ def test_a_checkpoint_counts_while_its_manifest_is_there(root, object_store):
     assert not (root / "000002").exists()  # the next save removes what is left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed_in", ["copy", "removal", "upload", "end"])
 def test_while_a_checkpoint_is_replaced_one_of_the_two_counts(root, killed_in):
     save(root, 1, 1.0)
@@ -129,6 +132,7 @@ def test_while_a_checkpoint_is_replaced_one_of_the_two_counts(root, killed_in):
     assert not copy.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["arrays/d/", "manifest.json"])
 def test_a_store_that_refuses_in_the_middle_of_a_save(root, object_store, part):
     save(root, 1, 1.0)
@@ -195,6 +199,7 @@ except checkpoint.CheckpointError as error:
 """
 
 
+@pytest.mark.slow
 def test_two_processes_without_a_shared_disk_save_and_restore(stored, tmp_path):
     root = stored / "checkpoints"
     with socket.socket() as free:
@@ -275,6 +280,7 @@ def test_the_record_is_written_anew_with_each_row(stored, object_store):
     assert metrics.read(stored) == [{"iteration": 1}]
 
 
+@pytest.mark.slow
 def test_wrong_credentials_are_one_line(object_store, monkeypatch):
     keys = {"AWS_ACCESS_KEY_ID": "unknown"}
     outcome = subprocess.run(
@@ -297,6 +303,7 @@ def test_a_path_that_must_be_on_this_machine_is_refused_in_one_line():
     assert "s3://bucket/x: must be on this machine; only a run may be in a store" in said.stderr
 
 
+@pytest.mark.slow
 def test_google_cloud_storage_holds_checkpoints(monkeypatch):
     with socket.socket() as free:
         free.bind(("localhost", 0))

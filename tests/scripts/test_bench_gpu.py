@@ -68,6 +68,7 @@ def test_what_cannot_be_is_refused_before_anything_runs(tmp_path, capsys, argume
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_process_a_step(tmp_path, capsys):
     bench_gpu.main(
         ["--minutes", "5", "--out", str(tmp_path), "--models", "tiny", "--steps", "facts"]
@@ -85,6 +86,7 @@ def test_a_step_that_takes_too_long_is_ended(tmp_path):
     assert (record.state, record.result) == ("cut off", {})
 
 
+@pytest.mark.slow
 def test_errors_are_recorded_and_the_others_go_on(tmp_path, monkeypatch):
     record = step.run(task(tmp_path, "steps", "no-such-model"))
     assert (record.state, record.reason) == ("failed", "KeyError: 'no-such-model'")
@@ -189,6 +191,7 @@ def test_a_check_that_fails_is_an_error(monkeypatch):
     assert checks.compare(FP8_MATMUL) == {"tolerance": FP8_MATMUL.tolerance}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [kernels.Sizes(), kernels.SMALL], ids=["released", "small"])
 def test_a_kernel_and_its_twin_have_results_of_the_same_shapes(sizes):
     for case in kernels.cases(sizes):
@@ -224,6 +227,7 @@ def test_a_group_of_kernels_is_measured_before_the_next_one_is_compiled(monkeypa
     assert yielded == sum(sizes)
 
 
+@pytest.mark.slow
 def test_a_twin_that_fails_leaves_the_kernels_own_figures():
     case = next(kernels.cases(kernels.SMALL))
     done = Future()
@@ -235,6 +239,7 @@ def test_a_twin_that_fails_leaves_the_kernels_own_figures():
     assert figures["finite"]
 
 
+@pytest.mark.slow
 def test_the_update_keeps_what_the_configuration_says():
     """Without a policy the gradient of FLUX.1 keeps every intermediate, which no GPU holds."""
     for kind in ("none", "blocks"):

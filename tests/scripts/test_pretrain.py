@@ -116,6 +116,7 @@ def test_a_wrong_caption_ends_with_the_training(pretrain):
         assert not recipe.curriculum.wrong or recipe.curriculum.wrong.stop == recipe.schedule.last
 
 
+@pytest.mark.slow
 def test_guidance_is_learned_by_a_network_that_already_says_it(pretrain):
     """A linear network v = scale * text: its guided velocity is known, and the loss of a network
     that says it is 0.
@@ -150,6 +151,7 @@ def test_noised_latents_lie_between_picture_and_noise(pretrain):
     )  # logistic of -1, 0, 1
 
 
+@pytest.mark.slow
 def test_shifted_noise_levels_have_multiplied_odds(pretrain):
     noised = pretrain("flows").noised
     x0 = jnp.zeros((100, 3, 2, 2, 1))  # clips
@@ -212,6 +214,7 @@ class Fit:
         return float(result["x"])
 
 
+@pytest.mark.slow
 def test_a_time_limit_spreads_the_steps_over_the_schedule(pretrain, tmp_path, monkeypatch):
     fit = Fit(pretrain, tmp_path, seconds={"fit": 20.0})
     # One second passes per batch, so 20 of the 1000 steps fit.

@@ -152,6 +152,7 @@ def test_steps_that_a_run_took_again_are_priced(tmp_path):
     assert after.network_evaluations - before.network_evaluations == 4 * kept
 
 
+@pytest.mark.slow
 def test_a_watched_score_has_a_panel(tmp_path, monkeypatch):
     watching = ("reward=tiny-clip", "reward.eval_only=[shapes]")
     arms = {"sol": (*ARMS["sol"], *watching), "plain": ARMS["plain"]}
@@ -181,6 +182,7 @@ def test_progress_ends_where_the_other_ends_not_at_its_peak(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_damaged_run_is_named(tmp_path):
     plan, runs, *_ = made(tmp_path)
     (runs[0].folder / "run.json").write_text("{")
@@ -257,6 +259,7 @@ def test_a_record_without_standard_errors_has_a_reward(tmp_path):
     assert after["arms"]["sol"]["scores"] == {"reward": before["arms"]["sol"]["scores"]["reward"]}
 
 
+@pytest.mark.slow
 def test_the_page_and_the_figure_say_what_was_found(tmp_path):
     plan, runs, study, courses = made(
         tmp_path, sweeps={"rollout.explore.num_steps": ("sol", "plain")}

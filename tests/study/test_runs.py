@@ -79,6 +79,7 @@ def test_a_failed_arm_is_reported_and_stops_no_other(folder, first_study):
     assert "prompts (sha256" in summary["setting"]["evaluation"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("first_study")
 def test_what_is_finished_is_not_repeated(folder):
     before = (folder / "out" / "good-3" / "run.json").stat().st_mtime_ns
@@ -92,6 +93,7 @@ def test_what_is_finished_is_not_repeated(folder):
     assert summary["missing"] == {"bad-3": "not finished"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("written", "code"),
     [
