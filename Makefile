@@ -1,5 +1,6 @@
-# Two commands: `make demo` trains the embedded pipeline and shows what it learned; `make test` checks everything.
-# `make test-all` takes more than twice as long: all configurations of every network, whole runs on more meshes and hosts, coverage.
+# Two commands: `make demo` trains the embedded pipeline and shows what it learned; `make test` runs lint, types and the quick tests.
+# `make test-slow` runs the tests with the marker `slow`: parity of whole pipelines, meshes, kills and resume, and other runs.
+# `make test-all` runs all tests: in addition all configurations of every network, more meshes and hosts, and coverage.
 # Both set up a virtual environment of their own in .venv first; a second call re-uses it.
 
 PYTHON ?= python3
@@ -11,14 +12,14 @@ WHOLE := tests/runs/test_resume.py tests/rl tests/cli/test_generate.py tests/par
 OTHERS := tests $(addprefix --ignore=,$(NETWORKS) $(WHOLE))
 # Three processes, also on two cores: one often waits. One process takes a whole file.
 TOGETHER := -n 3 --dist loadfile
-QUICKLY := $(TOGETHER) -m 'not exhaustive'
+QUICKLY := $(TOGETHER) -m 'not slow and not exhaustive'
 
 # what a newcomer's terminal shows is ours alone
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Some images set this variable. Then each of the many processes of the tests compiles all that it imports, for three seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo docs notebook wheel test types quick-tests test-all test-containers test-targets test-targets-tpu clean
+.PHONY: demo docs notebook wheel test types quick-tests test-slow test-all test-containers test-targets test-targets-tpu clean
 
 demo: .venv/installed
 	$(BIN)/solrl train tiny --report run.dir=runs/demo
@@ -34,6 +35,9 @@ types: .venv/installed-test
 
 quick-tests: .venv/installed-test
 	$(BIN)/python -m pytest $(QUICKLY) tests
+
+test-slow: .venv/installed-test
+	$(BIN)/python -m pytest $(TOGETHER) -m 'slow and not exhaustive' tests
 
 # The site, in site/index.html: it can be read from disk. Its search works where it is served: python3 -m http.server -d site
 # Pages are in docs/, their order in mkdocs.yml.

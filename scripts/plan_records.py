@@ -1,7 +1,7 @@
 """Collects the plans in `benchmarks/` into the records that `solrl doctor` proposes settings from.
 
     python scripts/plan_records.py          # writes solrl_jax/assets/plan_records.json
-    python scripts/plan_records.py --table  # prints the table of docs/recipes.md
+    python scripts/plan_records.py --table  # prints the table of docs/hardware.md
 
 Nothing is compiled. Run it after `benchmarks/plans.json` or `benchmarks/scaling.json` has changed.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from solrl_jax.config.presets import resolve
 from solrl_jax.config.sizes import model_size
-from solrl_jax.planning.recipes import RECORDS, Machine, load_records, propose
+from solrl_jax.planning.proposals import RECORDS, Machine, load_records, propose
 from solrl_jax.planning.targets import TARGETS
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -119,7 +119,7 @@ def collect() -> list[dict[str, Any]]:
     return records
 
 
-# The rows of docs/recipes.md: the hardware, the host that settings are proposed for, the number of
+# The rows of docs/hardware.md: the hardware, the host that settings are proposed for, the number of
 # hosts, and the models. 92 % of a device's memory are for arrays.
 SHARE = 0.92
 ROWS = (
@@ -146,7 +146,7 @@ ROWS = (
 
 
 def table() -> str:
-    """Returns the table of docs/recipes.md, with the settings that `mesh=auto` takes."""
+    """Returns the table of docs/hardware.md, with the settings that `mesh=auto` takes."""
     lines = [
         "| hardware | preset | `mesh=auto` sets | planned peak, GB | planned seconds | plan for |",
         "|---|---|---|---|---|---|",

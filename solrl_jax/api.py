@@ -20,7 +20,7 @@ from solrl_jax.errors import InputError, in_one_line
 from solrl_jax.models.backbone import DTYPES, load_backbone
 from solrl_jax.models.locate import mhla_override, open_model
 from solrl_jax.parallel.sharding import make_mesh
-from solrl_jax.planning import recipes
+from solrl_jax.planning import proposals
 from solrl_jax.quant.formats import FORMATS
 from solrl_jax.quant.leaf import Matrix, Quantized
 from solrl_jax.rl import rank as ranking
@@ -71,13 +71,13 @@ def load(preset: str, *overrides: str) -> Experiment:
         RunError: If a reward outside of JAX fails on a trial image, and the configuration says that
             this stops the run.
     """
-    settings, note = recipes.expand_mesh_auto(preset, overrides, this_machine)
+    settings, note = proposals.expand_mesh_auto(preset, overrides, this_machine)
     if note is not None:
         warnings.warn(note, UserWarning, stacklevel=2)
     return build(resolve(preset, settings))
 
 
-def this_machine() -> recipes.Machine:
+def this_machine() -> proposals.Machine:
     """Describes the devices of this host, as a basis for "mesh=auto".
 
     It starts JAX's backend. With several processes, all must call it.
@@ -88,7 +88,9 @@ def this_machine() -> recipes.Machine:
         (on a CPU, the memory of the machine; with several processes, the smallest of all).
     """
     device = first_device_info()
-    return recipes.Machine(device.platform, device.kind, jax.local_device_count(), device_memory())
+    return proposals.Machine(
+        device.platform, device.kind, jax.local_device_count(), device_memory()
+    )
 
 
 def open_policy(
@@ -211,7 +213,7 @@ def train(
         RunError: If the run fails, for example because the disk is full, a reward fails, or
             training diverges (`Diverged`).
     """
-    settings, note = recipes.expand_mesh_auto(preset, overrides, this_machine)
+    settings, note = proposals.expand_mesh_auto(preset, overrides, this_machine)
     config = resolve(preset, settings)
     with TerminalProgress(bars=progress_bar) as progress:
         if note is not None:

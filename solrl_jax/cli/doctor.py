@@ -28,7 +28,7 @@ from solrl_jax.models.backbone import DTYPES
 from solrl_jax.models.locate import mhla_override, open_model
 from solrl_jax.models.text_encoders.cache import open_cache
 from solrl_jax.parallel import sharding
-from solrl_jax.planning import device_checks, recipes
+from solrl_jax.planning import device_checks, proposals
 from solrl_jax.planning.abstract import open_configurations
 from solrl_jax.planning.targets import CUDNN, TARGETS
 from solrl_jax.quant.formats import AUTO, FORMATS, DeviceInfo, resolve_format
@@ -90,7 +90,7 @@ def command(preset: str | None, overrides: tuple[str, ...], as_json: bool) -> No
         InputError: If the user has no home directory.
         SystemExit: With code 1, if something is missing or wrong.
     """
-    overrides = tuple(override for override in overrides if override != recipes.MESH_AUTO)
+    overrides = tuple(override for override in overrides if override != proposals.MESH_AUTO)
     config = None if preset is None else resolve(preset, overrides)
     summary = machine()
     if config is not None:
@@ -307,7 +307,7 @@ def proposal(config: Config) -> dict[str, Any]:
         "reason" (a line on where the settings come from).
     """
     here = api.this_machine()
-    chosen = recipes.propose(config, here, recipes.load_records())
+    chosen = proposals.propose(config, here, proposals.load_records())
     record = chosen.record
     same_kind = record is not None and TARGETS[record.device].kind == here.kind
     return {

@@ -97,12 +97,12 @@ def command(
         InputError: If an argument cannot be used.
         RunError: If the checkpoint is damaged, a reward fails, or the disk cannot be written to.
     """
-    recipes = _split("explore", explore)
+    option_sets = _split("explore", explore)
     format_names = _split("formats", formats)
     step_counts = _parse_numbers("steps", steps)
     config, run = configuration(target, overrides, None, trust=trust)
     # The lists and the number of prompts are checked before models are loaded.
-    settings = rank.sweep(config, explore=recipes, formats=format_names, steps=step_counts)
+    settings = rank.sweep(config, explore=option_sets, formats=format_names, steps=step_counts)
     available = len(load_prompt_sets(config)[1])
     if prompts > available:
         raise InputError(f"prompts={prompts}: there are {available} held-out prompts")
@@ -123,7 +123,7 @@ def command(
             adapters,
             prompts,
             formats=format_names,
-            explore=recipes,
+            explore=option_sets,
             steps=step_counts,
             progress=show,
         )

@@ -11,7 +11,7 @@ from solrl_jax import api
 from solrl_jax.cli.options import INTERRUPTED, finish, iterations, json_option, overrides_argument
 from solrl_jax.config.presets import resolve
 from solrl_jax.parallel import hosts
-from solrl_jax.planning.recipes import MESH_AUTO
+from solrl_jax.planning.proposals import MESH_AUTO
 
 
 @click.command("train")

@@ -130,10 +130,10 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
         if part != "explore":
             problems.append(f"{part}={name}: can be chosen for a preset, not for a run")
     tree = to_tree(config)
-    if recipe := parsed.choices.get("explore"):
-        parts = {"model": config.model.name, "family": config.family, "explore": recipe}
-        _apply_files(tree, {f"explore/{recipe}": read_file(f"explore/{recipe}")}, parts)
-        _apply_quantization_rules(tree, config.model.name, recipe)
+    if option_set := parsed.choices.get("explore"):
+        parts = {"model": config.model.name, "family": config.family, "explore": option_set}
+        _apply_files(tree, {f"explore/{option_set}": read_file(f"explore/{option_set}")}, parts)
+        _apply_quantization_rules(tree, config.model.name, option_set)
     for key, value in parsed.settings:
         assign(tree, key, value)
     return build_config(tree, problems)
@@ -226,7 +226,7 @@ def _apply_files(
                 merge(tree, settings)
 
 
-def _apply_quantization_rules(tree: dict[str, Any], model: str, recipe: str) -> None:
+def _apply_quantization_rules(tree: dict[str, Any], model: str, option_set: str) -> None:
     """Updates the section `model.quantization` of a configuration for a set of exploration options,
     in place.
 
@@ -237,22 +237,22 @@ def _apply_quantization_rules(tree: dict[str, Any], model: str, recipe: str) -> 
         tree: The configuration as nested dicts. It is changed.
         model: The name of the model, a file in `solrl_jax/configs/model/`. For any other name
             nothing is changed.
-        recipe: The name of the set, a file in `solrl_jax/configs/explore/`.
+        option_set: The name of the set, a file in `solrl_jax/configs/explore/`.
     """
     if model not in part_files("model"):
         return
     rules = {name: _quantization_rules(model, name) for name in part_files("explore")}
     if tree["model"]["quantization"] in rules.values():
-        tree["model"]["quantization"] = rules[recipe]
+        tree["model"]["quantization"] = rules[option_set]
 
 
-def _quantization_rules(model: str, recipe: str) -> dict[str, Any]:
+def _quantization_rules(model: str, option_set: str) -> dict[str, Any]:
     """Returns the section `model.quantization` that a preset of a model has with a set of
     exploration options.
 
     Args:
         model: The name of a file in `solrl_jax/configs/model/`.
-        recipe: The name of the set, a file in `solrl_jax/configs/explore/`.
+        option_set: The name of the set, a file in `solrl_jax/configs/explore/`.
 
     Returns:
         The section as a new dict.
@@ -260,5 +260,5 @@ def _quantization_rules(model: str, recipe: str) -> dict[str, Any]:
     content = read_file(f"model/{model}")
     tree = to_tree(Config())
     merge(tree, {"model": content.get("model", {})})
-    merge(tree, content.get("when", {}).get(f"explore={recipe}", {}))
+    merge(tree, content.get("when", {}).get(f"explore={option_set}", {}))
     return tree["model"]["quantization"]

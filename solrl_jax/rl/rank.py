@@ -82,7 +82,8 @@ def sweep(
 
     Returns:
         The settings: all of the first set of options first, in it all of the first format first,
-        each in the order in which it is listed. Without `explore`, the `recipe` of a setting is "".
+        each in the order in which it is listed. Without `explore`, the `option_set` of a setting is
+        "".
 
     Raises:
         InputError: If the name of a set is empty, a format is unknown, or a number of steps is no
@@ -92,7 +93,7 @@ def sweep(
     """
     device = first_device_info()
     if "" in explore:
-        raise InputError("explore='': expected the name of a recipe")
+        raise InputError("explore='': expected the name of a set of exploration options")
     for name in formats:
         if name not in (*FORMATS, AUTO):
             raise InputError(f"formats={name}: expected one of {', '.join((*FORMATS, AUTO))}")
@@ -100,15 +101,15 @@ def sweep(
         if number not in range(1, MAX_STEPS + 1):
             raise InputError(f"steps={number}: expected an integer from 1 to {MAX_STEPS}")
     settings = []
-    for recipe in dict.fromkeys(explore) or [""]:
-        chosen = override(config, (f"explore={recipe}",)) if recipe else config
+    for option_set in dict.fromkeys(explore) or [""]:
+        chosen = override(config, (f"explore={option_set}",)) if option_set else config
         default = chosen.rollout.explore
         for number in steps:
             # Raises the error that a run with this number of steps would raise.
             override(chosen, (f"rollout.explore.num_steps={number}",))
         names = [resolve_format(name, device).name for name in formats or [default.precision]]
         settings += [
-            ExplorationSetting(name, int(number), recipe)
+            ExplorationSetting(name, int(number), option_set)
             for name, number in itertools.product(
                 dict.fromkeys(names), dict.fromkeys(steps) or [default.num_steps]
             )
@@ -146,8 +147,8 @@ def explore_and_regenerate(
         by setting.
 
     Raises:
-        ConfigError: If the `recipe` of a setting does not exist, or the configuration is not valid
-            with it.
+        ConfigError: If the `option_set` of a setting does not exist, or the configuration is not
+            valid with it.
         InputError: If a quantization rule of such options matches no layer of the network, or all
             layers are excluded; or if the prompts cannot be encoded.
         KeyError: If the format of a setting is not in `quant.formats.FORMATS`.
@@ -162,12 +163,12 @@ def explore_and_regenerate(
     true = pool_rewards(experiment, regeneration, prompt_batch, seed_batch, progress)
     # One explorer per set of options, so that it measures once what they need.
     explorers = {
-        recipe: with_recipe(experiment, recipe).explorer
-        for recipe in dict.fromkeys(setting.recipe for setting in settings)
+        option_set: with_option_set(experiment, option_set).explorer
+        for option_set in dict.fromkeys(setting.option_set for setting in settings)
     }
     proxies = {}
     for setting in settings:
-        sampler = explorers[setting.recipe].sampler(adapters, setting)
+        sampler = explorers[setting.option_set].sampler(adapters, setting)
         proxies[setting] = pool_rewards(
             experiment,
             sampler,
@@ -257,7 +258,7 @@ def pool_rewards(
     return ranking_values(config.reward.combine, samples.scores, weights, prompts)
 
 
-def with_recipe(experiment: Experiment, recipe: str) -> Experiment:
+def with_option_set(experiment: Experiment, option_set: str) -> Experiment:
     """Returns the same experiment with other exploration options.
 
     A set of options has fields of `rollout.explore` and may also change the rules of
@@ -265,8 +266,8 @@ def with_recipe(experiment: Experiment, recipe: str) -> Experiment:
 
     Args:
         experiment: The run, whose configuration is the start. It is not changed.
-        recipe: The name of a set of exploration options, a file in `configs/explore/`. "" returns
-            `experiment` itself.
+        option_set: The name of a set of exploration options, a file in `configs/explore/`. ""
+            returns `experiment` itself.
 
     Returns:
         An experiment with the networks, rewards, prompts and size of `experiment`, the changed
@@ -277,9 +278,9 @@ def with_recipe(experiment: Experiment, recipe: str) -> Experiment:
         InputError: If its rules of quantization match no layer of the network, or leave none to a
             format that quantizes.
     """
-    if not recipe:
+    if not option_set:
         return experiment
-    config = override(experiment.config, (f"explore={recipe}",))
+    config = override(experiment.config, (f"explore={option_set}",))
     quantized = experiment.quantized
     if config.model.quantization != experiment.config.model.quantization:
         _, quantized = select_parameters(config, experiment.backbone.pipeline, experiment.device)
@@ -296,9 +297,9 @@ def summarize(pools: Pools, setting: ExplorationSetting, kept: int) -> dict[str,
             (rounded down, at least 1) at each end.
 
     Returns:
-        A dict with the setting ("explore", which is its `recipe`, "precision", "steps"), the counts
-        "candidates" (per prompt), "kept", "top_k" (4) and "prompts", these means over prompts, and
-        "per_prompt", a list with the text ("prompt") and the figures of each prompt:
+        A dict with the setting ("explore", which is its `option_set`, "precision", "steps"), the
+        counts "candidates" (per prompt), "kept", "top_k" (4) and "prompts", these means over
+        prompts, and "per_prompt", a list with the text ("prompt") and the figures of each prompt:
 
         * "spearman", "kendall": The rank correlations of proxy and true rewards.
         * "top_k_match": The share of the truly best 4 candidates among the kept / 2 best by proxy.
@@ -336,7 +337,7 @@ def summarize(pools: Pools, setting: ExplorationSetting, kept: int) -> dict[str,
         for i, prompt in enumerate(pools.prompts)
     ]
     return {
-        "explore": setting.recipe,
+        "explore": setting.option_set,
         "precision": setting.precision,
         "steps": setting.steps,
         "candidates": candidates,

@@ -1,6 +1,6 @@
 """The model card of a published run: the `README.md` of its repository on the Hugging Face hub.
 
-It states what a reader needs to use and to judge the policy: the base model and its licence, the
+It states what a reader needs to use and to judge the policy: the base model and its license, the
 reward, the settings, held-out scores with standard errors, images before and after, and the command
 that trained it.
 """
@@ -34,13 +34,13 @@ FILES = {"README.md", "images", "transformer", DIFFUSERS_FILE}
 PLACES = ("run", "mesh", "model.prompt_cache_dir", "reward.paths", "reward.workers", "version")
 
 
-class Licence(NamedTuple):
-    """The licence of a base model, in the fields of a card's metadata.
+class License(NamedTuple):
+    """The license of a base model, in the fields of a card's metadata.
 
     Attributes:
-        license: The identifier that the hub has for the licence, e.g. "apache-2.0"; "other" for a
-            licence without one.
-        license_name: The name of the licence if `license` is "other".
+        license: The identifier that the hub has for the license, e.g. "apache-2.0"; "other" for a
+            license without one.
+        license_name: The name of the license if `license` is "other".
         license_link: The address of its text if `license` is "other".
     """
 
@@ -49,18 +49,18 @@ class Licence(NamedTuple):
     license_link: str | None = None
 
 
-def _other(name: str, repository: str, file: str) -> Licence:
-    """Returns a licence that the hub has no identifier for.
+def _other(name: str, repository: str, file: str) -> License:
+    """Returns a license that the hub has no identifier for.
 
     Args:
-        name: The name of the licence, as the card of the base has it in `license_name`.
+        name: The name of the license, as the card of the base has it in `license_name`.
         repository: The base, OWNER/NAME.
         file: The file of that repository with its text.
 
     Returns:
-        The licence with the identifier "other", this name, and the address of the file on the hub.
+        The license with the identifier "other", this name, and the address of the file on the hub.
     """
-    return Licence("other", name, f"https://huggingface.co/{repository}/blob/main/{file}")
+    return License("other", name, f"https://huggingface.co/{repository}/blob/main/{file}")
 
 
 _SANA = (
@@ -75,23 +75,23 @@ _STABILITY = (
 )
 _FLUX = "flux-non-commercial-license"
 _BFL = "black-forest-labs"
-# The licences of the models that presets name.
+# The licenses of the models that presets name.
 LICENCES = {
     **{name: _other("nscl-v2-custom", name, "LICENSE.txt") for name in _SANA},
     **{name: _other("stabilityai-ai-community", name, "LICENSE.md") for name in _STABILITY},
     f"{_BFL}/FLUX.1-dev": _other(
         "flux-1-dev-non-commercial-license", f"{_BFL}/FLUX.1-dev", "LICENSE.md"
     ),
-    f"{_BFL}/FLUX.2-klein-4B": Licence("apache-2.0"),
-    f"{_BFL}/FLUX.2-klein-base-4B": Licence("apache-2.0"),
+    f"{_BFL}/FLUX.2-klein-4B": License("apache-2.0"),
+    f"{_BFL}/FLUX.2-klein-base-4B": License("apache-2.0"),
     f"{_BFL}/FLUX.2-klein-9B": _other(_FLUX, f"{_BFL}/FLUX.2-klein-9B", "LICENSE.md"),
     f"{_BFL}/FLUX.2-klein-base-9B": _other(_FLUX, f"{_BFL}/FLUX.2-klein-base-9B", "LICENSE.md"),
-    "Qwen/Qwen-Image": Licence("apache-2.0"),
-    "Qwen/Qwen-Image-2512": Licence("apache-2.0"),
-    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": Licence("apache-2.0"),
-    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": Licence("apache-2.0"),
-    "Tongyi-MAI/Z-Image": Licence("apache-2.0"),
-    "Tongyi-MAI/Z-Image-Turbo": Licence("apache-2.0"),
+    "Qwen/Qwen-Image": License("apache-2.0"),
+    "Qwen/Qwen-Image-2512": License("apache-2.0"),
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": License("apache-2.0"),
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": License("apache-2.0"),
+    "Tongyi-MAI/Z-Image": License("apache-2.0"),
+    "Tongyi-MAI/Z-Image-Turbo": License("apache-2.0"),
 }
 
 
@@ -111,7 +111,7 @@ def model_card(
             shows.
 
     Returns:
-        Markdown with metadata in YAML at the top: what the weights are, the licence of the base, an
+        Markdown with metadata in YAML at the top: what the weights are, the license of the base, an
         example in Python, held-out scores, settings, and the command that trained the run (left out
         if its preset does not exist). Absolute paths in settings are cut to their last part.
     """
@@ -126,7 +126,7 @@ def model_card(
         f"**{rewards}** with solrl_jax, in the framework of "
         f"[Sol-RL](https://arxiv.org/abs/2604.06916), for {export['iteration']} iterations. The "
         "weights are the average (EMA) of the trained policy.",
-        _licence_sentence(base),
+        _license_sentence(base),
         "## Use",
         _usage(config, name, whole),
         "## Held-out scores",
@@ -144,8 +144,8 @@ def model_card(
     return "\n\n".join(sections) + "\n"
 
 
-def find_licence(base: str) -> Licence | None:
-    """Returns the licence of a base model, without asking the hub.
+def find_license(base: str) -> License | None:
+    """Returns the license of a base model, without asking the hub.
 
     It is looked up among the models that the package has or that its presets name (`LICENCES`),
     then in the card of the model: in its directory, or in the hub's cache.
@@ -154,10 +154,10 @@ def find_licence(base: str) -> Licence | None:
         base: `model.path`: a repository of the hub, a directory, or "embedded:NAME".
 
     Returns:
-        The licence; None if none of these says one.
+        The license; None if none of these says one.
     """
     if base.startswith("embedded:"):
-        return Licence("apache-2.0")
+        return License("apache-2.0")
     if base in LICENCES:
         return LICENCES[base]
     folder = Path(base) if Path(base).is_dir() else None
@@ -167,7 +167,7 @@ def find_licence(base: str) -> Licence | None:
     identifier = metadata.get("license")
     if not isinstance(identifier, str):
         return None
-    return Licence(identifier, metadata.get("license_name"), metadata.get("license_link"))
+    return License(identifier, metadata.get("license_name"), metadata.get("license_link"))
 
 
 def training_command(config: Config) -> str | None:
@@ -241,7 +241,7 @@ def _public(value: Any) -> Any:
 def _front_matter(config: Config, whole: bool) -> str:
     """Returns the metadata of the card in YAML, between lines of dashes.
 
-    It has the licence if one is known, the base model if that is on the hub, the library
+    It has the license if one is known, the base model if that is on the hub, the library
     ("diffusers"), the kind of pipeline, tags, and the dataset if the prompts are from the hub.
 
     Args:
@@ -252,9 +252,9 @@ def _front_matter(config: Config, whole: bool) -> str:
     """
     base = config.model.path
     metadata: dict[str, Any] = {}
-    licence = find_licence(base)
-    if licence is not None:
-        metadata |= {key: value for key, value in licence._asdict().items() if value is not None}
+    license = find_license(base)
+    if license is not None:
+        metadata |= {key: value for key, value in license._asdict().items() if value is not None}
     if _is_repository(base):
         metadata["base_model"] = base
         metadata["base_model_relation"] = "finetune" if whole else "adapter"
@@ -292,22 +292,22 @@ def _base_link(base: str) -> str:
     return f"`{_public(base)}`"
 
 
-def _licence_sentence(base: str) -> str:
-    """Returns the sentence about the licence of the base model, with a link to its text if known.
+def _license_sentence(base: str) -> str:
+    """Returns the sentence about the license of the base model, with a link to its text if known.
 
-    If no licence is known, two sentences ask the reader of the card's draft to add it.
+    If no license is known, two sentences ask the reader of the card's draft to add it.
 
     Args:
         base: `model.path`: a repository of the hub, a directory, or "embedded:NAME".
     """
-    licence = find_licence(base)
-    if licence is None:
+    license = find_license(base)
+    if license is None:
         return (
             "The license of the base applies to these weights. It is not known to the program that "
             "wrote this card: please add it."
         )
-    name = licence.license_name or licence.license
-    link = f"[{name}]({licence.license_link})" if licence.license_link else name
+    name = license.license_name or license.license
+    link = f"[{name}]({license.license_link})" if license.license_link else name
     return f"The license of the base applies to these weights: {link}."
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from solrl_jax.cli.main import COMMANDS
 from solrl_jax.config.presets import preset_names, resolve
-from solrl_jax.planning.recipes import MESH_AUTO
+from solrl_jax.planning.proposals import MESH_AUTO
 from tests.docs.pages import PAGES, ROOT, commands
 
 PRINTED = [(page.name, words) for page in PAGES for words in commands(page)]

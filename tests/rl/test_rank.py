@@ -13,7 +13,7 @@ from solrl_jax.quant.formats import DeviceInfo
 from solrl_jax.rl import rank
 from solrl_jax.rl.experiment import fresh_state
 from solrl_jax.rl.explore.setting import ExplorationSetting
-from solrl_jax.rl.rank import Pools, explore_and_regenerate, summarize, sweep, with_recipe
+from solrl_jax.rl.rank import Pools, explore_and_regenerate, summarize, sweep, with_option_set
 from tests.toys import toy_experiment
 
 NAN = np.nan
@@ -46,9 +46,9 @@ def test_pools_are_the_same_candidates_explored_and_regenerated(toy):
 
 
 def test_another_recipe_changes_exploration_alone(toy):
-    assert with_recipe(toy, "") is toy
-    best = with_recipe(toy, "best")
-    paper = with_recipe(toy, "paper")
+    assert with_option_set(toy, "") is toy
+    best = with_option_set(toy, "best")
+    paper = with_option_set(toy, "paper")
     assert best.config.rollout.explore.exact_steps == 1
     assert best.explorer.explore == best.config.rollout.explore
     assert paper.config == toy.config
@@ -192,7 +192,10 @@ def test_auto_stands_for_a_format(toy, monkeypatch):
             r"^formats=fp5: expected one of fp32, bf16, .*nvfp4, auto$",
         ),
         ({"steps": [2, 0]}, r"^steps=0: expected an integer from 1 to 1000$"),
-        ({"explore": ["best", ""]}, r"^explore='': expected the name of a recipe$"),
+        (
+            {"explore": ["best", ""]},
+            r"^explore='': expected the name of a set of exploration options$",
+        ),
         ({"explore": ["best", "papr"]}, r"^unknown explore 'papr': did you mean 'paper'\?$"),
     ],
 )

@@ -133,19 +133,19 @@ def test_a_run_is_uploaded_and_a_refusal_is_one_line(run, tmp_path):
         ("embedded:tiny-flux", None),
     ],
 )
-def test_the_licence_of_the_base_is_that_of_its_card(base, name):
-    assert model_card.find_licence(base).license_name == name
+def test_the_license_of_the_base_is_that_of_its_card(base, name):
+    assert model_card.find_license(base).license_name == name
 
 
-def test_every_model_of_the_presets_has_a_licence():
+def test_every_model_of_the_presets_has_a_license():
     for model in solrl.preset_names():
-        assert model_card.find_licence(resolve(model).model.path) is not None
+        assert model_card.find_license(resolve(model).model.path) is not None
 
 
-def test_a_directory_says_its_licence_by_its_card_or_nothing_is_said(tmp_path):
-    assert model_card.find_licence(str(tmp_path)) is None
+def test_a_directory_says_its_license_by_its_card_or_nothing_is_said(tmp_path):
+    assert model_card.find_license(str(tmp_path)) is None
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# A model\n")
-    assert model_card.find_licence(str(tmp_path)) == model_card.Licence("mit")
+    assert model_card.find_license(str(tmp_path)) == model_card.License("mit")
 
 
 def test_the_command_has_what_differs_and_no_places():

@@ -203,7 +203,7 @@ class Explorer:
             adapters: The trainable parameters by path of the policy that explores, usually the old
                 one.
             setting: Its `precision` and `steps` are the format and the number of solver steps. Its
-                `recipe` is ignored: the options are those of this explorer.
+                `option_set` is ignored: the options are those of this explorer.
             noise_start: The first step of the full schedule, counted from 0, that adds noise, if
                 `rollout.noise_level` is above 0.
 

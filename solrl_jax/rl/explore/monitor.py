@@ -43,7 +43,7 @@ def setting_ladder(
         training_precision: The name of the training precision, "bf16" or "fp32".
 
     Returns:
-        The settings in that order, without repetitions; at least one. Their `recipe` is ""
+        The settings in that order, without repetitions; at least one. Their `option_set` is ""
         (the options of the run).
     """
     finer = [

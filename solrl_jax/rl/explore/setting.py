@@ -13,18 +13,18 @@ class ExplorationSetting:
         precision: The name of a format, a key of `quant.formats.FORMATS`, such as "nvfp4". Never
             "auto".
         steps: The number of solver steps, at least 1.
-        recipe: The name of a set of exploration options, a file in `configs/explore/`. "" stands
-            for the options of the run.
+        option_set: The name of a set of exploration options, a file in `configs/explore/`. ""
+            stands for the options of the run.
     """
 
     precision: str
     steps: int
-    recipe: str = ""
+    option_set: str = ""
 
     @property
     def name(self) -> str:
         """The setting in a few words for messages and tables, e.g. "nvfp4, 6 steps", or with
         the name of its options "best: nvfp4, 6 steps".
         """
-        recipe = f"{self.recipe}: " if self.recipe else ""
-        return f"{recipe}{self.precision}, {self.steps} steps"
+        option_set = f"{self.option_set}: " if self.option_set else ""
+        return f"{option_set}{self.precision}, {self.steps} steps"

@@ -7,7 +7,7 @@ import plan_records
 import pytest
 
 from solrl_jax.config.presets import resolve
-from solrl_jax.planning.recipes import (
+from solrl_jax.planning.proposals import (
     RECORDS,
     Machine,
     expand_mesh_auto,
@@ -30,7 +30,7 @@ def test_the_records_of_the_package_are_those_of_the_benchmarks():
 
 
 def test_the_page_has_the_table_of_these_records():
-    assert plan_records.table() in Path("docs/recipes.md").read_text()
+    assert plan_records.table() in Path("docs/hardware.md").read_text()
 
 
 def test_a_plan_that_fits_without_recomputing_blocks_comes_first():
