@@ -94,6 +94,7 @@ def test_a_flickering_color_is_not_strict():
     assert verdict.score[0] < judged(drawn(captions), captions).score[0] - 0.05
 
 
+@pytest.mark.slow
 def test_one_right_frame_is_not_enough():
     captions = ["a red circle stays still", "a red circle moves up"]
     images = drawn(captions)
@@ -104,6 +105,7 @@ def test_one_right_frame_is_not_enough():
     assert verdict.score.max() < 0.2
 
 
+@pytest.mark.slow
 def test_a_jump_is_no_motion():
     captions = ["a red circle moves up"]
     images = drawn(captions)

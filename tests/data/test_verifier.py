@@ -100,6 +100,7 @@ def test_correct_images_pass():
 
 # blur, noise: Gaussian standard deviations in pixels and in RGB of [0, 1]; share: least rate of
 # passes; score: least mean
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("blur", "noise", "share", "score"),
     first_is_quick([(0, 0.03, 0.99, 0.98), (0.5, 0.03, 0.99, 0.95), (0.7, 0.05, 0.97, 0.9)]),

@@ -111,6 +111,7 @@ def test_sigterm_ends_any_command_as_ctrl_c_does(monkeypatch, capsys):
     assert capsys.readouterr().err == "solrl: interrupted\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "module"),
     [(signal.SIGTERM, "pydantic"), (signal.SIGINT, "numpy"), (signal.SIGHUP, "jax")],

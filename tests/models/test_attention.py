@@ -55,6 +55,7 @@ def formula(q, k, v, mask, scale, softcap):
     return torch.einsum("bnts,bsnh->btnh", logits.softmax(-1), v)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("softcap", first_is_quick([None, 2.0]))
 @pytest.mark.parametrize(
     ("kv", "mask"),

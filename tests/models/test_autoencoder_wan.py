@@ -255,6 +255,7 @@ def test_more_chunks_add_no_convolutions():
     assert few.count("stablehlo.convolution") == many.count("stablehlo.convolution") > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gradient", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_chunks_save_memory(gradient):
     """Compiled, not run."""

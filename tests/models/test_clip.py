@@ -130,6 +130,7 @@ def pair(request):
     return reference, port(reference)
 
 
+@pytest.mark.slow
 def test_text(pair):
     reference, model = pair
     ids, mask = prompts(

@@ -134,6 +134,7 @@ def test_encoders_are_loaded_for_what_the_cache_lacks_and_for_nothing_else(
         later.encode(["a dog"], TOKENS)
 
 
+@pytest.mark.slow
 def test_a_damaged_entry_is_computed_again_and_replaced(folders, tmp_path):
     first, _ = encoders_of(folders / "sana", tmp_path).encode(PROMPTS[:3], TOKENS)
     entries = sorted(tmp_path.glob("*/*.safetensors"))

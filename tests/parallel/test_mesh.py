@@ -175,6 +175,7 @@ def check_same_training(ours, on_one):
     assert difference(adapters, one) / norm(one) < ADAPTER_TOLERANCE
 
 
+@pytest.mark.slow
 def test_a_toy_keeps_the_same_candidates_and_ends_with_the_same_adapters():
     """In float32, exploring in NVFP4, on a mesh with all axes and on one device."""
     ours, on_one = (two_iterations(toy_experiment(mesh=mesh)) for mesh in ((2, 2, 2), (1, 1)))

@@ -382,6 +382,7 @@ def with_maxima_of_triton(f, *arguments):
     return evaluate(jax.make_jaxpr(f)(*arguments), *arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nvfp4", "fp8", "int8"])
 def test_a_nan_reaches_the_scale_of_its_row_alone_also_in_triton(name):
     x = normal(4, 128)

@@ -47,6 +47,7 @@ def test_a_leaf_stands_for_its_matrix_and_multiplies_by_it(kind):
     assert relative(matrix, W) > 0 or kind in ("probe", "another kind")
 
 
+@pytest.mark.slow
 @every_kind
 @pytest.mark.parametrize(
     ("dtype", "of_weight"),
@@ -143,6 +144,7 @@ def test_placed_on_a_mesh_it_is_the_same_leaf_in_parts(kind):
     assert [trimmed(s) for s in large(of_parameters)] == [trimmed(s) for s in large(placements)]
 
 
+@pytest.mark.slow
 @every_kind
 def test_a_stack_of_layers_is_each_layer(kind):
     """Made at once, scanned over and multiplied a layer at a time."""
@@ -165,6 +167,7 @@ def test_a_stack_of_layers_is_each_layer(kind):
         )
 
 
+@pytest.mark.slow
 @every_kind
 def test_a_program_may_hold_it_as_an_argument_or_as_a_constant(kind):
     """Packed codes that XLA unpacked while it compiled came out as other codes: the product was off

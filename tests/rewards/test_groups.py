@@ -181,6 +181,7 @@ def test_a_weighted_sum_of_rewards_that_compare_and_that_do_not(tmp_path):
     assert row["pool/reward"] == pytest.approx(1.5 + sum(row[part] for part in parts), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [

@@ -57,6 +57,7 @@ def shared(a, b):
     return np.mean(np.sum(common**2, axis=(-1, -2))) / min(a.shape[-1], b.shape[-1])
 
 
+@pytest.mark.slow
 def test_every_quantized_linear_has_as_many_orthonormal_directions(experiment, bases):
     flat = flatten(experiment.backbone.transformer)
     assert bases.keys() == set(experiment.explorer.quantized)

@@ -269,6 +269,7 @@ def test_pictures_of_diffusers_with_our_file_are_ours(
     assert np.abs(want - before).max(axis=(1, 2, 3)).min() > 0.1
 
 
+@pytest.mark.slow
 def test_peft_computes_with_our_directory_what_we_compute(
     reference, table, adapters, ours, tmp_path
 ):

@@ -45,6 +45,7 @@ def test_pools_are_the_same_candidates_explored_and_regenerated(toy):
     assert sum(done for *_, done in told) == 5 * 3 * 8
 
 
+@pytest.mark.slow
 def test_another_recipe_changes_exploration_alone(toy):
     assert with_option_set(toy, "") is toy
     best = with_option_set(toy, "best")

@@ -54,6 +54,7 @@ def written(backbone, trained, dtype):
     return to_torch(backbone.pipeline.transformer.state, params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("most", "dtype"),
     [(10**12, "float32"), (10**6, "float32"), (10**6, "bfloat16"), (1, "float32")],

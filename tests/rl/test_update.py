@@ -343,6 +343,7 @@ def test_if_every_row_has_weight_0_the_policy_stays(backbones):
     assert metrics["loss"] == metrics["grad_norm"] == metrics["skipped_micro_batches"] == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro", first_is_quick([1, 4, 100]))
 def test_a_micro_batch_whose_loss_is_not_finite_contributes_nothing_and_is_counted(
     backbones, micro

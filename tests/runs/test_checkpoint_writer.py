@@ -257,6 +257,7 @@ def two(tmp_path_factory):
     return [json.loads(out.strip().splitlines()[-1]) for out, _ in outputs], root
 
 
+@pytest.mark.slow
 def test_two_processes_save_and_restore_as_one(two):
     for said in two[0]:
         assert said["meta"] == {"by": "one", "iteration": 1}

@@ -65,6 +65,7 @@ def study(folder: Path, *arguments: str) -> tuple[int, list[dict], str]:
     )
 
 
+@pytest.mark.slow
 def test_a_failed_arm_is_reported_and_stops_no_other(folder, first_study):
     code, (summary,), errors = first_study
     assert (code, summary["exit_code"]) == (1, 1)
@@ -117,6 +118,7 @@ def test_a_run_json_of_other_types_is_one_line_at_worst(folder, written, code):
     assert "run.json: cannot be read" in summary.get("error", "run.json: cannot be read")
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("first_study")
 def test_a_longer_study_goes_on_and_one_that_is_stopped_saves(folder):
