@@ -238,7 +238,9 @@ def rank(
 
     The candidates of some test prompts are generated once with all steps in the training precision,
     which gives their true rewards, and once for every combination of exploration options, formats
-    and numbers of steps, which gives proxy rewards.
+    and numbers of steps, which gives proxy rewards (those of `rollout.explore.reward` if it is
+    set). With `reward.combine=advantages`, the weighted sums of normalized scores take the place of
+    rewards.
 
     Args:
         experiment: The experiment, with its test prompts, rewards and exploration.
@@ -259,15 +261,16 @@ def rank(
 
     Returns:
         One dictionary per combination. "explore" (the options), "precision" and "steps" identify
-        it; "candidates" (per prompt), "kept", "prompts" and "top_k" (4) are counts. These are means
-        over prompts: "spearman" and "kendall" (rank correlations of proxy and true rewards);
-        "top_k_match" (the share of the 4 truly best candidates among the kept / 2 best by proxy),
+        it; "candidates" (per prompt), "kept", "prompts" and "top_k" (4) are counts. With h the half
+        of `rollout.kept`, rounded down and at least 1, these are means over the prompts for which
+        they are defined: "spearman" and "kendall" (rank correlations of proxy and true rewards);
+        "top_k_match" (the share of the 4 truly best candidates among the h best by proxy),
         "bottom_k_match" (the same for the worst); "top_k_regret" (what the missed candidates cost
         in reward, as a share of the range of true rewards); "true_rank_best" and "true_rank_worst"
-        (the mean true rank, 1 for the best, of the kept / 2 best and worst by proxy), and
+        (the mean true rank, 1 for the best, of the h best and worst by proxy), and
         "perfect_rank_best" and "perfect_rank_worst" (the same for a perfect proxy). "per_prompt" is
-        a list of the same figures for each prompt, with its text as "prompt". An undefined figure
-        is NaN.
+        a list of the figures of each prompt but those of a perfect proxy, with its text as
+        "prompt". An undefined figure is NaN.
 
     Raises:
         InputError: If `prompts` is not from 1 to the number of test prompts, or an entry of a list

@@ -74,6 +74,8 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Imports a command and returns it, or None if there is no such command.
 
+        Ctrl-C, SIGTERM and SIGHUP wait until the import is done.
+
         Args:
             ctx: The context of click. Not read.
             cmd_name: The name that the user typed, e.g. "train". A former name of a command, e.g.

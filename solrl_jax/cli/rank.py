@@ -161,7 +161,8 @@ def _parse_numbers(name: str, text: str | None) -> list[int]:
 
     Args:
         name: The name of the option, for the message.
-        text: The text, e.g. "4,6"; None if the option was not given.
+        text: The text, e.g. "4,6", with or without spaces around the entries; None if the option
+            was not given.
 
     Returns:
         The numbers. An empty list for None.
@@ -172,7 +173,7 @@ def _parse_numbers(name: str, text: str | None) -> list[int]:
     entries = _split(name, text)
     for entry in entries:
         if not is_number(entry):
-            raise InputError(f"{name}={entry}: expected an integer")
+            raise InputError(f"{name}={entry}: expected an integer of at most nine digits")
     return [int(entry) for entry in entries]
 
 

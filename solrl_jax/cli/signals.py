@@ -24,7 +24,8 @@ def unblock() -> None:
 def blocked() -> Iterator[None]:
     """Holds back Ctrl-C, SIGTERM and SIGHUP in this thread during a `with` statement.
 
-    Signals that were held back arrive at its end, or at that of another one inside it.
+    Signals that were held back arrive at its end. Of two nested statements, the end of the inner
+    one already lets them arrive.
     """
     block()
     try:

@@ -103,7 +103,7 @@ def command(
     except api.TrainingInterrupted as stop:
         summary = stop.summary
     interrupted = summary["interrupted"]
-    if hosts.first():
+    if hosts.is_first():
         text = f"interrupted: {summary['run']}" if interrupted else closing(summary, html_report)
         finish(summary, as_json, text)
     if interrupted:

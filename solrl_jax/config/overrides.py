@@ -210,14 +210,17 @@ def _free_field(key: str) -> str | None:
 def _split_key(key: str, value: Any) -> list[str]:
     """Splits a dotted key into the names of sections, field and entry of a field.
 
-    Dots in the names of rewards do not split: "reward.weights.a.b:f" gives ["reward", "weights",
-    "a.b:f"].
+    In `reward.weights`, `reward.paths` and `reward.options`, dots in the names of rewards do not
+    split: "reward.weights.a.b:f" gives ["reward", "weights", "a.b:f"].
 
     Args:
         key: The dotted key, e.g. "rollout.kept", which gives ["rollout", "kept"].
-        value: The value that the key is set to. It only matters for a key
-            `reward.options.REWARD.OPTION`: a dict is taken for all options of a reward whose name
-            contains a dot.
+        value: The value that the key is set to. It only matters below `reward.options`: a dict is
+            all options of one reward, whose name may contain dots; another value is that of one
+            option, whose name follows the last dot.
+
+    Returns:
+        The names, outermost first.
     """
     field = _free_field(key)
     if field is None:

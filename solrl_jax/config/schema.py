@@ -319,9 +319,9 @@ class Rollout(Section):
         """Checks `kept`, `explore.min_rank_correlation` and `explore.reward` against other fields.
 
         Raises:
-            ConfigError: If `kept` is above `candidates`, or odd with "best_worst"; if one of the
-                two fields of `explore` is set without `regenerate`; if both are set; or if a name
-                in `explore.reward` is a URL with a password.
+            ConfigError: If `kept` is above `candidates`, or odd with `selection="best_worst"`; if
+                one of the two fields of `explore` is set without `regenerate`; if both are set; or
+                if a name in `explore.reward` is a URL with a user name, a password or a token.
             ValueError: If such a name is an invalid URL.
         """
         if self.kept > self.candidates:
@@ -347,7 +347,7 @@ class Rollout(Section):
 
         Raises:
             ConfigError: If samples are not regenerated, `explore.min_rank_correlation` is set, or a
-                name is a URL with a password.
+                name is a URL with a user name, a password or a token.
             ValueError: If a name is an invalid URL.
         """
         field = "rollout.explore.reward"
@@ -475,8 +475,8 @@ class Reward(Section):
             that its scale does not matter (MixGRPO, GDPO); this needs at least two scores.
 
     Raises:
-        ConfigError: If a name is a URL with a password, a score is both in `weights` and
-            `eval_only`, or "advantages" has only one score.
+        ConfigError: If a name is a URL with a user name, a password or a token, a score is both in
+            `weights` and `eval_only`, or "advantages" has only one score.
         ValueError: If a name is an invalid URL.
     """
 

@@ -94,7 +94,9 @@ def _parse_number(value: Any) -> Any:
     """Converts integers and text such as "1e-4", which YAML 1.1 reads as text, to float.
 
     Args:
-        value: Any value. All others are returned as they are, and pydantic refuses them.
+        value: Any value. A float is returned as it is. So is a bool, and what `float` cannot
+            convert, which pydantic then refuses. "nan" and "inf" become floats, which `Number`
+            refuses.
     """
     if isinstance(value, bool | float):
         return value

@@ -122,15 +122,17 @@ def _hub_prompts(path: str, where: str) -> list[Prompt]:
     Also downloads the files of the split, unless they are in the hub's cache.
 
     Args:
-        path: "hub:OWNER/DATASET[:SPLIT][:COLUMN]".
-        where: The start of messages: the setting and its value, e.g. "prompts.train='a.csv'".
+        path: "hub:OWNER/DATASET[:SPLIT][:COLUMN]". The split is "train" by default, or the only
+            one; the column is the first of "prompt", "Prompt", "Prompts", "caption" and "text".
+        where: The start of messages: the setting and its value, e.g. "prompts.train='hub:a/b'".
 
     Returns:
         The prompts of all files of the split, in the order of the files' names.
 
     Raises:
-        InputError: If the data set is not available, has no such split or column, holds more than
-            2**20 prompts, or has a text that cannot be used as a prompt.
+        InputError: If `path` is malformed; if the data set is not available, has no such split or
+            column, or has several splits of which none is named; if the files of the split have
+            more than 4 GiB or 2**20 prompts; or if a text cannot be used as a prompt.
     """
     reference = parse_reference(path, where)
     prompts: list[Prompt] = []

@@ -35,7 +35,8 @@ def shift_sigmas(sigmas: Float[np.ndarray, " n"], shift: float) -> Float[np.ndar
 
 
 def stretch_to_terminal(sigmas: Sigmas, terminal: float | None) -> Sigmas:
-    """Stretches sigmas linearly about 1, so that the lowest one before the final 0 is a given one.
+    """Scales the distances of sigmas from 1, so that the last one before the final 0 becomes
+    `terminal`.
 
     Args:
         sigmas: Noise levels, the first one 1 and the last one 0.

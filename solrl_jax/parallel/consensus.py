@@ -24,7 +24,7 @@ PATIENCE = 1800.0
 _use_counts: collections.Counter[str] = collections.Counter()
 
 
-def together(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> list[Any]:
+def on_every(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> list[Any]:
     """Calls a function in every process of a run, and returns all results to all processes.
 
     Every process must call this with the same label; it blocks until all have answered. If the
@@ -71,7 +71,7 @@ def together(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> lis
     return [answer["value"] for answer in answers]
 
 
-def first(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> Any:
+def from_first(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> Any:
     """Calls a function in the first process only, and returns its result to all processes.
 
     Every process must call this with the same label; the others wait. If the function fails, all
@@ -95,7 +95,7 @@ def first(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> Any:
         RunError: If a process does not answer within 1800 seconds (`PATIENCE`).
         RuntimeError: If there are several processes, but `jax.distributed` was not initialized.
     """
-    return together(label, act if jax.process_index() == 0 else lambda: None, *kinds)[0]
+    return on_every(label, act if jax.process_index() == 0 else lambda: None, *kinds)[0]
 
 
 def client() -> Any:

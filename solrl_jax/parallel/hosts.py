@@ -2,8 +2,8 @@
 
 Every process runs the same program on the same arguments (JAX's multi-controller model) and holds
 the shards of its own devices. Two rules follow. A value that decides which program runs next must
-be the same in every process (`agreed`, `anywhere`). Only the first process writes to the run
-directory (`write`); then all continue, or all fail. With one process, no function communicates.
+be the same in every process (`from_first`, `any_flags`). Only the first process writes to the run
+directory (`on_first`); then all continue, or all fail. With one process, no function communicates.
 """
 
 import contextlib
@@ -260,14 +260,14 @@ def connect(mesh: Mesh) -> None:
         jax.block_until_ready(jax.jit(total)(ones))
 
 
-def first() -> bool:
+def is_first() -> bool:
     """Whether this is the first process of the run, which writes to the run directory and to the
     terminal.
     """
     return jax.process_index() == 0
 
 
-def write(act: Callable[[], Any]) -> None:
+def on_first(act: Callable[[], Any]) -> None:
     """Calls a function in the first process only, while the others wait. Every process must call
     it.
 
@@ -284,10 +284,10 @@ def write(act: Callable[[], Any]) -> None:
     def run() -> None:
         act()
 
-    consensus.first("write", run)
+    consensus.from_first("on_first", run)
 
 
-def everywhere(act: Callable[[], Any]) -> None:
+def on_every(act: Callable[[], Any]) -> None:
     """Calls `act` in every process. Then all continue, or all fail. Every process must call it.
 
     Args:
@@ -303,10 +303,10 @@ def everywhere(act: Callable[[], Any]) -> None:
     def run() -> None:
         act()
 
-    consensus.together("everywhere", run)
+    consensus.on_every("on_every", run)
 
 
-def agreed(find: Callable[[], T]) -> T:
+def from_first(find: Callable[[], T]) -> T:
     """Calls a function in the first process only, and returns its result in every process. Every
     process must call it.
 
@@ -323,27 +323,30 @@ def agreed(find: Callable[[], T]) -> T:
         RunError: In the other processes, if `find` raised any other exception; and in any process,
             if another one does not answer within 1800 seconds.
     """
-    return consensus.first("agreed", find)
+    return consensus.from_first("from_first", find)
 
 
-def everyones(value: T) -> list[T]:
-    """Collects one value from each process. Every process must call it.
+def gather_values(value: T) -> list[T]:
+    """Collects one value from each process. Every process must call it, from one thread at a time.
 
     Args:
-        value: This process's value, a JSON value. With several processes it goes through JSON,
-            which turns tuples into lists.
+        value: This process's value. With several processes it must be a JSON value; it goes through
+            JSON, which turns tuples into lists.
 
     Returns:
         The values of all processes, in the order of their numbers.
 
     Raises:
-        RunError: If a process does not answer within 1800 seconds.
+        RunError: If a process does not answer within 1800 seconds, or its value is no JSON value.
+        TypeError: In the process whose value is no JSON value.
+        RuntimeError: If there are several processes and `jax.distributed` was not initialized.
     """
-    return consensus.together("everyones", lambda: value)
+    return consensus.on_every("gather_values", lambda: value)
 
 
-def anywhere(flags: Sequence[bool]) -> list[bool]:
-    """Combines lists of flags by "or" over all processes. Every process must call it.
+def any_flags(flags: Sequence[bool]) -> list[bool]:
+    """Combines lists of flags by "or" over all processes. Every process must call it, from one
+    thread at a time.
 
     Args:
         flags: The flags of this process, as many as in every other process.
@@ -355,7 +358,7 @@ def anywhere(flags: Sequence[bool]) -> list[bool]:
         ValueError: If the processes pass different numbers of flags.
         RunError: If a process does not answer within 1800 seconds.
     """
-    return [any(values) for values in zip(*everyones(list(flags)), strict=True)]
+    return [any(values) for values in zip(*gather_values(list(flags)), strict=True)]
 
 
 def memory() -> int:

@@ -233,7 +233,7 @@ def element_bits(kind: str) -> int:
 
     Args:
         kind: The type as HLO names it, e.g. "f32", "bf16", "u8", "f8e4m3fn" or "c64" (64 bits in
-            all). "pred" has 8 bits; "token" and "opaque" have none.
+            all). "pred" has 8 bits; "token" and "opaque" have 0.
 
     Raises:
         ValueError: If the type is not known.

@@ -211,15 +211,16 @@ def mixed_reference(
     blocks: Blocks,
     mix: Float[Array, "m m"],
 ) -> Float[Array, "b n d"]:
-    """Computes MHLA's attention in plain JAX: `linear_attention` with blocks.
+    """Computes MHLA's attention (arXiv 2601.07832) in plain JAX, with sums in float32:
+    `linear_attention` with blocks.
 
     With the feature f(x) = relu(x) + eps, S_b the sum of f(k) v^T and z_b that of f(k) over the
     keys of block b, a query of block i becomes, for each head,
 
         f(q) (sum_b m_ib S_b) / (f(q) . sum_b m_ib z_b + least)
 
-    In the released variant, the denominator is `sum_b m_ib f(q_b) . z_b + least`, where q_b is the
-    query at the same place in block b.
+    In the variant of the released code (`blocks.released`), the denominator is `sum_b m_ib f(q_b) .
+    z_b + least`, where q_b is the query at the same place in block b.
 
     Args:
         q: Queries [b, n, d] before their feature, heads side by side. n is the product of
@@ -229,8 +230,8 @@ def mixed_reference(
         heads: The number of heads, which divides d.
         blocks: How the tokens are divided into blocks; also eps, least, and whether the variant is
             the released one.
-        mix: The matrix m [blocks, blocks] of any floating-point dtype; cast to float32. Row i
-            belongs to the queries of block i.
+        mix: The matrix m of the formula, [blocks.count, blocks.count], of any floating-point dtype;
+            cast to float32. Row i belongs to the queries of block i.
 
     Returns:
         The attended values [b, n, d], in the dtype of `v`.

@@ -90,9 +90,9 @@ class DividedScoring:
         for share in self._shares:
             if share.gathers:
                 # All hosts take part, also one whose reward has failed.
-                everyones = hosts.fetch(images)
+                all_images = hosts.fetch(images)
                 in_chunk = [row - first for row in share.rows if 0 <= row - first < len(images)]
-                share_images = everyones[in_chunk]
+                share_images = all_images[in_chunk]
             else:
                 share_images = hosts.local_rows(images)
             if self._error is not None:
@@ -138,14 +138,14 @@ class DividedScoring:
             )
         message = None if self._error is None else str(self._error)
         part: dict[str, Any] = {"error": message, "results": results}
-        everyones = hosts.everyones(part)
-        errors = [each["error"] for each in everyones if each["error"] is not None]
+        answers = hosts.gather_values(part)
+        errors = [each["error"] for each in answers if each["error"] is not None]
         if errors:
             raise self._error or RewardError(errors[0])
         all_scores: Scores = {}
         failed: collections.Counter[str] = collections.Counter()
         usage: collections.Counter[str] = collections.Counter()
-        for result in (result for each in everyones for result in each["results"]):
+        for result in (result for each in answers for result in each["results"]):
             failed.update(result["failed"])
             usage.update(result["usage"])
             for name, values in result["scores"].items():

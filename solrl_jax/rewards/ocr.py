@@ -90,12 +90,12 @@ def target(prompt: str, metadata: Metadata) -> str:
         prompt: The prompt. Unless `metadata` has the words, they are the text between its first two
             double quotes (").
         metadata: The metadata of the prompt. A text under "text" has the words and wins over the
-            prompt.
+            prompt. None under "text" counts as no entry.
 
     Raises:
-        ValueError: If the value under "text" is no text; if there is none and the prompt has fewer
-            than two double quotes; or if the words are empty or consist of spaces. The message
-            names the prompt.
+        ValueError: If the value under "text" is neither a text nor None; if there is no text and
+            the prompt has fewer than two double quotes; or if the words are empty or consist of
+            spaces. The message names the prompt.
     """
     text = metadata.get("text")
     quoted = prompt.split('"')

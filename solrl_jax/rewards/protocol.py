@@ -103,7 +103,9 @@ class HostReward:
 
     @property
     def in_groups(self) -> bool:
-        """Whether it is called with a whole group of candidates: groupwise or pairwise."""
+        """Whether it compares candidates of one prompt: groupwise or pairwise. Its worker is given
+        a whole group of candidates at once, and gives a pairwise function its pairs.
+        """
         return self.groupwise or self.pairwise
 
 

@@ -567,6 +567,7 @@ def _check_guidance(config: Config, pipeline: Pipeline) -> None:
 
     Raises:
         InputError: If such an objective is combined with a classifier-free scale above 1.
+        ConfigError: If the objective does not say a known value for what it trains on.
     """
     field = "true_cfg_scale" if pipeline.embedded_guidance else "guidance_scale"
     scale = getattr(config.rollout, field)

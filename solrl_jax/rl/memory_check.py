@@ -237,4 +237,4 @@ def device_memory() -> int:
         machine. With several hosts, the smallest of all.
     """
     stats = jax.local_devices()[0].memory_stats() or {}
-    return min(hosts.everyones(stats.get("bytes_limit") or hosts.memory()))
+    return min(hosts.gather_values(stats.get("bytes_limit") or hosts.memory()))

@@ -126,7 +126,7 @@ class Sampler:
 
 
 def shift_steps(steps: range | None, shift: int) -> range | None:
-    """The steps whose indices are larger by `shift`.
+    """Returns the steps with `shift` added to each index.
 
     Args:
         steps: Consecutive steps. None gives None.

@@ -261,7 +261,7 @@ def newest_usable(root: RunPath, use: Callable[[RunPath], T]) -> tuple[T, list[s
     tried: list[str] = []
     # The list is read again after a failure: a run that saves at the same time may have written a
     # new checkpoint and removed the listed ones.
-    while (names := consensus.first("restore/candidates", list_names)) != tried:
+    while (names := consensus.from_first("restore/candidates", list_names)) != tried:
         warnings = []
         tried = names
         for name in names:
@@ -307,7 +307,7 @@ def restore(
         with _local_copy(path) as copy:
             return restore(copy, abstract_state, expected)
     check = functools.partial(_verify_meta, path, expected or {})
-    meta = consensus.first("restore/judge", check, CheckpointError)
+    meta = consensus.from_first("restore/judge", check, CheckpointError)
     return _read_state(path, abstract_state), meta
 
 
@@ -342,7 +342,7 @@ def _local_copy(path: StorePath) -> Iterator[Path]:
 
     with tempfile.TemporaryDirectory(prefix=files.STAGING) as folder:
         copy = Path(folder) / path.name
-        consensus.together("restore/copy", lambda: download(copy), CheckpointError)
+        consensus.on_every("restore/copy", lambda: download(copy), CheckpointError)
         try:
             yield copy
         except (CheckpointError, InputError) as error:
@@ -439,7 +439,7 @@ def _read_state(path: Path, abstract_state: Any) -> Any:
             # device without enough memory.
             raise CheckpointError(f"{path}: cannot be read: {first_line(error)}") from error
 
-    consensus.together("restore/read", read, CheckpointError)
+    consensus.on_every("restore/read", read, CheckpointError)
     return jax.tree_util.tree_unflatten(structure, [arrays[key] for key in abstract_leaves])
 
 

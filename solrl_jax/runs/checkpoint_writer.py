@@ -87,7 +87,7 @@ def begin(
         (temporary / ARRAYS).mkdir()
 
     with _removed_on_failure(temporary):
-        consensus.first("save/prepare", prepare)
+        consensus.from_first("save/prepare", prepare)
     wait, merge = start_writing_or_fail_later(temporary / ARRAYS, arrays)
 
     @reports_disk_errors
@@ -99,10 +99,10 @@ def begin(
 
     def finish() -> Path:
         with _removed_on_failure(temporary):
-            consensus.together("save/write", reports_disk_errors(wait))
-            consensus.first("save/publish", publish)
+            consensus.on_every("save/write", reports_disk_errors(wait))
+            consensus.from_first("save/publish", publish)
         if keep is not None:
-            consensus.first("save/prune", reports_disk_errors(lambda: prune(root, keep, best)))
+            consensus.from_first("save/prune", reports_disk_errors(lambda: prune(root, keep, best)))
         return target
 
     return finish

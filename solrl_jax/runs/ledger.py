@@ -113,21 +113,21 @@ def read(root: RunPath, iteration: int) -> pa.Table:
           * "iteration": from 1;
           * "prompt" and "prompt_uid": its text, and the number that its noise seeds depend on;
           * "candidate": the index within its prompt, from 0;
-          * "seed": the seed of the initial noise;
+          * "seed": the seed of the initial noise, the same in exploration and regeneration;
           * "precision" and "steps": the number format and the solver steps of exploration;
           * "proxy_reward": the reward of the explored image, NaN if not finite;
           * "rank": the place among the candidates of the prompt by which they were selected, 0 is
             the best;
           * "kept": whether it was selected for training;
           * "regenerated_reward": the reward of the regenerated image, null if there is none;
-          * "advantage": null if not kept;
+          * "advantage": the normalized reward that is trained on, null if not kept;
           * "policy_revision": the iteration whose sync made the policy that explored it. It equals
             "iteration".
 
     Raises:
         InputError: If the file does not exist, cannot be read or is no Parquet file, if its columns
-            are not those of `SCHEMA`, or if it has more than `MAX_ROWS` (2**18) rows or `MOST_TEXT`
-            (64 MiB) bytes in memory.
+            are not those of `SCHEMA`, or if it has more than 64 MiB on disk, `MAX_ROWS` (2**18)
+            rows or `MOST_TEXT` (64 MiB) bytes in memory.
     """
     path = path_of(root, iteration)
     try:

@@ -35,7 +35,7 @@ class TerminalProgress:
             bars: Whether a bar is shown if standard error is a terminal. Otherwise one line is
                 printed per iteration.
         """
-        self.speaks = hosts.first()
+        self.speaks = hosts.is_first()
         self._bars = bars and self.speaks and sys.stderr.isatty()
         self._bar: tqdm | None = None
         self._phase = ""
@@ -178,7 +178,7 @@ class TerminalProgress:
         """
         if jax.process_count() == 1:
             return self._stopping
-        return between_phases and hosts.anywhere([self._stopping])[0]
+        return between_phases and hosts.any_flags([self._stopping])[0]
 
     def line(self, text: str) -> None:
         """Prints one line above the bar, in the first process. Elsewhere it does nothing.

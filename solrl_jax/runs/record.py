@@ -71,7 +71,7 @@ def write(folder: RunPath, facts: Mapping[str, Any]) -> None:
     Raises:
         RunError: In all processes, if the disk refuses.
     """
-    hosts.write(lambda: atomic_write(folder / "run.json", json.dumps(facts, indent=2) + "\n"))
+    hosts.on_first(lambda: atomic_write(folder / "run.json", json.dumps(facts, indent=2) + "\n"))
 
 
 def _facts(experiment: Experiment, done: int) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def draw_pools(
                 )
     path = folder / "pictures" / f"pool-{iteration:06d}.png"
     frames_per_second = experiment.backbone.pipeline.frames_per_second
-    hosts.write(
+    hosts.on_first(
         lambda: image_files.save_grid(
             path, np.stack(images), columns, captions, facts, frames_per_second=frames_per_second
         )

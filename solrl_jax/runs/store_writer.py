@@ -97,7 +97,7 @@ def begin(
             _make_room(root, target, replaced)
 
     try:
-        consensus.together("save/prepare", prepare)
+        consensus.on_every("save/prepare", prepare)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
@@ -127,8 +127,8 @@ def begin(
 
     def finish() -> StorePath:
         try:
-            consensus.together("save/write", write)
-            consensus.first("save/publish", publish)
+            consensus.on_every("save/write", write)
+            consensus.from_first("save/publish", publish)
         except BaseException:
             if jax.process_index() == 0:  # the others do not wait for that
                 with contextlib.suppress(RunError):
@@ -137,7 +137,7 @@ def begin(
             raise
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-        consensus.first("save/prune", remove_old)
+        consensus.from_first("save/prune", remove_old)
         return target
 
     return finish

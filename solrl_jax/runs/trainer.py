@@ -123,7 +123,7 @@ class _Run:
         Raises:
             RunError: In all processes, if the disk refuses.
         """
-        hosts.write(lambda: self.metrics.log(self.done, row))
+        hosts.on_first(lambda: self.metrics.log(self.done, row))
 
     def refresh_report(self, *, last: bool = False) -> None:
         """Rewrites the HTML report in the first process, if there is one and it is not too soon.
@@ -135,7 +135,7 @@ class _Run:
             last: Whether the run ends here. The page is then written in any case, and is no longer
                 marked as live.
         """
-        if self.html_report is None or not hosts.first():
+        if self.html_report is None or not hosts.is_first():
             return
         problem = self.html_report.refresh(last=last)
         if problem:
@@ -194,25 +194,27 @@ def run(
     if config.run.wandb:
         import_wandb()  # fails early if it is not installed: loading a model takes minutes
     # Before the directory is read, because it records the numbers of prompts that the run takes.
-    counts = hosts.agreed(lambda: [len(prompts) for prompts in load_prompt_sets(config)])
+    counts = hosts.from_first(lambda: [len(prompts) for prompts in load_prompt_sets(config)])
     config, notes = fit_prompt_counts(config, *counts)
     with contextlib.ExitStack() as stack:
         for note in notes:
             progress.line(note)
         # Refuse whatever would lose data before any model is loaded.
-        hosts.write(lambda: profiling.refuse(profile, folder, config.train.iterations))
-        hosts.write(lambda: stack.enter_context(files.only_user(files.writable_directory(folder))))
+        hosts.on_first(lambda: profiling.refuse(profile, folder, config.train.iterations))
+        hosts.on_first(
+            lambda: stack.enter_context(files.only_user(files.writable_directory(folder)))
+        )
         if isinstance(folder, StorePath):
             # Every process uploads its part of a checkpoint.
-            hosts.everywhere(lambda: files.writable_directory(folder))
-        hosts.write(lambda: refuse_another_run(folder, config))
+            hosts.on_every(lambda: files.writable_directory(folder))
+        hosts.on_first(lambda: refuse_another_run(folder, config))
         if html_report:
-            hosts.write(lambda: _refuse_foreign_report(folder / NAME, force))
+            hosts.on_first(lambda: _refuse_foreign_report(folder / NAME, force))
 
         # Load the models and the state to continue from.
         experiment = build(config, force=force)
         backbone = experiment.backbone
-        input_hashes = hosts.agreed(
+        input_hashes = hosts.from_first(
             lambda: hash_inputs(
                 config, backbone.pipeline, experiment.train_prompts, backbone.instruction
             )
@@ -220,7 +222,7 @@ def run(
         state, done = _restore(experiment, input_hashes, folder, progress, force)
 
         # All input has been accepted, so the directory may be written to from here on.
-        hosts.write(lambda: claim(folder, config))
+        hosts.on_first(lambda: claim(folder, config))
         facts = record.describe(experiment, folder, done, progress)
         metrics = Metrics(
             folder,
@@ -228,13 +230,13 @@ def run(
             wandb=config.run.wandb,
             resume_after=done if done else -1,
         )
-        hosts.write(lambda: stack.enter_context(metrics))
+        hosts.on_first(lambda: stack.enter_context(metrics))
         _report_lost_rows(metrics, done, progress)
         saver = Saver(
             folder / "checkpoints", keep=config.run.keep_checkpoints, best=config.run.keep_best
         )
         stack.enter_context(saver)
-        hosts.write(lambda: ledger.discard_after(folder / "ledger", done))
+        hosts.on_first(lambda: ledger.discard_after(folder / "ledger", done))
 
         this = _Run(
             experiment=experiment,
@@ -264,7 +266,7 @@ def run(
             _save_before_after(this)
             record.write(folder, facts | {"finished_after_iteration": this.done})
         this.refresh_report(last=True)
-        return hosts.agreed(lambda: _summary(this, interrupted, saved))
+        return hosts.from_first(lambda: _summary(this, interrupted, saved))
 
 
 def _refuse_foreign_report(path: RunPath, force: bool) -> None:
@@ -348,7 +350,7 @@ def _report_lost_rows(metrics: Metrics, done: int, progress: TerminalProgress) -
             f"metrics.jsonl was damaged: it was moved to {metrics.set_aside}, and its readable "
             "rows were kept"
         )
-    elif hosts.first():
+    elif hosts.is_first():
         recorded = {row["iteration"] for row in metrics.rows}
         missing = [i for i in range(1, done + 1) if i not in recorded]
         if missing:
@@ -389,7 +391,7 @@ def _train(this: _Run) -> None:
         # The others follow the gradient of the reward, which equal rewards have too.
         learns_from_advantages = config.algorithm.trains_on != "reward_gradients"
         while this.done < config.train.iterations:
-            level = hosts.agreed(lambda: _choose_exploration_level(this))
+            level = hosts.from_first(lambda: _choose_exploration_level(this))
             draws_pools = config.eval.num_grid_images and _evaluation_is_due(config, this.done + 1)
             # A copy, because `iterate` deletes the arrays of the state that it is given.
             old_policy = jax.tree.map(jnp.copy, this.state.old) if draws_pools else None
@@ -412,7 +414,9 @@ def _train(this: _Run) -> None:
                 )
                 reported_no_advantage = True
             try:
-                hosts.write(partial(ledger.write, this.folder / "ledger", this.done, result.ledger))
+                hosts.on_first(
+                    partial(ledger.write, this.folder / "ledger", this.done, result.ledger)
+                )
                 # Before the evaluation, because a state that is saved after a failed evaluation
                 # must be known to be finite.
                 _refuse_divergence(this, row, failures)
@@ -686,7 +690,7 @@ def _recorded_evaluation(this: _Run) -> Row:
                 evaluation |= {k: v for k, v in row.items() if k.startswith("eval/")}
         return evaluation
 
-    return hosts.agreed(find)
+    return hosts.from_first(find)
 
 
 def _evaluate(this: _Run) -> Row:
@@ -736,7 +740,7 @@ def _evaluate(this: _Run) -> Row:
         row[f"eval/reward_cost/{name}"] = cost
     watched = config.reward.eval_only
     if watched:
-        alarms = hosts.agreed(lambda: hacking_alarms(this.metrics.rows, row, watched))
+        alarms = hosts.from_first(lambda: hacking_alarms(this.metrics.rows, row, watched))
         for alarm in alarms:
             progress.line(alarm)
         row["eval/hacking"] = float(bool(alarms))
@@ -765,7 +769,7 @@ def _save_grid(this: _Run) -> None:
     ]
     path = this.folder / "pictures" / f"iteration-{this.done:06d}.png"
     frames_per_second = this.experiment.backbone.pipeline.frames_per_second
-    hosts.write(
+    hosts.on_first(
         lambda: image_files.save_grid(
             path, images, columns, captions, facts, frames_per_second=frames_per_second
         )
@@ -876,7 +880,7 @@ def _save_before_after(this: _Run) -> None:
     before = sample_grid(this.experiment, untrained(this.experiment, this.state.ema))
     after = sample_grid(this.experiment, this.state.ema)
     path = this.folder / "pictures" / "before-after.png"
-    hosts.write(
+    hosts.on_first(
         lambda: image_files.save_before_after(
             path, before.images, after.images, before.prompts, before.right, after.right
         )

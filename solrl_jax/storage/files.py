@@ -427,7 +427,7 @@ def seal(directory: Path) -> None:
     Raises:
         OSError: If a file cannot be read or written.
     """
-    files = {name: _describe(directory / name) for name in _file_names(directory)}
+    files = {name: _manifest_entry(directory / name) for name in _file_names(directory)}
     (directory / MANIFEST).write_text(json.dumps(files, indent=1))
     for path in (*directory.rglob("*"), directory):
         sync(path)
@@ -467,7 +467,7 @@ def damage(directory: Path, *, contents: bool = True) -> str | None:
             if not isinstance(entry, dict) or entry.get("size") != status.st_size:
                 return f"{name} has {status.st_size} bytes, not the number that was written"
             is_compared = contents or status.st_size <= SMALL
-            if is_compared and entry != _describe(directory / name):
+            if is_compared and entry != _manifest_entry(directory / name):
                 return f"{name} was altered"
     except OSError as error:
         return f"{name} cannot be read: {disk_reason(error)}"
@@ -637,7 +637,7 @@ def _file_names(path: Path) -> list[str]:
     return sorted(str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir())
 
 
-def _describe(path: Path) -> dict[str, Any]:
+def _manifest_entry(path: Path) -> dict[str, Any]:
     """Returns the entry of a file in a manifest.
 
     Args:

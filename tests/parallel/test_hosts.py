@@ -198,7 +198,7 @@ def test_what_an_action_returns_is_dropped(result):
         done.append(True)
         return result
 
-    assert hosts.write(act) is None
+    assert hosts.on_first(act) is None
     assert done == [True]
 
 

@@ -188,13 +188,13 @@ WORKER = textwrap.dedent(
         checkpoint_writer.start_writing = broken
         said[f"full {number}"] = line(lambda: save(root / "two", number, state, {}))
     checkpoint_writer.start_writing = original
-    said["there"] = consensus.first("there", lambda: sorted(os.listdir(root / "two")))
+    said["there"] = consensus.from_first("there", lambda: sorted(os.listdir(root / "two")))
 
     # the newest one is damaged: no process may take another one than the others
     def damage():
         file = next((root / "two" / "000002" / "arrays" / "d").iterdir())
         file.write_bytes(file.read_bytes()[:-1])
-    consensus.first("damage", damage)
+    consensus.from_first("damage", damage)
     state, meta, warnings = checkpoint.restore_latest(root / "two", abstract_on(states[1], wide), {})
     assert_holds(state, states[1])
     said["before"] = [meta["iteration"], len(warnings)]
@@ -210,11 +210,11 @@ WORKER = textwrap.dedent(
         if me == 1:
             raise KeyError("gone")
         return me
-    said["other"] = line(lambda: consensus.together("wrong", wrong))
-    said["no JSON"] = line(lambda: consensus.together("no JSON", lambda: {me} if me == 1 else me))
+    said["other"] = line(lambda: consensus.on_every("wrong", wrong))
+    said["no JSON"] = line(lambda: consensus.on_every("no JSON", lambda: {me} if me == 1 else me))
     for count in range(5):
-        consensus.together("counted", lambda: count)
-    said["all"] = consensus.together("right", lambda: me)
+        consensus.on_every("counted", lambda: count)
+    said["all"] = consensus.on_every("right", lambda: me)
     said["counted"] = sorted(key for key, _ in consensus.client().key_value_dir_get("solrl_jax/counted"))
     print(json.dumps(said), flush=True)
     """

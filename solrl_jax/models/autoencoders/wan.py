@@ -447,7 +447,8 @@ class Decoder(nnx.Module):
 
         Args:
             latent: latents on the scale of the autoencoder, after `post_quant_conv`.
-            history: the frames before these, if they are a chunk of a clip. None: they are a whole
+            history: the frames before these, if they are a chunk of a clip: a new object for each
+                chunk, which the call fills with the frames for the next one. None: they are a whole
                 clip.
 
         Returns:

@@ -110,10 +110,16 @@ def rotate_by_product(
 
 
 def _rotate_forward(x: Array, cos: Array, sin: Array) -> tuple[Array, tuple[Array, Array]]:
+    """The forward rule of `rotate_by_product` for `jax.custom_vjp`: its result, and the tables
+    (cos, sin), which `_rotate_backward` needs.
+    """
     return rotate_by_product(x, cos, sin), (cos, sin)
 
 
 def _rotate_backward(tables: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array, Array]:
+    """The backward rule of `rotate_by_product`: the cotangent rotated by the opposite angles. The
+    tables (cos, sin) get no gradient: zeros.
+    """
     cos, sin = tables
     inverse = rotate_by_product(cotangent, cos, -sin)
     return inverse, jnp.zeros_like(cos), jnp.zeros_like(sin)

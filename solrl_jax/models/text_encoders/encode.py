@@ -138,7 +138,7 @@ class TextEncoders:
             keys = self._keys(tokens)
             rows = [self.cache.read(key) for key in keys]
         # All hosts must compute the same prompts: those that are missing on any host.
-        is_missing = hosts.anywhere([row is None for row in rows])
+        is_missing = hosts.any_flags([row is None for row in rows])
         missing = [i for i, flag in enumerate(is_missing) if flag]
         computed = self._compute({name: x[missing] for name, x in tokens.items()})
         for i, row in zip(missing, computed, strict=True):
@@ -185,7 +185,7 @@ class TextEncoders:
         if self.cache is None:
             return 0
         keys = self._keys(self.pipeline.tokenize(prompts, max_tokens, instruction))
-        is_missing = hosts.anywhere([not self.cache.has(key) for key in keys])
+        is_missing = hosts.any_flags([not self.cache.has(key) for key in keys])
         missing = [prompt for prompt, flag in zip(prompts, is_missing, strict=True) if flag]
         for start in range(0, len(missing), self.chunk):
             progress(len(missing), min(start, self.chunk))

@@ -60,8 +60,9 @@ class Calibration:
         prompt_batch: PromptBatch,
         noise: Float[np.ndarray, "b ... c"] | None = None,
     ) -> Float[np.ndarray, "b ... c"]:
-        """Samples the latents of `seed_batch` with the base policy, in the training precision.
-        Every process of a run must call it.
+        """Generates latents for the prompts and seeds of `seed_batch` with the base policy, in the
+        training precision. Every process of a run must call it with the same arguments, and each
+        gets all latents.
 
         Args:
             schedule: The solver steps to take, for instance `self.schedule` or a single step.
