@@ -99,6 +99,7 @@ def test_the_links_at_the_top_lead_into_the_package():
         assert (ROOT / name).is_dir()
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_the_package_and_nothing_else(archives, packed):
     with zipfile.ZipFile(archives[1]) as wheel:
         names = {name for name in wheel.namelist() if not name.endswith("/")}
@@ -116,6 +117,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(archives, packed):
         assert any(packed_name.startswith(f"solrl_jax/{name}") for packed_name in names), name
 
 
+@pytest.mark.slow
 def test_the_wheel_is_small(archives):
     assert archives[1].stat().st_size < MOST_BYTES
 
@@ -135,6 +137,7 @@ def test_a_version_is_dated_short_and_the_same_everywhere():
     assert (citation["version"], str(citation["date-released"])) == (VERSION, dates[VERSION])
 
 
+@pytest.mark.slow
 def test_the_sdist_holds_the_package_once_with_its_documents_and_tests(archives, packed):
     with tarfile.open(archives[0]) as sdist:
         names = {member.name.partition("/")[2] for member in sdist.getmembers() if member.isfile()}

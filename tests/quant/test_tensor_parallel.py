@@ -68,6 +68,7 @@ def test_parts_of_a_product_are_parts_of_the_product(rows, width, columns, dtype
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["array", *MAKE])
 def test_a_product_is_the_same_to_the_bit(kind, operands):
     x, w = operands

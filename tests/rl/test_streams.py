@@ -43,6 +43,7 @@ def numbers(seeds):
     return set(seed_numbers(np.asarray(seeds).reshape(-1, 2)).tolist())
 
 
+@pytest.mark.slow
 def test_candidates_are_drawn_by_iteration_and_regenerated_from_the_same_seeds(toy, drawn):
     for iteration in (1, 2):
         _, outcome = iterate(toy, fresh_state(toy), iteration)

@@ -60,6 +60,7 @@ def test_merging_then_quantizing_is_quantizing_the_merged_matrix():
     same(got[K], jax.jit(quantize)(flat[K]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_fresh_adapters_change_no_code(dtype):
     params = base(dtype)

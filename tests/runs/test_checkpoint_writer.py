@@ -264,6 +264,7 @@ def test_two_processes_save_and_restore_as_one(two):
         assert said["newest"] == [2, 0, []]
 
 
+@pytest.mark.slow
 def test_what_two_processes_saved_one_restores_on_eight_four_and_one_device(two):
     path = two[1] / "two" / "000001"
     expected = flat(make_state(1))
@@ -274,6 +275,7 @@ def test_what_two_processes_saved_one_restores_on_eight_four_and_one_device(two)
         assert_same_bits(state, expected)
 
 
+@pytest.mark.slow
 def test_no_process_decides_alone(two):
     one, other = two[0]
     root = two[1] / "two"
